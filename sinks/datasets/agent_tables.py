@@ -1,6 +1,6 @@
 """Fragments of several agents as Arrow tables: of each module's steps and chunks, and of the environments' episodes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -35,6 +35,17 @@ def checked_id(whose: str, id_: Any) -> str:
     if type(id_) not in (str, int) or id_ == "":
         raise DatasetError(f"the {whose} {id_!r} has an id of {type(id_).__name__}, expected text or a whole number")
     return str(id_)
+
+
+def ids_by_text(whose: str, ids: Iterable[Any]) -> dict[str, Any]:
+    """Text -> id. Raises DatasetError where two ids, such as 1 and "1", have one text, which is all that files have."""
+    found: dict[str, Any] = {}
+    for id_ in ids:
+        if (other := found.setdefault(checked_id(whose, id_), id_)) != id_:
+            raise DatasetError(
+                f"the {whose}s {other!r} and {id_!r} have one text as their ids, expected another text for each {whose}"
+            ).see("dataset")
+    return found
 
 
 class EnvChunks:

@@ -61,8 +61,8 @@ class DatasetFolder:
 
     @property
     def has_agents(self) -> bool:
-        """True if this is the dataset of several agents."""
-        return (self.path / MODULES).is_dir()
+        """True if this is the dataset of several agents, by its description. Raises DatasetError for a damaged one."""
+        return (self.path / DESCRIPTION).exists() and self.read()["version"] == AGENTS_VERSION
 
     @property
     def last_kind(self) -> str:
@@ -172,7 +172,7 @@ class DatasetFolder:
         """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
         if (self.path / DESCRIPTION).exists():
             return
-        for kind in self._kinds():
+        for kind in [*self._kinds(), ENV_EPISODES]:
             if found := sorted((self.path / kind).glob(f"*{_SUFFIX}")):
                 raise DatasetError(
                     f"{self.path} has {kind}/{found[0].name} but no {DESCRIPTION}, expected a dataset, or a folder "
@@ -207,7 +207,7 @@ class DatasetFolder:
     def _kinds(self) -> list[str]:
         """All kinds of files, the one that commits last."""
         of_modules = [f"{MODULES}/{name}/{kind}" for name in self._module_names() for kind in (EPISODES, STEPS)]
-        return [*of_modules, ENV_EPISODES] if of_modules else [EPISODES, STEPS]
+        return [*of_modules, *([ENV_EPISODES] if self.has_agents else [EPISODES, STEPS])]
 
     def add_runs(self, kind: dict[str, Any], version: str, runs: Sequence[dict[str, Any]]) -> int:
         """Add records of runs to the description, which is made if there is none; returns the first one's number.
@@ -359,7 +359,8 @@ class FileSet:
             self._files[kind].flush()
             os.fsync(self._files[kind].fileno())
             self._files[kind].close()
-        for kind in sorted(self._writers, key=lambda kind: kind == self._folder.last_kind):
+        last = self._folder.last_kind
+        for kind in sorted(self._writers, key=lambda kind: kind == last):
             self._folder.partial(kind, self.number).replace(self._folder.file(kind, self.number))
             sync_folder(self._folder.path / kind)
 

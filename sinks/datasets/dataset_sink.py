@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.policies.space_text import described
-from rollflow.sinks.datasets.agent_tables import agent_tables_of, checked_id, modules_of
+from rollflow.sinks.datasets.agent_tables import agent_tables_of, ids_by_text, modules_of
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, EPISODES, STEPS, DatasetFolder, FileSet
 from rollflow.sinks.datasets.fragment_tables import tables_of
@@ -94,7 +94,8 @@ class DatasetSink:
         except (TypeError, ValueError) as error:
             raise DatasetError(f"metadata {self._metadata!r} has no form in JSON: {error}") from None
         self._kinds: dict[str, dict[str, Any]] = {}  # by the names of the modules' folders, "" for one agent
-        self._agents: dict[str, Any] = {}  # by their texts
+        self._agents: dict[str, Any] = {}  # text -> id, with those that were in the dataset before
+        self._modules: dict[str, Any] = {}  # the same
         self._last: dict[str, tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]] = {}  # see `_kind_of`
         self._runs: dict[tuple[Any, int], int] = {}  # (what has made it, number there) -> number of a run here
         self._executor: ThreadPoolExecutor | None = None
@@ -218,6 +219,10 @@ class DatasetSink:
         """Lock the folder, and remove what a killed sink has left; the number of the next file."""
         self._folder.lock()
         try:
+            if self._folder.has_agents:
+                description = self._folder.read()
+                self._agents = ids_by_text("agent", description["agents"])
+                self._modules = ids_by_text("module", description["modules"].values())
             return max(self._folder.remove_left(), default=0) + 1
         except BaseException:
             self._folder.unlock()
@@ -228,7 +233,7 @@ class DatasetSink:
 
         Of several agents the chunks are those of the environments; i32[1]: all of them are of one run.
         """
-        kinds, agents = self._described(fragment)
+        kinds, agents, known = self._described(fragment)
         maker: object
         if isinstance(fragment, StoredFragment | StoredAgents):
             maker, numbers = fragment.dataset, fragment.runs
@@ -247,16 +252,21 @@ class DatasetSink:
                 kind = {"agents": list(agents.values()), "modules": modules}
             first = self._folder.add_runs(kind, version_of("rollflow"), records)
             self._runs |= {(maker, each): number for number, each in enumerate(new, first)}
-            self._kinds, self._agents = self._kinds | kinds, self._agents | agents
+            self._kinds, self._agents, self._modules = self._kinds | kinds, agents, known
         return np.array([self._runs[maker, each] for each in found.tolist()], np.int32)[places]
 
-    def _described(self, fragment: AnyFragment) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """The kind of each module of a fragment, by the name of its folder, and the agents, by their texts."""
+    def _described(self, fragment: AnyFragment) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        """The kind of each module of a fragment, by the name of its folder, and all agents and modules, by their texts.
+
+        Raises DatasetError for another kind than before, and where two ids have one text.
+        """
         if isinstance(fragment, Fragment):
-            return {"": self._kind_of(fragment, "")}, {}
-        kinds = {name: self._kind_of(part, name) for name, part in modules_of(fragment).items()}
+            return {"": self._kind_of(fragment, "")}, self._agents, self._modules
         agents = [agent for part in fragment.parts for agent in part.part.agents]
-        return kinds, {checked_id("agent", agent): agent for agent in agents}
+        agents_by_text = ids_by_text("agent", [*self._agents.values(), *agents])
+        modules_by_text = ids_by_text("module", [*self._modules.values(), *fragment.module_ids])
+        kinds = {name: self._kind_of(part, name) for name, part in modules_of(fragment).items()}
+        return kinds, agents_by_text, modules_by_text
 
     def _record_of(self, fragment: AnyFragment, number: int) -> dict[str, Any]:
         """The record of a run: of the rollout that has made a fragment, or as the dataset had it that was read."""

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rollflow.sinks.datasets.agent_tables import ids_by_text
 from rollflow.sinks.datasets.arrow_columns import empty_tree, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, EPISODES, DatasetFolder
 from rollflow.sinks.datasets.episode_block import Ints
@@ -49,6 +50,8 @@ class EnvEpisodes:
 
     def __init__(self, folder: DatasetFolder) -> None:
         import_pyarrow()
+        # A sink describes runs and modules before it commits their files: those that are listed first are described.
+        folder = DatasetFolder(folder.path, folder.numbers())
         self.description = folder.read()
         self.agents: list[Any] = self.description["agents"]
         self.index = index = EpisodeIndex(folder, ENV_EPISODES, [_AGENT_STEPS])
@@ -104,7 +107,7 @@ class EnvEpisodes:
         index = EpisodeIndex(folder, EPISODES, more, piece_of)
         head = index.order[index.first]
         texts = index.more[Columns.AGENT_ID].cast("string").dictionary_encode()
-        by_text = {str(agent): place for place, agent in enumerate(self.agents)}
+        by_text = {text: place for place, text in enumerate(ids_by_text("agent", self.agents))}
         found = [by_text.get(text, -1) for text in texts.dictionary.to_pylist()]
         if -1 in found:
             unknown = texts.dictionary[found.index(-1)]

@@ -1,15 +1,11 @@
 """Replay: keeps the steps of fragments, and gives batches of them at a controlled rate."""
 
-import copy
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
@@ -17,13 +13,14 @@ from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert, StepCounts
+from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert, StepCounts
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
 from rollflow.sinks.replay.replay_table import Batch as Batch
 from rollflow.sinks.replay.replay_table import ReplayTable
 from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.sampled_steps import check_size, detached
 from rollflow.sinks.replay.samplers import Sampler, Uniform
+from rollflow.sinks.replay.table_maker import TableMaker
 from rollflow.sinks.replay.turns import Side, Turns, run_both
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.fragments.fragment import Fragment
@@ -89,9 +86,11 @@ class Replay:
             text = f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; "
             raise ReplayError(f"{text}expected a min_size below the capacity").see("replay")
         check_goes_with(self.remover, self.sampler, None if rate is None else rate.ratio)
-        self._rate, self._seed = rate, seed
-        self._unused = copy.deepcopy((self.sampler, self.remover))  # of which each module gets copies
-        self._tables: dict[Any, ReplayTable] = {None: self._table(self.sampler, self.remover)}  # None: of one agent
+        self._rate = rate
+        options: dict[str, Any] = {"rate": rate, "batch_size": batch_size, "storage": self._storage, "seed": seed}
+        self._maker = TableMaker(capacity, self.sampler, self.remover, **options)
+        one = self._maker.of_one_agent(self.sampler, self.remover)
+        self._tables: dict[Any, ReplayTable] = {None: one}  # None: of one agent
         self.turns = Turns()
         self._lock = self.turns.lock
         self._folder: CheckpointFolder | None = None  # that was saved to, or loaded from, last
@@ -121,13 +120,15 @@ class Replay:
 
         wait_s    seconds to wait for other threads' samples, where the rate holds the insert back; None: any time
 
-        Raises ReplayError where the rate lets it through no sooner, and for fragments of another kind.
+        Raises ReplayError where the rate lets it through no sooner, and for fragments of another kind, or that are too
+        large; none of their steps is there then.
         """
         with self._lock:
             if parts := self._announced(fragment):
                 self._wait("insert", lambda: _admit(parts), wait_s)
-                for table, part in parts:
-                    table.insert(part)
+                checked = [(table, table.checked(part)) for table, part in parts]  # all of them before one is written
+                for table, insertion in checked:
+                    table.insert(insertion)
                 self.turns.notify()
 
     async def insert_in_loop(self, fragment: AnyFragment) -> None:
@@ -289,19 +290,19 @@ class Replay:
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave, of a replay made with the same arguments; it goes on exactly as that one.
 
-        Raises ReplayError where the arguments differ.
+        Raises ReplayError where the arguments differ. Steps of several agents that were there before stay then.
         """
         for name, own in (("capacity", self.capacity), ("frames", self._storage.frames)):
-            if state[name] != own:
-                raise ReplayError(f"the state is of a replay with {name}={state[name]}, expected {own}").see("replay")
+            if (found := state.get(name)) != own:
+                raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
-            module_ids = [each for each, _ in state["tables"]]
-            if module_ids != [None]:
-                self._tables = {each: self._table_for(each) for each in module_ids}
-            elif None not in self._tables:
-                raise ReplayError("the replay has steps of several agents, got the state of one").see("replay")
-            for each, of_table in state["tables"]:
-                self._tables[each].set_state(of_table)
+            try:
+                self._tables = self._restored(dict(state["tables"]))
+            except ReplayError:
+                raise
+            except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+                text = f"the state can't be taken: {error!r}; expected get_state() of a replay with the same arguments"
+                raise ReplayError(text).see("replay") from error
             self._folder = None
             self.turns.notify()
 
@@ -324,28 +325,24 @@ class Replay:
 
     # Inside
 
-    def _table(self, sampler: Sampler, remover: Remover, module_id: Any = None) -> ReplayTable:
-        """A new table, of a module or of one agent."""
-        storage, seed = self._storage, self._seed
-        if module_id is not None:
-            if storage.path is not None:
-                storage = replace(storage, path=f"{os.fspath(storage.path)}.{quote(str(module_id), safe=' ')}")
-            seed = None if seed is None else zlib.crc32(str(module_id).encode(), seed & 0xFFFFFFFF)
-        return ReplayTable(
-            self.capacity,
-            sampler,
-            remover,
-            storage=storage,
-            rate=RateLimiter(self._rate, self.batch_size * sampler.steps),
-            generator=np.random.default_rng(seed),
-        )
-
-    def _table_for(self, module_id: Any) -> ReplayTable:
-        """A new table of a module."""
-        return self._table(*copy.deepcopy(self._unused), module_id)
+    def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
+        """Tables with these states: new ones of modules; the one that is there of one agent."""
+        tables = self._tables
+        if None not in states:
+            tables = self._maker.of_modules(states)
+        elif None not in tables or len(states) > 1:
+            text = "the replay has steps of several agents, got the state of one; expected that of several"
+            raise ReplayError(f"{text}, or a new Replay").see("replay")
+        for each, of_table in states.items():
+            tables[each].set_state(of_table)
+        return tables
 
     def _table_of(self, module_id: Any) -> ReplayTable:
-        if (table := self._tables.get(module_id)) is None:
+        try:
+            table = self._tables.get(module_id)
+        except TypeError:  # it has no hash, so that it is no module's id
+            table = None
+        if table is None:
             text = f"there are no steps of module {module_id!r}, expected one of {self.module_ids}"
             raise ReplayError(text).see("replay")
         return table
@@ -369,11 +366,11 @@ class Replay:
         if None in self._tables:
             if self._tables[None].rows.inserted:
                 raise ReplayError("the replay has steps of one agent, got a fragment of several").see("replay")
-            self._tables = {}
         parts = {each: fragment.of_module(each) for each in fragment.module_ids}
         parts = {each: part for each, part in parts.items() if len(part.chunks.slot)}
-        new = {each: self._table_for(each) for each in parts if each not in self._tables}
-        self._tables |= new
+        tables = {} if None in self._tables else self._tables
+        new = [each for each in parts if each not in tables]
+        self._tables = tables | self._maker.of_modules(new, tables)
         return [(self._tables[each], part) for each, part in parts.items()]
 
     def _admits_sample(self, count: int) -> bool:

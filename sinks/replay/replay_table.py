@@ -1,7 +1,7 @@
 """Replay table: the steps of one agent, or of the agents of one module, in rows, with the sampler that draws them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.rate import RateLimiter
 from rollflow.sinks.replay.removers import Remover
 from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, items_of
-from rollflow.sinks.replay.row_index import RowIndex
+from rollflow.sinks.replay.row_index import Room, RowIndex
 from rollflow.sinks.replay.sampled_steps import SampledSteps
 from rollflow.sinks.replay.samplers import Draw, Sampler
 from rollflow.stream.data.columns import Columns
@@ -21,6 +21,15 @@ from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
 Batch = dict[str, Any]
+
+
+class Insertion(NamedTuple):
+    """A fragment that a table can take, with what it keeps of it, the columns that this goes to, and its room."""
+
+    fragment: Fragment
+    columns: dict[str, Any]
+    into: RowColumns
+    room: Room
 
 
 class ReplayTable:
@@ -73,15 +82,23 @@ class ReplayTable:
         self.rate.check(samples=steps)
         return self.rate.admits_sample(steps, self.rows.inserted, self.rows.removed)
 
-    def insert(self, fragment: Fragment) -> None:
-        """Copy a fragment's steps; the oldest make room. Raises ReplayError for a fragment of another kind."""
-        rows, chunks = self.rows, fragment.chunks
+    def checked(self, fragment: Fragment) -> Insertion:
+        """A fragment that can be inserted now. Raises ReplayError for one of another kind, and one that is too large.
+
+        No step comes or goes.
+        """
         columns = columns_of(fragment, self._storage.extra)
-        if self._columns is None:
-            self._columns = self._make_columns(items_of(columns))
-        self._columns.check(columns)
+        if self._columns is not None:
+            self._columns.check(columns)
         lane = f"{fragment.lane} {fragment.layout.episode_id(0, 0)}"  # no other lane's, also when a run goes on
-        placement = rows.place(lane, fragment.layout, chunks)
+        room = self.rows.room_for(lane, fragment.layout, fragment.chunks)
+        self._check_min_size(room)
+        return Insertion(fragment, columns, self._columns or self._make_columns(items_of(columns)), room)
+
+    def insert(self, insertion: Insertion) -> None:
+        """Copy a fragment's steps, of which nothing has changed since it was checked; the oldest make room."""
+        rows, (fragment, columns, self._columns, room) = self.rows, insertion
+        placement = rows.place(room)
         self._columns.write(placement.begin, placement.source, columns)
         if len(placement.ended):
             last = fragment.last_observations()
@@ -89,7 +106,6 @@ class ReplayTable:
         self.sampler.note_removed(rows, placement.removed)
         self.sampler.note_inserted(rows, placement.inserted)
         self._remove(self.remover.after_insert(rows, self.sampler, placement.inserted))
-        self._check_min_size()
 
     def drawn(self, count: int, pieces: Sequence[ConnectorV2]) -> tuple[Batch, Draw]:
         """A batch of `count` rows that `pieces` have changed, and the draw, which is not counted yet."""
@@ -127,11 +143,12 @@ class ReplayTable:
     def _make_columns(self, items: dict[str, Any]) -> RowColumns:
         return RowColumns(items, self.rows.num_rows, self.rows.num_spare, self._storage.path)
 
-    def _check_min_size(self) -> None:
+    def _check_min_size(self, room: Room) -> None:
         rate, rows = self.rate.rate, self.rows
-        if rate is None or rows.num_live >= rate.min_size or not rows.begin:
+        begin = rows.end + int(room.sizes.sum()) - rows.num_rows  # that would be kept
+        if rate is None or begin <= 0 or rows.num_live - (begin - rows.begin) >= rate.min_size:
             return
-        if (kept := int(np.count_nonzero(rows.is_step))) < rate.min_size:
+        if (kept := rows.num_steps_with(room)) < rate.min_size:
             raise ReplayError(
                 f"min_size is {rate.min_size}, but all {rows.num_rows} rows are taken with {kept} steps in them, the "
                 "others by last observations of episodes: nothing could ever be sampled; expected a smaller min_size, "
@@ -157,14 +174,15 @@ class ReplayTable:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave with all rows."""
-        self.rows.set_state(state["rows"])
-        if state["columns"] is not None:
-            self._columns = self._make_columns(state["columns"]["items"])
-            self._columns.set_state(state["columns"])
+        # Another sampler or remover is found out first, and columns, whose file is made anew, come last.
         self.sampler.set_state(state["sampler"])
         self.remover.set_state(state["remover"])
         self.rate.set_state(state["rate"])
         self._generator.bit_generator.state = state["generator"]
+        self.rows.set_state(state["rows"])
+        if state["columns"] is not None:
+            self._columns = self._make_columns(state["columns"]["items"])
+            self._columns.set_state(state["columns"])
 
 
 def _tensor(leaf: Any) -> Any:

@@ -24,6 +24,26 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """What the chunks of a lane's fragment take, before anything is changed for them.
+
+    opened    the episodes that the lane's slots are in
+    before    i64[C]   number of the chunk that each one goes on, or -1
+    freed     spare rows behind these
+    alone     bool[C]  whether a chunk's last observation has a row of its own
+    sizes     i64[C]   rows
+    """
+
+    lane: str
+    chunks: ChunkIndex
+    opened: "OpenEpisodes"
+    before: Ints
+    freed: list[int]
+    alone: Bools
+    sizes: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """Where the rows of one fragment go.
 
@@ -179,8 +199,8 @@ class RowIndex:
 
     # Writing
 
-    def place(self, lane: str, layout: FragmentLayout, chunks: ChunkIndex) -> Placement:
-        """Find room for the chunks of a lane's fragment, and forget the oldest rows for that.
+    def room_for(self, lane: str, layout: FragmentLayout, chunks: ChunkIndex) -> Room:
+        """What the chunks of a lane's fragment take; nothing is changed yet.
 
         lane    name of the lane; of several lanes with one name, which two rollouts with one seed have, episodes are
                 not joined
@@ -188,7 +208,7 @@ class RowIndex:
         Raises ReplayError where the fragment is larger than the ring.
         """
         lengths, has_ended = chunks.stop - chunks.start, chunks.terminated | chunks.truncated
-        opened, num_slots = self._opened(lane, layout), layout.num_slots
+        opened = self._opened(lane, layout)
         joins = self._joined(opened, chunks)
         before = np.where(joins, opened.chunk[chunks.slot], -1)
         freed = self._spare_behind(before[joins])
@@ -202,7 +222,20 @@ class RowIndex:
                 f"a fragment takes {total} rows, but the replay has {self.num_rows}: expected a capacity of several "
                 "fragments; raise capacity, or lower fragment_length"
             ).see("replay")
-        self._release(before[joins], freed)
+        return Room(lane, chunks, opened, before, freed, alone, sizes)
+
+    def num_steps_with(self, room: Room) -> int:
+        """How many rows will be steps once a fragment has taken its room."""
+        begin = max(self.begin, self.end + int(room.sizes.sum()) - self.num_rows)
+        gone = np.count_nonzero(self.is_step[self._rows_between(self.begin, begin)])
+        return int(np.count_nonzero(self.is_step) - gone + (room.sizes - room.alone).sum())
+
+    def place(self, room: Room) -> Placement:
+        """Forget the oldest rows for the room of a fragment, of which nothing has changed since, and take it."""
+        chunks, opened, before, alone, sizes = room.chunks, room.opened, room.before, room.alone, room.sizes
+        lengths, has_ended = chunks.stop - chunks.start, chunks.terminated | chunks.truncated
+        going_on, total = np.flatnonzero(~has_ended), int(sizes.sum())
+        self._release(before[before >= 0], room.freed)
         removed = self._evict(self.end + total - self.num_rows)
         begin, self.end = self.end, self.end + total
         firsts = begin + np.cumsum(sizes) - sizes
@@ -224,9 +257,9 @@ class RowIndex:
         opened.number[chunks.slot] = chunks.number
         opened.steps[chunks.slot] = chunks.t_started + lengths
         opened.chunk[chunks.slot] = np.where(has_ended, -1, numbers)
-        self._open.pop(lane, None)
+        self._open.pop(room.lane, None)
         if opened.chunk.max() >= 0:
-            self._open[lane] = opened
+            self._open[room.lane] = opened
         is_live, positions = is_step, np.arange(begin, self.end)
         if self.history:
             step = positions - np.repeat(firsts, sizes)
@@ -237,7 +270,8 @@ class RowIndex:
         self.num_live += len(live)
         self.inserted += int(lengths.sum())
         self.removed += int(lengths.sum()) - len(live)
-        source = np.repeat((chunks.start - firsts) * num_slots + chunks.slot, sizes) + positions * num_slots
+        slots = len(opened.number)
+        source = np.repeat((chunks.start - firsts) * slots + chunks.slot, sizes) + positions * slots
         return Placement(
             begin=begin,
             source=source,

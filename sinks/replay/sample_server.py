@@ -145,6 +145,8 @@ class SampleServer:
                 part[IDS] = part[IDS] + self._first_id
             return columns, facts if elsewhere is None else self._report_beside(elsewhere) | facts
         module_id = query.values.get("module_id")
+        if module_id is not None and type(module_id) not in (str, int):
+            raise ReplayError(f"module_id is {module_id!r:.100}, expected text, a whole number, or none")
         if query.name == "update_priorities":
             self._update_priorities(_array_of(query, "ids"), _array_of(query, "values"), module_id)
             return {}, {}

@@ -164,11 +164,11 @@ def test_a_chunk_read_in_the_same_cut_is_the_rollouts(drawn: Drawn, with_advanta
         chunks = {episode.id_: episode for episode in one.episodes()}
         for theirs in other.episodes():
             # Who ends no further step in the episode is not in the dataset any more: it waits to the end of it all.
-            agents = {
-                agent
+            kept = {
+                agent: 1 + last_step.get((each.id_, theirs.id_), -1) - each.t_started
                 for agent, each in theirs.agent_episodes.items()
-                if last_step.get((each.id_, theirs.id_), -1) >= each.t_started
             }
+            agents = {agent for agent, steps in kept.items() if steps > 0}
             if not agents:
                 continue
             mine = chunks.pop(theirs.id_)
@@ -176,6 +176,8 @@ def test_a_chunk_read_in_the_same_cut_is_the_rollouts(drawn: Drawn, with_advanta
             assert set(mine.agent_ids) == agents
             seen = {agent: items for agent, items in theirs.get_observations().items() if agent in agents}
             torch.testing.assert_close(_plain(mine.get_observations()), _plain(seen), rtol=0, atol=0)
+            acted = {agent: items[: kept[agent]] for agent, items in theirs.get_actions().items() if agent in agents}
+            torch.testing.assert_close(_plain(mine.get_actions()), _plain(acted), rtol=0, atol=0)
         assert not chunks
     for one, other in zip(offline, online, strict=True):
         assert one.keys() == other.keys()

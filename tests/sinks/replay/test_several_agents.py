@@ -1,8 +1,9 @@
 """Replays of several agents: what is sampled of each module is what its agents did."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from held_envs import await_that
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lost_agents import agent_chunks, numbers
+from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
-from serial_module import at_of
+from serial_module import SerialModule, at_of
 
-from rollflow.nodes import Rollout
+from rollflow.nodes import MultiAgentRollout, Rollout
 from rollflow.sinks import (
     Newest,
     Prioritized,
@@ -78,6 +80,7 @@ def test_what_is_sampled_of_a_module_is_what_its_agents_did(drawn: Drawn, is_pri
             replay(fragment)
         except ReplayError as error:
             assert "rows, but the replay has 40" in str(error)
+            assert replay.report().inserted == sum(each.num_steps for each in kept)
             return
         kept.append(fragment)
         expected = steps_by_module(kept)
@@ -158,6 +161,66 @@ def test_an_insert_that_one_module_holds_back_is_refused_as_a_whole() -> None:
     assert replay.report().inserted == before.inserted
 
 
+def of_two_modules(one: Any = "a", other: Any = "b") -> list[MultiAgentFragment]:
+    """Fragments of four steps of an agent that acts by one module, and of three that act by another."""
+    envs = [partial(NumberedAgents, 0, agents=4, nested=0, at_once=True)]
+    modules = {one: SerialModule(), other: SerialModule()}
+    options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "seed": 0}
+
+    def module_of(agent: str, episode: Any) -> Any:
+        return one if agent == "agent 0" else other
+
+    with MultiAgentRollout(envs, module=modules, agent_to_module_mapping_fn=module_of, **options) as rollout:
+        return list(rollout.fragments())
+
+
+def without(output: str, fragment: MultiAgentFragment) -> MultiAgentFragment:
+    """The fragment, whose module "b" has not made an output."""
+    part = fragment.of_module("b")
+    part.columns = {name: column for name, column in part.columns.items() if name != output}
+    whole = fragment.of_module
+    vars(fragment)["of_module"] = lambda module_id: part if module_id == "b" else whole(module_id)
+    return fragment
+
+
+@pytest.mark.parametrize(
+    ("make", "output", "told"),
+    [
+        (lambda: Replay(14), None, r"takes 15 rows, but the replay has 14"),
+        (lambda: Replay(400, storage=Storage(extra=("weight",))), "weight", "no output 'weight', which the replay is"),
+        (lambda: Replay(20, rate=SamplesPerInsert(1.0, 19)), None, r"min_size is 19, but all 20 rows are taken"),
+    ],
+)
+def test_a_fragment_that_one_module_has_no_room_for_is_refused_as_a_whole(
+    make: Callable[[], Replay], output: str | None, told: str
+) -> None:
+    fragments, replay, taken = of_two_modules(), make(), 0
+    if output is not None:
+        fragments = [without(output, fragment) for fragment in fragments]
+    with pytest.raises(ReplayError, match=told):
+        for fragment in fragments:
+            replay(fragment)
+            taken += fragment.num_steps
+    assert replay.report("a").inserted == taken // 4
+    with pytest.raises(ReplayError, match=told):
+        replay(fragment)
+    assert replay.report().inserted == taken
+
+
+def test_modules_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
+    """They would have one seed, and one file."""
+    replay = Replay(400, storage=Storage(path=tmp_path / "steps"), seed=0)
+    told = r"the modules (1 and '1'|'1' and 1) have one text as their ids, expected another text for each module"
+    with pytest.raises(ReplayError, match=told):
+        replay(of_two_modules(1, "1")[0])
+    assert not list(tmp_path.iterdir())
+    (first, *_) = of_two_modules(1, "b")
+    replay(first)
+    with pytest.raises(ReplayError, match=told):
+        replay(of_two_modules("1", "b")[0])
+    assert replay.report().inserted == first.num_steps
+
+
 def test_a_checkpoint_goes_on_with_every_modules_steps_and_draws(tmp_path: Path) -> None:
     fragments = fragments_of()
 
@@ -183,6 +246,31 @@ def test_a_checkpoint_goes_on_with_every_modules_steps_and_draws(tmp_path: Path)
     assert sampler is not one.sampler
 
 
+def test_a_state_that_cant_be_taken_leaves_the_steps_that_are_there() -> None:
+    fragments = of_two_modules()
+    plain, replay = Replay(400, seed=0), Replay(400, sampler=Prioritized(), seed=0)
+    plain(fragments[0])
+    for fragment in fragments:
+        replay(fragment)
+    before, state = replay.report(), replay.get_state()
+    cut = {**state, "tables": [state["tables"][0], ["b", {**state["tables"][1][1], "rows": {}}]]}
+    for wrong in (plain.get_state(), cut, {"capacity": 400, "frames": 1}):
+        with pytest.raises(ReplayError, match=r"can't be taken: .*; expected get_state\(\) of a replay with the same"):
+            replay.set_state(wrong)
+        assert replay.report() == before
+    assert {each: len(rows["ids"]) for each, rows in replay.sample(8).items()} == {"a": 8, "b": 8}
+    with pytest.raises(
+        ReplayError, match=r"^the replay has .* got the state of one; expected that of several, or a new Replay"
+    ):
+        replay.set_state(Replay(400).get_state())
+    with pytest.raises(ReplayError, match=r"of a replay with capacity=None, expected 400"):
+        replay.set_state({})
+    other = Replay(400, sampler=Prioritized(), seed=0)
+    with pytest.raises(ReplayError, match=r"can't be taken"):
+        other.set_state(Replay(400).get_state())
+    assert len(other) == 0
+
+
 def test_one_agent_and_several_are_kept_apart() -> None:
     fragment = fragments_of(count=1)[0]
     _, makers = numbered_envs(1, lengths=(1, 4), nested=False)
@@ -200,6 +288,8 @@ def test_one_agent_and_several_are_kept_apart() -> None:
         replay.set_state(Replay(400).get_state())
     with pytest.raises(ReplayError, match=r"no steps of module 'nobody', expected one of \["):
         replay.update_priorities(np.zeros(1, np.int64), np.zeros(1), "nobody")
+    with pytest.raises(ReplayError, match=r"no steps of module \['nobody'\], expected one of \["):
+        replay.report(["nobody"])
 
 
 def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path) -> None:
@@ -218,6 +308,12 @@ def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path)
             assert client.publish(weights_of_agents(1.0)) > 0
             with pytest.raises(ReplayError, match="no steps of module 'nobody', expected one of"):
                 client.report("nobody")
+            wrong: Any
+            for wrong in (["plain"], {"plain": 1}, b"plain", 1.0, True):
+                with pytest.raises(ReplayError, match=r"module_id is .*, expected text, a whole number, or none"):
+                    client.report(wrong)
+                with pytest.raises(ReplayError, match=r"module_id is .*, expected text, a whole number, or none"):
+                    client.update_priorities(np.zeros(1, np.int64), np.zeros(1), wrong)
         made = running.rollout.num_steps
     assert replay.report().inserted == made
     assert [replay.report(each).inserted for each in ("nested", "plain")] == [made // 2, made // 2]
