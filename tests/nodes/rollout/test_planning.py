@@ -11,7 +11,7 @@ from rollflow.nodes import MultiAgentRollout, RemoteEnvs, Rollout
 from rollflow.nodes.rollout import planning
 from rollflow.nodes.rollout.placement_probe import ProbeResult
 from rollflow.nodes.rollout.planning import Plan, Planner, Running, changed, predicted
-from rollflow.nodes.rollout.simulation import Setting
+from rollflow.nodes.rollout.simulation import Setting, VirtualClock
 from rollflow.nodes.rollout.step_costs import StepCosts
 from rollflow.stream.graph.report import NodeReport, Report
 
@@ -30,7 +30,7 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: StepCosts, cores: int, **options: Any) -> None:
         monkeypatch.setattr(planning, "core_count", lambda: cores)
         monkeypatch.setattr(planning, "probe", lambda *args, **kwargs: ProbeResult(of, {}))
-        self.rollout = Rollout(Given, module=NumberedModule(), num_envs=8, **options)
+        self.rollout = Rollout(Given, module=NumberedModule(), **{"num_envs": 8, **options})
 
     def __call__(self, **changes: Any) -> Plan:
         with self.rollout:
@@ -100,6 +100,21 @@ def test_without_a_setting_there_is_a_table(asked: Any) -> None:
     assert {each.setting.slots for each in plan.predictions if not each.setting.hosts} == {8, 16, 32}
     assert {each.cores for each in plan.predictions} == {2, 4, 8}
     assert max(each.setting.hosts for each in plan.predictions) == 4
+
+
+def test_a_table_for_many_slots_simulates_few_events_for_each(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = 0
+    advance = VirtualClock._advance
+
+    def counted(clock: VirtualClock, process: Any) -> None:
+        nonlocal events
+        events += 1
+        advance(clock, process)
+
+    monkeypatch.setattr(VirtualClock, "_advance", counted)
+    plan = asked(costs(env=2e-5, module=2e-4), 2, num_envs=128)()
+    assert max(each.setting.slots for each in plan.predictions) == 512
+    assert 1024 < events < 300_000  # about 3 µs each
 
 
 # Changes
