@@ -1,5 +1,6 @@
 """Cost model: the place where a rollout goes fastest, by what its parts take and what its user asks for."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,9 @@ WORTH_EXPECTED, WORTH_MADE = 1.1, 1.05  # how much faster than inline another pl
 _AS_GOOD_EXPECTED, _AS_GOOD_MADE = 0.88, 0.97  # of the fastest: the simpler place is taken
 _CLOSE = 0.6  # of the fastest: too close to it for a choice without a try
 _STEPS = 64  # of lanes, in a round that is simulated: there are many candidates
+_MOST_LANES = 1024  # that are tried where fewer can be
+_MORE = 1.01  # times as fast more lanes must be, to be better than fewer
+_PAST_IT, _FAR = 0.75, 4  # of the fastest, and times its lanes: still more lanes would be slower yet, or no faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +61,34 @@ def expected(
     choices = []
     for where in PLACES:
         if where not in ruled_out:
-            worth_a_try = settings(measured.slots, where, request, cores)
-            made = [_simulated(setting, measured, cores, request.lanes) for setting in worth_a_try]
-            choices += [max(made, key=lambda choice: choice.steps_per_s)] if made else []
+            found = best_setting(measured, measured.slots, where, request, cores)
+            choices += [_choice(*found, request.lanes)] if found else []
     return choices
 
 
-def _simulated(setting: Setting, measured: StepCosts, cores: int, asked_lanes: int | None) -> PlacementChoice:
+def _choice(setting: Setting, steps_per_s: float, asked_lanes: int | None) -> PlacementChoice:
     lanes = asked_lanes if setting.where == "inline" and setting.lanes == 1 else setting.lanes
-    return PlacementChoice(
-        setting.where, lanes, setting.workers if setting.has_workers else None, rate_of(measured, setting, cores)
-    )
+    return PlacementChoice(setting.where, lanes, setting.workers if setting.has_workers else None, steps_per_s)
 
 
-def rate_of(measured: StepCosts, setting: Setting, cores: int) -> float:
+def best_setting(
+    measured: StepCosts, slots: int, where: str, request: PlacementRequest, cores: int
+) -> tuple[Setting, float] | None:
+    """The fastest setting of a place that keeps to the request, with its steps per second; None: there is none.
+
+    Once each worker has a lane, more are tried as long as they don't make it much slower, or are of use now and then.
+    """
+    best: tuple[Setting, float] | None = None
+    for setting in settings(slots, where, request, cores):
+        rate = _rate(measured, setting, cores)
+        if best is None or rate > _MORE * best[1]:
+            best = setting, rate
+        elif setting.lanes > setting.workers and (rate < _PAST_IT * best[1] or setting.lanes >= _FAR * best[0].lanes):
+            break
+    return best
+
+
+def _rate(measured: StepCosts, setting: Setting, cores: int) -> float:
     """Steps per second of a setting, by a short simulation: fragments are short, and lanes may run ahead therefore."""
     ahead = replace(setting, prefetch=max(1, setting.prefetch))
     return simulate(measured, ahead, Machine(cores), steps=_STEPS).steps_per_s
@@ -104,7 +122,7 @@ def refusals(request: PlacementRequest) -> dict[str, str]:
 
 
 def settings(slots: int, where: str, request: PlacementRequest, cores: int) -> Iterator[Setting]:
-    """Settings of a place that are worth a try, and keep to the request."""
+    """Settings of a place that are worth a try, and keep to the request, those with the fewest lanes first."""
     options: Any = {"where": where, "slots": slots, "prefetch": request.prefetch, "max_batch": request.max_batch}
     options["fragment_length"] = request.fragment_length
     if where == "inline":
@@ -115,17 +133,28 @@ def settings(slots: int, where: str, request: PlacementRequest, cores: int) -> I
         return
     workers = request.workers or (max(1, cores - 1) if where == "processes" else cores)
     least = min(slots, request.lanes or slots, workers) if where == "rollouts" else 1
-    for lanes in sorted({*([least] if where == "rollouts" else []), *_lanes(slots, request)}):
+    for lanes in sorted({*([least] if where == "rollouts" else []), *_lanes(slots, request, workers)}):
         if lanes >= least and request.lanes in (None, lanes):
             yield Setting(lanes=lanes, workers=min(lanes, workers), **options)
 
 
-def _lanes(slots: int, request: PlacementRequest) -> list[int]:
-    """Numbers of lanes worth a try: lanes of one size, and none too large for a forward pass."""
+def _lanes(slots: int, request: PlacementRequest, workers: int) -> set[int]:
+    """Numbers of lanes worth a try: as many as workers, and halves and doubles of that, or what is next to them.
+
+    Lanes are of one size, and none is too large for a forward pass.
+    """
     if request.lanes is not None:
-        return [request.lanes]
-    even = [lanes for lanes in range(2, slots + 1) if slots % lanes == 0]
-    return [lanes for lanes in even if request.max_batch is None or slots // lanes <= request.max_batch]
+        return {request.lanes}
+    most_slots = request.max_batch or slots
+    even = [lanes for lanes in range(2, slots + 1) if slots % lanes == 0 and slots // lanes <= most_slots]
+    even = [lanes for lanes in even if lanes <= _MOST_LANES] or even[:1]
+    halves = {workers >> power for power in range(workers.bit_length())}
+    doubles = {workers << power for power in range(slots.bit_length())}
+    return {
+        lanes
+        for wanted in halves | doubles
+        for lanes in even[max(0, bisect_right(even, wanted) - 1) : bisect_left(even, wanted) + 1]
+    }
 
 
 def _parts(count: int, size: int) -> int:

@@ -14,7 +14,7 @@ from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
-from rollflow.nodes.rollout.placement_cost_model import PLACES, PlacementRequest, rate_of, refusals, settings
+from rollflow.nodes.rollout.placement_cost_model import PLACES, PlacementRequest, best_setting, refusals
 from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generators_kept, probe
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.rollout.simulation import Setting, simulate
@@ -168,7 +168,7 @@ class Planner:
         costs = calibrated(probed.measured, now, running)
         ruled_out = refusals(self._request) | probed.ruled_out
         here = predicted(costs, now, cores)
-        first = first_change(costs, here, self._neighbours(now, ruled_out))
+        first = first_change(costs, here, self._neighbours(costs, now, ruled_out))
         rows = named or self._table(costs, now, ruled_out)
         measured = now.slots * now.fragment_length / running.round_s if running.round_s else None
         return Plan(here, measured, tuple(predicted(costs, *each) for each in rows), first, cores)
@@ -241,22 +241,24 @@ class Planner:
     ) -> Iterator[tuple[Setting, int]]:
         """The fastest setting of some places, with its cores; none where all of them are ruled out."""
         allowed = [where for where in places if where not in ruled_out]
-        found = [each for where in allowed for each in settings(slots, where, self._request, cores)]
+        found = [best for where in allowed if (best := best_setting(costs, slots, where, self._request, cores))]
         if found:
-            yield max(found, key=lambda each: rate_of(costs, each, cores)), cores
+            yield max(found, key=lambda each: each[1])[0], cores
 
-    def _neighbours(self, now: Setting, ruled_out: Mapping[str, str]) -> list[Setting]:
+    def _neighbours(self, costs: StepCosts, now: Setting, ruled_out: Mapping[str, str]) -> list[Setting]:
         """Settings that one change leads to, on this machine, the simplest change first."""
         cores, slots = core_count(), now.slots
         found = [replace(now, max_batch=slots)] if now.lanes > 1 and now.where != "rollouts" else []
         if now.has_workers:
-            found += [replace(now, workers=each) for each in range(now.workers + 1, min(cores, now.lanes) + 1)]
+            most = min(cores, now.lanes)
+            more = {min(most, now.workers << power) for power in range(1, most.bit_length() + 1)}
+            found += [replace(now, workers=each) for each in sorted(more) if each > now.workers]
         found += [replace(now, lanes=each) for each in (now.lanes * 2, now.lanes // 2) if now.workers <= each <= slots]
         found += [replace(now, lanes=1)] if now.where == "inline" else []
         found.append(replace(now, prefetch=now.prefetch + 1))
         for where in PLACES:
-            if where not in ruled_out and where != now.where:
-                found += settings(slots, where, replace(self._request, max_batch=now.max_batch), cores)
+            if where != now.where:
+                found += [best for best, _ in self._best(costs, slots, [where], ruled_out, cores)]
         return [*found, replace(now, slots=2 * slots)]
 
 

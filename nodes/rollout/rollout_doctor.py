@@ -72,7 +72,8 @@ class RolloutDoctor:
         self._tracing, self._trace_to = Tracing(self._traceable), trace_to
         self._socket = RunSocket(snapshot, self._tracing.serve)
         self._times: deque[float] = deque(maxlen=_KEPT)  # seconds for which the reader had each of its last rounds
-        self._gets: deque[int] = deque(maxlen=_KEPT)  # times when it got its last rounds, in ns
+        self._gets: deque[int] = deque(maxlen=_KEPT)  # times when it got its last rounds, in ns, since it paused last
+        self._works_since = 0  # the last of them, or the end of a pause after it; 0: there was none
         self._reader = 0  # its thread
         self._held: tuple[int, int, list[FragmentName]] | None = None  # given, busy time of the learner then, what
 
@@ -94,18 +95,19 @@ class RolloutDoctor:
     def reader_asks(self) -> None:
         """Take note that the reader asks for the next round, in its thread."""
         self._reader = get_ident()
-        if self._gets:
-            self._times.append((clock() - self._gets[-1]) / 1e9)
+        if gets := self._gets:  # those from before a pause, if another thread has one right now
+            self._times.append((clock() - gets[-1]) / 1e9)
         if self._tracing.fragments is not None:
             self._trace_update()
             self._tracing.follow()  # in a thread or a task of its own, the ring has its meters by now
 
     def reader_gets(self, fragments: Iterable[Any]) -> None:
         """Take note that the reader gets a round of these fragments."""
-        self._gets.append(clock())
+        self._works_since = got = clock()
+        self._gets.append(got)
         if self._tracing.fragments is not None:
             names = [(fragment.lane, fragment.sequence) for fragment in fragments]
-            self._held = self._gets[-1], self._learner.busy_ns, names
+            self._held = got, self._learner.busy_ns, names
 
     @property
     def reader_times(self) -> tuple[float, ...]:
@@ -120,11 +122,12 @@ class RolloutDoctor:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Block that the reader is in, and that does not count as its own work."""
+        """Block that the reader is in, and that does not count as its own work. In any thread."""
         try:
             yield
         finally:
-            self._gets.clear()
+            self._gets = deque(maxlen=_KEPT)  # another one: who looks meanwhile keeps that which he has
+            self._works_since = clock()
 
     def diagnose(self) -> Diagnosis:
         """What the rollout waits for right now."""
@@ -139,7 +142,8 @@ class RolloutDoctor:
         look = replace(look, noun="fragment", reader=tuple(self._times))
         since, reader = self._learner.works_since, look.waits[READER]
         if since is None:
-            age_s = (clock() - self._gets[-1]) / 1e9 if self._gets and reader.kind == "works" else 0.0
+            got = self._works_since
+            age_s = (clock() - got) / 1e9 if got and reader.kind == "works" else 0.0
             reader = replace(reader, age_s=age_s, stack=partial(stack_of_thread, self._reader))
             return replace(look, waits={**look.waits, READER: reader})
         learner = Wait(

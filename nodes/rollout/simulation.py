@@ -2,7 +2,8 @@
 
 Lanes are processes that go round as they do in a run: they step in a thread, in a worker process, or with their whole
 rollout in one, and come by the ring's thread. Whoever works needs a core and the interpreter lock of his process; who
-waits needs neither. A lock or core is passed on after `_SLICE_S`, as interpreters and kernels do.
+waits needs neither. A lock or core is passed on after `_SLICE_S`, as interpreters and kernels do, or
+later in long work.
 """
 
 from collections import defaultdict, deque
@@ -10,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from itertools import count, repeat
+from itertools import count, cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ import numpy as np
 from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
 _SLICE_S = 5e-3  # for which a thread keeps the interpreter lock that others wait for
-_STEPS = 1024  # of lanes that a round has at most: longer fragments are cut short, with all that is done for each
-_ROUNDS = 3  # that are measured, behind those that fill what runs ahead
+_SLICES = 8  # that one piece of work is cut into at most: more of them would change little
+_STEPS = 512  # of lanes that a round has about: longer fragments are cut short, with all that is done for each
+_LENGTH = 4  # of fragments that are cut short, and less only where a round had more than so many times its steps
+_ROUNDS = 3  # that are measured at most, behind those that fill what runs ahead
+_STEADY = 0.01  # by which two rounds' steps per second may differ: more of them would say the same
 _DRAWS = 512  # times of a lane's steps, used again and again
 
 Process = Generator[Any, None, None]  # yields seconds that pass, or a Pool of which it takes one
@@ -138,7 +142,7 @@ class _Lane:
 def simulate(costs: StepCosts, setting: Setting, machine: Machine, *, steps: int = _STEPS, seed: int = 0) -> Simulated:
     """Run a setting in virtual time, by costs that were measured.
 
-    steps    of lanes, in each round at most
+    steps    of lanes, in each round about, and one of each lane at the least
     """
     return _Ring(costs, setting, machine, steps, seed).run()
 
@@ -153,7 +157,7 @@ class _Ring:
         self._slower = machine.beside if setting.where == "rollouts" and not setting.hosts else 1.0
         self._clock = clock = VirtualClock()
         lanes = setting.lanes
-        self._length = min(setting.fragment_length, max(4, steps // lanes))
+        self._length = min(setting.fragment_length, max(1, min(_LENGTH, _LENGTH * steps // lanes), steps // lanes))
         self._scale = self._length / setting.fragment_length  # of what is done for each fragment
         self._main_lock, self._thread = Pool(clock, 1), Pool(clock, 1)
         self._cores = [Pool(clock, machine.cores) for _ in range(max(1, setting.hosts) + bool(setting.hosts))]
@@ -172,23 +176,30 @@ class _Ring:
         self._lanes = [_Lane(size, Pool(clock, 0), _from(draws[size], rng)) for size in sizes]
 
     def run(self) -> Simulated:
-        """Run until enough rounds are over."""
+        """Run until enough rounds are over, or two of them were about as fast."""
         setting, clock = self._setting, self._clock
-        if setting.where == "rollouts":
-            self._start_turns()
-        else:
-            self._start_steps()
+        start = self._start_turns if setting.where == "rollouts" else self._start_steps
+        start()
         clock.go_on(self._reader())
-        warm = 1 + setting.prefetch
-        clock.run(lambda: self._updates >= warm)
-        began, rows, lag, self._env_s, self._turn_s = clock.now, self._rows, self._lag, 0.0, 0.0
+        clock.run(lambda: self._updates >= setting.prefetch)
+        before = self._round()
+        began, rows, lag, updates, self._env_s, self._turn_s = clock.now, self._rows, self._lag, self._updates, 0.0, 0.0
         self._busy.clear()
-        clock.run(lambda: self._updates >= warm + _ROUNDS)
+        for _ in range(_ROUNDS):
+            rate = self._round()
+            if abs(rate - before) <= _STEADY * rate:
+                break
+            before = rate
         elapsed = max(clock.now - began, 1e-12)
         busy = self._shares(elapsed)
-        return Simulated(
-            (self._rows - rows) / elapsed, max(busy, key=busy.__getitem__), busy, (self._lag - lag) / _ROUNDS
-        )
+        lag = (self._lag - lag) / max(1, self._updates - updates)
+        return Simulated((self._rows - rows) / elapsed, max(busy, key=busy.__getitem__), busy, lag)
+
+    def _round(self) -> float:
+        """Run until the reader has had one more round; the steps per second meanwhile."""
+        began, rows, updates = self._clock.now, self._rows, self._updates
+        self._clock.run(lambda: self._updates > updates)
+        return (self._rows - rows) / max(self._clock.now - began, 1e-12)
 
     def _shares(self, elapsed: float) -> dict[str, float]:
         """Stage -> share of the time in which it is at work: lanes' parts of all of them in the mean."""
@@ -209,8 +220,9 @@ class _Ring:
     def _work(self, lock: Pool, cores: Pool, seconds: float, releases: float = 0.0) -> Process:
         """Work for so many seconds, a share of them without the interpreter lock."""
         locked = seconds * (1 - releases)
+        slice_s = max(_SLICE_S, locked / _SLICES)
         while locked > 0:
-            part = min(locked, _SLICE_S)
+            part = min(locked, slice_s)
             for wanted in lock, cores:
                 if wanted.free:  # as the clock would do it, which takes longer
                     wanted.free -= 1
@@ -243,16 +255,14 @@ class _Ring:
 
     def _start_steps(self) -> None:
         where, clock = self._setting.where, self._clock
-        locks = self._worker_locks() if where == "processes" else [self._main_lock]
+        workers = min(self._setting.workers, len(self._lanes))
+        locks = [Pool(clock, 1) for _ in range(workers)] if where == "processes" else [self._main_lock]
         for index, lane in enumerate(self._lanes):
             lane.is_prepared = True  # by the reset
             if where != "inline":
                 clock.go_on(self._lane_thread(lane, locks[index * len(locks) // len(self._lanes)]))
             self._arrive(lane)
         clock.go_on(self._ring_thread())
-
-    def _worker_locks(self) -> list[Pool]:
-        return [Pool(self._clock, 1) for _ in range(min(self._setting.workers, len(self._lanes)))]
 
     def _lane_thread(self, lane: _Lane, lock: Pool) -> Process:
         """Steps a lane's environments whenever it is asked to."""
@@ -366,6 +376,7 @@ class _Ring:
         """Takes a round of fragments, works on them, and gives their credits back."""
         lanes, rows = len(self._lanes), self._setting.slots * self._setting.fragment_length
         seconds = self._costs.update(rows) * self._scale
+        goes_on = self._ask if self._setting.where == "rollouts" else self._arrive
         while True:
             for _ in range(lanes):
                 yield self._fragments
@@ -380,17 +391,10 @@ class _Ring:
             self._updates += 1
             self._credits += lanes
             for _ in range(len(self._parked)):
-                lane = self._parked.popleft()
-                if self._setting.where == "rollouts":
-                    self._ask(lane)
-                else:
-                    self._arrive(lane)
+                goes_on(self._parked.popleft())
 
 
 def _from(draws: Any, rng: np.random.Generator) -> Iterator[float]:
     """The draws again and again, from some one on."""
-    values = [float(each) for each in draws]
-    at = int(rng.integers(len(values)))
-    while True:
-        yield values[at]
-        at = (at + 1) % len(values)
+    at = int(rng.integers(len(draws)))
+    return cycle([*map(float, draws[at:]), *map(float, draws[:at])])

@@ -15,7 +15,9 @@ from rollflow.nodes.rollout.placement_cost_model import (
     fastest,
     refusals,
 )
-from rollflow.nodes.rollout.step_costs import StepCosts
+from rollflow.nodes.rollout.placement_cost_model import settings as worth_a_try
+from rollflow.nodes.rollout.simulation import Setting, VirtualClock, simulate
+from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
 
 def measured(slots: int, env: float, rest: float, per_row: float = 0.0, waits: float = 0.0) -> StepCosts:
@@ -130,6 +132,51 @@ def test_the_simplest_of_those_that_are_as_good_is_taken(made: dict[str, float],
         fastest([PlacementChoice(place, None, None, steps_per_s) for place, steps_per_s in made.items()], 1.05).where
         == where
     )
+
+
+# What it costs to choose: about 3 µs for each event that is simulated
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every time when a simulated process went on."""
+    happened: list[Any] = []
+    advance = VirtualClock._advance
+
+    def counted(clock: VirtualClock, process: Any) -> None:
+        happened.append(clock.now)
+        advance(clock, process)
+
+    monkeypatch.setattr(VirtualClock, "_advance", counted)
+    return happened
+
+
+@pytest.mark.parametrize(
+    ("case", "most"),
+    [
+        (measured(1024, 20e-6, 200e-6, 1e-6), 100_000),
+        (measured(1024, 1e-3, 200e-6, 1e-6), 100_000),  # a step of all of them is cut into many slices
+        (measured(1024, 1e-3, 200e-6, 1e-6, waits=0.99), 250_000),  # hundreds of lanes are of use
+    ],
+)
+def test_a_choice_for_a_thousand_slots_simulates_a_few_events_for_each(
+    case: StepCosts, most: int, events: list[Any]
+) -> None:
+    chosen(case)
+    assert 1024 < len(events) < most
+
+
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
+def test_a_round_of_a_thousand_lanes_has_a_few_steps_of_each(where: str, events: list[Any]) -> None:
+    setting = Setting(where=where, slots=1024, lanes=1024, workers=2, prefetch=1)
+    simulate(measured(1024, 20e-6, 200e-6), setting, Machine(2), steps=64)
+    assert 1024 < len(events) < 50_000
+
+
+@pytest.mark.parametrize(("slots", "lanes"), [(24, [2, 3, 6, 12, 24]), (64, [3]), (31, [31])])
+def test_few_numbers_of_lanes_are_worth_a_try(slots: int, lanes: list[int]) -> None:
+    asked = PlacementRequest(lanes=lanes[0] if slots == 64 else None)
+    assert [each.lanes for each in worth_a_try(slots, "threads", asked, 3)] == lanes
 
 
 optional = st.none() | st.integers(1, 20)

@@ -8,10 +8,10 @@ from idle_env import Given
 from numbered_module import NumberedModule
 
 from rollflow.nodes import MultiAgentRollout, RemoteEnvs, Rollout
-from rollflow.nodes.rollout import planning
+from rollflow.nodes.rollout import planning, rollout_doctor
 from rollflow.nodes.rollout.placement_probe import ProbeResult
 from rollflow.nodes.rollout.planning import Plan, Planner, Running, changed, predicted
-from rollflow.nodes.rollout.simulation import Setting
+from rollflow.nodes.rollout.simulation import Setting, VirtualClock
 from rollflow.nodes.rollout.step_costs import StepCosts
 from rollflow.stream.graph.report import NodeReport, Report
 
@@ -30,7 +30,7 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: StepCosts, cores: int, **options: Any) -> None:
         monkeypatch.setattr(planning, "core_count", lambda: cores)
         monkeypatch.setattr(planning, "probe", lambda *args, **kwargs: ProbeResult(of, {}))
-        self.rollout = Rollout(Given, module=NumberedModule(), num_envs=8, **options)
+        self.rollout = Rollout(Given, module=NumberedModule(), **{"num_envs": 8, **options})
 
     def __call__(self, **changes: Any) -> Plan:
         with self.rollout:
@@ -100,6 +100,62 @@ def test_without_a_setting_there_is_a_table(asked: Any) -> None:
     assert {each.setting.slots for each in plan.predictions if not each.setting.hosts} == {8, 16, 32}
     assert {each.cores for each in plan.predictions} == {2, 4, 8}
     assert max(each.setting.hosts for each in plan.predictions) == 4
+
+
+def test_a_table_for_many_slots_simulates_few_events_for_each(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = 0
+    advance = VirtualClock._advance
+
+    def counted(clock: VirtualClock, process: Any) -> None:
+        nonlocal events
+        events += 1
+        advance(clock, process)
+
+    monkeypatch.setattr(VirtualClock, "_advance", counted)
+    plan = asked(costs(env=2e-5, module=2e-4), 2, num_envs=128)()
+    assert max(each.setting.slots for each in plan.predictions) == 512
+    assert 1024 < events < 300_000  # about 3 µs each
+
+
+# The doctor meanwhile
+
+
+def test_a_reader_that_keeps_its_fragment_after_a_plan_is_told_for_how_long(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = 10**9
+    monkeypatch.setattr(rollout_doctor, "clock", lambda: now_ns)
+    on = asked(costs(env=1e-3, module=1e-4), 2, fragment_length=2)
+    with on.rollout as rollout:
+        next(rollout.fragments())
+        now_ns += 2 * 10**9
+        assert "it has had its fragment for 2.0 s" in str(rollout.diagnose())
+        rollout.what_if(lanes=2)
+        now_ns += 5 * 10**9
+        assert "it has had its fragment for 5.0 s" in str(rollout.diagnose())
+
+
+def test_a_plan_in_one_thread_is_no_error_of_a_diagnosis_or_a_reader_in_another(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = asked(costs(env=1e-3, module=1e-4), 2, fragment_length=2)
+    with on.rollout as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        is_planning, real = False, rollout_doctor.clock
+
+        def plans_just_now() -> int:
+            nonlocal is_planning
+            if not is_planning:
+                is_planning = True
+                rollout.what_if(lanes=2)
+                is_planning = False
+            return real()
+
+        monkeypatch.setattr(rollout_doctor, "clock", plans_just_now)
+        assert "the reader works" in str(rollout.diagnose())
+        for _ in range(9):  # some of them are of one round
+            next(fragments)
 
 
 # Changes
