@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,14 @@ import torch
 from feeding_rollouts import Feed, feeding, trainer
 from killable_trainer import Record, check_whole, record_of
 from numbered_module import NumberedModule
+from remote_rollouts import await_that
 
 from rollflow.nodes import ConnectorV2
 from rollflow.sinks import TrainerDataset, TrainerStream
 from rollflow.sinks.trainer.ranks import dataset_server
 from rollflow.sinks.trainer.ranks.dataset_client import DatasetClient
 from rollflow.stream.data.errors import LagError, RunError, WireError
+from rollflow.stream.wire import Limits
 
 SECRET = "known to all ranks"
 FED: dict[str, Any] = {"lanes": 2, "fragment_length": 4, "num_fragments": 12, "sink": {"secret": SECRET}}
@@ -123,6 +126,51 @@ def test_a_connection_that_breaks_again_and_again_loses_nothing(monkeypatch: pyt
         mine = [record_of(fragment) for fragment in dataset]
         assert len(mine) == len(other.result()) == 12
     check_conserved([*mine, *other.result()], feed)
+
+
+def stream_in_a_process(told: Any, join_timeout: float) -> None:
+    """A stream and its rollout; another process is told of rank 0's dataset, and takes the loop over."""
+    limits = Limits(heartbeat_s=0.05)
+    with trainer(yields="fragments", join_timeout=join_timeout, limits=limits) as stream:
+        with feeding(stream.address, lanes=2, fragment_length=4, num_fragments=12):
+            told.send(stream.dataset())
+            told.recv()  # that the loop has ended
+
+
+@contextmanager
+def another_trainer(join_timeout: float) -> Iterator[tuple[Any, Any, Iterator[Any]]]:
+    """The process of a stream, its end of a pipe, and the loop over rank 0's dataset, which runs here."""
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=stream_in_a_process, args=(there, join_timeout))
+    process.start()
+    try:
+        yield process, here, iter(here.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_loop_goes_on_when_the_stream_s_process_has_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[DatasetClient] = []
+    begin: Callable[..., Any] = DatasetClient.begin
+    monkeypatch.setattr(DatasetClient, "begin", lambda it, *args, **of: clients.append(it) or begin(it, *args, **of))
+    with another_trainer(60.0) as (process, told, loop):
+        seen = [record_of(next(loop)) for _ in range(6)]
+        os.kill(process.pid, signal.SIGSTOP)
+        await_that(lambda: not clients[0]._link.is_connected)
+        os.kill(process.pid, signal.SIGCONT)
+        seen += map(record_of, loop)
+        told.send("the end")
+    check_whole(sorted(seen, key=lambda record: (record.lane, record.sequence)))
+    assert len(seen) == 24
+
+
+def test_a_loop_whose_stream_has_gone_ends_after_its_patience() -> None:
+    with another_trainer(0.3) as (process, _, loop):
+        next(loop)
+        process.kill()
+        with pytest.raises(RunError, match=r"the trainer at unix:.* has not answered within 0.3 s"):
+            list(loop)
 
 
 def test_a_rank_that_comes_late_is_waited_for() -> None:
