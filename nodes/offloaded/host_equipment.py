@@ -16,18 +16,21 @@ class HostEquipment:
 
     gateway       that the hosts are connected to
     message_of    makes the message of a module's weights, of its id, their version and a `state_dict()`
+    patience_s    as for `WeightShares`
 
     settings      None: the rollout has not begun
     states        of connectors; None: there are none
     """
 
-    def __init__(self, gateway: Gateway, message_of: Callable[[Any, int, Mapping[str, Any]], Weights]) -> None:
+    def __init__(
+        self, gateway: Gateway, message_of: Callable[[Any, int, Mapping[str, Any]], Weights], *, patience_s: float
+    ) -> None:
         self.settings: Settings | None = None
         self.states: States | None = None
         self._gateway, self._message_of = gateway, message_of
         self._weights: dict[Any, Weights] = {}  # by the ids of their modules
         self._stocks: dict[bytes, HostStock] = {}  # by the token of the host's session
-        self._shares = WeightShares(gateway)
+        self._shares = WeightShares(gateway, patience_s)
         self._publishing = threading.Lock()
         self._is_closed = False
 
@@ -51,6 +54,11 @@ class HostEquipment:
     def patience(self) -> float | None:
         """Seconds after which to look for outdated hosts again; None: when there is news."""
         return self._shares.patience
+
+    @property
+    def held_up(self) -> list[RemoteHost]:
+        """Hosts whose next turn waits for weights that another host is to share."""
+        return self._shares.held_up
 
     def give(self, host: RemoteHost, *, is_urgent: bool, has_turn: bool) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet.

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lane_clock import LaneClock
 from leftovers import held_here, shared_mappings
 from remote_hosts import BrokenWire, HostProcess, listening
 from remote_rollouts import RawRollouts, await_that, makers, rollouts_on, told
 from wide_module import WIDE_BYTES, NumberedModule, wide_weights
 
 from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.modules.weights_codec import to_arrays
 from rollflow.nodes.offloaded.shared_weights import WeightsFile, machine, read_weights
 from rollflow.stream import Fragment
@@ -252,6 +254,56 @@ def test_a_host_whose_weights_come_by_another_is_not_held_up_by_its_silence(monk
         fragments, taken = iter(rollout.fragments()), []
         turn = silent.next_turn_beside(fragments, taken)
         assert isinstance(turn, Turn)  # it has the first weights, was asked to share them, and says nothing
+        rollout.publish(wide_weights(1))
+        while not taken or taken[-1].policy_version != 1:
+            taken.append(next(fragments))
+    check_weights(taken)
+
+
+def test_a_host_that_waits_for_another_s_weights_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LaneClock(monkeypatch)
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], makers(0), module=NumberedModule()),
+        Rollout(
+            envs, module=NumberedModule(), fragment_length=4, seed=0, prefetch=1, step_timeout=1e3, reset_timeout=1e3
+        ) as rollout,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with closing(RawRollouts(envs.addresses[0], module=NumberedModule(), machine=machine())) as silent:
+            fragments, taken = iter(rollout.fragments()), []
+            silent.next_turn_beside(fragments, taken)  # it is asked to share the first weights
+            rollout.publish(wide_weights(1))
+            equipment, status = rollout.environments._equipment, rollout.environments.carrier.lanes[0].status
+
+            def play() -> None:
+                while not taken or taken[-1].policy_version != 1:
+                    taken.append(next(fragments))
+
+            playing = pool.submit(play)
+            await_that(lambda: [host.session.lanes[0] for host in equipment.held_up] == [0])
+            for _ in range(3):
+                clock.go_on(rollout, 1001.0)
+                await_that(lambda: clock.left(rollout, 0) == 1000.0)
+                assert status.phase is LanePhase.STEPPING
+        playing.result()
+        assert equipment.held_up == []
+    check_weights(taken)
+
+
+def test_the_patience_with_a_silent_host_is_a_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SHARES}._PATIENCE_S", 1e9)
+    LaneClock(monkeypatch)  # stands still: no lane is late
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], makers(0), module=NumberedModule()),
+        Rollout(
+            envs, module=NumberedModule(), fragment_length=4, seed=0, prefetch=1, step_timeout=0.2, reset_timeout=None
+        ) as rollout,
+        closing(RawRollouts(envs.addresses[0], module=NumberedModule(), machine=machine())) as silent,
+    ):
+        fragments, taken = iter(rollout.fragments()), []
+        silent.next_turn_beside(fragments, taken)
         rollout.publish(wide_weights(1))
         while not taken or taken[-1].policy_version != 1:
             taken.append(next(fragments))
