@@ -16,7 +16,6 @@ from typing import Any
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.offloaded.fragment_checks import check_whole
-from rollflow.sinks.trainer.messages.item_message import nbytes_of
 from rollflow.sinks.trainer.ranks.dataset_protocol import (
     DatasetPlace,
     StreamSetup,
@@ -39,7 +38,7 @@ from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
 _MOST_CLIENTS, _MOST_WORKERS = 4096, 1024
 _WINDOW = 8  # calls that a client may have under way
-_MOST_ITEMS, _MOST_BYTES = 64, 64 << 20  # of a part of a share, but for its last item
+_MOST_ITEMS, _MOST_BYTES = 64, 64 << 20  # of a part of a share; but one item may have more
 _GOODBYE_S = 1.0
 _REPLACED = "another loop over this rank's dataset has begun, expected one at a time"
 
@@ -339,22 +338,23 @@ class DatasetServer:
         return taken != []
 
     def _give(self, reader: _Reader) -> None:
-        """Send a worker as many items of its share as one message is to have."""
+        """Send a worker new weights, or as many items of its share as one message is to have."""
         items: list[tuple[ArrivedItem, wire.Fragment]] = []
         newcomers: dict[bytes, RolloutPeer] = {}
-        size = 0
-        while reader.rest and len(items) < _MOST_ITEMS and size < _MOST_BYTES:
-            arrived = reader.rest.popleft()
-            message = message_of_item(arrived)
-            items.append((arrived, message))
-            size += nbytes_of(message)
+        weights, room = self._weights_for(reader), min(_MOST_BYTES, reader.client.peer.connection.peer_max_frame // 2)
+        while weights is None and reader.rest and len(items) < _MOST_ITEMS:
+            message = message_of_item(arrived := reader.rest[0])
+            room -= sum(map(len, wire.encode(message)))
+            if items and room < 0:
+                break
+            items.append((reader.rest.popleft(), message))
             if (token := arrived.source.session.token) not in reader.introduced:
                 newcomers[token] = arrived.source
                 reader.introduced.add(token)
         assert reader.share is not None
         head = {"share": reader.share.number, "left": len(reader.rest), "version": self._listener.weights.version}
         number, reader.asked = reader.asked, 0
-        self._send(reader.client, part_of_share(number, head, items, newcomers, self._weights_for(reader)))
+        self._send(reader.client, part_of_share(number, head, items, newcomers, weights))
 
     def _weights_for(self, reader: _Reader) -> wire.Weights | None:
         published = self._listener.weights.published

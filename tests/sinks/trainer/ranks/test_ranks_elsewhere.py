@@ -16,6 +16,8 @@ from feeding_rollouts import Feed, feeding, trainer
 from killable_trainer import Record, check_whole, record_of
 from numbered_module import NumberedModule
 from remote_rollouts import await_that
+from wide_module import WIDE_BYTES
+from wide_module import NumberedModule as WideModule
 
 from rollflow.nodes import ConnectorV2
 from rollflow.sinks import TrainerDataset, TrainerStream
@@ -218,6 +220,20 @@ def test_a_rank_makes_its_batches_with_a_copy_that_has_the_published_weights(mon
     assert its_own.weight.item() == made["module"].weight.item() == 0.0  # the loops train these
     assert len(batches) == 12
     assert sum(len(batch["rewards"]) for batch in batches) == feed.rollout.num_steps
+
+
+@pytest.mark.parametrize(
+    ("module", "fragment_length", "max_frame"), [(WideModule, 1, WIDE_BYTES + 4096), (NumberedModule, 32, 1 << 16)]
+)
+def test_a_share_comes_in_parts_that_fit_into_a_frame(module: Any, fragment_length: int, max_frame: int) -> None:
+    """A batch has 32 fragments: those of one step don't fit beside the weights, and those of 32 not into one frame."""
+    feed = {"fragment_length": fragment_length, "num_fragments": 16, "module": module()}
+    options: dict[str, Any] = {"yields": "batches", "fragments_per_batch": 32, "limits": Limits(max_frame=max_frame)}
+    with fed(feed=feed, module=module(), **options) as (stream, feeder):
+        dataset = stream.dataset(address="tcp://127.0.0.1:0")
+        stream.publish(feeder.rollout.module.state_dict())
+        [batch] = dataset
+    assert len(batch["rewards"]) == feeder.rollout.num_steps
 
 
 def test_what_batches_are_made_with_must_be_there_in_all_ranks_or_in_none() -> None:
