@@ -172,13 +172,11 @@ class DatasetServer:
         ready = self._loop.wait_until(until, patience, self._clients.due)
         now = monotonic()
         with self._lock:
-            self._loop.serve(ready, now)
-            self._loop.tick(now)
-            self._clients.tick(now)
-            if until is not None:
-                return
             try:
-                self._answer()
+                self._loop.serve(ready, now)
+                self._loop.tick(now)
+                self._clients.tick(now)
+                self._answer() if until is None else None
             except Exception as error:
                 self._error = error if isinstance(error, RollflowError) else RunError(error_text(error))
                 self._answer()

@@ -23,8 +23,10 @@ from rollflow.nodes import ConnectorV2
 from rollflow.sinks import TrainerDataset, TrainerStream
 from rollflow.sinks.trainer.ranks import dataset_server
 from rollflow.sinks.trainer.ranks.dataset_client import DatasetClient
+from rollflow.sinks.trainer.ranks.dataset_protocol import BatchParts, DatasetPlace
 from rollflow.stream.data.errors import LagError, RunError, WireError
-from rollflow.stream.wire import Limits
+from rollflow.stream.net.request_clients import RequestClients
+from rollflow.stream.wire import Limits, parse_address
 
 SECRET = "known to all ranks"
 FED: dict[str, Any] = {"lanes": 2, "fragment_length": 4, "num_fragments": 12, "sink": {"secret": SECRET}}
@@ -59,6 +61,13 @@ def rank(address: str, workers: int, stops_at: int | None, told: Any) -> None:
         if number == stops_at:
             time.sleep(3600)  # until it is killed
     told.put(None)
+
+
+def closing_client(dataset: TrainerDataset) -> DatasetClient:
+    """A client of rank 1's, to be left."""
+    assert dataset.address is not None
+    place = DatasetPlace(parse_address(dataset.address), SECRET.encode(), None, Limits())
+    return DatasetClient(place, 1, 60.0, 60.0)
 
 
 @contextmanager
@@ -260,6 +269,33 @@ def test_an_error_that_ends_the_stream_is_the_same_in_every_rank() -> None:
             with pytest.raises(LagError, match=r"\d policy versions old, expected at most max_lag=0"):
                 other.result()
             feed.ended.cancel()
+
+
+def test_a_worker_of_a_loop_with_others_is_refused_and_the_rest_goes_on() -> None:
+    with fed() as (stream, feed), ThreadPoolExecutor() as threads:
+        dataset = dataset_of(stream)
+        with closing_client(dataset) as first, closing_client(dataset) as second:
+            first.begin(0, 1, 0, "loop", BatchParts(), is_followed=True)
+            with pytest.raises(RunError, match="workers is 5, expected 1"):
+                second.begin(4, 5, 0, "loop", BatchParts(), is_followed=True)
+            with pytest.raises(RunError, match="expected one at a time"):
+                second.next_share(0, 0)
+        other = threads.submit(lambda: [record_of(fragment) for fragment in connect(dataset.address)])
+        mine = [record_of(fragment) for fragment in dataset]
+    check_conserved([*mine, *other.result()], feed)
+
+
+def test_an_error_of_the_server_itself_is_told_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with trainer(secret=SECRET) as stream, ThreadPoolExecutor() as threads:
+        dataset = dataset_of(stream)
+        others = [threads.submit(list, each) for each in (dataset, connect(dataset.address))]
+        assert stream._server is not None
+        await_that(lambda: sum(reader.asked > 0 for reader in list(stream._server._readers.values())) == 2)
+        monkeypatch.setattr(RequestClients, "tick", lambda clients, now: [][0])
+        stream._server._loop.wakeup.ring()
+        for other in others:
+            with pytest.raises(RunError, match="list index out of range"):
+                other.result()
 
 
 def test_a_stream_that_is_left_and_one_that_is_gone_end_a_rank() -> None:
