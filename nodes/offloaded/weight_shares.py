@@ -121,7 +121,7 @@ class WeightShares:
         if share is not None and share.where is not None and share.version == weights.version:
             self._send(stock, share.where)
         elif share is None or share.where is not None:
-            is_shared = self._has_siblings(stock.host, machine)
+            is_shared = self._gateway.count_on(machine) > 1
             if self._send(stock, replace(weights, share=True) if is_shared else weights) and is_shared:
                 self._shares[machine, module] = _Share(weights.version, stock)
         elif has_turn:
@@ -171,11 +171,6 @@ class WeightShares:
             del self._shares[machine, module]
             return None
         return share
-
-    def _has_siblings(self, host: RemoteHost, machine: str) -> bool:
-        """True where another host of the machine is there."""
-        others = [other for other in list(self._gateway.hosts.values()) if other is not host and other.lost_at is None]
-        return any(other.session.hello.machine == machine for other in others)
 
     def _take_failure(self, stock: HostStock, message: WeightsUnread, share: _Share | None) -> None:
         """Take note that a host could not share its weights, or not read those of another: it lacks them again."""

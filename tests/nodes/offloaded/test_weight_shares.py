@@ -80,7 +80,7 @@ class Delivery(RuleBasedStateMachine):
         files: set[bytes] = set()
         self.hosts = [Simulated(number, files) for number in range(len(MACHINES))]
         self.version = self.whole = self.faults = 0
-        self.gateway = SimpleNamespace(hosts=dict(enumerate(self.hosts)), tell=self.tell)
+        self.gateway = SimpleNamespace(count_on=MACHINES.count, tell=self.tell)
         self.shares = WeightShares(self.gateway)  # type: ignore[arg-type]
         self.stocks = [HostStock(host, host.connection) for host in self.hosts]  # type: ignore[arg-type]
 
@@ -131,7 +131,7 @@ class Delivery(RuleBasedStateMachine):
         self.shares.forget(self.hosts[at])  # type: ignore[arg-type]
         files = self.hosts[at].files
         files -= {mark for mark in files if mark.startswith(at.to_bytes(8))}
-        self.hosts[at] = self.gateway.hosts[at] = host = Simulated(at, files)
+        self.hosts[at] = host = Simulated(at, files)
         self.stocks[at] = HostStock(host, host.connection)  # type: ignore[arg-type]
 
     @rule(at=HOSTS, can_read=st.booleans(), can_share=st.booleans(), is_silent=st.booleans())
