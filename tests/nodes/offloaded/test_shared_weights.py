@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.modules.weights_codec import to_arrays
 from rollflow.nodes.offloaded.shared_weights import WeightsFile, machine, read_weights
 from rollflow.stream import Fragment
-from rollflow.stream.wire import Limits, Metrics, Turn, Weights, WeightsShared, encode
+from rollflow.stream.wire import LaneGrant, Limits, Metrics, Turn, Weights, WeightsShared, encode
 
 HOST, SHARES = "rollflow.nodes.offloaded.rollout_host", "rollflow.nodes.offloaded.weight_shares"
 LITTLE = WIDE_BYTES // 4  # more than all else that goes to a few hosts in these tests
@@ -258,6 +259,14 @@ def test_a_host_whose_weights_come_by_another_is_not_held_up_by_its_silence(monk
         while not taken or taken[-1].policy_version != 1:
             taken.append(next(fragments))
     check_weights(taken)
+
+
+def test_a_host_that_begins_anew_keeps_no_file_of_the_session_before() -> None:
+    with RolloutHost(makers(0), module=NumberedModule()) as host:
+        host._files[None] = file = WeightsFile(weights_of(50))
+        host._welcomed(SimpleNamespace(resumed=False, lanes=[LaneGrant(0, 1, 0, 0)]))  # type: ignore[arg-type]
+        assert host._files == {}
+        assert read_weights(file.shared) is None
 
 
 def test_a_host_that_waits_for_another_s_weights_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
