@@ -95,7 +95,8 @@ class TrainerDataset(IterableDataset[Any]):
                                      gets the weights that rank 0 publishes
         prefetch_factor              items that each worker makes ahead; the same as that of a `DataLoader` of your own
         join_timeout                 seconds that rank 0 is waited for, at first and when a connection is lost; None:
-                                     for ever
+                                     for ever. A rank that comes back later than `join_timeout` and `grace_s` of rank
+                                     0's stream has been forgotten there
         limits                       of frames, times and bytes under way
 
         Raises WireError for an address that is none, or not without a secret. When it is iterated: RunError where

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -123,7 +124,9 @@ class DatasetServer:
                 self._loop.listen(sockets, options)
                 self._sockets += sockets
             failing.pop_all()
-        self._clients = RequestClients(self._loop, options, self._forget)
+        self._clients = RequestClients(
+            self._loop, options, self._forget, inf if self._join_timeout is None else self._join_timeout
+        )
         return str(address_of(sockets[0])) if len(places) > 1 else None
 
     def close(self) -> None:

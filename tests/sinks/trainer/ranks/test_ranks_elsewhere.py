@@ -119,7 +119,11 @@ def test_a_rank_that_is_killed_and_comes_back_goes_on(workers: int, monkeypatch:
     check_conserved([*mine.result(), *others], feed)
 
 
-def test_a_connection_that_breaks_again_and_again_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("join_timeout", [60.0, None])
+def test_a_connection_that_breaks_again_and_again_loses_nothing(
+    join_timeout: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has the time that ranks are waited for, though the grace of others is over before it dials again."""
     ask: Callable[..., Any] = DatasetClient._request
     calls = []
 
@@ -131,7 +135,7 @@ def test_a_connection_that_breaks_again_and_again_loses_nothing(monkeypatch: pyt
         return ask(client, name, *args, **values)
 
     monkeypatch.setattr(DatasetClient, "_request", cut)
-    with fed() as (stream, feed), ThreadPoolExecutor() as threads:
+    with fed(limits=Limits(grace_s=0.01), join_timeout=join_timeout) as (stream, feed), ThreadPoolExecutor() as threads:
         dataset = dataset_of(stream)
         other = threads.submit(lambda: [record_of(fragment) for fragment in connect(dataset.address)])
         mine = [record_of(fragment) for fragment in dataset]
