@@ -182,5 +182,5 @@ class WeightShares:
             return
         is_its_own = message.mark is None and share.stock is stock and share.where is None
         if is_its_own or (share.where is not None and share.where.mark == message.mark):
-            stock.failures += 1
+            stock.failures += share.stock.is_connected  # else the file may be gone with its host
             self._shares = {key: each for key, each in self._shares.items() if each is not share}

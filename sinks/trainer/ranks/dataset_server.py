@@ -185,16 +185,20 @@ class DatasetServer:
                 self._answer()
 
     def _say_goodbye(self) -> None:
-        """Say goodbye, and whether nothing more is for a client: it may not have moved on yet."""
-        self._loop.stop_listening()
-        with self._lock:
-            for peer in self._loop.peers:
-                reader = None if peer.client is None else self._readers.get(peer.client)
-                is_over = self._has_ended and reader is not None and self._dispatch.queues[reader.rank].is_empty
-                peer.connection.goodbye("the stream was left", drained=is_over)
-                self._loop.peers.write(peer)
-        until = monotonic() + _GOODBYE_S
-        while any(peer.client is not None for peer in self._loop.peers) and monotonic() < until:
+        """Say goodbye, and whether nothing more is for a client: it may not have moved on yet, or have to come back."""
+        told, until = set[RequestClient](), monotonic() + _GOODBYE_S
+        while True:
+            with self._lock:
+                for peer in self._loop.peers:
+                    if peer.client is not None and peer.connection.phase is wire.ConnectionPhase.RUNNING:
+                        reader = self._readers.get(peer.client)
+                        is_over = self._has_ended and reader and self._dispatch.queues[reader.rank].is_empty
+                        peer.connection.goodbye("the stream was left", drained=bool(is_over))
+                        self._loop.peers.write(peer)
+                        told.add(peer.client)
+                is_awaited = any(not (each.is_replaced or each.client in told) for each in self._readers.values())
+            if monotonic() >= until or not (is_awaited or any(peer.client for peer in self._loop.peers)):
+                return
             self._turn(until)
 
     # What the loop asks for

@@ -162,6 +162,23 @@ TestDelivery = Delivery.TestCase
 TestDelivery.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
+def test_who_can_not_read_since_the_sharer_is_gone_has_not_failed() -> None:
+    run = Delivery()
+    run.begin()
+    for is_there in (True, False):
+        run.publish()
+        run.give(0, has_turn=False)
+        run.take_one(0)
+        run.hear(0)  # the others are told where the weights lie
+        run.hosts[1].can_read = False
+        if not is_there:
+            run.lose(0)
+        run.take_one(1)
+        assert len(run.hosts[1].answers) == 1
+        run.hear(1)
+        assert run.stocks[1].failures == 1
+
+
 def test_each_version_is_sent_whole_to_one_host_of_a_machine() -> None:
     run = Delivery()
     run.begin()

@@ -302,6 +302,23 @@ def test_an_error_of_the_server_itself_is_told_to_every_rank(monkeypatch: pytest
                 other.result()
 
 
+def test_a_rank_that_is_away_when_the_stream_is_left_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_server, "_GOODBYE_S", 30.0)
+    monkeypatch.setattr("rollflow.stream.net.dialler.pause_s", lambda *args: 0.3)
+    with ThreadPoolExecutor() as threads, trainer(secret=SECRET) as stream:
+        client = closing_client(dataset_of(stream))
+        client.begin(0, 1, 0, "loop", BatchParts(), is_followed=True)
+        asked = threads.submit(client.next_share, 0, 0)
+        assert stream._server is not None
+        [reader] = stream._server._readers.values()
+        await_that(lambda: reader.asked)
+        for peer in client._link.loop.peers:
+            peer.transport._sock.shutdown(socket.SHUT_RDWR)
+        await_that(lambda: reader.client.lost_at is not None)
+    with client, pytest.raises(RunError, match="the stream was left before its dataset's loop"):
+        asked.result()
+
+
 def test_a_stream_that_is_left_and_one_that_is_gone_end_a_rank() -> None:
     with ThreadPoolExecutor() as threads, trainer(secret=SECRET) as stream:
         address = dataset_of(stream).address
