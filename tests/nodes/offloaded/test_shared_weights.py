@@ -33,6 +33,11 @@ HOST, SHARES = "rollflow.nodes.offloaded.rollout_host", "rollflow.nodes.offloade
 LITTLE = WIDE_BYTES // 4  # more than all else that goes to a few hosts in these tests
 
 
+@pytest.fixture(autouse=True)
+def nobody_is_given_up_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SHARES}._PATIENCE_S", 1e9)
+
+
 def weights_of(version: int, module: str | None = None) -> Weights:
     return Weights(version, *to_arrays(wide_weights(version)), module=module)
 
@@ -137,13 +142,14 @@ def test_a_file_that_could_change_or_holds_something_else_is_not_read() -> None:
 
 @contextmanager
 def rollout_with(stack: ExitStack, hosts: int, **options: Any) -> Iterator[tuple[Rollout, list[BrokenWire]]]:
-    """A rollout, and hosts that `stack` has in threads, each behind a wire of its own that counts."""
+    """A rollout, and hosts that `stack` has in threads, each behind a wire of its own that counts; none is late."""
     envs = listening(RemoteRollouts, hosts=hosts)
     wires = [BrokenWire(envs.addresses[0], lambda: None) for _ in range(hosts)]
     for slot, wire in enumerate(wires):
         stack.callback(wire.close)
         stack.enter_context(rollouts_on(wire.address, makers(slot), module=NumberedModule()))
-    with Rollout(envs, **{"module": NumberedModule(), "fragment_length": 4, "seed": 0, **options}) as rollout:
+    settings = {"module": NumberedModule(), "fragment_length": 4, "seed": 0, "step_timeout": None, **options}
+    with Rollout(envs, **settings) as rollout:
         yield rollout, wires
 
 
@@ -301,7 +307,6 @@ def test_a_host_that_waits_for_another_s_weights_is_not_late(monkeypatch: pytest
 
 
 def test_the_patience_with_a_silent_host_is_a_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{SHARES}._PATIENCE_S", 1e9)
     LaneClock(monkeypatch)  # stands still: no lane is late
     envs = listening(RemoteRollouts)
     with (
@@ -360,7 +365,8 @@ class Processes:
             host = HostProcess(wire.address, told(slot), name=str(slot), kind=RolloutHost, module="wide_module")
             stack.callback(host.end)
             self.hosts.append(host)
-        self.rollout = stack.enter_context(Rollout(envs, module=NumberedModule(), fragment_length=4, seed=0))
+        rollout = Rollout(envs, module=NumberedModule(), fragment_length=4, seed=0, step_timeout=None)
+        self.rollout = stack.enter_context(rollout)
         self.left = count
         self._fragments = iter(self.rollout.fragments())
 
@@ -386,8 +392,7 @@ class Processes:
 
 
 @pytest.mark.slow
-def test_processes_share_weights_whichever_of_them_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{SHARES}._PATIENCE_S", 250.0)  # nobody is given up for being slow
+def test_processes_share_weights_whichever_of_them_is_killed() -> None:
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         run = Processes(4, stack)
         for version in range(1, 4):

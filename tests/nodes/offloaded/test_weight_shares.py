@@ -79,7 +79,7 @@ class Delivery(RuleBasedStateMachine):
     def begin(self) -> None:
         files: set[bytes] = set()
         self.hosts = [Simulated(number, files) for number in range(len(MACHINES))]
-        self.version = self.whole = self.faults = 0
+        self.version = self.whole = 0
         self.gateway = SimpleNamespace(count_on=MACHINES.count, tell=self.tell)
         self.shares = WeightShares(self.gateway)  # type: ignore[arg-type]
         self.stocks = [HostStock(host, host.connection) for host in self.hosts]  # type: ignore[arg-type]
