@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import inf
 from typing import Any
 
 from rollflow.nodes.env.environments import Environments
@@ -61,9 +60,7 @@ class HostRollouts(Carried, OffloadedRollouts):
         self._counts: list[LaneCount] = []
         self._form: Any = None  # of a row of the columns
         self.carrier = HostCarrier(self, self, env, LaneLimits.taken_from(options))
-        step_timeout = self.carrier.supervisor.limits.step_timeout
-        patience_s = inf if step_timeout is None else step_timeout / 4
-        self._equipment = HostEquipment(self.carrier.gateway, self._message_of, patience_s=patience_s)
+        self._equipment = HostEquipment(self.carrier, self._message_of)
         with self.carrier.closing_on_error():
             super().__init__(env, **options)  # type: ignore[arg-type]
 
@@ -91,9 +88,7 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
-        for host in self._equipment.held_up:  # their lanes' time has not begun
-            for remote in self.carrier.lanes_of(host):
-                self.carrier.supervisor.watch(remote.status)
+        self._equipment.begin_held_up()
         yield from super().completed()
         for host in self._equipment.outdated():
             self._equip(host)
