@@ -52,7 +52,7 @@ def measure(sizes: Sizes, hosts: int = HOSTS, slots: int = SLOTS, many_hosts: in
 def _weights(sizes: Sizes, hosts: int) -> Record:
     """Versions of large weights that hosts of this machine act with, beside the same where each host is sent all."""
     place = OnProcesses(num_hosts=hosts, join_timeout=None)
-    with Rollout("CartPole-v1", where=place, module=Wide, fragment_length=1) as rollout:
+    with Rollout("CartPole-v1", where=place, module=Wide, fragment_length=1, step_timeout=None) as rollout:
         batches, weights = iter(rollout.batches()), rollout.module.state_dict()
         peers = rollout.environments.carrier.gateway.hosts.values()
         sent_mb: dict[bool, float] = {}

@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from typing import Any
 
-from rollflow.nodes.env.remote.gateway import Gateway
+from rollflow.nodes.env.remote.host_carrier import HostCarrier
 from rollflow.nodes.env.remote.remote_host import HostShared, RemoteHost
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.offloaded.weight_shares import HostStock, WeightShares
@@ -14,20 +15,21 @@ from rollflow.stream.wire import Settings, States, Weights
 class HostEquipment:
     """Settings, states and weights of a rollout, and what each of its hosts has of them.
 
-    gateway       that the hosts are connected to
+    carrier       of lanes to the hosts. One that is to share weights has a quarter of its step_timeout
     message_of    makes the message of a module's weights, of its id, their version and a `state_dict()`
 
     settings      None: the rollout has not begun
     states        of connectors; None: there are none
     """
 
-    def __init__(self, gateway: Gateway, message_of: Callable[[Any, int, Mapping[str, Any]], Weights]) -> None:
+    def __init__(self, carrier: HostCarrier, message_of: Callable[[Any, int, Mapping[str, Any]], Weights]) -> None:
+        step_timeout = carrier.supervisor.limits.step_timeout
         self.settings: Settings | None = None
         self.states: States | None = None
-        self._gateway, self._message_of = gateway, message_of
+        self._carrier, self._gateway, self._message_of = carrier, carrier.gateway, message_of
         self._weights: dict[Any, Weights] = {}  # by the ids of their modules
         self._stocks: dict[bytes, HostStock] = {}  # by the token of the host's session
-        self._shares = WeightShares(gateway)
+        self._shares = WeightShares(self._gateway, inf if step_timeout is None else step_timeout / 4)
         self._publishing = threading.Lock()
         self._is_closed = False
 
@@ -51,6 +53,17 @@ class HostEquipment:
     def patience(self) -> float | None:
         """Seconds after which to look for outdated hosts again; None: when there is news."""
         return self._shares.patience
+
+    @property
+    def held_up(self) -> list[RemoteHost]:
+        """Hosts whose next turn waits for weights that another host is to share."""
+        return self._shares.held_up
+
+    def begin_held_up(self) -> None:
+        """Have the time begin anew of lanes that can't begin, since another host has not shared its weights yet."""
+        for host in self.held_up:
+            for remote in self._carrier.lanes_of(host):
+                self._carrier.supervisor.watch(remote.status)
 
     def give(self, host: RemoteHost, *, is_urgent: bool, has_turn: bool) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet.

@@ -60,7 +60,7 @@ class HostRollouts(Carried, OffloadedRollouts):
         self._counts: list[LaneCount] = []
         self._form: Any = None  # of a row of the columns
         self.carrier = HostCarrier(self, self, env, LaneLimits.taken_from(options))
-        self._equipment = HostEquipment(self.carrier.gateway, self._message_of)
+        self._equipment = HostEquipment(self.carrier, self._message_of)
         with self.carrier.closing_on_error():
             super().__init__(env, **options)  # type: ignore[arg-type]
 
@@ -88,6 +88,7 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
+        self._equipment.begin_held_up()
         yield from super().completed()
         for host in self._equipment.outdated():
             self._equip(host)

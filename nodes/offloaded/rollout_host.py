@@ -129,14 +129,14 @@ class RolloutHost(Host):
             for lane in self._lanes:
                 lane.resume()
             return
+        self._release_all()
         self._ids, self._fatal = [grant.lane for grant in welcome.lanes], None
         for lane, grant in zip(self._lanes, welcome.lanes, strict=True):
             lane.begin(grant)
 
     def _dismissed(self) -> None:
         self._ids = []
-        for module in list(self._files):
-            self._release(module)
+        self._release_all()
         for lane in self._lanes:
             lane.begin(None)
 
@@ -227,6 +227,10 @@ class RolloutHost(Host):
         file = self._files.pop(module, None)
         if file is not None:
             file.close()
+
+    def _release_all(self) -> None:
+        for module in list(self._files):
+            self._release(module)
 
     def _tell_of(self, message: WeightsShared | WeightsUnread) -> None:
         """Tell the gateway of shared weights; through a connection that is lost it needs no word."""

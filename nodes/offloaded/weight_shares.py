@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import monotonic
 
 from rollflow.nodes.env.remote.gateway import Gateway
@@ -29,6 +30,7 @@ class HostStock:
     """Messages that a host has got through a connection.
 
     versions    module -> version of the weights that it has, or can read
+    awaited     modules whose newest weights its next turn waits for, which are another host's yet
     failures    how often it could not share weights, or not read shared ones
     """
 
@@ -37,6 +39,7 @@ class HostStock:
     has_settings: bool = False
     states: States | None = None
     versions: dict[Module, int] = field(default_factory=dict)
+    awaited: set[Module] = field(default_factory=set)
     failures: int = 0
 
     @property
@@ -70,32 +73,40 @@ class _Share:
     left: int = 0
     since: float = field(default_factory=monotonic)
 
-    def is_hopeless(self) -> bool:
+    def is_hopeless(self, patience_s: float) -> bool:
         """True where the host that has the weights is lost, or is silent about them for too long."""
         connection, now = self.stock.connection, monotonic()
         left = connection.undelivered + connection.queued()
         if left != self.left:
             self.left, self.since = left, now
-        return not self.stock.is_connected or now - self.since > _PATIENCE_S
+        return not self.stock.is_connected or now - self.since > patience_s
 
 
 class WeightShares:
     """Delivers weights to hosts: each version goes to one host of a machine, and the others read them there.
 
-    gateway    that the hosts are connected to
+    gateway       that the hosts are connected to
+    patience_s    seconds after which a host that is silent is passed over, if that is sooner than it is else
 
     Nothing depends on that host: where it is lost, or the others can't read, one of these gets the newest weights whole
     and shares them in its place. On a machine one version of a module is on its way at a time.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: Gateway, patience_s: float = inf) -> None:
+        self._gateway, self._most_patience_s = gateway, patience_s
+        self._waiting: set[HostStock] = set()  # those that await some
         self._shares: dict[tuple[str, Module], _Share] = {}  # the newest of each machine and module
 
     @property
     def patience(self) -> float | None:
         """Seconds after which hosts that lack weights are to be looked at again; None: when there is news."""
-        return _LOOK_S if any(share.where is None for share in list(self._shares.values())) else None
+        is_waiting = any(share.where is None for share in list(self._shares.values()))
+        return min(_LOOK_S, self._most_patience_s) if is_waiting else None
+
+    @property
+    def held_up(self) -> list[RemoteHost]:
+        """Hosts whose next turn waits for weights that another host is to share."""
+        return [stock.host for stock in self._waiting if stock.is_connected]
 
     def deliver(self, stock: HostStock, weights: Weights, *, has_turn: bool) -> None:
         """Give a host a module's newest weights, unless others of its machine are on their way: these come first.
@@ -110,11 +121,12 @@ class WeightShares:
         if share is not None and share.where is not None and share.version == weights.version:
             self._send(stock, share.where)
         elif share is None or share.where is not None:
-            is_shared = self._has_siblings(stock.host, machine)
+            is_shared = self._gateway.count_on(machine) > 1
             if self._send(stock, replace(weights, share=True) if is_shared else weights) and is_shared:
                 self._shares[machine, module] = _Share(weights.version, stock)
         elif has_turn:
-            self._gateway.tell(stock.host, WeightsComing(weights.version, module), stock.connection)
+            if self._gateway.tell(stock.host, WeightsComing(weights.version, module), stock.connection):
+                self._await(stock, module)
 
     def take(self, stock: HostStock, message: WeightsShared | WeightsUnread, others: Iterable[HostStock]) -> None:
         """Take word of shared weights; hosts of the machine that lack these are told where they lie.
@@ -134,6 +146,11 @@ class WeightShares:
     def forget(self, host: RemoteHost) -> None:
         """Forget a host that has left, and what it has shared."""
         self._shares = {key: share for key, share in self._shares.items() if share.stock.host is not host}
+        self._waiting = {stock for stock in self._waiting if stock.host is not host}
+
+    def _await(self, stock: HostStock, module: Module) -> None:
+        stock.awaited.add(module)
+        self._waiting = {each for each in self._waiting if each.is_connected} | {stock}
 
     def _send(self, stock: HostStock, message: Weights | WeightsShared) -> bool:
         """Tell a host of weights; False: it could not be told, or has newer ones."""
@@ -141,30 +158,29 @@ class WeightShares:
         if stock.has(module, version) or not self._gateway.tell(stock.host, message, stock.connection):
             return False
         stock.versions[module] = version
+        stock.awaited.discard(module)
+        if not stock.awaited:
+            self._waiting.discard(stock)
         return True
 
     def _share_of(self, machine: str, module: Module) -> _Share | None:
         """The share of a machine; None: there is none, or none is to be hoped for."""
         share = self._shares.get((machine, module))
-        if share is not None and share.where is None and share.is_hopeless():
+        if share is not None and share.where is None and share.is_hopeless(min(_PATIENCE_S, self._most_patience_s)):
             share.stock.failures += 1
             del self._shares[machine, module]
             return None
         return share
-
-    def _has_siblings(self, host: RemoteHost, machine: str) -> bool:
-        """True where another host of the machine is there."""
-        others = [other for other in list(self._gateway.hosts.values()) if other is not host and other.lost_at is None]
-        return any(other.session.hello.machine == machine for other in others)
 
     def _take_failure(self, stock: HostStock, message: WeightsUnread, share: _Share | None) -> None:
         """Take note that a host could not share its weights, or not read those of another: it lacks them again."""
         module = message.module
         if message.mark is not None and stock.versions.get(module) == message.version:
             del stock.versions[module]
+            self._await(stock, module)
         if share is None:
             return
         is_its_own = message.mark is None and share.stock is stock and share.where is None
         if is_its_own or (share.where is not None and share.where.mark == message.mark):
-            stock.failures += 1
+            stock.failures += share.stock.is_connected  # else the file may be gone with its host
             self._shares = {key: each for key, each in self._shares.items() if each is not share}

@@ -262,7 +262,11 @@ class TrainerStream:
             places, world_size, self._intake, self._setup, join_timeout=self._join_timeout, **calls
         )
         self._closing.callback(self._server.close)
-        options: dict[str, Any] = {"prefetch_factor": prefetch_factor, "join_timeout": 0, "stream": self}
+        options: dict[str, Any] = {
+            "prefetch_factor": prefetch_factor,
+            "join_timeout": self._join_timeout,
+            "stream": self,
+        }
         options |= {"address": self._server.shared, "is_paced": self._staleness.ahead is not None}
         return TrainerDataset(places[0], 0, self._setup.parts, **options)
 

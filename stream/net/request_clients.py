@@ -6,6 +6,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class ClientPeer(Peer[wire.ServerConnection]):
 
 @dataclass(eq=False)
 class RequestClient:
-    """A client that has proved itself; it may come back by another connection until `grace_s` is over.
+    """A client that has proved itself; it may come back by another connection until its grace is over.
 
     peer       its newest connection
     lost_at    when that was lost; None: it is there
@@ -71,14 +72,20 @@ class ServerOptions(NamedTuple):
 class RequestClients:
     """Clients of one server; all methods are for the thread that serves.
 
-    loop      of their sockets; `fail` is for it, and `greet` of the options
-    forgot    called with each client that is known no longer
+    loop       of their sockets; `fail` is for it, and `greet` of the options
+    forgot     called with each client that is known no longer
+    grace_s    seconds that one which is lost has to come back, may be infinite; if less, `grace_s` of the limits
     """
 
     def __init__(
-        self, loop: SocketLoop[ClientPeer], options: ServerOptions, forgot: Callable[[RequestClient], object]
+        self,
+        loop: SocketLoop[ClientPeer],
+        options: ServerOptions,
+        forgot: Callable[[RequestClient], object],
+        grace_s: float = 0.0,
     ) -> None:
         self._loop, self._options, self._forgot = loop, options, forgot
+        self._grace_s = max(grace_s, options.limits.grace_s)
         self._clients: dict[bytes, RequestClient] = {}
 
     def __len__(self) -> int:
@@ -93,13 +100,13 @@ class RequestClients:
     @property
     def due(self) -> float | None:
         """Time at which `tick` is to be called; None: it need not be."""
-        grace_s = self._options.limits.grace_s
-        return min((each.lost_at + grace_s for each in self if each.lost_at is not None), default=None)
+        lost = [each.lost_at for each in self if each.lost_at is not None]
+        return min(lost) + self._grace_s if lost and self._grace_s < inf else None
 
     def tick(self, now: float) -> None:
         """Forget clients that have had their time to come back."""
         for client in self:
-            if client.lost_at is not None and now >= client.lost_at + self._options.limits.grace_s:
+            if client.lost_at is not None and now >= client.lost_at + self._grace_s:
                 self.forget(client)
 
     def take(self, peer: ClientPeer, event: wire.Message) -> RequestClient | None:

@@ -37,6 +37,8 @@ class LinkTarget(NamedTuple):
     closed            error that says that the link is closed
     parted            makes the error of the server's goodbye, which ends the link. So does a server that is away for
                       too long, or that has forgotten this end. None: it is dialled again, whatever it has said
+    lost_timeout      with `parted`: seconds that a server is waited for which has been there; None: `timeout`
+    is_gone           with `parted`: tells of a server that is away whether it is for good
     """
 
     address: wire.Address
@@ -50,6 +52,8 @@ class LinkTarget(NamedTuple):
     unanswered: type[Exception]
     closed: type[Exception]
     parted: Callable[[wire.Goodbye], Exception] | None = None
+    lost_timeout: float | None = None
+    is_gone: Callable[[], bool] = lambda: False
 
 
 class SettingsReader(Protocol):
@@ -168,11 +172,17 @@ class RequestLink:
             self.loop.wakeup.ring()
 
     def _unanswered(self) -> Exception:
-        return self._target.unanswered(self._server(f"has not answered within {self._target.timeout:g} s"))
+        return self._target.unanswered(self._server(f"has not answered within {self._patience:g} s"))
 
     def lost(self) -> LinkLostError:
         """The error for a server without a connection, with the reason."""
         return LinkLostError(self._server("is away"))
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that the server is waited for."""
+        lost_timeout = self._target.lost_timeout if self._is_known else None
+        return self._target.timeout if lost_timeout is None else lost_timeout
 
     def _server(self, text: str) -> str:
         """What is said of the server, with the problems of its connections."""
@@ -210,8 +220,11 @@ class RequestLink:
 
     def _check_there(self, now: float) -> None:
         """Raise the error of a server that the link depends on, and that is away for too long."""
-        is_overdue = self._target.parted is not None and now - self._there_at >= self._target.timeout
-        if is_overdue and not self.loop.dialler.is_busy:
+        if self._target.parted is None or self.loop.dialler.is_busy:
+            return
+        if self._target.is_gone():
+            raise self._target.closed(self._server("has ended"))
+        if now - self._there_at >= self._patience:
             raise self._unanswered()
 
     # What the loop asks for

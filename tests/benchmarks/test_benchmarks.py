@@ -34,6 +34,7 @@ from benchmarks.envs import plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.policies import Mlp
 from rollflow.nodes import Rollout
+from rollflow.nodes.offloaded import weight_shares
 
 TINY = pairs.Sizes(1, 0.01)
 KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "runs"}
@@ -93,7 +94,8 @@ def test_workers_and_memory_are_measured() -> None:
 
 
 @pytest.mark.slow
-def test_hosts_that_are_started_are_measured() -> None:
+def test_hosts_that_are_started_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_shares, "_PATIENCE_S", 1e9)  # nobody is given up for being slow
     lines = cluster.measure(TINY, hosts=1, slots=2, many_hosts=2)
     assert [line["workload"] for line in lines[:2]] == [
         "whole rollouts on hosts by processes",

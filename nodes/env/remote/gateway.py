@@ -97,6 +97,10 @@ class Gateway:
         """Hosts that are there, or may come back, by the token of their session."""
         return self._registry.hosts
 
+    def count_on(self, machine: str) -> int:
+        """Number of these hosts that name a machine."""
+        return self._registry.machines[machine]
+
     def fileno(self) -> int:
         """Descriptor that can be read once there is something to do for `service`, or something new for `news`."""
         return self._epoll.fileno()

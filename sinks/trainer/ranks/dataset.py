@@ -5,6 +5,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
@@ -65,6 +66,7 @@ class TrainerDataset(IterableDataset[Any]):
         self.address = address
         self._place, self._rank, self._parts, self._prefetch = place, rank, parts, prefetch_factor
         self._join_timeout, self._stream, self._is_alone = join_timeout, stream, address is None
+        self._is_of_stream = stream is not None
         self._is_paced = is_paced
         self._handed: list[BatchItem] = []
         self._token, self._loops = secrets.token_hex(8), 0
@@ -93,7 +95,8 @@ class TrainerDataset(IterableDataset[Any]):
                                      gets the weights that rank 0 publishes
         prefetch_factor              items that each worker makes ahead; the same as that of a `DataLoader` of your own
         join_timeout                 seconds that rank 0 is waited for, at first and when a connection is lost; None:
-                                     for ever
+                                     for ever. A rank that comes back later than `join_timeout` and `grace_s` of rank
+                                     0's stream has been forgotten there
         limits                       of frames, times and bytes under way
 
         Raises WireError for an address that is none, or not without a secret. When it is iterated: RunError where
@@ -197,7 +200,10 @@ class TrainerDataset(IterableDataset[Any]):
                     yield item
 
     def _client(self) -> DatasetClient:
-        return DatasetClient(self._place, self._rank, self._join_timeout)
+        # Rank 0's stream is there from the start, and its process is the parent of the workers.
+        first = 0.0 if self._is_of_stream else self._join_timeout
+        gone = (_has_no_parent,) if self._is_of_stream and get_worker_info() is not None else ()
+        return DatasetClient(self._place, self._rank, first, self._join_timeout, *gone)
 
     def _begin_in_worker(self, client: DatasetClient, *, is_followed: bool) -> BatchWorker:
         info = get_worker_info()
@@ -253,6 +259,12 @@ class _Tagged(IterableDataset[TaggedItem]):
 
     def __iter__(self) -> Iterator[TaggedItem]:
         return self._source.tagged()
+
+
+def _has_no_parent() -> bool:
+    """True once the process has ended that began this one."""
+    parent = parent_process()
+    return parent is not None and not parent.is_alive()
 
 
 def _converted(convert: Callable[[Any], Any], tagged: TaggedItem) -> TaggedItem:

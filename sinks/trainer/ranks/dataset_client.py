@@ -1,6 +1,6 @@
 """Clients of a stream's dataset: workers that ask for items and make batches, and loops that report progress."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import inf
 from time import monotonic
@@ -38,16 +38,24 @@ class DatasetClient:
     """Connection to a stream's dataset, closed when the block is left; one that breaks is dialled again.
 
     rank            of the trainer's processes, the one whose loop it is for
-    join_timeout    seconds that the stream is waited for; None: for ever
+    join_timeout    seconds that the stream is waited for at first; None: for ever
+    lost_timeout    seconds that it is waited for when the connection is lost; None: for ever
+    is_gone         tells whether a stream that is away has ended with its process
 
     Its methods raise RunError where the stream is not there, or has been left; WireError where it refuses this end.
     """
 
-    def __init__(self, place: DatasetPlace, rank: int, join_timeout: float | None) -> None:
-        address, secret, tls, limits = place
-        timeout = inf if join_timeout is None else join_timeout
-        own, connection = (software(), f"rank {rank}"), wire.RankConnection
-        target = LinkTarget(address, secret, tls, limits, timeout, *own, connection, RunError, RunError, _parting)
+    def __init__(
+        self,
+        place: DatasetPlace,
+        rank: int,
+        join_timeout: float | None,
+        lost_timeout: float | None,
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        timeout, lost_timeout = (inf if each is None else each for each in (join_timeout, lost_timeout))
+        own, kinds = (software(), f"rank {rank}"), (wire.RankConnection, RunError, RunError)
+        target = LinkTarget(*place, timeout, *own, *kinds, _parting, lost_timeout, is_gone)
         self._rank, self._reader = rank, ShareReader()
         self._link = RequestLink(target)
         self._is_over = False

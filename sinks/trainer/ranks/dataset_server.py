@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.offloaded.fragment_checks import check_whole
-from rollflow.sinks.trainer.messages.item_message import nbytes_of
 from rollflow.sinks.trainer.ranks.dataset_protocol import (
     DatasetPlace,
     StreamSetup,
@@ -39,7 +39,7 @@ from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
 _MOST_CLIENTS, _MOST_WORKERS = 4096, 1024
 _WINDOW = 8  # calls that a client may have under way
-_MOST_ITEMS, _MOST_BYTES = 64, 64 << 20  # of a part of a share, but for its last item
+_MOST_ITEMS, _MOST_BYTES = 64, 64 << 20  # of a part of a share; but one item may have more
 _GOODBYE_S = 1.0
 _REPLACED = "another loop over this rank's dataset has begun, expected one at a time"
 
@@ -124,7 +124,9 @@ class DatasetServer:
                 self._loop.listen(sockets, options)
                 self._sockets += sockets
             failing.pop_all()
-        self._clients = RequestClients(self._loop, options, self._forget)
+        self._clients = RequestClients(
+            self._loop, options, self._forget, inf if self._join_timeout is None else self._join_timeout
+        )
         return str(address_of(sockets[0])) if len(places) > 1 else None
 
     def close(self) -> None:
@@ -173,28 +175,30 @@ class DatasetServer:
         ready = self._loop.wait_until(until, patience, self._clients.due)
         now = monotonic()
         with self._lock:
-            self._loop.serve(ready, now)
-            self._loop.tick(now)
-            self._clients.tick(now)
-            if until is not None:
-                return
             try:
-                self._answer()
+                self._loop.serve(ready, now)
+                self._loop.tick(now)
+                self._clients.tick(now)
+                self._answer() if until is None else None
             except Exception as error:
                 self._error = error if isinstance(error, RollflowError) else RunError(error_text(error))
                 self._answer()
 
     def _say_goodbye(self) -> None:
-        """Say goodbye, and whether nothing more is for a client: it may not have moved on yet."""
-        self._loop.stop_listening()
-        with self._lock:
-            for peer in self._loop.peers:
-                reader = None if peer.client is None else self._readers.get(peer.client)
-                is_over = self._has_ended and reader is not None and self._dispatch.queues[reader.rank].is_empty
-                peer.connection.goodbye("the stream was left", drained=is_over)
-                self._loop.peers.write(peer)
-        until = monotonic() + _GOODBYE_S
-        while any(peer.client is not None for peer in self._loop.peers) and monotonic() < until:
+        """Say goodbye, and whether nothing more is for a client: it may not have moved on yet, or have to come back."""
+        told, until = set[RequestClient](), monotonic() + _GOODBYE_S
+        while True:
+            with self._lock:
+                for peer in self._loop.peers:
+                    if peer.client is not None and peer.connection.phase is wire.ConnectionPhase.RUNNING:
+                        reader = self._readers.get(peer.client)
+                        is_over = self._has_ended and reader and self._dispatch.queues[reader.rank].is_empty
+                        peer.connection.goodbye("the stream was left", drained=bool(is_over))
+                        self._loop.peers.write(peer)
+                        told.add(peer.client)
+                is_awaited = any(not (each.is_replaced or each.client in told) for each in self._readers.values())
+            if monotonic() >= until or not (is_awaited or any(peer.client for peer in self._loop.peers)):
+                return
             self._turn(until)
 
     # What the loop asks for
@@ -339,22 +343,23 @@ class DatasetServer:
         return taken != []
 
     def _give(self, reader: _Reader) -> None:
-        """Send a worker as many items of its share as one message is to have."""
+        """Send a worker new weights, or as many items of its share as one message is to have."""
         items: list[tuple[ArrivedItem, wire.Fragment]] = []
         newcomers: dict[bytes, RolloutPeer] = {}
-        size = 0
-        while reader.rest and len(items) < _MOST_ITEMS and size < _MOST_BYTES:
-            arrived = reader.rest.popleft()
-            message = message_of_item(arrived)
-            items.append((arrived, message))
-            size += nbytes_of(message)
+        weights, room = self._weights_for(reader), min(_MOST_BYTES, reader.client.peer.connection.peer_max_frame // 2)
+        while weights is None and reader.rest and len(items) < _MOST_ITEMS:
+            message = message_of_item(arrived := reader.rest[0])
+            room -= sum(map(len, wire.encode(message)))
+            if items and room < 0:
+                break
+            items.append((reader.rest.popleft(), message))
             if (token := arrived.source.session.token) not in reader.introduced:
                 newcomers[token] = arrived.source
                 reader.introduced.add(token)
         assert reader.share is not None
         head = {"share": reader.share.number, "left": len(reader.rest), "version": self._listener.weights.version}
         number, reader.asked = reader.asked, 0
-        self._send(reader.client, part_of_share(number, head, items, newcomers, self._weights_for(reader)))
+        self._send(reader.client, part_of_share(number, head, items, newcomers, weights))
 
     def _weights_for(self, reader: _Reader) -> wire.Weights | None:
         published = self._listener.weights.published

@@ -92,8 +92,13 @@ class RankQueue:
         return not self._unassigned and not any(epoch.own for epoch in self._epochs)
 
     def begin(self, loop: Hashable, workers: int, *, is_followed: bool = False) -> bool:
-        """Begin a loop with so many workers, which gets what another one left; False: it has begun already."""
+        """Begin a loop with so many workers, which gets what another one left; False: it has begun already.
+
+        Raises RunError where it has begun with another number of workers.
+        """
         if loop == self._loop:
+            if workers != (begun := len(self._epochs)):
+                raise RunError(f"workers is {workers}, expected {begun}: the loop has begun with so many")
             return False
         self.finish()
         self.move_on()

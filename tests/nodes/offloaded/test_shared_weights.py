@@ -10,24 +10,32 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lane_clock import LaneClock
 from leftovers import held_here, shared_mappings
 from remote_hosts import BrokenWire, HostProcess, listening
 from remote_rollouts import RawRollouts, await_that, makers, rollouts_on, told
 from wide_module import WIDE_BYTES, NumberedModule, wide_weights
 
 from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.modules.weights_codec import to_arrays
 from rollflow.nodes.offloaded.shared_weights import WeightsFile, machine, read_weights
 from rollflow.stream import Fragment
-from rollflow.stream.wire import Limits, Metrics, Turn, Weights, WeightsShared, encode
+from rollflow.stream.wire import LaneGrant, Limits, Metrics, Turn, Weights, WeightsShared, encode
 
 HOST, SHARES = "rollflow.nodes.offloaded.rollout_host", "rollflow.nodes.offloaded.weight_shares"
 LITTLE = WIDE_BYTES // 4  # more than all else that goes to a few hosts in these tests
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_given_up_for_being_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SHARES}._PATIENCE_S", 1e9)
 
 
 def weights_of(version: int, module: str | None = None) -> Weights:
@@ -134,13 +142,14 @@ def test_a_file_that_could_change_or_holds_something_else_is_not_read() -> None:
 
 @contextmanager
 def rollout_with(stack: ExitStack, hosts: int, **options: Any) -> Iterator[tuple[Rollout, list[BrokenWire]]]:
-    """A rollout, and hosts that `stack` has in threads, each behind a wire of its own that counts."""
+    """A rollout, and hosts that `stack` has in threads, each behind a wire of its own that counts; none is late."""
     envs = listening(RemoteRollouts, hosts=hosts)
     wires = [BrokenWire(envs.addresses[0], lambda: None) for _ in range(hosts)]
     for slot, wire in enumerate(wires):
         stack.callback(wire.close)
         stack.enter_context(rollouts_on(wire.address, makers(slot), module=NumberedModule()))
-    with Rollout(envs, **{"module": NumberedModule(), "fragment_length": 4, "seed": 0, **options}) as rollout:
+    settings = {"module": NumberedModule(), "fragment_length": 4, "seed": 0, "step_timeout": None, **options}
+    with Rollout(envs, **settings) as rollout:
         yield rollout, wires
 
 
@@ -258,6 +267,63 @@ def test_a_host_whose_weights_come_by_another_is_not_held_up_by_its_silence(monk
     check_weights(taken)
 
 
+def test_a_host_that_begins_anew_keeps_no_file_of_the_session_before() -> None:
+    with RolloutHost(makers(0), module=NumberedModule()) as host:
+        host._files[None] = file = WeightsFile(weights_of(50))
+        host._welcomed(SimpleNamespace(resumed=False, lanes=[LaneGrant(0, 1, 0, 0)]))  # type: ignore[arg-type]
+        assert host._files == {}
+        assert read_weights(file.shared) is None
+
+
+def test_a_host_that_waits_for_another_s_weights_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LaneClock(monkeypatch)
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], makers(0), module=NumberedModule()),
+        Rollout(
+            envs, module=NumberedModule(), fragment_length=4, seed=0, prefetch=1, step_timeout=1e3, reset_timeout=1e3
+        ) as rollout,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with closing(RawRollouts(envs.addresses[0], module=NumberedModule(), machine=machine())) as silent:
+            fragments, taken = iter(rollout.fragments()), []
+            silent.next_turn_beside(fragments, taken)  # it is asked to share the first weights
+            rollout.publish(wide_weights(1))
+            equipment, status = rollout.environments._equipment, rollout.environments.carrier.lanes[0].status
+
+            def play() -> None:
+                while not taken or taken[-1].policy_version != 1:
+                    taken.append(next(fragments))
+
+            playing = pool.submit(play)
+            await_that(lambda: [host.session.lanes[0] for host in equipment.held_up] == [0])
+            for _ in range(3):
+                clock.go_on(rollout, 1001.0)
+                await_that(lambda: clock.left(rollout, 0) == 1000.0)
+                assert status.phase is LanePhase.STEPPING
+        playing.result()
+        assert equipment.held_up == []
+    check_weights(taken)
+
+
+def test_the_patience_with_a_silent_host_is_a_part_of_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    LaneClock(monkeypatch)  # stands still: no lane is late
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], makers(0), module=NumberedModule()),
+        Rollout(
+            envs, module=NumberedModule(), fragment_length=4, seed=0, prefetch=1, step_timeout=0.2, reset_timeout=None
+        ) as rollout,
+        closing(RawRollouts(envs.addresses[0], module=NumberedModule(), machine=machine())) as silent,
+    ):
+        fragments, taken = iter(rollout.fragments()), []
+        silent.next_turn_beside(fragments, taken)
+        rollout.publish(wide_weights(1))
+        while not taken or taken[-1].policy_version != 1:
+            taken.append(next(fragments))
+    check_weights(taken)
+
+
 class Noting(RawRollouts):
     """A host made by hand that notes the kinds of what it is sent."""
 
@@ -299,7 +365,8 @@ class Processes:
             host = HostProcess(wire.address, told(slot), name=str(slot), kind=RolloutHost, module="wide_module")
             stack.callback(host.end)
             self.hosts.append(host)
-        self.rollout = stack.enter_context(Rollout(envs, module=NumberedModule(), fragment_length=4, seed=0))
+        rollout = Rollout(envs, module=NumberedModule(), fragment_length=4, seed=0, step_timeout=None)
+        self.rollout = stack.enter_context(rollout)
         self.left = count
         self._fragments = iter(self.rollout.fragments())
 
@@ -325,8 +392,7 @@ class Processes:
 
 
 @pytest.mark.slow
-def test_processes_share_weights_whichever_of_them_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{SHARES}._PATIENCE_S", 250.0)  # nobody is given up for being slow
+def test_processes_share_weights_whichever_of_them_is_killed() -> None:
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         run = Processes(4, stack)
         for version in range(1, 4):

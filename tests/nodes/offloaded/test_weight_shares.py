@@ -79,8 +79,8 @@ class Delivery(RuleBasedStateMachine):
     def begin(self) -> None:
         files: set[bytes] = set()
         self.hosts = [Simulated(number, files) for number in range(len(MACHINES))]
-        self.version = self.whole = self.faults = 0
-        self.gateway = SimpleNamespace(hosts=dict(enumerate(self.hosts)), tell=self.tell)
+        self.version = self.whole = 0
+        self.gateway = SimpleNamespace(count_on=MACHINES.count, tell=self.tell)
         self.shares = WeightShares(self.gateway)  # type: ignore[arg-type]
         self.stocks = [HostStock(host, host.connection) for host in self.hosts]  # type: ignore[arg-type]
 
@@ -131,7 +131,7 @@ class Delivery(RuleBasedStateMachine):
         self.shares.forget(self.hosts[at])  # type: ignore[arg-type]
         files = self.hosts[at].files
         files -= {mark for mark in files if mark.startswith(at.to_bytes(8))}
-        self.hosts[at] = self.gateway.hosts[at] = host = Simulated(at, files)
+        self.hosts[at] = host = Simulated(at, files)
         self.stocks[at] = HostStock(host, host.connection)  # type: ignore[arg-type]
 
     @rule(at=HOSTS, can_read=st.booleans(), can_share=st.booleans(), is_silent=st.booleans())
@@ -160,6 +160,23 @@ class Delivery(RuleBasedStateMachine):
 
 TestDelivery = Delivery.TestCase
 TestDelivery.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+
+
+def test_who_can_not_read_since_the_sharer_is_gone_has_not_failed() -> None:
+    run = Delivery()
+    run.begin()
+    for is_there in (True, False):
+        run.publish()
+        run.give(0, has_turn=False)
+        run.take_one(0)
+        run.hear(0)  # the others are told where the weights lie
+        run.hosts[1].can_read = False
+        if not is_there:
+            run.lose(0)
+        run.take_one(1)
+        assert len(run.hosts[1].answers) == 1
+        run.hear(1)
+        assert run.stocks[1].failures == 1
 
 
 def test_each_version_is_sent_whole_to_one_host_of_a_machine() -> None:

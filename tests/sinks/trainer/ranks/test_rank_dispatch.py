@@ -82,6 +82,16 @@ def test_once_the_loop_has_ended_requests_prove_nothing_and_its_end_does() -> No
     assert sorted(done) == [0, 1, 2]
 
 
+def test_a_loop_has_as_many_workers_as_it_began_with() -> None:
+    dispatch, _ = dispatched(1, 3)
+    queue = dispatch.queues[0]
+    assert queue.begin("loop", 2)
+    with pytest.raises(RunError, match="workers is 5, expected 2: the loop has begun with so many"):
+        queue.begin("loop", 5)
+    assert not queue.begin("loop", 2)
+    assert [taken(dispatch, 0, worker) for worker in (0, 1, 0)] == [0, 1, 2]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["take", "done", "leave", "begin"]), st.integers(0, 1)), max_size=40))
 def test_nothing_is_lost_and_nothing_is_done_twice(steps: list[tuple[str, int]]) -> None:
     dispatch, done = dispatched(1, 8)
