@@ -54,8 +54,18 @@ class DatasetClient:
         is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         timeout, lost_timeout = (inf if each is None else each for each in (join_timeout, lost_timeout))
-        own, kinds = (software(), f"rank {rank}"), (wire.RankConnection, RunError, RunError)
-        target = LinkTarget(*place, timeout, *own, *kinds, _parting, lost_timeout, is_gone)
+        target = LinkTarget(
+            *place,
+            timeout,
+            software(),
+            f"rank {rank}",
+            wire.RankConnection,
+            unanswered=RunError,
+            closed=RunError,
+            parted=_parting,
+            lost_timeout=lost_timeout,
+            is_gone=is_gone,
+        )
         self._rank, self._reader = rank, ShareReader()
         self._link = RequestLink(target)
         self._is_over = False
