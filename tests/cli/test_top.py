@@ -178,7 +178,7 @@ def test_without_a_run_it_says_where_it_looked(folder: Path, capsys: pytest.Capt
     ("arguments", "text"),
     [
         (["1"], r"process 1 has no run in .*runs, expected the process id of one"),
-        (["unix:/no/such.sock"], r"unix:/no/such.sock: .*No such file.*, expected a process id, or unix:/path of a"),
+        (["unix:/no/such.sock"], r"unix:/no/such.sock: .*No such file.*, expected a process id, unix:/path of a"),
         (["--every", "0"], "--every is 0, expected a number of seconds above 0"),
     ],
 )

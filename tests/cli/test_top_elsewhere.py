@@ -18,7 +18,7 @@ from rollflow.cli.main import main
 from rollflow.nodes import RemoteEnvs, Rollout
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.net.lookers import MOST_LOOKERS, look_at
-from rollflow.stream.wire import Limits
+from rollflow.stream.wire import Credit, Limits
 
 SECRET = "correct horse battery staple"
 ENVS = [partial(NumberedEnv, number) for number in range(4)]
@@ -102,10 +102,13 @@ def test_what_is_not_there_is_said(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "are for tcp://host:port" in capsys.readouterr().err
 
 
-def test_who_sends_more_than_questions_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.wire.Inspect", partial(_credit))
-    with pytest.raises(WireError, match="credit from a looker, expected inspect"):
-        look_at(address, secret=SECRET.encode(), tls=None, software="test")
+def test_who_sends_more_than_questions_is_refused(address: str) -> None:
+    looker = RawLooker(address, secret=SECRET.encode())
+    looker.welcome()
+    looker.connection.tell(Credit(1))
+    refused = looker.next_event()
+    looker.close()
+    assert "credit from a looker, expected inspect" in str(refused.error)
 
 
 @contextmanager
@@ -148,9 +151,3 @@ def test_only_so_many_look_at_once() -> None:
             lookers.enter_context(closing(RawLooker(address))).welcome()
         with closing(RawLooker(address)) as another, pytest.raises(WireError, match="16 others look at the runs"):
             another.welcome()
-
-
-def _credit(lane: int) -> Any:
-    from rollflow.stream.wire import Credit
-
-    return Credit(lane + 1)

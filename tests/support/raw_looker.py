@@ -13,13 +13,14 @@ class RawLooker:
     """A looker that is connected to a TCP address; it looks when it is told to.
 
     limits    of this end
+    secret    that both ends know; None: there is none
     """
 
-    def __init__(self, address: str, limits: Limits | None = None) -> None:
+    def __init__(self, address: str, limits: Limits | None = None, secret: bytes | None = None) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.sock = socket.create_connection((host, int(port)), timeout=30.0)
         limits = Limits() if limits is None else limits
-        self.connection = LookerConnection("raw", secrets.token_bytes, secret=None, limits=limits, now=monotonic())
+        self.connection = LookerConnection("raw", secrets.token_bytes, secret=secret, limits=limits, now=monotonic())
         self._events: deque[Any] = deque()
         self._is_welcome = False
 
