@@ -198,7 +198,7 @@ def test_agents_without_a_policy_of_their_own_are_refused() -> None:
     with pytest.raises(PolicyError, match=r"agent 'dan': the agents are \['ann', 'bob', 'cat'\]"):
         rollout_over(LoggedAgents()).policy("dan")
     by_function = MultiAgentRollout(LoggedAgents, agent_to_module_mapping_fn=_mapped, module={"a": None, "b": None})
-    with pytest.raises(PolicyError, match="up to the episode, expected module_id"):
+    with pytest.raises(PolicyError, match="may have another module in each episode; expected policy"):
         by_function.policy("ann")
     assert by_function.policy("ann", "a").trained_on["module"] == "a"
     jointly = rollout_over(LoggedAgents(), joint_connector=lambda env: LambdaConnector(lambda batch: None, name="x"))
