@@ -7,6 +7,7 @@ from typing import Any
 
 from rollflow.nodes.env.remote.host_carrier import HostCarrier
 from rollflow.nodes.env.remote.remote_host import HostShared, RemoteHost
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.offloaded.weight_shares import HostStock, WeightShares
 from rollflow.stream.wire import Settings, States, Weights
@@ -63,6 +64,8 @@ class HostEquipment:
         """Have the time begin anew of lanes that can't begin, since another host has not shared its weights yet."""
         for host in self.held_up:
             for remote in self._carrier.lanes_of(host):
+                if remote.status.phase is LanePhase.LATE:
+                    remote.status.phase = LanePhase.STEPPING
                 self._carrier.supervisor.watch(remote.status)
 
     def give(self, host: RemoteHost, *, is_urgent: bool, has_turn: bool) -> None:
