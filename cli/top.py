@@ -119,5 +119,6 @@ def looked_at(address: str | None) -> list[dict[str, Any]]:
         return [snapshot_at(Path(address.removeprefix("unix:")))]
     except OSError as error:
         raise ValueError(
-            f"{address}: {error}, expected a process id, unix:/path of a run's socket, or tcp://host:port"
+            f"{address}: {error}, expected a process id, unix:/path of a run's socket, or for `rollflow top` "
+            "tcp://host:port"
         ) from error

@@ -65,8 +65,9 @@ class HostEquipment:
         for host in self.held_up:
             for remote in self._carrier.lanes_of(host):
                 if remote.status.phase is LanePhase.LATE:
-                    remote.status.phase = LanePhase.STEPPING
-                self._carrier.supervisor.watch(remote.status)
+                    self._carrier.supervisor.begin(remote.status, LanePhase.STEPPING)
+                else:
+                    self._carrier.supervisor.watch(remote.status)
 
     def give(self, host: RemoteHost, *, is_urgent: bool, has_turn: bool) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet.
