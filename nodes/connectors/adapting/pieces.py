@@ -11,7 +11,22 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree
 
 
-class AdaptObservations(ObservationRewriter):
+class _AdaptingPiece(ConnectorV2):
+    """Base of pieces that leave another space, made of fields: see `AdaptObservations`."""
+
+    def __init__(
+        self,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
+        *,
+        space: Space,
+        fields: Mapping[str, Origin],
+    ) -> None:
+        super().__init__(input_observation_space, input_action_space)
+        self.space, self.fields = space, dict(fields)
+
+
+class AdaptObservations(_AdaptingPiece, ObservationRewriter):
     """Rewrites every episode's last observation as one of another space, made of its fields.
 
         space     of the observations that it leaves
@@ -24,17 +39,6 @@ class AdaptObservations(ObservationRewriter):
     columnar = True
     pipelines = ("env-to-module",)
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        space: Space,
-        fields: Mapping[str, Origin],
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.space, self.fields = space, dict(fields)
-
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         self.map = FieldMap("observation", input_observation_space, self.space, self.fields)
         return self.space
@@ -44,7 +48,7 @@ class AdaptObservations(ObservationRewriter):
         return self.map(observations)
 
 
-class AdaptActions(ConnectorV2):
+class AdaptActions(_AdaptingPiece):
     """Rewrites `actions_for_env` as actions of another space, made of their fields; `actions` stay as chosen.
 
         space     of the actions that the environments get
@@ -57,17 +61,6 @@ class AdaptActions(ConnectorV2):
     columnar = True
     pipelines = ("module-to-env",)
     changes_episodes = False
-
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        space: Space,
-        fields: Mapping[str, Origin],
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.space, self.fields = space, dict(fields)
 
     def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         self.map = FieldMap("action", input_action_space, self.space, self.fields, clips=True)
