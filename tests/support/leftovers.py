@@ -4,11 +4,14 @@ import gc
 import os
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+LONGEST_S = 60.0
 
 SHARED_MEMORY = "/dev/shm"  # also where named semaphores lie
 
@@ -22,7 +25,38 @@ def join_loop_workers() -> None:
     """Wait for the worker threads of event loops that have ended: a loop tells them to end, and waits for none."""
     for thread in threading.enumerate():
         if thread.name == "AnyIO worker thread":
-            thread.join(60.0)
+            thread.join(LONGEST_S)
+
+
+def descriptors_here() -> set[tuple[int, str]]:
+    """Return the descriptors that this process has open, each with what it stands for."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            found.add((int(fd), os.readlink(f"/proc/self/fd/{fd}")))
+    return found
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Check that no thread and no descriptor is there behind the block that was not there before it.
+
+    A thread that ends by itself is waited for. What other tests have left may go meanwhile.
+    """
+    gc.collect()
+    threads, descriptors = set(threading.enumerate()), descriptors_here()
+    yield
+    gc.collect()
+    left = [thread.name for thread in set(threading.enumerate()) - threads if not ends(thread)]
+    gc.collect()  # of what they held
+    found = left, sorted(descriptors_here() - descriptors)
+    assert found == ([], []), f"threads and descriptors that are left: {found}"
+
+
+def ends(thread: threading.Thread) -> bool:
+    """Wait for a thread, and return whether it has ended."""
+    thread.join(LONGEST_S)
+    return not thread.is_alive()
 
 
 def held_here() -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """However a rollout on hosts ends, or a host: no thread, no socket, no process is left, and nobody waits in vain."""
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -14,8 +13,10 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import psutil
 import pytest
 from held_envs import LONGEST_S, Held, await_held, is_closed, let_go
+from leftovers import nothing_left
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, RawHost, dialled_host, listening
 from remote_rollouts import await_that, check_counts, makers, rollout_over, rollouts_on
@@ -29,20 +30,10 @@ ENDLESS = 1_000_000
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No threads, descriptors and processes but those from before; some of those may have ended meanwhile."""
-
-    def counted() -> tuple[set[threading.Thread], int, set[str]]:
-        gc.collect()
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-        return set(threading.enumerate()), len(os.listdir("/proc/self/fd")), set(children.split())
-
-    threads, descriptors, processes = counted()
-    yield
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(LONGEST_S)  # one that looks after what is gone ends by itself
-    now = counted()
-    assert now[0] <= threads
-    assert now[1] <= descriptors
-    assert now[2] <= processes
+    before = set(psutil.Process().children())
+    with nothing_left():
+        yield
+    assert set(psutil.Process().children()) <= before
 
 
 class Counting(NumberedEnv):

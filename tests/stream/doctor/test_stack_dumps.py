@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from leftovers import nothing_left
 
 from rollflow.stream.doctor import stack_dumps
 from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, answering_dumps, asked_dump, dump_of, worker_dump_file
@@ -20,9 +21,8 @@ HERE = os.getpid()
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
-    yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    with nothing_left():
+        yield
     assert dump_of(HERE, 2.0) is None
 
 

@@ -1,6 +1,5 @@
 """Hosts that are dialled by names: a name server may be slow, or know nothing; nobody else waits for it."""
 
-import os
 import re
 import socket
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leftovers import nothing_left
 from numbered_module import NumberedModule
 from remote_hosts import SHORT, dialled_host
 from remote_rollouts import makers, rollout_over
@@ -76,6 +76,7 @@ def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], tmp
     hanging.join()
 
 
+@nothing_left()
 def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(names: dict[str, Answer]) -> None:
     asked, released = threading.Event(), threading.Event()
 
@@ -85,14 +86,10 @@ def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(names: dict[
         return [("127.0.0.1", 1)]
 
     names["slow.test"] = hang
-    before, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     with pytest.raises(EnvError, match=r"0 of 1 hosts came within 0.2 s, dialling tcp://slow.test:1; "):
         Rollout(RemoteEnvs.connect("tcp://slow.test:1", secret="s", join_timeout=0.2))
     assert asked.is_set()
     released.set()  # its answer comes when nobody is there any more
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
-    assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_host_is_found_by_any_of_the_addresses_that_its_name_stands_for(names: dict[str, Answer]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leftovers import nothing_left
 
 from rollflow.stream.snapshots import run_folder, run_socket
 from rollflow.stream.snapshots.run_folder import snapshot_at, snapshots
@@ -105,15 +106,14 @@ def test_nobody_else_may_ask(folder: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@nothing_left()
 def test_nothing_is_left_of_a_run_that_has_ended(folder: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     with seen(Run()) as opened:
         opened.start()  # again does nothing
         assert len(list(folder.iterdir())) == 1
         opened.stop()
         opened.stop()
     assert not folder.exists()
-    assert len(os.listdir("/proc/self/fd")) == before
     assert "rollflow snapshots" not in [thread.name for thread in threading.enumerate()]
 
 

@@ -1,7 +1,6 @@
 """Hosts that join and leave, rollouts that end, and what can not be begun."""
 
 import gc
-import os
 import signal
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from leftovers import nothing_left
 from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
 
@@ -145,8 +145,8 @@ def test_a_host_whose_gateway_is_gone_behind_a_proxy_gives_up_as_well() -> None:
     rollout.environments.close()
 
 
+@nothing_left()
 def test_goodbyes_leave_nothing_behind() -> None:
-    before = set(threading.enumerate())
     envs = listening()
     raw: list[RawHost] = []
     with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
@@ -159,12 +159,10 @@ def test_goodbyes_leave_nothing_behind() -> None:
     reader.join()
     raw[0].sock.close()
     assert raw[1].reason == "the rollout has ended"  # type: ignore[attr-defined]
-    assert set(threading.enumerate()) == before
 
 
+@nothing_left()
 def test_a_rollout_that_is_never_entered_leaves_nothing_behind() -> None:
-    gc.collect()  # of what other tests have left
-    before, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     envs = listening()
     raw = RawHost(envs.addresses[0])
 
@@ -179,9 +177,6 @@ def test_a_rollout_that_is_never_entered_leaves_nothing_behind() -> None:
     gc.collect()
     greeting.join()
     raw.sock.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize(

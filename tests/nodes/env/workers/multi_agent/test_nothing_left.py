@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import psutil
 import pytest
 from ending_agent_envs import DoomedAgents
 from held_envs import LONGEST_S, await_file
-from leftovers import held_here, join_loop_workers, shared_mappings
+from leftovers import held_here, nothing_left, shared_mappings
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
@@ -86,12 +85,15 @@ def test_an_error_in_an_event_loop_leaves_nothing_behind(place: str) -> None:
             async for _ in rollout.batches():
                 raise ZeroDivisionError
 
-    join_loop_workers()
-    before = psutil.Process().children(), set(threading.enumerate())
-    with pytest.raises(ZeroDivisionError):
-        anyio.run(broken)
-    join_loop_workers()
-    assert (psutil.Process().children(), set(threading.enumerate())) == before
+    def ran() -> None:  # the error holds the rollout, until this is left
+        with pytest.raises(ZeroDivisionError):
+            anyio.run(broken)
+
+    ran()  # what is made once for all stays
+    before = psutil.Process().children()
+    with nothing_left():
+        ran()
+    assert psutil.Process().children() == before
 
 
 def test_leaving_waits_for_no_environment_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
