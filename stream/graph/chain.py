@@ -127,12 +127,13 @@ class Chain:
         try:
             while runnable and not pending and not self.reopened:
                 if interrupts.held:
+                    self.spoilt = None
                     raise_held()
                 self.spoilt = _BETWEEN
                 deliver, item = runnable.popleft()
                 mark[0] = clock()
                 deliver(item)
-                self.spoilt = None
+            self.spoilt = None
         finally:
             mark[1] = -1
 

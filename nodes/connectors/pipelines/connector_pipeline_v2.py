@@ -93,28 +93,48 @@ class ConnectorPipelineV2(ConnectorV2):
         if self._uncalled:
             with self._watching_first_call():
                 return self.run(rl_module, batch, episodes, explore, shared_data, metrics, **kwargs)
-        plain = episodes
-        if self._first_columnar and isinstance(episodes, LaneEpisodes | FragmentEpisodes):
-            plain = list(episodes)
-        mark = perf_counter_ns()
-        for place, (piece, timer) in enumerate(self._timers.pairs):
-            if place == self._fused_from and self.fuses and self._fused and isinstance(episodes, LaneEpisodes):
-                fused = self._fused(self._fused_pieces, rl_module, batch, episodes, explore, shared_data)
-                if fused is not None:
-                    fused_timer = self._timers.fused
-                    fused_timer.calls += 1
-                    fused_timer.total_ns += perf_counter_ns() - mark
-                    return fused
-            try:
-                batch = piece(
+        first = 0
+        if self._fused and self.fuses and isinstance(episodes, LaneEpisodes):
+            first = self._fused_from
+            if first:
+                batch = self._called(
+                    range(first),
+                    batch,
+                    episodes,
                     rl_module=rl_module,
-                    batch=batch,
-                    episodes=episodes if place >= self._first_columnar else plain,
                     explore=explore,
                     shared_data=shared_data,
                     metrics=metrics,
                     **kwargs,
                 )
+            mark = perf_counter_ns()
+            fused = self._fused(self._fused_pieces, rl_module, batch, episodes, explore, shared_data)
+            if fused is not None:
+                timer = self._timers.fused
+                timer.calls += 1
+                timer.total_ns += perf_counter_ns() - mark
+                return fused
+        return self._called(
+            range(first, len(self._pieces)),
+            batch,
+            episodes,
+            rl_module=rl_module,
+            explore=explore,
+            shared_data=shared_data,
+            metrics=metrics,
+            **kwargs,
+        )
+
+    def _called(self, places: range, batch: Batch, episodes: Episodes, **context: Any) -> Batch:
+        """The batch that the pieces at some places make of it, each called with what `context` has as well."""
+        plain = episodes
+        if self._first_columnar and isinstance(episodes, LaneEpisodes | FragmentEpisodes):
+            plain = list(episodes)
+        mark = perf_counter_ns()
+        for place in places:
+            piece, timer = self._timers.pairs[place]
+            try:
+                batch = piece(batch=batch, episodes=episodes if place >= self._first_columnar else plain, **context)
             except Exception as error:
                 error.add_note(f"in connector piece {self._described(place)}")
                 note_of_piece(error)
