@@ -24,7 +24,7 @@ class AddObservationsFromEpisodesToBatch(ActingOrLearning):
 
     as_learner_connector    True before a learner
 
-    A batch that has `obs` already stays as it is.
+    A batch that has `obs` already stays as it is. In a rollout `obs` are the very rows that are recorded, read-only.
     """
 
     columnar = True
@@ -33,7 +33,7 @@ class AddObservationsFromEpisodesToBatch(ActingOrLearning):
         if Columns.OBS in batch:
             return batch
         if isinstance(episodes, LaneEpisodes) and not self.as_learner_connector:
-            batch[Columns.OBS] = episodes.newest()
+            batch[Columns.OBS] = episodes.observations()
         elif isinstance(episodes, FragmentEpisodes) and self.as_learner_connector:
             batch[Columns.OBS] = episodes.gather(Columns.OBS)
         else:

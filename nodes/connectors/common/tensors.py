@@ -10,6 +10,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, SharedDat
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import map_tree
+from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 _ALIGNED_BYTES = 16
 
@@ -44,18 +45,25 @@ class NumpyToTensor(ConnectorV2):
         """True if the tensors are anywhere but in ordinary main memory."""
         return self.pin_memory or not (self.device is None or self.device.type == "cpu")
 
-    def __call__(self, *, rl_module: Any, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+    def __call__(
+        self, *, rl_module: Any, batch: Batch, episodes: Any = None, shared_data: SharedData = None, **kwargs: Any
+    ) -> Batch:
         if rl_module is None:
             return batch
+        are_live = isinstance(episodes, LaneEpisodes)
         memorized = shared_data.get(MEMORIZED) if shared_data else None
         if memorized is not None and batch.keys() <= memorized.keys():  # by module ids
             for module, columns in batch.items():
-                self._convert(columns, module_of(rl_module, module))
+                self._convert(columns, module_of(rl_module, module), are_live=are_live)
             return batch
-        return self._convert(batch, rl_module)
+        return self._convert(batch, rl_module, are_live=are_live)
 
-    def _convert(self, batch: Batch, rl_module: Any) -> Batch:
-        return self.converted(batch) if getattr(rl_module, "framework", "torch") == "torch" else batch
+    def _convert(self, batch: Batch, rl_module: Any, *, are_live: bool) -> Batch:
+        if getattr(rl_module, "framework", "torch") != "torch":
+            return batch
+        if are_live and Columns.OBS in batch:
+            batch[Columns.OBS] = map_tree(_writable, batch[Columns.OBS])
+        return self.converted(batch)
 
     def converted(self, batch: Batch) -> Batch:
         """The batch itself, whose arrays have become tensors, whatever its module is."""
@@ -95,6 +103,16 @@ class TensorToNumpy(ConnectorV2):
             elif type(data) is not np.ndarray:
                 batch[column] = map_tree(_leaf, data)
         return batch
+
+
+def _writable(leaf: Any) -> Any:
+    """A lane's row any[N, ...] that pieces are shown read-only as it is: torch shares no memory that is read-only."""
+    memory = leaf.base if isinstance(leaf, np.ndarray) else None
+    if memory is None or leaf.flags.writeable or not (isinstance(memory, np.ndarray) and memory.flags.writeable):
+        return leaf
+    view = leaf.view()
+    view.flags.writeable = True
+    return view
 
 
 def _leaf(leaf: Any) -> Any:

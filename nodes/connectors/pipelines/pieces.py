@@ -125,6 +125,11 @@ def note_of_piece(error: Exception) -> None:
             "a piece that reads columns sets columnar = True in its own class, since a class that overrides __call__ "
             f"does not inherit it; this one is given a plain list of episodes; {page_on('piece')}"
         )
+    elif isinstance(error, ValueError) and "read-only" in str(error):
+        error.add_note(
+            "observations of a batch are the very rows that are recorded, so they are read-only; expected a new array: "
+            f"batch['obs'] = batch['obs'] * 2 rather than batch['obs'] *= 2; {page_on('piece')}"
+        )
 
 
 def _class_of(piece: Any) -> str:

@@ -2,7 +2,7 @@ import math
 import pickle
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -14,6 +14,7 @@ from numbered_agents import NumberedAgents
 from rollflow.nodes import (
     ConnectorPipelineV2,
     ConnectorV2,
+    DefaultModule,
     EnvToModulePipeline,
     FlattenObservations,
     FrameStacking,
@@ -541,6 +542,72 @@ def test_columns_that_are_written_to_in_place_are_refused(kind: str, *, agents: 
     with pytest.raises(ValueError, match="read-only") as raised, made as rollout:
         list(rollout.fragments())
     assert any("Halves" in note for note in raised.value.__notes__)
+
+
+class Doubles(ConnectorV2):
+    """Doubles `obs` of the batch, in place or not, once it has kept the array."""
+
+    columnar = True
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self._in_place, self.obs = in_place, np.empty(0)
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        self.obs = batch["obs"]
+        if self._in_place:
+            batch["obs"] *= 2
+        else:
+            batch["obs"] = batch["obs"] * 2
+        return batch
+
+
+class Watches(DefaultModule):
+    """Keeps the observations that it got last, those of copies of it as well."""
+
+    given: ClassVar[list[Any]] = []
+
+    def _forward(self, batch: Any, **kwargs: Any) -> Any:
+        self.given[:] = [batch["obs"].numpy()]
+        return super()._forward(batch, **kwargs)
+
+
+def with_piece(piece: ConnectorV2, **options: Any) -> Rollout:
+    """A rollout of CartPole with a piece right behind that which adds the observations."""
+    rollout = Rollout("CartPole-v1", num_envs=4, fragment_length=4, num_fragments=1, seed=0, **options)
+    rollout.env_to_module.insert_after("AddObservationsFromEpisodesToBatch", piece)
+    return rollout
+
+
+def test_observations_of_a_batch_that_are_written_to_in_place_are_refused() -> None:
+    with pytest.raises(ValueError, match="read-only") as raised, with_piece(Doubles(in_place=True)) as rollout:
+        list(rollout.fragments())
+    assert any("expected a new array: batch['obs'] = batch['obs'] * 2" in note for note in raised.value.__notes__)
+
+
+def test_other_observations_of_the_batch_leave_the_recorded_ones() -> None:
+    piece = Doubles(in_place=False)
+    with with_piece(piece, module=Watches) as rollout:
+        [fragment] = rollout.fragments()
+    rows = fragment.columns["obs"].tree
+    np.testing.assert_array_equal(piece.obs, rows[-1])  # of which no pass is made any more
+    np.testing.assert_array_equal(Watches.given[0], 2 * rows[-2])
+
+
+@pytest.mark.filterwarnings("error")
+def test_recorded_rows_go_to_the_module_without_a_copy_though_pieces_see_them_read_only() -> None:
+    class Keeps(Doubles):
+        columnar = True
+
+        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+            self.obs = batch["obs"]
+            return batch
+
+    piece = Keeps(in_place=False)
+    with with_piece(piece, module=Watches) as rollout:
+        [fragment] = rollout.fragments()
+    assert not piece.obs.flags.writeable
+    assert np.shares_memory(Watches.given[0], fragment.columns["obs"].tree)
 
 
 def test_a_piece_that_reads_columns_without_saying_so_is_told_how_to_say_it() -> None:
