@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import get_args
 
 from rollflow.nodes.logs.destinations import Destination, destination_of, place_of
@@ -31,7 +32,7 @@ class LogOptions:
     every: float = 1.0
     axis: Axis = "steps"
     of_updates: int | None = None
-    trace: str | None = None
+    trace: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         every = self.every

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import gymnasium as gym
@@ -178,7 +179,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         log: Log = None,
         log_every: float = 1.0,
         log_x: Axis = "steps",
-        trace: str | None = None,
+        trace: str | PathLike[str] | None = None,
         debug: bool = False,
     ) -> None:
         check_flags(debug=debug)

@@ -185,7 +185,7 @@ class Rollout(RolloutLoop[Fragment]):
         log: Log = None,
         log_every: float = 1.0,
         log_x: Axis = "steps",
-        trace: str | None = None,
+        trace: str | os.PathLike[str] | None = None,
         debug: bool = False,
     ) -> None:
         check_flags(explore=explore, debug=debug)

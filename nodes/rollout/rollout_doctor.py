@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -63,7 +64,7 @@ class RolloutDoctor:
         learner: NodeMeter,
         signs: Callable[[], Sequence[Sign]],
         snapshot: Callable[[], dict[str, Any]],
-        trace_to: str | None = None,
+        trace_to: str | PathLike[str] | None = None,
     ) -> None:
         self.rules = rules
         self._learner, self._signs = learner, signs

@@ -6,6 +6,7 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ def feed(
     watch: Callable[[], Awaitable[object]] | None = None,
     sends: Literal["fragments", "batches"] | None = None,
     on_end: Callable[[Report], object] | None = None,
-    trace: str | None = None,
+    trace: str | PathLike[str] | None = None,
 ) -> str | None:
     """Run a rollout whose fragments go to the trainer at `address`, until it ends or the trainer says goodbye.
 
@@ -123,7 +124,7 @@ def _run(
     sink: TrainerSink,
     rules: StallRules,
     on_end: Callable[[Report], object] | None,
-    trace: str | None,
+    trace: str | PathLike[str] | None,
 ) -> None:
     """Run the graph; a signal that has ended it takes effect afterwards."""
     handlers = _signal_handlers()
@@ -147,7 +148,11 @@ def _signal_handlers() -> dict[signal.Signals, Any]:
 
 
 async def _run_graph(
-    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals], rules: StallRules, trace: str | None = None
+    graph: Graph,
+    sink: TrainerSink,
+    numbers: Sequence[signal.Signals],
+    rules: StallRules,
+    trace: str | PathLike[str] | None = None,
 ) -> tuple[Report | None, signal.Signals | None]:
     """Run the graph until it ends, a signal or the trainer ends it; its report, and the last signal."""
     run: Run | None = None

@@ -4,6 +4,7 @@ import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from multiprocessing.connection import wait
+from os import PathLike
 from typing import Any, Literal, Self
 
 import anyio.to_thread
@@ -119,7 +120,7 @@ class TrainerStream:
         log: Log = None,
         log_every: float = 1.0,
         log_x: Axis = "steps",
-        trace: str | None = None,
+        trace: str | PathLike[str] | None = None,
     ) -> None:
         check_numbers(fragments_per_batch=(fragments_per_batch, 1), sources=(sources, 1))
         check_numbers(join_timeout=(join_timeout, 0), prefetch=(prefetch, 0), max_lag=(max_lag, 0))

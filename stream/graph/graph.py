@@ -261,7 +261,7 @@ class Graph:
         seed: int | None = None,
         stall_after: float | None = 5.0,
         on_stall: OnStall = "log",
-        trace: str | None = None,
+        trace: str | PathLike[str] | None = None,
     ) -> RunHandle:
         """`async with graph.run() as run:` checks the graph and runs it until the block is left.
 

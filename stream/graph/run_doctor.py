@@ -1,6 +1,7 @@
 """RunDoctor: the stall doctor of a run on an event loop."""
 
 from collections.abc import Iterator, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -39,7 +40,7 @@ class RunDoctor:
     def __init__(self, run: "Run", rules: StallRules, *, watches: bool) -> None:
         self._run, self._rules, self._watches = run, rules, watches
         self._watcher = Watcher(self, rules, self.end_stalled)
-        self.trace_to: str | None = None
+        self.trace_to: str | PathLike[str] | None = None
         self._tracing = Tracing(self._with_reader)
         self._socket = RunSocket(self.snapshot, self._tracing.serve)
         self._bell: Wakeup | None = None

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ class RunHandle(AbstractAsyncContextManager[Run]):
         rules: StallRules | None = None,
         *,
         watches: bool = False,
-        trace: str | None = None,
+        trace: str | PathLike[str] | None = None,
     ) -> None:
         self._name, self._is_entered = graph.name, True  # a trace that is refused is enough to be told
         check_trace(trace)
@@ -57,7 +58,7 @@ class RunHandle(AbstractAsyncContextManager[Run]):
 
 @asynccontextmanager
 async def _running(
-    graph: "Graph", seed: int | None, rules: StallRules | None, *, watches: bool, trace: str | None
+    graph: "Graph", seed: int | None, rules: StallRules | None, *, watches: bool, trace: str | PathLike[str] | None
 ) -> AsyncIterator[Run]:
     run = Run(graph, seed, rules, watches=watches)
     run.doctor.trace_to = trace

@@ -5,6 +5,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from os import PathLike
 from threading import RLock
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -44,7 +45,7 @@ class Tracing:
         self._end: Callable[[], object] | None = None
         self._lock = RLock()  # held while a trace begins, and while it is taken from what writes it
 
-    def begin(self, path: str | None) -> None:
+    def begin(self, path: str | PathLike[str] | None) -> None:
         """Begin a trace to a file; None: none. Raises OSError where it can't be written."""
         if path is not None:
             with self._lock:

@@ -229,18 +229,18 @@ class Trace:
             self._written += len(text)
 
 
-def open_trace(path: str) -> BinaryIO:
+def open_trace(path: str | os.PathLike[str]) -> BinaryIO:
     """A file for a trace, emptied; compressed where its name ends in .gz. Raises OSError where it can't be written."""
-    return cast(BinaryIO, gzip.open(path, "wb", 1)) if path.endswith(".gz") else Path(path).open("wb")
+    return cast(BinaryIO, gzip.open(path, "wb", 1)) if Path(path).suffix == ".gz" else Path(path).open("wb")
 
 
 def check_trace(path: Any) -> None:
     """Raise ValueError for what is neither None nor a file's path in a folder that is there."""
     if path is None:
         return
-    if not isinstance(path, str):
-        raise ValueError(f"trace is {path!r}, expected text such as 'run.trace'")
-    if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"trace is {path!r}, expected a file's path such as 'run.trace'")
+    if not os.fspath(path) or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
         raise ValueError(f"trace is {path!r}, expected a file in a folder that is there, such as 'run.trace'")
 
 

@@ -1,5 +1,6 @@
 """LoopTrace: the trace of a trainer's loop: its waits and updates, and the items that came from rollouts."""
 
+from os import PathLike
 from threading import Lock
 from typing import Any
 
@@ -18,7 +19,7 @@ class LoopTrace:
     Raises OSError where the file can't be written.
     """
 
-    def __init__(self, path: str, title: str) -> None:
+    def __init__(self, path: str | PathLike[str], title: str) -> None:
         self._trace = Trace(open_trace(path), title, lambda: None)
         self._records: dict[str, Record] = {}
         self._lock = Lock()  # of what follows: items arrive in another thread than they are used in

@@ -100,7 +100,7 @@ def test_a_lane_on_a_host_is_traced(tmp_path: Path, kind: Any, does: str) -> Non
     more = {} if kind is EnvHost else {"module": NumberedModule()}
     options: dict[str, Any] = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
     with hosting(remote.addresses[0], ENVS, kind=kind, lanes=2, **more):
-        rollout = Rollout(remote, trace=str(tmp_path / "run.trace"), **options)
+        rollout = Rollout(remote, trace=tmp_path / "run.trace", **options)
         with rollout:
             assert len(list(rollout.batches())) == 3
     events = events_of(tmp_path / "run.trace")

@@ -59,7 +59,7 @@ def test_a_trace_that_cannot_be_opened_leaves_no_log_behind(tmp_path: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     before = set(threading.enumerate())
-    stream = TrainerStream("tcp://127.0.0.1:0", log=f"prometheus:{port}", trace=str(folder / "run.trace"))
+    stream = TrainerStream("tcp://127.0.0.1:0", log=f"prometheus:{port}", trace=folder / "run.trace")
     folder.rmdir()
     with pytest.raises(FileNotFoundError):
         stream.__enter__()

@@ -120,7 +120,9 @@ def test_a_trace_can_be_read_while_it_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [3, "", "/", "/nowhere/run.trace"])
 def test_a_path_that_can_not_be_is_refused(path: Any) -> None:
-    with pytest.raises(ValueError, match=r"^trace is .*, expected (a file in a folder that is there|text such as)"):
+    with pytest.raises(
+        ValueError, match=r"^trace is .*, expected (a file in a folder that is there|a file's path such as)"
+    ):
         check_trace(path)
 
 
