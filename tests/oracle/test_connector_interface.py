@@ -10,6 +10,7 @@ from episodes import numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces import Setup, ids, in_items, pieces_named, setups
+from property_examples import examples
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2 as RayPipeline
 from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
 
@@ -18,7 +19,7 @@ from rollflow.stream.data.tree import stack_trees
 
 
 @given(data=st.data(), setup=setups(numpy=st.just(False)))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_items_are_added_to_a_batch(data: st.DataObject, setup: Setup) -> None:
     batches: list[dict[str, Any]] = [{}, {}]
     for _ in range(data.draw(st.integers(1, 6))):
@@ -100,7 +101,7 @@ VERBS = ["append", "prepend", "insert_before", "insert_after", "remove"]
 
 
 @given(edits=st.lists(st.tuples(st.sampled_from(VERBS), st.sampled_from("ABCD"), st.booleans()), max_size=8))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_edits_leave_the_same_pieces_in_the_same_order(edits: list[tuple[str, str, bool]]) -> None:
     """Each class once: of a name that is not there, Ray inserts beside the last piece."""
     ours, theirs = pieces_named(ConnectorV2), pieces_named(RayConnectorV2)

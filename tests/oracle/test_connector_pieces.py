@@ -16,6 +16,7 @@ from gymnasium import spaces
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pieces import LEARNER, STATES, Module, Setup, Values, chosen, forms, ids, setups, values
+from property_examples import examples
 from ray.rllib.connectors.common import frame_stacking as ray_frame_stacking
 from ray.rllib.core.distribution.torch.torch_distribution import TorchCategorical, TorchDiagGaussian
 from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
@@ -70,20 +71,20 @@ def in_chunks(draw: st.DrawFn, stateful: bool = False) -> Setup:
 
 
 @given(setup=setups(), names=st.permutations(list(LEARNER)), count=st.integers(1, 4))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_columns_are_added_from_the_episodes(setup: Setup, names: list[str], count: int) -> None:
     setup.check(*chosen(names[:count]))
 
 
 @given(setup=setups(), names=st.permutations(list(LEARNER)), count=st.integers(1, 4))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_batches_are_made_of_them(setup: Setup, names: list[str], count: int) -> None:
     ours, theirs = chosen(names[:count])
     setup.check([*ours, *made_of(*BATCHED)], [*theirs, *made_of(*RAY_BATCHED)])
 
 
 @given(setup=in_chunks(), names=st.permutations(list(LEARNER)[1:]), count=st.integers(0, 3))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_chunks_of_one_episode_are_batched_one_after_the_other(setup: Setup, names: list[str], count: int) -> None:
     """Ray has to begin with observations: that piece makes their ids differ."""
     ours, theirs = chosen(["AddObservations", *names[:count]])
@@ -91,7 +92,7 @@ def test_chunks_of_one_episode_are_batched_one_after_the_other(setup: Setup, nam
 
 
 @given(setup=in_chunks(stateful=True), names=st.permutations(list(LEARNER)[1:]))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_chunks_of_one_episode_have_rows_of_their_own(setup: Setup, names: list[str]) -> None:
     ours, theirs = chosen(["AddObservations", *names])
     setup.check([*ours, *STATES[0](), *made_of(*BATCHED)], [*theirs, *STATES[1](), *made_of(*RAY_BATCHED)])
@@ -101,14 +102,14 @@ COLUMNS = ["obs", "new_obs", "infos", "actions", "rewards", "terminateds", "trun
 
 
 @given(setup=setups(), there=st.sets(st.sampled_from(COLUMNS), min_size=1))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_columns_that_are_there_stay(setup: Setup, there: set[str]) -> None:
     assume("obs" not in there or "new_obs" in there)  # beside other observations we make no next ones
     setup.check(*chosen(list(LEARNER)), {name: {(pair.ours.id_,): [7] for pair in setup.pairs} for name in there})
 
 
 @given(setting=any_setting, data=st.data(), numpy=st.booleans(), names=st.permutations(list(LEARNER)))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_episodes_without_a_step_add_nothing(setting: Any, data: st.DataObject, numpy: bool, names: list[str]) -> None:
     given_ = [data.draw(arguments(setting)) | {"t_started": 0} for _ in range(data.draw(st.integers(0, 3)))]
     pairs = [Pair.of(each, numpy, id_=f"e{place}") for place, each in enumerate(given_)]
@@ -121,14 +122,14 @@ def test_episodes_without_a_step_add_nothing(setting: Any, data: st.DataObject, 
 
 
 @given(setup=acting())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_observations_are_added_while_acting(setup: Setup) -> None:
     ours = made_of(nodes.AddObservationsFromEpisodesToBatch, *BATCHED)
     setup.check(ours, made_of(ray_common.AddObservationsFromEpisodesToBatch, *RAY_BATCHED))
 
 
 @given(setup=setups(), gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_returns_to_go_are_the_same_numbers(setup: Setup, gamma: float) -> None:
     # Ray's are f64.
     pieces = [nodes.ComputeReturnsToGo(gamma=gamma)], [ray_learner.ComputeReturnsToGo(gamma=gamma)]
@@ -136,7 +137,7 @@ def test_returns_to_go_are_the_same_numbers(setup: Setup, gamma: float) -> None:
 
 
 @given(setup=acting(stateful=True))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_states_are_added_while_acting(setup: Setup) -> None:
     ours = [nodes.AddObservationsFromEpisodesToBatch(), nodes.AddTimeDimToBatchAndZeroPad()]
     theirs = [ray_common.AddObservationsFromEpisodesToBatch(), ray_common.AddTimeDimToBatchAndZeroPad()]
@@ -147,14 +148,14 @@ def test_states_are_added_while_acting(setup: Setup) -> None:
 
 
 @given(setup=setups(stateful=st.just(True), numpy=st.just(True)), names=st.permutations(list(LEARNER)))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_rows_of_several_steps_and_their_states_are_the_same(setup: Setup, names: list[str]) -> None:
     ours, theirs = chosen(names)
     setup.check([*ours, *STATES[0]()], [*theirs, *STATES[1]()])
 
 
 @given(setup=acting(), data=st.data(), form=st.sampled_from(["by episode", "list", "one too few", "none"]))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_observations_are_written_back(setup: Setup, data: st.DataObject, form: str) -> None:
     items: Any = {(pair.ours.id_,): [setup.setting.observation.item(data.draw(numbers))] for pair in setup.pairs}
     if form == "list":
@@ -166,13 +167,13 @@ def test_observations_are_written_back(setup: Setup, data: st.DataObject, form: 
 
 
 @given(setup=setups(done=True))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_one_step_is_added_to_episodes_that_are_done(setup: Setup) -> None:
     setup.check([nodes.AddOneTsToEpisodesAndTruncate()], [ray_learner.AddOneTsToEpisodesAndTruncate()])
 
 
 @given(setup=setups(done=True, numpy=st.just(True), stateful=st.booleans()), names=st.permutations(list(LEARNER)))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_the_added_step_is_in_all_columns_and_rows(setup: Setup, names: list[str]) -> None:
     ours, theirs = chosen(names)
     ours = [nodes.AddOneTsToEpisodesAndTruncate(), *ours, *STATES[0](), *made_of(*BATCHED)]
@@ -180,13 +181,13 @@ def test_the_added_step_is_in_all_columns_and_rows(setup: Setup, names: list[str
 
 
 @given(setup=acting())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_observations_are_flattened(setup: Setup) -> None:
     setup.check([nodes.FlattenObservations()], [ray_env_to_module.FlattenObservations()])
 
 
 @given(setup=acting([kind for kind in KINDS if isinstance(kind.space, spaces.Dict)]), key=st.sampled_from("ab"))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_keys_are_left_out_of_flat_observations(setup: Setup, key: str) -> None:
     given_: Any = {"keys_to_remove": [key]}
     ours = nodes.FlattenObservations(*setup.spaces, **given_)
@@ -209,7 +210,7 @@ class RayValues(TorchRLModule, ValueFunctionAPI):  # type: ignore[misc]
     gamma=st.sampled_from([0.0, 0.5, 0.99]),
     lambda_=st.sampled_from([0.0, 0.5, 1.0]),
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_value_targets_are_the_same_numbers(setup: Setup, gamma: float, lambda_: float) -> None:
     """Ray's need a step more at each episode's end, which the mask takes out again."""
     spec = RLModuleSpec(RayValues, observation_space=setup.spaces[0], action_space=setup.spaces[1], model_config={})
@@ -240,13 +241,13 @@ IMAGES = [
 
 
 @given(setup=acting(IMAGES), num_frames=st.integers(1, 5))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_frames_are_stacked_while_acting(setup: Setup, num_frames: int) -> None:
     setup.check([nodes.FrameStacking(num_frames=num_frames)], [ray_frame_stacking.FrameStacking(num_frames=num_frames)])
 
 
 @given(setup=setups(IMAGES, numpy=st.just(True)), num_frames=st.integers(1, 5))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_frames_are_stacked_for_training(setup: Setup, num_frames: int) -> None:
     options: Any = {"num_frames": num_frames, "as_learner_connector": True}
     setup.check([nodes.FrameStacking(**options)], [ray_frame_stacking.FrameStacking(**options)])
@@ -257,7 +258,7 @@ def test_frames_are_stacked_for_training(setup: Setup, num_frames: int) -> None:
     n_prev_actions=st.integers(0, 4),
     n_prev_rewards=st.integers(0, 4),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_earlier_actions_and_rewards_are_shown(setup: Setup, n_prev_actions: int, n_prev_rewards: int) -> None:
     options: Any = {"n_prev_actions": n_prev_actions, "n_prev_rewards": n_prev_rewards}
     ours, theirs = [nodes.PrevActionsPrevRewards(**options)], [ray_env_to_module.PrevActionsPrevRewards(**options)]
@@ -270,7 +271,7 @@ def test_earlier_actions_and_rewards_are_shown(setup: Setup, n_prev_actions: int
 
 
 @given(setup=acting(KINDS[1:3]), clip=st.sampled_from([0.5, 10.0, 100.0]), times=st.integers(1, 3))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_observations_are_filtered(setup: Setup, clip: float, times: int) -> None:
     pieces = [nodes.MeanStdFilter(clip_by_value=clip)], [ray_env_to_module.MeanStdFilter(clip_by_value=clip)]
     for _ in range(times):
@@ -280,7 +281,7 @@ def test_observations_are_filtered(setup: Setup, clip: float, times: int) -> Non
 
 
 @given(setup=acting(KINDS[1:3]), mean=st.booleans(), std=st.booleans(), update_stats=st.booleans())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_filter_goes_on_with_the_state_of_another(setup: Setup, mean: bool, std: bool, update_stats: bool) -> None:
     options: Any = {"de_mean_to_zero": mean, "de_std_to_one": std, "clip_by_value": 100.0}
     item, space = setup.setting.observation.item, setup.spaces[0]
@@ -421,7 +422,7 @@ columns_of_trees = st.fixed_dictionaries(
 
 
 @given(batch=columns_of_trees, module=st.sampled_from([Module(), None]))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_arrays_become_tensors_and_arrays_again(batch: dict[str, Any], module: Any) -> None:
     tensors, again = [], []
     for common in (nodes, ray_common):
@@ -462,7 +463,7 @@ PIECES: dict[str, Any] = LEARNER | {
 
 @pytest.mark.parametrize("name", PIECES)
 @given(setup=setups(stateful=st.just(True)), stateful=st.booleans())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_items_of_a_train_batch_come_one_by_one_where_rays_do(name: str, setup: Setup, stateful: bool) -> None:
     ours, theirs = PIECES[name]
     states = STATES if stateful else (list, list)
@@ -487,7 +488,7 @@ BOUNDED = [
 
 
 @given(setup=setups(actions=BOUNDED), data=st.data(), normalize_actions=st.booleans(), clip_actions=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_actions_are_brought_into_bounds_and_listed(
     setup: Setup, data: st.DataObject, normalize_actions: bool, clip_actions: bool
 ) -> None:

@@ -12,6 +12,7 @@ from drawn_turns import AGENTS, Told, turns
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from plays import has_heir, has_repeat, observed_plays, plays
+from property_examples import examples
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
 
 from rollflow.stream import EpisodeError, MultiAgentEpisode
@@ -145,13 +146,13 @@ def ongoing(told: Told) -> Told:
 
 
 @given(told=plays, numpy=st.booleans())
-@settings(max_examples=300, suppress_health_check=FILTERED)
+@settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_the_same_env_steps_leave_the_same_episode(told: Told, numpy: bool) -> None:
     Pair.played(told, numpy).check(picture, told)
 
 
 @given(told=plays)
-@settings(max_examples=200, suppress_health_check=FILTERED)
+@settings(max_examples=examples(200), suppress_health_check=FILTERED)
 def test_an_ongoing_episode_has_the_same_flags_and_hanging_rewards(told: Told) -> None:
     assume(not pays_early(told))
     pair = Pair.played(ongoing(told))
@@ -178,7 +179,7 @@ GETTERS = ["get_observations", "get_infos", "get_actions", "get_rewards"]
 
 
 @given(told=observed_plays, numpy=st.booleans(), data=st.data(), name=st.sampled_from(GETTERS))
-@settings(max_examples=500, suppress_health_check=FILTERED)
+@settings(max_examples=examples(500), suppress_health_check=FILTERED)
 def test_every_getter_by_env_steps_gives_the_same(told: Told, numpy: bool, data: st.DataObject, name: str) -> None:
     pair = Pair.played(told, numpy and may_be_arrays(told))
     where = indices_of(data, total_of(told, name))
@@ -191,7 +192,7 @@ def test_every_getter_by_env_steps_gives_the_same(told: Told, numpy: bool, data:
 
 
 @given(told=observed_plays, numpy=st.booleans(), data=st.data(), name=st.sampled_from(GETTERS))
-@settings(max_examples=500, suppress_health_check=FILTERED)
+@settings(max_examples=examples(500), suppress_health_check=FILTERED)
 def test_every_getter_by_agent_steps_gives_the_same(told: Told, numpy: bool, data: st.DataObject, name: str) -> None:
     pair = Pair.played(told, numpy and may_be_arrays(told))
     where = data.draw(st.sampled_from([None, -1, 0, 1, [0, 1], [-1, 0], slice(0, 2), slice(1, None), slice(1, 9)]))
@@ -200,7 +201,7 @@ def test_every_getter_by_agent_steps_gives_the_same(told: Told, numpy: bool, dat
 
 
 @given(told=observed_plays, data=st.data())
-@settings(max_examples=200, suppress_health_check=FILTERED)
+@settings(max_examples=examples(200), suppress_health_check=FILTERED)
 def test_extra_outputs_of_whole_steps_are_the_same(told: Told, data: st.DataObject) -> None:
     """Ray has no key for an agent without a whole step."""
     assume(may_be_arrays(told))
@@ -211,7 +212,7 @@ def test_extra_outputs_of_whole_steps_are_the_same(told: Told, data: st.DataObje
 
 
 @given(told=plays, data=st.data())
-@settings(max_examples=300, suppress_health_check=FILTERED)
+@settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_every_setter_does_the_same(told: Told, data: st.DataObject) -> None:
     pair = Pair.played(told)
     name = data.draw(st.sampled_from(["observations", "actions", "rewards"]))
@@ -230,7 +231,7 @@ def test_every_setter_does_the_same(told: Told, data: st.DataObject) -> None:
 
 
 @given(told=observed_plays, data=st.data())
-@settings(max_examples=500, suppress_health_check=FILTERED)
+@settings(max_examples=examples(500), suppress_health_check=FILTERED)
 def test_every_getter_fills_the_same(told: Told, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(GETTERS))
     pair = Pair.played(told)
@@ -243,7 +244,7 @@ def test_every_getter_fills_the_same(told: Told, data: st.DataObject) -> None:
 
 
 @given(told=long_plays, data=st.data(), numpy=st.booleans())
-@settings(max_examples=300, suppress_health_check=FILTERED)
+@settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_cut_chunks_are_the_same_and_go_on_the_same(told: Told, data: st.DataObject, numpy: bool) -> None:
     at = data.draw(st.integers(1, told.length - 1))
     head = Told(told.steps[: at + 1], told.agents)
@@ -260,7 +261,7 @@ def test_cut_chunks_are_the_same_and_go_on_the_same(told: Told, data: st.DataObj
 
 
 @given(told=long_plays, data=st.data(), numpy=st.booleans())
-@settings(max_examples=300, suppress_health_check=FILTERED)
+@settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_slices_are_the_same(told: Told, data: st.DataObject, numpy: bool) -> None:
     assume(not told.is_over)
     pair = Pair.played(told, numpy and may_be_arrays(told))
@@ -275,7 +276,7 @@ def test_a_state_gives_the_same_episode(told: Told) -> None:
 
 
 @given(told=observed_plays.filter(lambda told: not pays_early(told)), data=st.data())
-@settings(max_examples=300, suppress_health_check=FILTERED)
+@settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_a_constructed_episode_is_the_same(told: Told, data: st.DataObject) -> None:
     assume(not told.is_over)
     lookback = data.draw(st.sampled_from(["auto", 0, 1, 2, 3]))
@@ -292,7 +293,7 @@ def test_a_constructed_episode_is_the_same(told: Told, data: st.DataObject) -> N
 
 
 @given(told=long_plays, data=st.data())
-@settings(max_examples=300, suppress_health_check=FILTERED)
+@settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_slices_joined_again_are_the_same(told: Told, data: st.DataObject) -> None:
     at = data.draw(st.integers(1, told.length - 1))
     assume(not told.is_over and not hangs(Told(told.steps[: at + 1], told.agents)))

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pieces import Module, Values, singles_of, values
 from plays import observed_plays
+from property_examples import examples
 from ray.rllib.connectors.common.frame_stacking import FrameStacking as RayFrameStacking
 from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
 from ray.rllib.connectors.env_to_module.observation_preprocessor import (
@@ -124,14 +125,14 @@ LEARNER: dict[str, tuple[Callable[[], list[Any]], Callable[[], list[Any]]]] = {
 
 @pytest.mark.parametrize("name", LEARNER)
 @given(tolds=several_plays, numpy=st.booleans())
-@settings(max_examples=100, suppress_health_check=FILTERED)
+@settings(max_examples=examples(100), suppress_health_check=FILTERED)
 def test_train_batches_have_the_same_items_of_every_agent(name: str, tolds: list[Told], numpy: bool) -> None:
     ours, theirs = LEARNER[name]
     check(ours(), theirs(), both_played(tolds, numpy), stateful_modules(False, False))
 
 
 @given(tolds=several_plays, m=st.booleans(), n=st.booleans())
-@settings(max_examples=100, suppress_health_check=FILTERED)
+@settings(max_examples=examples(100), suppress_health_check=FILTERED)
 def test_rows_and_states_are_the_same_for_stateful_modules(tolds: list[Told], m: bool, n: bool) -> None:
     options: Any = {"as_learner_connector": True}
     ours = [
@@ -190,7 +191,7 @@ ACTING: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", ACTING)
 @given(tolds=several_plays)
-@settings(max_examples=60, suppress_health_check=FILTERED)
+@settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_agents_that_stepped_are_seen_alike(name: str, tolds: list[Told]) -> None:
     ours, theirs = (made() for made in ACTING[name])
     check([ours], [theirs], both_played(tolds), stateful_modules(False, False), rtol=1e-4)
@@ -198,7 +199,7 @@ def test_agents_that_stepped_are_seen_alike(name: str, tolds: list[Told]) -> Non
 
 
 @given(tolds=several_plays, m=st.booleans(), n=st.booleans())
-@settings(max_examples=60, suppress_health_check=FILTERED)
+@settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_states_of_agents_are_seen_alike(tolds: list[Told], m: bool, n: bool) -> None:
     names = ["AddObservationsFromEpisodesToBatch", "AddTimeDimToBatchAndZeroPad", "AddStatesFromEpisodesToBatch"]
     rows = ([getattr(module, name)() for name in names] for module in (nodes, ray_common))
@@ -206,7 +207,7 @@ def test_states_of_agents_are_seen_alike(tolds: list[Told], m: bool, n: bool) ->
 
 
 @given(tolds=several_plays, count=st.integers(1, 3))
-@settings(max_examples=60, suppress_health_check=FILTERED)
+@settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_earlier_steps_are_shown_alike(tolds: list[Told], count: int) -> None:
     options: Any = {"multi_agent": True, "n_prev_actions": count, "n_prev_rewards": count}
     pieces = nodes.PrevActionsPrevRewards(**options), ray_env_to_module.PrevActionsPrevRewards(**options)
@@ -222,7 +223,7 @@ def test_earlier_steps_are_shown_alike(tolds: list[Told], count: int) -> None:
 
 
 @given(tolds=several_plays, places=st.lists(st.integers(0, 9), min_size=9, max_size=9))
-@settings(max_examples=60, suppress_health_check=FILTERED)
+@settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_the_iterator_pairs_the_same_items(tolds: list[Told], places: list[int]) -> None:
     episodes = both_played(tolds)
     keys = [
@@ -275,7 +276,7 @@ def mapping(common: Any, **given_: Any) -> Any:
 
 
 @given(tolds=several_plays, numpy=st.booleans())
-@settings(max_examples=60, suppress_health_check=FILTERED)
+@settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_train_batches_by_modules_are_the_same(tolds: list[Told], numpy: bool) -> None:
     made = []
     for side, common, each in zip((0, 1), (nodes, ray_common), each_its_own(tolds, numpy), strict=True):
@@ -291,7 +292,7 @@ def test_train_batches_by_modules_are_the_same(tolds: list[Told], numpy: bool) -
 
 
 @given(tolds=several_plays, gamma=st.sampled_from([0.0, 0.9]), lambda_=st.sampled_from([0.5, 1.0]))
-@settings(max_examples=40, suppress_health_check=FILTERED)
+@settings(max_examples=examples(40), suppress_health_check=FILTERED)
 def test_value_targets_of_each_module_are_the_same_numbers(tolds: list[Told], gamma: float, lambda_: float) -> None:
     """Ray's need a step more at each agent's end, which the mask takes out again."""
     ours, theirs = each_its_own(tolds, numpy=True)
@@ -326,7 +327,7 @@ def test_value_targets_of_each_module_are_the_same_numbers(tolds: list[Told], ga
 
 
 @given(tolds=several_plays, actions=st.lists(st.integers(0, 2), min_size=3, max_size=3))
-@settings(max_examples=100, suppress_health_check=FILTERED)
+@settings(max_examples=examples(100), suppress_health_check=FILTERED)
 def test_actions_come_back_to_the_environments_alike(tolds: list[Told], actions: list[int]) -> None:
     made = []
     for common, behind, each in zip((nodes, ray_common), (nodes, ray_module_to_env), each_its_own(tolds), strict=True):
@@ -348,7 +349,7 @@ def test_actions_come_back_to_the_environments_alike(tolds: list[Told], actions:
 
 
 @given(tolds=several_plays, num_frames=st.integers(1, 3), learner=st.booleans())
-@settings(max_examples=60, suppress_health_check=FILTERED)
+@settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_frames_are_stacked_alike(tolds: list[Told], num_frames: int, learner: bool) -> None:
     options: Any = {"num_frames": num_frames, "multi_agent": True, "as_learner_connector": learner}
     episodes = both_played(tolds)

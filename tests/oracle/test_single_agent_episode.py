@@ -13,6 +13,7 @@ from episodes import OUTPUTS, Pair, Setting, any_setting, arguments, numbers, qu
 from gymnasium.spaces import Dict, Discrete, Tuple
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 
 from rollflow.stream import EpisodeError
 from rollflow.stream.data.tree import stack_trees as batch
@@ -75,7 +76,7 @@ def test_every_slice_of_a_short_episode_is_the_same(arrays: bool, left: bool, fi
 
 
 @given(setting=any_setting, data=st.data(), numpy=st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_constructed_episode_is_the_same(setting: Setting, data: st.DataObject, numpy: bool) -> None:
     Pair.of(data.draw(arguments(setting)), numpy).check_all()
 
@@ -110,7 +111,7 @@ def draw_request(data: st.DataObject, pair: Pair, setting: Setting) -> Request:
 
 
 @given(setting=any_setting, data=st.data(), numpy=st.booleans())
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 def test_every_getter_gives_the_same(setting: Setting, data: st.DataObject, numpy: bool) -> None:
     pair = Pair.of(data.draw(arguments(setting)), numpy)
     request = draw_request(data, pair, setting)
@@ -122,7 +123,7 @@ def test_every_getter_gives_the_same(setting: Setting, data: st.DataObject, nump
 
 
 @given(setting=any_setting, data=st.data(), numpy=st.booleans())
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 def test_every_setter_does_the_same(setting: Setting, data: st.DataObject, numpy: bool) -> None:
     pair = Pair.of(data.draw(arguments(setting)), numpy)
     request = draw_write(data, pair, setting)
@@ -248,7 +249,7 @@ def _is_in_range(where: slice, count: int) -> bool:
 
 
 @given(setting=any_setting, data=st.data(), empty=st.booleans())
-@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=examples(1000), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_the_same_operations_leave_the_same_episode(setting: Setting, data: st.DataObject, empty: bool) -> None:
     some: dict[str, Any] = {}
     if setting.spaces_given:

@@ -125,7 +125,8 @@ def test_a_policy_that_stacks_frames_plays_as_well_where_rollflow_alone_is(tmp_p
 @pytest.mark.timeout(1200)
 def test_a_policy_with_an_lstm_plays_as_well_in_a_fresh_process(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "lstm_cartpole.py", tmp_path)
-    assert ran('import lstm_cartpole; lstm_cartpole.main(0, "cartpole-policy")', tmp_path, 800.0)
+    told = ran('import lstm_cartpole; lstm_cartpole.main(0, "cartpole-policy")', tmp_path, 800.0)
+    assert float(told.removeprefix("mean return ").split()[0]) >= 475
     acted_by, mean = ran(BY_POLICY.replace("ALLOW", repr(["lstm_cartpole"])), tmp_path).split()
     assert acted_by == "DefaultModule"
     assert float(mean) >= 475
@@ -165,7 +166,7 @@ def played(url: str, seed: int) -> float:
 @pytest.mark.timeout(1200)
 def test_a_trained_policy_plays_as_well_for_clients_over_http(trained: Path) -> None:
     with serving(str(trained / "cartpole-policy")) as (_, url), ThreadPoolExecutor(10) as threads:
-        returns = list(threads.map(lambda seed: played(url, seed), range(100)))
+        returns = list(threads.map(lambda seed: played(url, seed), range(30)))
     assert np.mean(returns) >= 475
 
 

@@ -52,7 +52,7 @@ def rollout_of(makers: list[Any], **options: Any) -> MultiAgentRollout:
     seed=st.integers(0, 1000),
     max_batch=st.sampled_from([None, 8, 64]),
 )
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(8))
 def test_every_agent_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     tmp_path_factory: pytest.TempPathFactory, where: str, fate: str, step: int, lives: int, envs: int, **drawn: Any
 ) -> None:
@@ -101,7 +101,7 @@ class Kills(ConnectorV2):
     fragment_length=st.integers(1, 9),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(6))
 def test_a_worker_may_be_killed_at_any_moment(
     tmp_path_factory: pytest.TempPathFactory, where: str, calls: set[int], **drawn: Any
 ) -> None:
