@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteRollouts
     from rollflow.nodes.external.external_env import ExternalEnv
     from rollflow.nodes.launch.on_hosts import OnProcesses, OnRay
-    from rollflow.nodes.metrics.episode_returns import EpisodeReturns
+    from rollflow.nodes.metrics.episode_returns import EpisodeReturns, FinishedEpisode
     from rollflow.nodes.metrics.metrics_logger import MetricsLogger
     from rollflow.nodes.modules.default_model_config import DefaultModelConfig
     from rollflow.nodes.modules.default_module import DefaultModule
@@ -135,6 +135,7 @@ __all__ = [
     "EpisodeReturns",
     "EpsilonGreedy",
     "ExternalEnv",
+    "FinishedEpisode",
     "FlattenObservations",
     "FrameStacking",
     "GatheringForward",
@@ -224,6 +225,7 @@ _HOMES = {
     "EpsilonGreedy": "connectors.module_to_env.exploration",
     "Environments": "env.environments",
     "EpisodeReturns": "metrics.episode_returns",
+    "FinishedEpisode": "metrics.episode_returns",
     "FlattenObservations": "connectors.env_to_module.observation_pieces",
     "FrameStacking": "connectors.common.frame_stacking",
     "GatheringForward": "stages.joint_forward",

@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,38 @@ from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgen
 _NEVER: tuple[int, NDArray[np.float64]] = (-2, np.empty(0))  # the last fragment of a lane that has given none
 
 
+class FinishedEpisode(NamedTuple):
+    """An episode that has ended, as the functions of `rollout.on_episode` get it.
+
+    id_               of the episode
+    lane, slot        numbers of its environment's lane, and of the environment in it
+    episode_return    undiscounted sum of its rewards; of several agents, of all of them
+    length            steps since its reset
+    is_terminated     False: it was truncated
+    custom_data       dict that connector pieces keep with the episode
+    """
+
+    id_: str
+    lane: int
+    slot: int
+    episode_return: float
+    length: int
+    is_terminated: bool
+    custom_data: dict[Any, Any]
+
+
 class EpisodeWindow:
     """The last `window` finished episodes.
 
-    count      number of episodes finished so far
-    returns    undiscounted sums of rewards of the last `window` episodes, oldest first
-    lengths    their numbers of steps
+    count          number of episodes finished so far
+    returns        undiscounted sums of rewards of the last `window` episodes, oldest first
+    lengths        their numbers of steps
+    on_finished    is called with every episode that is counted here; None: nothing is
     """
 
     def __init__(self, window: int = 100) -> None:
         self.count = 0
+        self.on_finished: Callable[[FinishedEpisode], None] | None = None
         self._window = window
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
@@ -88,6 +110,9 @@ class EpisodeReturns(EpisodeWindow):
         for loss in fragments.losses:
             whole &= ~((chunks.stop == loss.row) & np.isin(chunks.slot, loss.cut))
         (finished,) = np.nonzero(whole)
+        if self.on_finished is not None:
+            for place in finished.tolist():
+                self.on_finished(_finished(fragments, place, float(rewards[place])))
         kept = finished[-self._window :]  # the others would be pushed out again
         self.take(len(finished), rewards[kept].tolist(), (chunks.t_started[kept] + lengths[kept]).tolist())
 
@@ -132,11 +157,21 @@ class AgentReturns(EpisodeWindow):
         for part in fragments.parts:
             _add_chunks(sums, part, clock)
         ended: Counter[int] = Counter()
-        for end, env, _ in clock.ends:
+        for end, env, is_truncated in clock.ends:
             nth = ended[env]
             ended[env] += 1
-            if not (np.isnan(sums[env, nth]) or clock.was_lost(env, nth)):
-                self.take(1, [float(sums[env, nth])], [end - clock.start(env, nth)])
+            if np.isnan(sums[env, nth]) or clock.was_lost(env, nth):
+                continue
+            key, total, length = (
+                (env, int(clock.numbers[env]) + nth),
+                float(sums[env, nth]),
+                end - clock.start(env, nth),
+            )
+            self.take(1, [total], [length])
+            if self.on_finished is not None:
+                custom_data = dict(fragments.custom_data.get(key, {}))
+                id_, lane = fragments.episode_id(*key), fragments.lane
+                self.on_finished(FinishedEpisode(id_, lane, env, total, length, not is_truncated, custom_data))
         going = np.array([clock.count(env) - 1 for env in range(num_envs)])
         self._open[fragments.lane] = fragments.sequence, sums[np.arange(num_envs), going]
         if fragments.is_last:
@@ -159,6 +194,13 @@ class AgentReturns(EpisodeWindow):
         for returns in self.by_module.values():
             for place in range(num_parts):
                 returns.forget((place, lane), lane)
+
+
+def _finished(fragment: Fragment, place: int, total: float) -> FinishedEpisode:
+    """The episode that the chunk at this place of a fragment has ended."""
+    chunk = fragment.chunk(place)
+    slot, length = chunk.slot or 0, chunk.t_started + len(chunk)
+    return FinishedEpisode(chunk.id_, fragment.lane, slot, total, length, chunk.is_terminated, chunk.custom_data)
 
 
 def _add_chunks(sums: NDArray[np.float64], part: AgentFragment, clock: EnvClock) -> None:

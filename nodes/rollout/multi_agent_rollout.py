@@ -134,8 +134,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     Also `stall`, `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
-    Methods: `publish`, `acting_weights`, `policy`, `evaluate`, `add_module`, `remove_module`; loop over `batches()` or
-    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain`; `graph`, whose `mermaid()` draws it.
+    Methods: `publish`, `acting_weights`, `policy`, `evaluate`, `add_module`, `remove_module`; loops `batches()`,
+    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain`; `graph`; hooks `on_batch`, `on_episode`.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
@@ -263,11 +263,10 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             self.module: MultiRLModule = self._modules.modules
             self.learner = AgentLearner(self._modules, modules_to_train, learner_connector, self.metrics, self)
             self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
-            self._pipelines = acting.pipelines
-            for pipeline in self._pipelines:
+            for pipeline in acting.pipelines:
                 pipeline.refuse_edits_while_run_by(self)
                 pipeline.fuses = pipeline.fuses and not debug
-            self._env, self._lookback_asked = env, flow.lookback
+            self._env, self._lookback_asked, self._pipelines = env, flow.lookback, acting.pipelines
             self._policies = AgentPolicies(self.environments.parts, acting)
             self.returns = AgentReturns(self.module.__contains__)
             lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
@@ -285,8 +284,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Modules that are not named stay as they are. From any thread. Raises ModuleError for a module that does not
         exist, and for weights that are not its own; then nothing is published.
         """
-        versions: dict[Any, int] = self._execution.publish(weights)
-        return versions
+        return dict(self.hooks.tell_version(self._execution.publish(weights)))
 
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
         """Publish weights under a version that a trainer elsewhere counts, which alone publishes then.
@@ -294,7 +292,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Returns False where the modules have that version already, or a newer one; nothing changes then. Raises
         ModuleError as `publish` does, and where weights are not of all modules that `be_published_elsewhere` named.
         """
-        return self._execution.publish_as(version, weights)
+        is_new = self._execution.publish_as(version, weights)
+        return self.hooks.tell_if_new(dict.fromkeys(weights, version), is_new=is_new)
 
     def be_published_elsewhere(self, ids: Sequence[Any]) -> None:
         """Have a trainer elsewhere publish the weights of these modules, together: all that are trained stay then.

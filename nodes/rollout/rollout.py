@@ -140,7 +140,7 @@ class Rollout(RolloutLoop[Fragment]):
 
     Methods: `publish` new weights; loop over `batches()` or `fragments()`; `start`, `drain`, `close`; `report`,
     `diagnose`, `explain` and `what_if`; `policy`, `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a
-    diagram; for sinks `publish_as`, `watch`, `hold_back` and others.
+    diagram; hooks `on_batch`, `on_episode`, `on_publish`; for sinks `publish_as`, `watch`, `hold_back` and others.
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
     or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`, with the port `fragments`. It runs once.
@@ -304,14 +304,14 @@ class Rollout(RolloutLoop[Fragment]):
 
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
-        return int(self._execution.publish(weights))
+        return self.hooks.tell_version(int(self._execution.publish(weights)))
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """Publish weights under a version that a trainer has counted; False: they are not newer, and are passed over.
 
         Raises ModuleError when they are not the module's.
         """
-        return self._execution.publish_as(version, weights)
+        return self.hooks.tell_if_new(version, is_new=self._execution.publish_as(version, weights))
 
     @property
     def policy_version(self) -> int:

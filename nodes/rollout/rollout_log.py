@@ -76,6 +76,7 @@ class _LogNode:
         if trace is not None:
             trace[1].used((fragments.lane, fragments.sequence), trace[0], clock())
         self._note(fragments)
+        rollout.hooks.tell_episodes()
         rollout.lag.look_at(fragments)
         self._fragments += 1
         self._log.rounds = self._fragments // max(1, rollout.environments.num_lanes)

@@ -13,6 +13,7 @@ import anyio.to_thread
 from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.logs.log_options import LogOptions
+from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.async_driver import AsyncDriver
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, PortalDriver, ThreadDriver
@@ -45,7 +46,7 @@ T = TypeVar("T")
 Batch = dict[str, Any]
 
 
-class RolloutLoop(abc.ABC, Generic[F]):
+class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     """Runs a ring of nodes that gives fragments, and hands them out a round at a time, one of every lane, once.
 
     environments    the node that steps the environments
@@ -68,9 +69,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         stall: StallRules,
         log_to: LogOptions,
     ) -> None:
-        self.environments = environments
-        self.lag = lag
-        self._rounds = rounds
+        self.environments, self.lag, self.stall = environments, lag, stall
+        self._rounds, self.hooks = rounds, rounds.hooks
         self._ledger = Ledger()  # of fragments in a graph
         self._ended_by: str | None = None  # the cause, of a loop
         self._credits, self._lane_counts = credits_of(environments, lag, rounds, prefetch)
@@ -81,7 +81,6 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._state = "new"
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter("learner_pipeline")
-        self.stall = stall
         self._doctor = RolloutDoctor(stall, self._learner_meter, self.signs, self.snapshot, log_to.trace)
         self.log = RolloutLog(self, rounds.note, log_to)
 
@@ -397,4 +396,5 @@ class RolloutLoop(abc.ABC, Generic[F]):
             raise
         if batch:
             self._learner_meter.items += 1
+            self.hooks.tell_batch(batch)
             yield batch

@@ -8,6 +8,7 @@ import anyio
 
 from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.metrics.fragment_checks import FragmentChecks
+from rollflow.nodes.metrics.hooks import Hooks
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.graph.interrupts import was_forced
@@ -78,6 +79,7 @@ class FragmentRounds(Generic[F]):
 
         every_lane      has each round be of one fragment of every lane; None: of the first that come
         checks          find silent faults in fragments
+        hooks           functions that are called with what comes
         handed_steps    transitions handed out
         error           that ended the ring; None: none did
         is_gathered     True if the round has all the fragments that it gets, and not all of them are handed out
@@ -91,7 +93,7 @@ class FragmentRounds(Generic[F]):
     ) -> None:
         self.collector = collector
         self.every_lane: EveryLane | None = None
-        self.checks = FragmentChecks()
+        self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
         self.is_gathered = False
         self._failure: str | None = None  # why no more rounds come
@@ -235,6 +237,7 @@ class FragmentRounds(Generic[F]):
                 "loop: part of the open episodes has been handed out, or is held back"
             )
         self._completes = complete_episodes
+        self.hooks.tell_episodes()
         again, self._again = self._again, []
         for fragment in again:
             self.handed_steps += fragment.num_steps

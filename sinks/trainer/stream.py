@@ -141,7 +141,7 @@ class TrainerStream:
         self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
         self._items: Iterator[LoopItem] = iter(())
         self._server: DatasetServer | None = None
-        self._closing = ExitStack()
+        self._closing, self._state = ExitStack(), "new"
         self._listener = TrainerListener(
             **self._ends,
             ahead=self._staleness.ahead,
@@ -161,7 +161,6 @@ class TrainerStream:
             acks=ack == "auto",
             where=lambda: str(self.address),
         )
-        self._state = "new"
 
     def __enter__(self) -> Self:
         if self._state != "new":

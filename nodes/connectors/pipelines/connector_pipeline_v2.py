@@ -97,16 +97,8 @@ class ConnectorPipelineV2(ConnectorV2):
         if self._fused and self.fuses and isinstance(episodes, LaneEpisodes):
             first = self._fused_from
             if first:
-                batch = self._called(
-                    range(first),
-                    batch,
-                    episodes,
-                    rl_module=rl_module,
-                    explore=explore,
-                    shared_data=shared_data,
-                    metrics=metrics,
-                    **kwargs,
-                )
+                given = {"rl_module": rl_module, "explore": explore, "shared_data": shared_data, "metrics": metrics}
+                batch = self._called(range(first), batch, episodes, given | kwargs)
             mark = perf_counter_ns()
             fused = self._fused(self._fused_pieces, rl_module, batch, episodes, explore, shared_data)
             if fused is not None:
@@ -114,27 +106,18 @@ class ConnectorPipelineV2(ConnectorV2):
                 timer.calls += 1
                 timer.total_ns += perf_counter_ns() - mark
                 return fused
-        return self._called(
-            range(first, len(self._pieces)),
-            batch,
-            episodes,
-            rl_module=rl_module,
-            explore=explore,
-            shared_data=shared_data,
-            metrics=metrics,
-            **kwargs,
-        )
+        given = {"rl_module": rl_module, "explore": explore, "shared_data": shared_data, "metrics": metrics}
+        return self._called(range(first, len(self._pieces)), batch, episodes, given | kwargs)
 
-    def _called(self, places: range, batch: Batch, episodes: Episodes, **context: Any) -> Batch:
-        """The batch that the pieces at some places make of it, each called with what `context` has as well."""
-        plain = episodes
-        if self._first_columnar and isinstance(episodes, LaneEpisodes | FragmentEpisodes):
-            plain = list(episodes)
+    def _called(self, places: range, batch: Batch, episodes: Episodes, given: dict[str, Any]) -> Batch:
+        """The batch that the pieces at some places make of it, each called with what is given as well."""
+        is_columnar = isinstance(episodes, LaneEpisodes | FragmentEpisodes)
+        plain = list(episodes) if self._first_columnar and is_columnar else episodes
         mark = perf_counter_ns()
         for place in places:
             piece, timer = self._timers.pairs[place]
             try:
-                batch = piece(batch=batch, episodes=episodes if place >= self._first_columnar else plain, **context)
+                batch = piece(batch=batch, episodes=episodes if place >= self._first_columnar else plain, **given)
             except Exception as error:
                 error.add_note(f"in connector piece {self._described(place)}")
                 note_of_piece(error)

@@ -1,0 +1,134 @@
+"""Hooks: functions that a rollout calls with batches, finished episodes and published versions."""
+
+from functools import partial
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from numbered_agents import NumberedAgents
+from serial_module import SerialModule
+
+from rollflow.nodes import ConnectorV2, FinishedEpisode, MultiAgentRollout, Rollout
+from rollflow.stream import Fragment, Graph
+
+OPTIONS: Any = {"num_envs": 4, "fragment_length": 32, "num_fragments": 6, "seed": 0}
+
+
+class Notes(ConnectorV2):
+    """Keeps a note with each episode."""
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in episodes:
+            episode.custom_data["note"] = episode.id_
+        return batch
+
+
+def ended_in(fragments: list[Fragment]) -> dict[str, tuple[float, int, bool]]:
+    """Id -> return, length and whether it was terminated, of each episode that ends, from its chunks."""
+    sums: dict[str, tuple[float, int, bool]] = {}
+    ended = set()
+    for fragment in fragments:
+        for chunk in fragment.episodes():
+            total, length, _ = sums.get(chunk.id_, (0.0, 0, False))
+            sums[chunk.id_] = total + float(sum(chunk.get_rewards())), length + len(chunk), chunk.is_terminated
+            ended |= {chunk.id_} if chunk.is_done else set()
+    return {id_: told for id_, told in sums.items() if id_ in ended}
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"where": "threads"}])
+def test_each_finished_episode_is_told_once_before_the_fragment_that_ends_it(options: dict[str, Any]) -> None:
+    told: list[FinishedEpisode] = []
+    with Rollout("CartPole-v1", env_to_module_connector=lambda env: Notes(), **OPTIONS, **options) as rollout:
+        assert rollout.on_episode(told.append) is not None
+        fragments = []
+        for fragment in rollout.fragments():
+            assert {chunk.id_ for chunk in fragment.episodes() if chunk.is_done} <= {each.id_ for each in told}
+            fragments.append(fragment)
+    assert len(told) == rollout.returns.count > 10
+    assert {each.id_: (each.episode_return, each.length, each.is_terminated) for each in told} == ended_in(fragments)
+    assert [each.episode_return for each in told][-100:] == list(rollout.returns.returns)
+    slots = {chunk.id_: (chunk.lane, chunk.slot) for fragment in fragments for chunk in fragment.episodes()}
+    assert all((each.lane, each.slot) == slots[each.id_] for each in told)
+    assert all(each.custom_data == {"note": each.id_} for each in told)
+
+
+def test_batches_and_versions_are_told_and_a_hook_may_be_a_decorator() -> None:
+    rollout, batches, versions = Rollout("CartPole-v1", **OPTIONS), [], []
+
+    @rollout.on_batch
+    def keep(batch: Any) -> None:
+        batches.append(batch)
+
+    rollout.on_publish(versions.append)
+    with rollout:
+        for batch in rollout.batches():
+            assert batches[-1] is batch
+            rollout.publish(rollout.module.state_dict())
+        assert not rollout.publish_as(2, rollout.module.state_dict())
+        assert rollout.publish_as(9, rollout.module.state_dict())
+    assert len(batches) == 6
+    assert versions == [1, 2, 3, 4, 5, 6, 9]
+
+
+def test_what_a_hook_raises_the_loop_raises_and_another_loop_goes_on() -> None:
+    with Rollout("CartPole-v1", **OPTIONS) as rollout:
+        sequences, told = [], []
+
+        @rollout.on_episode
+        def fail_once(episode: FinishedEpisode) -> None:
+            told.append(episode)
+            if len(told) == 1:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            sequences.extend(fragment.sequence for fragment in rollout.fragments())
+        sequences += [fragment.sequence for fragment in rollout.fragments()]
+    assert sequences == list(range(6))
+    assert len(told) == rollout.returns.count
+
+
+def test_what_is_no_function_is_refused() -> None:
+    rollout = Rollout("CartPole-v1", **OPTIONS)
+    with pytest.raises(TypeError, match=r"on_episode got 3, expected a function that takes one argument"):
+        rollout.on_episode(3)  # type: ignore[type-var]
+    rollout.close()
+
+
+def test_episodes_are_told_in_a_graph() -> None:
+    told: list[FinishedEpisode] = []
+    rollout = Rollout("CartPole-v1", **OPTIONS)
+    rollout.on_episode(told.append)
+    graph, fragments = Graph(), []
+
+    def keep(fragment: Fragment) -> None:
+        fragments.append(fragment)
+
+    graph.add(rollout=rollout, keep=keep)
+    graph.connect("rollout", "keep")
+
+    async def main() -> None:
+        async with graph.run() as run:
+            await run.wait()
+
+    anyio.run(main)
+    assert {each.id_: (each.episode_return, each.length, each.is_terminated) for each in told} == ended_in(fragments)
+
+
+def test_episodes_of_several_agents_are_told_with_all_their_rewards() -> None:
+    told: list[FinishedEpisode] = []
+    versions: list[Any] = []
+    makers = [partial(NumberedAgents, slot, nested=0, length=5) for slot in range(2)]
+    with MultiAgentRollout(makers, module=SerialModule(), fragment_length=8, num_fragments=4, seed=0) as rollout:
+        rollout.on_episode(told.append)
+        rollout.on_publish(versions.append)
+        for fragment in rollout.fragments():
+            for episode in fragment.episodes():
+                if episode.is_done:
+                    [each] = [each for each in told if each.id_ == episode.id_]
+                    assert each.is_terminated == episode.is_terminated
+                    assert each.length == episode.env_t
+        rollout.publish({"default_policy": rollout.module["default_policy"].state_dict()})
+    assert len(told) == rollout.returns.count > 4
+    np.testing.assert_array_equal([each.episode_return for each in told], rollout.returns.returns)
+    assert versions == [{"default_policy": 1}]
