@@ -181,11 +181,7 @@ def module_of(
     config, weights = upgraded(cls, config, weights, record["version"], where)
     named_spaces = dict(zip(("observation_space", "action_space"), spaces, strict=True))
     arguments = {**named_spaces, **config} if issubclass(cls, RLModule) else config
-    _check_size(cls, arguments, weights, where)
-    try:
-        module = cls(**arguments)
-    except Exception as error:
-        raise PolicyError(f"{where}: {cls.__name__} can't be made of {sorted(arguments)}: {error}") from error
+    module = _made(cls, arguments, weights, where)
     for name, space in named_spaces.items():
         if getattr(module, name, None) is None:
             setattr(module, name, space)
@@ -206,33 +202,47 @@ def _load_weights(module: Any, weights: Mapping[str, Any], where: str) -> None:
     if kinds:
         name, (got, wanted) = next(iter(kinds.items()))
         raise PolicyError(f"{where}: weights '{name}' are {got}, expected {wanted}")
-    module.load_state_dict(weights)
+    is_empty = any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in expected.values())
+    module.load_state_dict(weights, assign=is_empty)
 
 
 def _kind(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _check_size(cls: type, arguments: dict[str, Any], weights: Mapping[str, Any], where: str) -> None:
-    """Raise PolicyError where one of rollflow's own modules would be larger than its weights, before it is made."""
-    if not cls.__module__.startswith("rollflow."):
-        return
+def _made(cls: type, arguments: dict[str, Any], weights: Mapping[str, Any], where: str) -> Any:
+    """A module that is to get these weights.
+
+    One of rollflow's own is refused where it would be larger than they are, and has no memory for weights before.
+    """
     try:
+        if not cls.__module__.startswith("rollflow."):
+            return cls(**arguments)
         with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in cls(**arguments).state_dict().items()}
+            module: torch.nn.Module = cls(**arguments)
+        state = module.state_dict()
+        _check_shapes(state, weights, where)
+        tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        # A tensor of two names would become two, and one that is in no state would stay empty.
+        return module if tensors == state.keys() else cls(**arguments)
+    except PolicyError:
+        raise
     except Exception as error:
         raise PolicyError(f"{where}: {cls.__name__} can't be made of {sorted(arguments)}: {error}") from error
-    wrong = [name for name in shapes if name in weights and shapes[name] != weights[name].shape]
+
+
+def _check_shapes(state: Mapping[str, torch.Tensor], weights: Mapping[str, Any], where: str) -> None:
+    """Raise PolicyError where weights are missing, or have other shapes than a module's."""
+    wrong = [name for name, tensor in state.items() if name in weights and tensor.shape != weights[name].shape]
     if wrong:
         name = wrong[0]
         raise PolicyError(
-            f"{where}: weights '{name}' are {list(weights[name].shape)}, expected {list(shapes[name])}, as the config "
-            "has it"
+            f"{where}: weights '{name}' are {list(weights[name].shape)}, expected {list(state[name].shape)}, as the "
+            "config has it"
         )
-    if shapes.keys() - weights.keys():
-        unused = sorted(weights.keys() - shapes.keys())
+    if missing := sorted(state.keys() - weights.keys()):
         raise PolicyError(
-            f"{where}: weights are missing: {sorted(shapes.keys() - weights.keys())}, and unused: {unused}"
+            f"{where}: weights are missing: {missing}, and unused: {sorted(weights.keys() - state.keys())}"
         )
 
 

@@ -5,9 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.stream.pictures import svg
-from rollflow.stream.pictures.html import preformatted, table
-
 
 def array_table(title: str, columns: Mapping[str, Any], rewards: Any) -> str:
     """HTML of a title, a table and a plot.
@@ -15,6 +12,9 @@ def array_table(title: str, columns: Mapping[str, Any], rewards: Any) -> str:
     columns    name -> tree of arrays, or a list of items that are no array yet
     rewards    f32[T], or a list of T numbers
     """
+    from rollflow.stream.pictures import svg  # which a policy that acts alone need not load
+    from rollflow.stream.pictures.html import preformatted, table
+
     rows = [row for name, tree in columns.items() for row in _rows(name, tree)]
     values = np.asarray(rewards, np.float64).tolist()
     plotted = svg.plot(values, "rewards")

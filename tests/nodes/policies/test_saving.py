@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from drawn_policies import ACTIONS, BOX, FITTING, OBSERVATIONS, logged_rollout
 from gymnasium import spaces
 
@@ -68,6 +69,18 @@ def test_what_is_loaded_is_saved_as_the_same_bytes(space: str, pieces: str, lstm
     loaded.save(tmp_path / "b")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert loaded.trained_on == policy.trained_on
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_loading_draws_no_weights_and_leaves_none_out(shares: bool, tmp_path: Path) -> None:
+    policy = policy_of("box", "discrete", "filter", vf_share_layers=shares)
+    policy.save(tmp_path)
+    drawn = torch.get_rng_state()
+    loaded = Policy.load(tmp_path, allow=ALLOW).module
+    assert torch.equal(torch.get_rng_state(), drawn)
+    tensors = [*loaded.parameters(), *loaded.buffers()]
+    assert all(tensor.device.type == "cpu" for tensor in tensors)
+    assert [each.requires_grad for each in loaded.parameters()] == [True] * len(list(policy.module.parameters()))
 
 
 def test_a_model_card_says_what_the_policy_is(tmp_path: Path) -> None:
