@@ -45,23 +45,32 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit status, 0 where something was seen."""
-    pid: int = args.pid
+    print(*stack_report(args.pid), sep="\n")
+    return 0
+
+
+def stack_report(pid: int) -> list[str]:
+    """Lines on where the threads of a process and of its workers stand.
+
+    Raises ValueError for a process that is not there, and RunError where nothing can be seen of it.
+    """
     _check_process(pid)
     if is_stopped(pid):
-        print(f"process {pid} is stopped, as by SIGSTOP or a debugger")
-        print(f"do: kill -CONT {pid}, or find out who stopped it")
-        return 0
+        return [
+            f"process {pid} is stopped, as by SIGSTOP or a debugger",
+            f"do: kill -CONT {pid}, or find out who stopped it",
+        ]
     threads, problem = _by_py_spy(pid)
     threads = threads or _by_signal(pid)
     if not threads:
         why = f" ({problem})" if problem else ""
         raise RunError(f"nothing can be seen of process {pid}{why}: {_REMEDY}").see("stall")
-    _print(f"process {pid}, {_command_of(pid)}", threads)
+    report = [f"process {pid}, {_command_of(pid)}", *_lines_of_all(threads)]
     for child in _children_of(pid):
         with suppress(OSError):  # it has ended meanwhile
             if of_child := _by_signal(child):
-                _print(f"process {child}, which it has started", of_child)
-    return 0
+                report += [f"process {child}, which it has started", *_lines_of_all(of_child)]
+    return report
 
 
 def _check_process(pid: int) -> None:
@@ -76,8 +85,8 @@ def _check_process(pid: int) -> None:
         raise ValueError(f"process {pid} is another user's, expected one of yours") from None
 
 
-def _print(title: str, threads: Sequence[ThreadStack]) -> None:
-    print(title, *(line for thread in threads for line in _lines_of(thread)), sep="\n")
+def _lines_of_all(threads: Sequence[ThreadStack]) -> list[str]:
+    return [line for thread in threads for line in _lines_of(thread)]
 
 
 def _by_py_spy(pid: int) -> tuple[list[ThreadStack], str]:

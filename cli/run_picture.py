@@ -6,7 +6,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -19,16 +18,9 @@ _BAR = 8  # characters
 _MOST_PARTIES = 8
 
 
-def show(looks: Iterable[list[dict[str, Any]]], folder: str, *, once: bool) -> None:
-    """Show looks as they come: below each other, or, in a terminal, each in the place of the one before."""
-    console = Console()
-    if once:
-        for look in looks:
-            console.print(picture(look, folder))
-        return
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        for look in looks:
-            live.update(picture(look, folder), refresh=True)
+def show(runs: Sequence[Snapshot], folder: str) -> None:
+    """Print a picture of runs."""
+    Console().print(picture(runs, folder))
 
 
 def picture(runs: Sequence[Snapshot], folder: str) -> RenderableType:

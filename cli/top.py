@@ -6,12 +6,13 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollflow.cli import arguments
+from rollflow.cli.doctor import stack_report
 from rollflow.nodes.env.remote.remote_envs import secret_bytes
 from rollflow.nodes.env.remote.software import software
 from rollflow.stream.net.lookers import look_at
@@ -26,8 +27,9 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "top",
         help="look at the runs of this user on this machine, or elsewhere",
-        description="Look at the runs of this user on this machine, or of a process elsewhere, until Ctrl-C: their "
-        "stages and edges, who waits for whom, returns, policy versions, losses, and what holds each of them back.",
+        description="Look at the runs of this user on this machine, or of a process elsewhere, until q or Ctrl-C: "
+        "their stages and edges, who waits for whom, returns, policy versions, losses, and what holds each of them "
+        "back. Keys scroll, choose a run, and show where its threads stand.",
     )
     add_run(parser)
     parser.add_argument("--once", action="store_true", help="show them once, with shares since they began")
@@ -55,23 +57,24 @@ def _run(args: argparse.Namespace) -> int:
     once = args.once or not (args.json or sys.stdout.isatty())
     if not args.json and importlib.util.find_spec("rich") is None:
         raise ValueError("rollflow top takes the package rich, expected --json, or pip install 'rollflow[view]'")
+    looks = RunLooks(args.address, elsewhere)
     try:
         if args.json:
-            for found in _looks(args.address, args.every, elsewhere, once=once):
-                print(json.dumps(found), flush=True)
+            _print_json(looks, args.every, once=once)
+        elif once:
+            importlib.import_module("rollflow.cli.run_picture").show(looks.next(), str(run_folder()))
         else:
-            picture = importlib.import_module("rollflow.cli.run_picture")
-            picture.show(_looks(args.address, args.every, elsewhere, once=once), str(run_folder()), once=once)
+            viewer = importlib.import_module("rollflow.cli.run_viewer")
+            view = viewer.View(str(run_folder()), stack_report if elsewhere is None else None)
+            viewer.show_live(looks.next, args.every, view)
     except KeyboardInterrupt:
         pass
     return 0
 
 
-def _looks(address: str | None, every: float, elsewhere: Look | None, *, once: bool) -> Iterator[list[dict[str, Any]]]:
-    """Snapshots with rates, again and again."""
-    looks = RunLooks(address, elsewhere)
+def _print_json(looks: "RunLooks", every: float, *, once: bool) -> None:
     while True:
-        yield looks.next()
+        print(json.dumps(looks.next()), flush=True)
         if once:
             return
         time.sleep(every)
