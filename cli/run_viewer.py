@@ -114,7 +114,7 @@ class View:
         for line in lines[self._first : last]:
             yield from line
             yield Segment.line()
-        where = "" if len(lines) <= self._page else f"   lines {self._first + 1} to {last} of {len(lines)}"
+        where = "" if len(lines) <= self._page else f"   {self._first + 1}-{last} of {len(lines)}"
         yield Text(f"{_FOOTER}{where}", style="reverse", no_wrap=True, overflow="crop", end="")
 
 

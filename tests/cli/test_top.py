@@ -304,16 +304,16 @@ def test_what_does_not_fit_a_terminal_is_scrolled_to_its_ends_and_no_further() -
     assert len(whole) == 19
     lines = seen_in(view)
     assert lines[:-1] == [line.rstrip() for line in whole[:11]]
-    assert lines[-1].endswith("lines 1 to 11 of 19")
+    assert lines[-1].endswith(" 1-11 of 19")
     view.press("down")
-    assert seen_in(view)[-1].endswith("lines 2 to 12 of 19")
+    assert seen_in(view)[-1].endswith(" 2-12 of 19")
     for _ in range(4):
         view.press("page down")
     assert seen_in(view)[:-1] == [line.rstrip() for line in whole[-11:]]
     for _ in range(30):
         view.press("up")
-    assert seen_in(view)[-1].endswith("lines 1 to 11 of 19")
-    assert "lines" not in seen_in(view, height=20)[-1]
+    assert seen_in(view)[-1].endswith(" 1-11 of 19")
+    assert "of 19" not in seen_in(view, height=20)[-1]
 
 
 def test_one_run_is_chosen_after_the_other_and_stays_while_others_come_and_go() -> None:
