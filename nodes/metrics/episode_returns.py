@@ -162,11 +162,8 @@ class AgentReturns(EpisodeWindow):
             ended[env] += 1
             if np.isnan(sums[env, nth]) or clock.was_lost(env, nth):
                 continue
-            key, total, length = (
-                (env, int(clock.numbers[env]) + nth),
-                float(sums[env, nth]),
-                end - clock.start(env, nth),
-            )
+            key, total = (env, int(clock.numbers[env]) + nth), float(sums[env, nth])
+            length = end - clock.start(env, nth)
             self.take(1, [total], [length])
             if self.on_finished is not None:
                 custom_data = dict(fragments.custom_data.get(key, {}))

@@ -127,8 +127,8 @@ def note_of_piece(error: Exception) -> None:
         )
     elif isinstance(error, ValueError) and "read-only" in str(error):
         error.add_note(
-            "observations of a batch are the very rows that are recorded, so they are read-only; expected a new array: "
-            f"batch['obs'] = batch['obs'] * 2 rather than batch['obs'] *= 2; {page_on('piece')}"
+            "observations of a batch, and columns of episodes, are the very rows that are recorded; expected a new "
+            f"array: batch['obs'] = batch['obs'] * 2 rather than batch['obs'] *= 2; {page_on('piece')}"
         )
 
 
