@@ -89,6 +89,7 @@ class ReplayHost:
             ack="auto" if checkpoint is None else "manual",
             limits=limits,
         )
+        self._stream.log.holder = type(self).__name__, lambda: str(self.replay.report())
         self.rollouts = self._stream.address
         self._handed = self._stream.state_dict()  # after the last insert
         self._saved: Any = None  # what the newest checkpoint has

@@ -1,5 +1,6 @@
 """StreamLog: what a trainer's stream logs."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
@@ -19,6 +20,9 @@ class StreamLog(RunLog):
     options    where to, how often, and by which x axis; and the file for a trace
     reader     of the stream, for the trace
 
+    holder     kind of what has the stream, and a function that gives a sentence on how it stands; None: the stream's
+               own loop has it
+
     `time/total_timesteps` are the steps that were handed over, `time/iterations` the items of the loop; there is no
     `busy/…`, which the rollouts' own logs have.
     """
@@ -28,6 +32,7 @@ class StreamLog(RunLog):
         self._reader, self._trace_to = reader, options.trace
         self._trace: LoopTrace | None = None
         self._stream = stream
+        self.holder: tuple[str, Callable[[], str]] | None = None
         self._steps = self._items = 0
         self._lag: int | None = None
         self._socket = RunSocket(self.snapshot)
@@ -53,12 +58,13 @@ class StreamLog(RunLog):
 
     def snapshot(self) -> dict[str, Any]:
         """What `rollflow top` shows of the stream, as plain values."""
-        return {
+        told = {
             "kind": type(self._stream).__name__,
             "name": str(self._stream.address),
             "figures": self.figures(),
             "sources": list(self._stream.sources),
         }
+        return told if self.holder is None else {**told, "kind": self.holder[0], "conclusion": self.holder[1]()}
 
     def take(self, handed: list[BatchItem]) -> None:
         """Count an item of the loop, by what it was made of."""

@@ -21,11 +21,13 @@ from held_envs import await_that
 from killable_trainer import forked
 from leftovers import held_here
 
+from rollflow.cli.main import main
 from rollflow.nodes import Rollout
 from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, ReplayClient, ReplayHost, SamplesPerInsert, feed
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.request_clients import RequestClients
+from rollflow.stream.snapshots.run_folder import FOLDER, snapshots
 from rollflow.stream.wire import Limits
 
 SECRET = "correct horse battery staple"
@@ -86,6 +88,22 @@ def test_what_is_sampled_is_what_several_rollouts_have_inserted_each_step_once(t
         assert one.report().inserted == made
     after = held_here()
     assert (after["descriptors"], after["mappings"]) == (before["descriptors"], before["mappings"])
+
+
+def test_top_shows_a_host_with_its_counts_and_the_side_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "runs"))
+    rate = SamplesPerInsert(1.0, min_size=16, error_buffer=32)
+    with serving(Replay(4096, batch_size=16, rate=rate), tmp_path) as host, feeding(host.rollouts, seed=0):
+        await_that(lambda: host.replay.report().waiting == "insert")
+        [shown] = [run for run in snapshots() if run["kind"] == "ReplayHost"]
+        assert shown["conclusion"].startswith("32 steps inserted, 0 removed, 0 sampled: 0.00 samples per insert")
+        assert "inserts wait for samples" in shown["conclusion"]
+        assert main(["top", "--once"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"ReplayHost unix:{tmp_path}"[:60] in text
+    assert "32 steps inserted, 0 removed, 0 sampled" in text
 
 
 def test_a_side_that_stands_still_holds_the_other_one_within_the_ratio(tmp_path: Path) -> None:
