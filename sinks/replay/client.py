@@ -38,9 +38,9 @@ class ReplayClient:
     that has been started anew meanwhile does what was not answered.
 
     Of several hosts, with the same arguments for their replays, each rollout feeds one. Rows are drawn in proportion to
-    the steps that each host has, or to its sum of priorities, with importance weights over all of them. The client
-    tells each host the counts of the others, so that the rate holds over all. The first call waits for every host;
-    later on, one that is lost is logged and left out until it is there again.
+    the steps that each host has, or to its sum of priorities, with importance weights over all of them; of several
+    agents, those of each module. The client tells each host the counts of the others, so that the rate holds over all.
+    The first call waits for every host; later on, one that is lost is logged and left out until it is there again.
 
     Raises WireError for an address that is none, and where the host refuses this client or has another secret;
     ReplayError for what the host says of a call, and where no answer comes in time.
@@ -99,8 +99,7 @@ class ReplayClient:
         """
         arrays = {"ids": as_array(ids).astype(np.int64), "values": detached(values)}
         if self._shards is not None:
-            _check_one_agent(module_id)
-            self._shards.update_priorities(arrays["ids"], arrays["values"])
+            self._shards.update_priorities(arrays["ids"], arrays["values"], module_id)
         else:
             self._hosts[0].asked("update_priorities", {"module_id": module_id}, arrays)
 
@@ -126,8 +125,7 @@ class ReplayClient:
         module_id    of several agents: the module; None: all together
         """
         if self._shards is not None:
-            _check_one_agent(module_id)
-            return self._shards.report()
+            return self._shards.report(module_id)
         return self._hosts[0].report(module_id=module_id)
 
     def close(self) -> None:
@@ -142,14 +140,6 @@ class ReplayClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_one_agent(module_id: str | None) -> None:
-    """Raise ReplayError for a module of several hosts, which are of one agent."""
-    if module_id is not None:
-        raise ReplayError(
-            f"module_id is {module_id!r}, but several hosts are of one agent; expected a client for each host"
-        ).see("replay")
 
 
 def _with_tuples(tree: Tree) -> Tree:

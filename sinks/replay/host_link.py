@@ -2,7 +2,7 @@
 
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from time import monotonic
 from typing import Any, NamedTuple
@@ -37,15 +37,18 @@ class HostOptions(NamedTuple):
 class HostLink:
     """Replay host elsewhere, asked from any number of threads.
 
-    address    of the host
-    known      what its last report said, by name: the fields of a `ReplayReport`, and those of `Replay.holding`
-    known_at   when it said so, on the clock `monotonic`
+    address       of the host
+    known         what its last report of each module said, by name: the fields of a `ReplayReport`, and of a shard
+                  those of `Replay.shard_report`; the module None: of one agent, or of all together
+    known_at      when it said so, on the clock `monotonic`
+    module_ids    modules that have steps there, as far as it has said; None: it has not
     """
 
     def __init__(self, target: LinkTarget) -> None:
         self.address, self._timeout = target.address, target.timeout
-        self.known: Mapping[str, Any] = {}
-        self.known_at = 0.0
+        self.known: dict[Any, Mapping[str, Any]] = {}
+        self.known_at: dict[Any, float] = {}
+        self.module_ids: Sequence[Any] | None = None
         self._link = RequestLink(target)
 
     @property
@@ -92,20 +95,22 @@ class HostLink:
         return result
 
     def report(
-        self, elsewhere: StepCounts | None = None, until: float | None = None, module_id: str | None = None
+        self, elsewhere: StepCounts | None = None, until: float | None = None, module_id: Any = None
     ) -> ReplayReport:
         """The host's report. Raises as `asked`.
 
         elsewhere    counts of the other hosts, which its rate adds to its own; None: it is asked as the only one
-        module_id    of several agents, which no other host has: the module; None: all together
+        module_id    of several agents: the module; None: all together, which one of several hosts has not
         """
-        values = {"module_id": module_id} if elsewhere is None else {"elsewhere": asdict(elsewhere)}
-        self.note(self.asked("report", values, until=until).values)
-        return ReplayReport(**{each.name: self.known[each.name] for each in fields(ReplayReport)})
+        values = {"module_id": module_id} | ({} if elsewhere is None else {"elsewhere": asdict(elsewhere)})
+        report = self.asked("report", values, until=until).values
+        self.note(report, module_id)
+        return ReplayReport(**{each.name: report[each.name] for each in fields(ReplayReport)})
 
-    def note(self, report: Mapping[str, Any]) -> None:
-        """Take a report, which the answer to a sample has as well."""
-        self.known, self.known_at = report, monotonic()
+    def note(self, report: Mapping[str, Any], module_id: Any) -> None:
+        """Take a report of a module, which the answer to a sample has as well."""
+        self.known[module_id], self.known_at[module_id] = report, monotonic()
+        self.module_ids = report.get("module_ids", ())
 
     def close(self) -> None:
         """Say goodbye; calls under way raise ReplayError."""

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert, StepCounts
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
 from rollflow.sinks.replay.replay_table import Batch as Batch
-from rollflow.sinks.replay.replay_table import ReplayTable
+from rollflow.sinks.replay.replay_table import ReplayTable, report_of
 from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.sampled_steps import check_size, detached
 from rollflow.sinks.replay.samplers import Sampler, Uniform
@@ -155,16 +156,22 @@ class Replay:
         return self.sample_of_shard(count, wait_s=wait_s, max_bytes=max_bytes)[0]
 
     def sample_of_shard(
-        self, count: int | None = None, *, wait_s: float | None = 0.0, max_bytes: int | None = None
+        self,
+        count: int | None = None,
+        *,
+        wait_s: float | None = 0.0,
+        max_bytes: int | None = None,
+        modules: Sequence[Any] | None = None,
     ) -> tuple[Batch, dict[str, float]]:
         """A batch as of `sample`, and what its weights stand for beside other shards: `held`, `scale` and `beta`.
 
-        held    number of steps that might have been drawn; for `scale` and `beta` see `Draw`. Of several agents, none
+        modules    the one whose batch alone it is, [None] of one agent; None: all, and of several agents no facts
+        held       number of steps that might have been drawn; for `scale` and `beta` see `Draw`
         """
         count = self.batch_size if count is None else checked_count("count", count, 1)
         with self._lock:
-            self._wait("sample", lambda: self._admits_sample(count), wait_s)
-            tables = {each: table for each, table in self._tables.items() if table.admits_sample(count)}
+            self._wait("sample", lambda: self._admits_sample(count, modules), wait_s)
+            tables = {each: table for each, table in self._asked(modules).items() if table.admits_sample(count)}
             drawn = {each: table.drawn(count, self.pieces) for each, table in tables.items()}
             batches = {each: batch for each, (batch, _) in drawn.items()}
             check_size(batches, max_bytes)
@@ -172,29 +179,31 @@ class Replay:
             for each, table in tables.items():
                 table.count(drawn[each][1], count)
             self.turns.notify()
-        return (batches[None], facts[None]) if None in batches else (batches, {})
+        only = None if modules is None else modules[0]
+        return (batches[only], facts[only]) if only in batches else (batches, {})
 
-    def holding(self, elsewhere: StepCounts) -> dict[str, float]:
-        """What this replay counts as one of several shards: `held` steps, `mass`, and its `batch_size` and `min_size`.
+    def shard_report(self, elsewhere: StepCounts, module_id: Any = None) -> dict[str, Any]:
+        """What this replay counts as one of several shards: the fields of its report, and those below.
 
         elsewhere    counts of the other shards, which the rate adds to its own from now on
+        module_id    of several agents: the module; one that has no steps here counts nothing
 
-        Raises ReplayError for a replay of several agents.
+        These are `held`, the steps that may be drawn; `mass`, their number or the sum of their priorities; and the
+        replay's `batch_size` and its rate's `min_size`.
         """
         with self._lock:
-            if (table := self._tables.get(None)) is None:
-                text = "a replay of several agents can't be drawn from several hosts, expected a client for each host"
-                raise ReplayError(text).see("replay")
-            if elsewhere != table.rate.elsewhere:
+            if (table := self._tables.get(module_id)) is not None and elsewhere != table.rate.elsewhere:
                 table.rate.elsewhere = elsewhere
                 self.turns.notify()
-            mass, least = table.sampler.mass(table.rows), 0 if self._rate is None else self._rate.min_size
-            return {"held": len(self), "mass": mass, "batch_size": self.batch_size, "min_size": least}
+            report = report_of([] if table is None else [table], self._rate, self.turns)
+            held, mass = (0, 0.0) if table is None else (table.rows.num_live, table.sampler.mass(table.rows))
+            least = 0 if self._rate is None else self._rate.min_size
+            return asdict(report) | {"held": held, "mass": mass, "batch_size": self.batch_size, "min_size": least}
 
-    def may_sample(self, count: int | None = None) -> bool:
+    def may_sample(self, count: int | None = None, modules: Sequence[Any] | None = None) -> bool:
         """True if the rate lets `count` rows be sampled now; None: `batch_size`. Raises ReplayError: it never can."""
         with self._lock:
-            return self._admits_sample(self.batch_size if count is None else count)
+            return self._admits_sample(self.batch_size if count is None else count, modules)
 
     def batches(self, count: int | None = None) -> Iterator[Batch]:
         """Batches for as long as the rate lets them be sampled: after each insert in a plain loop.
@@ -228,20 +237,8 @@ class Replay:
         module_id    of several agents: the module; None: all together
         """
         with self._lock:
-            tables = list(self._tables.values()) if module_id is None else [self._table_of(module_id)]
-            beyond = sum(table.rate.beyond(table.rows.inserted) for table in tables)
-            sampled = sum(table.rate.sampled for table in tables)
-            of_all = sampled + sum(table.rate.elsewhere.sampled for table in tables)
-            return ReplayReport(
-                inserted=sum(table.rows.inserted for table in tables),
-                removed=sum(table.rows.removed for table in tables),
-                sampled=sampled,
-                ratio=of_all / beyond if beyond else 0.0,
-                wanted=None if self._rate is None else self._rate.ratio,
-                waiting=self.turns.waiting,
-                insert_wait_s=self.turns.waited_s("insert"),
-                sample_wait_s=self.turns.waited_s("sample"),
-            )
+            tables = self._tables.values() if module_id is None else [self._table_of(module_id)]
+            return report_of(tables, self._rate, self.turns)
 
     @property
     def nbytes(self) -> int:
@@ -337,6 +334,10 @@ class Replay:
             tables[each].set_state(of_table)
         return tables
 
+    def _asked(self, modules: Sequence[Any] | None) -> dict[Any, ReplayTable]:
+        """The tables that a sample is asked of: all, or those of some modules, as far as these have steps."""
+        return {each: table for each, table in self._tables.items() if modules is None or each in modules}
+
     def _table_of(self, module_id: Any) -> ReplayTable:
         try:
             table = self._tables.get(module_id)
@@ -373,8 +374,8 @@ class Replay:
         self._tables = tables | self._maker.of_modules(new, tables)
         return [(self._tables[each], part) for each, part in parts.items()]
 
-    def _admits_sample(self, count: int) -> bool:
-        return any([table.admits_sample(count) for table in self._tables.values()])
+    def _admits_sample(self, count: int, modules: Sequence[Any] | None = None) -> bool:
+        return any([table.admits_sample(count) for table in self._asked(modules).values()])
 
     def _wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until the rate lets a side go on; the lock is held. Raises ReplayError once `wait_s` is over."""

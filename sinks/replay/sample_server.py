@@ -135,18 +135,17 @@ class SampleServer:
 
     async def _called(self, client: RequestClient, query: wire.Query) -> tuple[Batch, dict[str, Any]]:
         """Columns and other values of the answer to a query."""
-        if query.name == "sample":
-            elsewhere = query.values.get("elsewhere")
-            if elsewhere is not None:
-                self._replay.holding(_counts_of(elsewhere))
-            batch, facts = await self._sample(client, query.values)
-            columns = arrays_of(batch)
-            for part in columns.values() if self._replay.module_ids else [columns]:
-                part[IDS] = part[IDS] + self._first_id
-            return columns, facts if elsewhere is None else self._report_beside(elsewhere) | facts
-        module_id = query.values.get("module_id")
+        module_id, elsewhere = query.values.get("module_id"), query.values.get("elsewhere")
         if module_id is not None and type(module_id) not in (str, int):
             raise ReplayError(f"module_id is {module_id!r:.100}, expected text, a whole number, or none")
+        if query.name == "sample":
+            if elsewhere is not None:
+                self._report_beside(elsewhere, module_id)
+            batch, facts = await self._sample(client, query.values, None if elsewhere is None else [module_id])
+            columns = arrays_of(batch)
+            for part in columns.values() if elsewhere is None and self._replay.module_ids else [columns]:
+                part[IDS] = part[IDS] + self._first_id
+            return columns, facts if elsewhere is None else self._report_beside(elsewhere, module_id) | facts
         if query.name == "update_priorities":
             self._update_priorities(_array_of(query, "ids"), _array_of(query, "values"), module_id)
             return {}, {}
@@ -154,16 +153,18 @@ class SampleServer:
             dtypes, others = query.values.get("dtypes", {}), query.values.get("others", {})
             weights = from_arrays(Arrays(dict(query.arrays), dict(dtypes), dict(others)))
             return {}, {"version": self._publish(weights)}
-        if (elsewhere := query.values.get("elsewhere")) is not None:
-            return {}, self._report_beside(elsewhere)
-        return {}, asdict(self._replay.report(module_id))
+        if elsewhere is not None:
+            return {}, self._report_beside(elsewhere, module_id)
+        return {}, asdict(self._replay.report(module_id)) | {"module_ids": self._replay.module_ids}
 
-    def _report_beside(self, elsewhere: Any) -> dict[str, Any]:
+    def _report_beside(self, elsewhere: Any, module_id: Any) -> dict[str, Any]:
         """The report of one of several shards, which takes the counts of the others."""
-        holding = self._replay.holding(_counts_of(elsewhere))
-        return asdict(self._replay.report()) | holding | {"first_id": self._first_id}
+        report = self._replay.shard_report(_counts_of(elsewhere), module_id)
+        return report | {"first_id": self._first_id, "module_ids": self._replay.module_ids}
 
-    async def _sample(self, client: RequestClient, values: Mapping[str, Any]) -> tuple[Batch, dict[str, float]]:
+    async def _sample(
+        self, client: RequestClient, values: Mapping[str, Any], modules: Sequence[Any] | None
+    ) -> tuple[Batch, dict[str, float]]:
         """A batch, as soon as the rate lets it through; a sampler that is away gets none."""
         replay = self._replay
         count, wait_s = values.get("count"), values.get("wait_s", 0.0)
@@ -172,13 +173,16 @@ class SampleServer:
         if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MOST_WAIT_S:
             raise ReplayError(f"wait_s is {wait_s!r:.100}, expected seconds, 0 or more")
         with anyio.move_on_after(wait_s):
-            await replay.turns.wait_in_loop("sample", lambda: self._is_there(client) and replay.may_sample(count))
+            await replay.turns.wait_in_loop(
+                "sample", lambda: self._is_there(client) and replay.may_sample(count, modules)
+            )
         if not self._is_there(client):
             raise ReplayError("the sampler was away")
         try:
-            return replay.sample_of_shard(count, max_bytes=client.peer.connection.peer_max_frame - _REST)
+            most = client.peer.connection.peer_max_frame - _REST
+            return replay.sample_of_shard(count, max_bytes=most, modules=modules)
         except ReplayError as error:
-            if replay.may_sample(count):
+            if replay.may_sample(count, modules):
                 raise
             names = ", ".join(self._rollouts()) or "none is there"
             raise _HeldBackError(f"{error}; rollouts that feed this host: {names}") from None

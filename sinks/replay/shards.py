@@ -7,7 +7,7 @@ probability q, and its own probability p for a step, the importance weight of th
     (N · q · p)**-beta = (N_i · p)**-beta · (N · q / N_i)**-beta
 
 The host gives the first factor, and the second one is the same for all of its rows. So the weights are right even
-where a host has changed since q was made of what it said.
+where a host has changed since q was made of what it said. Of several agents, all of this holds for each module.
 """
 
 import logging
@@ -59,25 +59,66 @@ class ReplayShards:
         self._away: set[HostLink] = set()
         self._has_begun = False
 
-    def sample(self, count: int | None, wait_s: float) -> dict[str, Tree]:
-        """The columns of a batch. Raises ReplayError where not all of its rows come within `wait_s` seconds."""
+    def sample(self, count: int | None, wait_s: float) -> dict[Any, Any]:
+        """The columns of a batch; of several agents module id -> columns, of the modules that the rate lets be sampled.
+
+        Raises ReplayError where no batch has all of its rows within `wait_s` seconds.
+        """
         until, answered = monotonic() + wait_s, monotonic() + self._timeout
+        pause = 0.0  # for the first row of each of several modules: at first none, so that none waits for another
+        while True:
+            modules, batches, problem = self._module_ids(answered), {}, ""
+            for each in modules:
+                patience = wait_s if each is None else pause
+                batch, held = self._batch_of(each, count, patience, until, answered)
+                problem = problem or held
+                if batch is not None:
+                    batches[each] = batch
+            if batches:
+                return batches.get(None, batches)
+            if monotonic() >= until:
+                raise ReplayError(problem or f"no batch has come within {wait_s:g} s").see("replay")
+            pause = 0.0 if None in modules else _TURN_S
+
+    def _batch_of(
+        self, module_id: Any, count: int | None, patience: float, until: float, answered: float
+    ) -> tuple[dict[str, Tree] | None, str]:
+        """The columns of a batch of a module, or None where no row has come in so many seconds; and why that was.
+
+        Raises ReplayError where some rows have come by the time `until`, and not all.
+        """
         parts: list[_Part] = []
-        left, problem = count, None
+        left, waits_until = count, monotonic() + patience
         while left is None or left > 0:
-            hosts = self._told(answered, _FRESH_S)
-            left = int(hosts[0].known["batch_size"]) if left is None else left
-            got, problem = self._drawn(hosts, left, max(0.0, min(_TURN_S, until - monotonic())), answered)
+            hosts = self._told(module_id, answered, _FRESH_S)
+            if module_id not in self._module_ids(answered):  # the first steps have come, and are of several agents
+                return None, ""
+            left = int(hosts[0].known[module_id]["batch_size"]) if left is None else left
+            turn_s = max(0.0, min(_TURN_S, (until if parts else waits_until) - monotonic()))
+            got, problem = self._drawn(module_id, hosts, left, turn_s, answered)
             parts += got
             left -= sum(len(each.columns[IDS]) for each in got)
+            if left and not parts and monotonic() >= waits_until:
+                return None, problem
             if left and monotonic() >= until:
-                raise ReplayError(problem or f"{left} rows of the batch have not come within {wait_s:g} s").see(
-                    "replay"
-                )
-        return _joined(parts)
+                raise ReplayError(problem or f"{left} rows of the batch have not come in time").see("replay")
+        return _joined(parts), ""
 
-    def update_priorities(self, ids: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """Set the priorities of steps, each at the host that has given its id."""
+    def _check_module(self, module_id: Any, until: float) -> None:
+        """Raise ReplayError for a module that has no steps on any host."""
+        if module_id not in self._module_ids(until) and module_id not in (known := self._module_ids(until, anew=True)):
+            names = "one agent's alone are there" if known == [None] else f"expected one of {known}"
+            raise ReplayError(f"there are no steps of module {module_id!r}, {names}").see("replay")
+
+    def _module_ids(self, until: float, *, anew: bool = False) -> list[Any]:
+        """The modules that have steps on any host; of one agent, or as long as nobody knows, None alone."""
+        if anew or all(each.module_ids is None for each in self._hosts):
+            self._asked_all(self._there(until), lambda host: host.report(until=until))
+        ids = dict.fromkeys(each for host in self._hosts for each in host.module_ids or ())
+        return list(ids) or [None]
+
+    def update_priorities(self, ids: NDArray[np.int64], values: NDArray[Any], module_id: Any) -> None:
+        """Set the priorities of steps of a module, each at the host that has given its id."""
         if ids.shape != values.shape or ids.ndim != 1:
             raise ReplayError(
                 f"update_priorities: ids are {list(ids.shape)} and values {list(values.shape)}, expected one value for "
@@ -86,12 +127,15 @@ class ReplayShards:
         until = monotonic() + self._timeout
 
         def update(host: HostLink) -> None:
-            is_its = ids >> POSITION_BITS == host.known["first_id"] >> POSITION_BITS
+            is_its = ids >> POSITION_BITS == host.known[module_id]["first_id"] >> POSITION_BITS
             if is_its.any():
-                host.asked("update_priorities", {}, {"ids": ids[is_its], "values": values[is_its]}, until=until)
-                host.known_at = 0.0  # its mass is another one now
+                arrays = {"ids": ids[is_its], "values": values[is_its]}
+                host.asked("update_priorities", {"module_id": module_id}, arrays, until=until)
+                host.known_at[module_id] = 0.0  # its mass is another one now
 
-        self._asked_all([each for each in self._there(until) if each.known], update)
+        there = self._there(until)
+        self._check_module(module_id, until)
+        self._asked_all([each for each in there if "first_id" in each.known.get(module_id, ())], update)
 
     def publish(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
         """Send weights to all hosts that are there; the largest of their policy versions."""
@@ -103,16 +147,24 @@ class ReplayShards:
             raise ReplayError(self._nobody()).see("replay")
         return int(max(answers.values()))
 
-    def report(self) -> ReplayReport:
-        """The counts of all hosts, of those that are away as they last were; waits are of those that are there."""
-        there = self._told(monotonic() + self._timeout)
-        counts, known = self._counts(), [each.known for each in there]
-        beyond = counts.inserted - known[0]["min_size"]
+    def report(self, module_id: Any) -> ReplayReport:
+        """The counts of all hosts, of those that are away as they last were; waits are of those that are there.
+
+        module_id    of several agents: the module; None: all together
+        """
+        until = monotonic() + self._timeout
+        if module_id is not None:
+            self._check_module(module_id, until)
+        modules = self._module_ids(until) if module_id is None else [module_id]
+        there = [self._told(each, until) for each in modules][-1]
+        counts, known = [self._counts(each) for each in modules], [host.known[modules[-1]] for host in there]
+        beyond = sum(max(0, each.inserted - known[0]["min_size"]) for each in counts)
+        sampled = sum(each.sampled for each in counts)
         return ReplayReport(
-            inserted=counts.inserted,
-            removed=counts.removed,
-            sampled=counts.sampled,
-            ratio=counts.sampled / beyond if beyond > 0 else 0.0,
+            inserted=sum(each.inserted for each in counts),
+            removed=sum(each.removed for each in counts),
+            sampled=sampled,
+            ratio=sampled / beyond if beyond > 0 else 0.0,
             wanted=known[0]["wanted"],
             waiting=next((each["waiting"] for each in known if each["waiting"] is not None), None),
             insert_wait_s=sum(each["insert_wait_s"] for each in known),
@@ -125,12 +177,13 @@ class ReplayShards:
 
     # Inside
 
-    def _told(self, until: float, fresh_s: float = 0.0) -> list[HostLink]:
+    def _told(self, module_id: Any, until: float, fresh_s: float = 0.0) -> list[HostLink]:
         """The hosts that are there, with reports of the last `fresh_s` seconds. Raises ReplayError where none is."""
 
         def report(host: HostLink) -> None:
-            if monotonic() - host.known_at >= fresh_s:
-                host.report(self._counts(but=host), until)
+            known = host.known.get(module_id, ())
+            if "held" not in known or monotonic() - host.known_at[module_id] >= fresh_s:
+                host.report(self._counts(module_id, but=host), until, module_id)
 
         there = list(self._asked_all(self._there(until), report))
         if not there:
@@ -138,29 +191,30 @@ class ReplayShards:
         return there
 
     def _drawn(
-        self, hosts: Sequence[HostLink], count: int, wait_s: float, until: float
-    ) -> tuple[list[_Part], str | None]:
-        """Parts of a batch with at most `count` rows, and why the others have not come."""
-        masses = np.array([each.known["mass"] for each in hosts])
+        self, module_id: Any, hosts: Sequence[HostLink], count: int, wait_s: float, until: float
+    ) -> tuple[list[_Part], str]:
+        """Parts of a module's batch with at most `count` rows, and why the others have not come."""
+        masses = np.array([each.known[module_id]["mass"] for each in hosts])
         shares = masses / masses.sum() if masses.sum() > 0 else np.full(len(hosts), 1 / len(hosts))
         counts = dict(zip(hosts, self._generator.multinomial(count, shares).tolist(), strict=True))
 
         def draw(host: HostLink) -> wire.Result:
-            values = {"count": counts[host], "wait_s": wait_s, "elsewhere": asdict(self._counts(but=host))}
+            elsewhere = asdict(self._counts(module_id, but=host))
+            values = {"count": counts[host], "wait_s": wait_s, "elsewhere": elsewhere, "module_id": module_id}
             answer = host.asked("sample", values, until=until)
-            host.known_at = 0.0  # where the rate has held it back
+            host.known_at[module_id] = 0.0  # where the rate has held it back
             return answer
 
         answers = self._asked_all([each for each in hosts if counts[each]], draw)
-        num_held = sum(each.known["held"] for each in hosts)
-        parts, problem = [], None
+        num_held = sum(each.known[module_id]["held"] for each in hosts)
+        parts, problem = [], ""
         for host, share in zip(hosts, shares.tolist(), strict=True):
             answer = answers.get(host)
             if answer is not None and answer.problem is not None:
                 problem = f"{answer.problem}, at {host.address}"
             elif answer is not None:
                 facts = answer.values
-                host.note(facts)
+                host.note(facts, module_id)
                 beside = (num_held * share / facts["held"]) ** -facts["beta"]
                 parts.append(_Part(answer.columns, facts["scale"] * beside))
         return parts, problem
@@ -202,9 +256,9 @@ class ReplayShards:
             self._away.add(host)
             logger.warning("%s; samples come from the other hosts until it is there again", error)
 
-    def _counts(self, but: HostLink | None = None) -> StepCounts:
-        """The counts of all hosts but one, as they were told last."""
-        known = [each.known for each in self._hosts if each is not but and each.known]
+    def _counts(self, module_id: Any, but: HostLink | None = None) -> StepCounts:
+        """The counts of a module on all hosts but one, as they were told last."""
+        known = [each.known[module_id] for each in self._hosts if each is not but and module_id in each.known]
         return StepCounts(*(sum(int(each[field.name]) for each in known) for field in fields(StepCounts)))
 
     def _nobody(self) -> str:

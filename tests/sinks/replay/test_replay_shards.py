@@ -4,6 +4,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from feeding_rollouts import SHORT, feeding
 from held_envs import await_that
 from killable_trainer import forked
 from replayed import Played, rows_of
+from replayed_agents import fragments_of, rows_in, steps_by_module
 
 from rollflow.sinks import (
     Episodes,
@@ -29,6 +31,7 @@ from rollflow.sinks import (
     Uniform,
 )
 from rollflow.stream import ReplayError
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 COUNTS = (1, 3, 6)  # fragments of 10 steps on each host
 
@@ -177,21 +180,105 @@ def test_the_rate_holds_over_all_hosts_also_where_only_one_is_fed(tmp_path: Path
     assert abs(report.ratio - 2.0) < 1.0
 
 
-def test_several_agents_are_sampled_by_a_client_for_each_host(tmp_path: Path) -> None:
-    with shards([Replay(4096, sampler=Prioritized(), seed=seed) for seed in range(2)], tmp_path) as (hosts, client):
-        for number, host in enumerate(hosts):
-            with feeding(host.rollouts, [number], agents=2, num_fragments=2, seed=number):
-                pass
-        refused = "a replay of several agents can't be drawn from several hosts, expected a client for each host"
-        for call in (client.sample, client.report):
-            with pytest.raises(ReplayError, match=f"{refused}, at unix:.*trainers"):
+# Several agents
+
+
+@pytest.fixture(scope="module")
+def agents() -> list[MultiAgentFragment]:
+    return fragments_of(count=5)
+
+
+def filled_by_agents(make: Callable[[], Any], agents: list[MultiAgentFragment], **options: Any) -> list[Replay]:
+    """A replay with the first fragment, and one with the others."""
+    replays = [Replay(4096, sampler=make(), seed=seed, **options) for seed in range(2)]
+    for number, fragment in enumerate(agents):
+        replays[number > 0].insert(fragment)
+    return replays
+
+
+@pytest.mark.parametrize("make", [Uniform, lambda: Prioritized(alpha=1.0, epsilon=0.1)])
+def test_steps_of_each_module_are_drawn_over_all_hosts_as_from_one_replay(
+    make: Callable[[], Any], agents: list[MultiAgentFragment], tmp_path: Path
+) -> None:
+    expected = steps_by_module(agents)
+    with shards(filled_by_agents(make, agents), tmp_path) as (_, client):
+        first = client.sample(2000)
+        assert first.keys() == expected.keys()
+        ids = {each: np.unique(first[each]["ids"]) for each in first}
+        priorities = {each: np.ones(len(found)) for each, found in ids.items()}
+        if make is not Uniform:
+            for number, (each, found) in enumerate(ids.items()):
+                values = np.random.default_rng(number).gamma(1.0, size=len(found))
+                client.update_priorities(found, values, each)
+                priorities[each] = values + 0.1
+        batches = [client.sample(2000) for _ in range(5)]
+        report = client.report()
+    for each, found in ids.items():
+        assert len(found) == len(expected[each])
+        rows = [at for batch in batches for at, row in rows_in(batch[each]) if expected[each][at] == row]
+        assert len(rows) == 5 * 2000
+        drawn = np.searchsorted(found, np.concatenate([batch[each]["ids"].numpy() for batch in batches]))
+        counts = np.bincount(drawn, minlength=len(found))
+        # By chance it is beyond five standard deviations of its distribution once in 100,000 times or less often.
+        most = len(found) - 1 + 5 * np.sqrt(2 * (len(found) - 1))
+        assert chi_square(counts, priorities[each] / priorities[each].sum()) < most
+    assert report.inserted == sum(map(len, expected.values()))
+    assert report.sampled == 6 * 2000 * len(expected)
+
+
+def test_counts_priorities_and_refusals_are_by_module(agents: list[MultiAgentFragment], tmp_path: Path) -> None:
+    expected = steps_by_module(agents)
+    with shards(filled_by_agents(Prioritized, agents), tmp_path) as (_, client):
+        first, *others = client.sample(64)
+        for each in expected:
+            assert client.report(each).inserted == len(expected[each])
+            assert client.report(each).sampled == 64
+        ids = np.unique(client.sample(2000)[first]["ids"])
+        client.update_priorities(ids, np.where(np.arange(len(ids)) < 3, 1.0, 1e-9), first)
+        batch = client.sample(500)
+        assert set(batch[first]["ids"].tolist()) == set(ids[:3].tolist())
+        assert all(len(np.unique(batch[each]["ids"])) > 3 for each in others)
+        for call in (lambda: client.report("nobody"), lambda: client.update_priorities([1], [1.0], "nobody")):
+            with pytest.raises(ReplayError, match="there are no steps of module 'nobody', expected one of"):
                 call()
-        for call in (lambda: client.report("plain"), lambda: client.update_priorities([1], [1.0], "plain")):
-            with pytest.raises(ReplayError, match="module_id is 'plain', but several hosts are of one agent"):
-                call()
-        for host in hosts:
-            with ReplayClient(str(host.trainers), timeout=30.0) as alone:
-                assert alone.sample(8).keys() == {"nested", "plain"}
+
+
+def test_a_module_that_only_one_host_has_comes_from_that_one(tmp_path: Path) -> None:
+    with shards([Replay(4096, seed=seed) for seed in range(2)], tmp_path) as (hosts, client):
+        with feeding(hosts[0].rollouts, [0], agents=2, num_fragments=2):
+            pass
+        assert client.sample(8).keys() == {"nested", "plain"}
+        assert client.report("plain").sampled == 8
+        assert client.report().inserted == hosts[0].replay.report().inserted
+
+
+def test_a_sample_that_waits_for_the_first_steps_gets_those_of_several_agents(tmp_path: Path) -> None:
+    with (
+        shards([Replay(4096, seed=seed) for seed in range(2)], tmp_path) as (hosts, client),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        with pytest.raises(ReplayError, match="has no steps"):
+            client.sample(8, wait_s=0.0)
+        sampled = threads.submit(client.sample, 8, wait_s=30.0)
+        with feeding(hosts[1].rollouts, [0], agents=2, num_fragments=2):
+            assert sampled.result().keys() <= {"nested", "plain"}
+
+
+def test_the_rate_of_each_module_holds_over_all_hosts(tmp_path: Path) -> None:
+    rate = SamplesPerInsert(1.0, min_size=64, error_buffer=64)
+    replays = [Replay(4096, rate=rate, batch_size=8, seed=seed) for seed in range(2)]
+    with shards(replays, tmp_path) as (hosts, client), feeding(hosts[0].rollouts, [0, 1], agents=2):
+        await_that(lambda: client.report().waiting == "insert")
+        for _ in range(10):
+            client.sample()
+        with feeding(hosts[1].rollouts, [2, 3], agents=2, seed=1, sink={"name": "other"}):
+            for _ in range(60):
+                assert client.sample(wait_s=30.0).keys() <= {"nested", "plain"}
+                for each in ("nested", "plain"):
+                    report = client.report(each)
+                    # A host may be ahead by what the others have inserted since it was told.
+                    assert report.inserted - report.sampled <= 64 + 2 * 64
+    assert all(replay.report().inserted for replay in replays)
 
 
 # Hosts that are killed

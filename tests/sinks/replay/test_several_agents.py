@@ -1,7 +1,7 @@
 """Replays of several agents: what is sampled of each module is what its agents did."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_agents import Drawn, drawn_settings, made, run
+from drawn_agents import Drawn, drawn_settings
 from feeding_rollouts import SHORT, feeding, weights_of_agents
 from held_envs import await_that
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lost_agents import agent_chunks, numbers
+from lost_agents import numbers
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
+from replayed_agents import TURNS, fragments_of, rows_in, steps_by_module
 from serial_module import SerialModule, at_of
 
 from rollflow.nodes import MultiAgentRollout, Rollout
@@ -34,39 +35,6 @@ from rollflow.sinks import (
 )
 from rollflow.stream import ReplayError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-
-TURNS = Drawn(
-    envs=3, lanes=1, agents=4, nested=1, length=12, at_once=False,
-    fragment_length=5, lookback=1, by_episode=True, seed=3,
-)  # fmt: skip
-
-At = tuple[int, ...]
-
-
-def fragments_of(drawn: Drawn = TURNS, count: int = 5) -> list[MultiAgentFragment]:
-    _, rollout = made(drawn)
-    return run(rollout, count)
-
-
-def steps_by_module(fragments: Sequence[MultiAgentFragment]) -> dict[Any, dict[At, tuple[Any, ...]]]:
-    """Module id -> where each of its steps was made -> what must stand in a row of it."""
-    found: dict[Any, dict[At, tuple[Any, ...]]] = {}
-    for _, chunk in agent_chunks(fragments):
-        at, weights = at_of(chunk.get_observations()), chunk.get_extra_model_outputs("weight")
-        mine = found.setdefault(chunk.module_id, {})
-        for i in range(len(chunk)):
-            last = i == len(chunk) - 1
-            flags = last and chunk.is_terminated, last and chunk.is_truncated
-            values = chunk.get_actions(i), chunk.get_rewards(i), weights[i]
-            mine[numbers(at[i])] = (numbers(at[i + 1]), *map(float, values), *flags)
-    return found
-
-
-def rows_in(batch: dict[str, Any]) -> list[tuple[At, tuple[Any, ...]]]:
-    names = "actions", "rewards", "weight", "terminateds", "truncateds"
-    columns = [batch[name].tolist() for name in names]
-    seen, after = (map(numbers, at_of(batch[name])) for name in ("obs", "new_obs"))
-    return [(at, (new_at, *rest)) for at, new_at, *rest in zip(seen, after, *columns, strict=True)]
 
 
 @settings(max_examples=examples(10), deadline=None)
