@@ -17,6 +17,7 @@ from held_envs import await_that
 from killable_trainer import forked
 from replayed import Played, rows_of
 from replayed_agents import fragments_of, rows_in, steps_by_module
+from serial_module import at_of
 
 from rollflow.sinks import (
     Episodes,
@@ -294,8 +295,9 @@ def _host(folder: str, number: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("agents", [0, 2])
 def test_a_host_that_dies_is_named_the_others_go_on_and_it_comes_back_with_its_steps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    agents: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def started(number: int) -> Any:
         process = forked().Process(target=_host, args=(str(tmp_path), number))
@@ -303,14 +305,16 @@ def test_a_host_that_dies_is_named_the_others_go_on_and_it_comes_back_with_its_s
         return process
 
     def slots() -> set[int]:
-        return set(client.sample(256)["obs"][:, 0].tolist())
+        batch = client.sample(256)
+        return set(at_of((batch["plain"] if agents else batch)["obs"])[:, 0].tolist())
 
     addresses = [f"unix:{tmp_path}/trainers {number}" for number in range(2)]
     processes = [started(number) for number in range(2)]
     try:
         with ReplayClient(addresses, timeout=60.0) as client:
             for number in range(2):
-                with feeding(f"unix:{tmp_path}/rollouts {number}", [number], num_fragments=3, seed=number):
+                rollout: dict[str, Any] = {"num_fragments": 3, "seed": number, "agents": agents}
+                with feeding(f"unix:{tmp_path}/rollouts {number}", [number], **rollout):
                     pass  # it ends once a checkpoint has its steps
             assert slots() == {0, 1}
             inserted = client.report().inserted
