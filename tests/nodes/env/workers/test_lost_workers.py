@@ -147,7 +147,9 @@ def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Pa
     missing = 0
     for slot, rewards in rewards_by_slot(fragments).items():
         missing += sum(Doomed.lives(tmp_path, slot)) - sum(lives_of(rewards))
-    assert [len(Doomed.lives(tmp_path, slot)) for slot in range(3)] == [3, 3, 3]
+    made = [len(Doomed.lives(tmp_path, slot)) for slot in range(3)]
+    assert made[1] == 3  # it is killed twice; the second time the others in its process may not be made yet
+    assert {made[0], made[2]} <= {2, 3}
     assert 0 <= missing <= lost <= 3 * 2
 
 
