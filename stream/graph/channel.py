@@ -5,13 +5,14 @@ event loop all the same. So a task that never has to wait can still be cancelled
 """
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import anyio
 import anyio.lowlevel
 
-from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, clock
+from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution, clock
 
 T = TypeVar("T")
 Overflow = Literal["block", "drop_oldest", "latest"]
@@ -127,9 +128,10 @@ class Inlet(Generic[T]):
     lost.
     """
 
-    def __init__(self, channels: list[Channel[T]], meter: NodeMeter) -> None:
+    def __init__(self, channels: list[Channel[T]], meter: NodeMeter, holders: WaitAttribution | None = None) -> None:
         self._channels = channels
         self._meter = meter
+        self._holders = WaitAttribution() if holders is None else holders
         self._next = 0
         self._unchecked = 0  # operations since it last passed through the event loop
         self._checked_at = clock()  # when that was
@@ -179,6 +181,16 @@ class Inlet(Generic[T]):
             finally:
                 self._meter.end_wait()
             self._unchecked, self._checked_at = 0, clock()
+
+    @contextmanager
+    def blocked_by(self, holder: str) -> Iterator[None]:
+        """Block in which the node waits for somebody outside of the graph: `holder` is a stage of the report then."""
+        self._meter.begin_block()
+        try:
+            with self._holders.awaited(holder):
+                yield
+        finally:
+            self._meter.end_block()
 
     def held(self) -> list[T]:
         """The item that the node is not done with."""

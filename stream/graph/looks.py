@@ -117,15 +117,15 @@ def _node_waits(run: "Run", spec: "NodeSpec", tasks: dict[str, str]) -> list[Wai
     """An asynchronous node, or one that is called in a thread; first of all what it waits for itself."""
     name, meter = spec.name, run.meters[spec.name]
     mark = meter.items, meter.busy_ns, meter.blocked_ns
-    if meter.is_blocked:
-        full = [(task, edge) for task, edge in _full_from(run, [name], tasks)]
+    full = _full_from(run, [name], tasks) if meter.is_blocked else []
+    asked = list(_asked(spec, name))
+    if full or (meter.is_blocked and not asked):
         doing = f"waits for room in {', '.join(edge for _, edge in full) or 'an edge'}"
         return [Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=mark)]
     if meter.is_waiting and spec.inlets:
         sources = dict.fromkeys(edge.source[0] for edge in run.graph.edges if edge.target[0] == name)
         on = tuple(dict.fromkeys(_task(source, tasks) for source in sources))
         return [Wait(name, "waits", f"waits for an item of {', '.join(sources)}", on=on, mark=mark)]
-    asked = list(_asked(spec, name))
     if any(wait.name == name for wait in asked):
         return asked
     if asked:

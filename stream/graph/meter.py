@@ -35,7 +35,7 @@ class NodeMeter:
 
         items         items taken, or for a source sent
         busy_ns       time in the node's own work
-        blocked_ns    time in which an outlet of the node waited for room
+        blocked_ns    time in which an outlet of the node waited for room, or the node for somebody outside of the graph
         trace         records the same times as spans; None: nothing is traced
 
     The rest of the elapsed time is idle: waiting for items, or for other nodes of the same task. A synchronous node
@@ -75,7 +75,7 @@ class NodeMeter:
 
     @property
     def is_blocked(self) -> bool:
-        """True while a task of the node waits for room."""
+        """True while a task of the node waits for room, or for somebody outside of the graph."""
         return self._blocked > 0
 
     @property
@@ -185,9 +185,9 @@ class NodeMeter:
 
 
 class WaitAttribution:
-    """Meters of the holders of gates: the time in which chains only waited for them.
+    """Meters of those outside of the graph whom its nodes wait for, such as a trainer: the holders.
 
-    meters    by the holder's name; an item is a wait, and simultaneous waits of several chains count as one
+    meters    by the holder's name; an item is a wait, and simultaneous waits of several nodes count as one
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class WaitAttribution:
 
     @contextmanager
     def awaited(self, name: str | None) -> Iterator[None]:
-        """Block in which a chain waits for the holder `name`; None: no holder is known, and nothing is counted."""
+        """Block in which a node or a chain waits for the holder `name`; None: unknown, and nothing is counted."""
         if name is None:
             yield
             return

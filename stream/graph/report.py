@@ -44,8 +44,8 @@ class Report:
 
     `bottleneck` names the busiest stage: with bounded channels it is the one that all others wait for. Nodes in
     `harmless` are no candidates: items that come too fast for them are dropped, and nobody waits. The reader of the
-    outputs is a stage named `caller`, busy between two items. The `holders` of gates are stages too: their items are
-    waits at a gate, and they are busy while chains can only wait for them.
+    outputs is a stage named `caller`, busy between two items. The `holders` are stages too, such as a trainer: their
+    items are waits, at a gate or in a sink, and they are busy while nodes can only wait for them.
     """
 
     elapsed_s: float

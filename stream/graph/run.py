@@ -294,7 +294,7 @@ class Run:
         meter = self.meters[spec.name]
         ends: dict[str, Inlet[Any] | Outlet[Any]] = {}
         for port in spec.inlets:
-            ends[port] = Inlet(self._channels_into((spec.name, port)), meter)
+            ends[port] = Inlet(self._channels_into((spec.name, port)), meter, self._holders)
         run = spec.node if not hasattr(spec.node, "run") else spec.node.run
         randomness = {} if spec.generator is None else {spec.generator: generator_for(self.seed, spec.name)}
         self._holding += ends.values()

@@ -106,6 +106,7 @@ class TrainerUplink:
             is_over=lambda: self._is_closing,
         )
         self._is_closing = self._is_welcomed = False
+        self._ending: str | None = None  # how the last trainer went that had taken this rollout in
         self._parting: str | None = None  # reason of this end's goodbye; None: it says none
         self._failure: str | None = None  # error that this end leaves for
         self._leave_by: float | None = None
@@ -200,8 +201,10 @@ class TrainerUplink:
                 if self.goodbye is None:
                     return  # this end has said goodbye
                 problem = self.problem
-            if self.goodbye is not None and problem != self.problem:
-                problem = f"trainer {self.address} said goodbye: {quoted(self.goodbye)}; now: {problem}"
+            if self._is_welcomed:
+                self._ending = problem
+            elif self._ending is not None:
+                problem = f"{self._ending}; now: {problem}"
             if problem != self.problem or self.goodbye is None:
                 self._redialler.failed(problem)
             if problem != self.problem:

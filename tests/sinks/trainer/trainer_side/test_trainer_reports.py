@@ -33,6 +33,23 @@ def test_a_trainer_that_takes_its_time_is_named(sends: Any, where: Any) -> None:
                 stream.publish({"weight": torch.tensor(stream.version + 1.0)})
 
 
+@pytest.mark.parametrize("sends", ["fragments", "batches"])
+def test_a_sink_whose_trainer_has_no_room_is_blocked_by_it_and_not_busy(sends: Any) -> None:
+    def is_blocked_for_long() -> bool:
+        report = fed.report()
+        assert report is not None
+        [sink] = [node for node in report.nodes if node.name == "trainer"]
+        return sink.blocked_s > 3 * sink.busy_s
+
+    with trainer() as stream, feeding(stream.address, num_fragments=20, sink={"sends": sends}) as fed:
+        for number, _ in enumerate(stream):
+            if number == 0:  # the window fills up meanwhile
+                await_that(is_blocked_for_long)
+                await_that(lambda: fed.held_back_by() == f"the trainer at {stream.address}")
+                before = waited_for(fed, stream)
+                await_that(partial(is_waited_longer, fed, stream, before))
+
+
 def waited_for(fed: Feed, stream: TrainerStream) -> float:
     """Seconds that the trainer was waited for."""
     report = fed.report()
