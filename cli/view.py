@@ -7,16 +7,14 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from typing import Any
 
 from rollflow.cli.top import RunLooks, add_run, looked_at
 from rollflow.stream.pictures.runs_page import PAGE, runs_html
+from rollflow.stream.snapshots.history import RunHistory
 from rollflow.stream.snapshots.run_folder import run_folder
 
 _LOOK_S = 0.8  # between two looks, at least: several browsers share one
-_HOUR_S = 3600.0
-_SERIES = {"return": "rollout/ep_rew_mean", "version": "policy/version", "lag": "policy/lag"}  # name -> figure
 
 
 def add_to(commands: Any) -> None:
@@ -85,7 +83,7 @@ def application(address: str | None, token: str) -> Any:
 
 
 class Looking:
-    """Looks at runs for browsers, and keeps what it saw of some figures in the last hour. From any thread.
+    """Looks at runs for browsers, and keeps what it saw in the last hour. From any thread.
 
     address    of the run that is looked at; None: all
     """
@@ -94,7 +92,7 @@ class Looking:
         self._looks = RunLooks(address)
         self._lock = threading.Lock()
         self._html, self._looked = "", 0.0
-        self._series: dict[str, dict[str, deque[tuple[float, float]]]] = {}
+        self._histories: dict[str, RunHistory] = {}
 
     def html(self) -> str:
         """HTML of the runs as they are now, or were a moment ago."""
@@ -108,17 +106,7 @@ class Looking:
             runs = self._looks.next()
         except ValueError:  # it has ended
             runs = []
-        self._series = {run["path"]: self._longer(run) for run in runs}
-        return runs_html(runs, self._series, str(run_folder()))
-
-    def _longer(self, run: dict[str, Any]) -> dict[str, deque[tuple[float, float]]]:
-        """The series of a run, with the values of this look, and without those that are more than an hour old."""
-        series, figures, now = self._series.get(run["path"], {}), run.get("figures", {}), time.monotonic()
-        values = {"steps/s": run["steps_per_s"], **{name: figures.get(figure) for name, figure in _SERIES.items()}}
-        for name, value in values.items():
-            if value is not None:
-                series.setdefault(name, deque()).append((now, value))
-        for points in series.values():
-            while points and points[0][0] < now - _HOUR_S:
-                points.popleft()
-        return {name: points for name, points in series.items() if points}
+        self._histories = {run["path"]: self._histories.get(run["path"]) or RunHistory() for run in runs}
+        for run in runs:
+            self._histories[run["path"]].add(run, time.monotonic())
+        return runs_html(runs, self._histories, str(run_folder()))

@@ -8,6 +8,8 @@ from rollflow.stream.pictures import svg
 from rollflow.stream.pictures.graph_picture import graph_picture
 from rollflow.stream.pictures.html import preformatted, table
 from rollflow.stream.pictures.run_html import figures_table
+from rollflow.stream.pictures.timeline import timeline
+from rollflow.stream.snapshots.history import RunHistory
 from rollflow.stream.snapshots.rates import diagnosis_to_show, is_bad, title_of
 
 PAGE = """<!doctype html>
@@ -22,7 +24,7 @@ body {{ font-family: sans-serif; margin: 1rem; }}
 section {{ border: 1px solid silver; border-radius: 6px; padding: 0 1rem; margin-bottom: 1rem; }}
 section.bad {{ border-color: crimson; }}
 .columns {{ display: flex; flex-wrap: wrap; gap: 2rem; }}
-.picture {{ width: 26rem; }}
+.picture {{ width: 32rem; }}
 pre {{ white-space: pre-wrap; }}
 td, th {{ text-align: left; padding: 0 1rem 0 0; }}
 </style>
@@ -47,23 +49,26 @@ setTimeout(look, 1000);
 """
 """A page, to be formatted with a `nonce` and the `runs` that it begins with."""
 
-Series = Mapping[str, Sequence[tuple[float, float]]]
 
-
-def runs_html(runs: Sequence[Mapping[str, Any]], series: Mapping[str, Series], folder: str) -> str:
+def runs_html(runs: Sequence[Mapping[str, Any]], histories: Mapping[str, RunHistory], folder: str) -> str:
     """HTML of all runs.
 
-    runs      snapshots with rates
-    series    path of a run -> name -> its last values, each as (time in seconds, value)
-    folder    where runs have their sockets
+    runs         snapshots with rates
+    histories    what was seen of each run, by its path
+    folder       where runs have their sockets
     """
     if not runs:
         return f"<p>no run of this user on this machine has a socket in {escape(folder)}</p>"
-    return "".join(_section(run, series.get(run["path"], {})) for run in runs)
+    return "".join(_section(run, histories[run["path"]]) for run in runs)
 
 
-def _section(run: Mapping[str, Any], series: Series) -> str:
-    columns = [figures_table(run.get("figures", {})), _plots(series), _parties(run)]
+def _section(run: Mapping[str, Any], history: RunHistory) -> str:
+    columns = [
+        figures_table(run.get("figures", {})),
+        _plots(history),
+        timeline(history.busy, history.calls),
+        _parties(run),
+    ]
     if "tasks" in run:
         columns.insert(0, graph_picture(run, run["conclusion"]))
     for name, part in run.get("parts", {}).items():
@@ -78,10 +83,10 @@ def _section(run: Mapping[str, Any], series: Series) -> str:
     )
 
 
-def _plots(series: Series) -> str:
-    """A plot of each series, with its last value."""
+def _plots(history: RunHistory) -> str:
+    """A plot of each figure, with its last value."""
     plots = []
-    for name, points in series.items():
+    for name, points in history.figures.items():
         times, values = zip(*points, strict=True)
         plots.append(f"<p>{escape(name)} {values[-1]:,.6g}<br>{svg.plot(values, name, times=times)}</p>")
     return "".join(plots)

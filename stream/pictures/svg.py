@@ -63,6 +63,12 @@ def line(path: str, *, dashed: bool = False, headed: bool = True) -> str:
     return f'<path d="{path}" fill="none" stroke="{FAINT}" stroke-width="1.5"{dashes}{head}/>'
 
 
+def shape(x: float, y: float, path: str, name: str) -> str:
+    """A filled path from a place on, which says its name under the mouse."""
+    place = f'transform="translate({x:.0f} {y:.0f})"'
+    return f'<path {place} d="{path}" fill="{BRAND}" fill-opacity="0.6"><title>{escape(name)}</title></path>'
+
+
 def filled(x: float, y: float, width: float, height: float) -> str:
     """A pale rectangle behind text, for a share."""
     size = f'x="{x:.0f}" y="{y:.0f}" width="{width:.1f}" height="{height:.0f}"'
@@ -87,8 +93,27 @@ def plot(
         return ""
     low, high = min(value for _, value in finite), max(value for _, value in finite)
     across, up = width / ((places[-1] - places[0]) or 1.0), (height - 4) / ((high - low) or 1.0)
-    points = " ".join(f"{at * across:.1f},{height - 2 - (value - low) * up:.1f}" for at, value in finite)
+    drawn = thinned([(at * across, height - 2 - (value - low) * up) for at, value in finite])
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(description)}" width="{width}" '
         f'height="{height}"><polyline points="{points}" fill="none" stroke="{BRAND}" stroke-width="1.5"/></svg>'
     )
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points (x, y) with at most two for each pixel of the width: the lowest and the highest, in their order.
+
+    points    by ascending x, in pixels
+    """
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        columns.setdefault(int(point[0]), []).append(point)
+    return [point for column in columns.values() for point in _extremes(column)]
+
+
+def _extremes(column: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    if len(column) <= 2:
+        return column
+    low, high = min(column, key=lambda point: point[1]), max(column, key=lambda point: point[1])
+    return sorted((low, high))

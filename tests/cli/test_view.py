@@ -26,6 +26,7 @@ from rollflow.cli.main import main
 from rollflow.nodes import Rollout
 from rollflow.stream.pictures.runs_page import runs_html
 from rollflow.stream.snapshots import run_folder
+from rollflow.stream.snapshots.history import RunHistory
 from rollflow.stream.snapshots.rates import with_rates
 
 
@@ -99,12 +100,12 @@ def test_browsers_share_a_look_and_series_grow_by_looks(running: Rollout, monkey
     assert looking.html() is first
     times.append(100.9)
     assert looking.html() != first
-    [series] = looking._series.values()
-    assert [len(series[name]) for name in ("steps/s", "return", "version")] == [2, 2, 2]
+    [history] = looking._histories.values()
+    assert [len(history.figures[name]) for name in ("steps/s", "return", "version")] == [2, 2, 2]
     running.close()
     times.append(200.0)
     looking.html()
-    assert looking._series == {}
+    assert looking._histories == {}
 
 
 def test_series_are_of_the_last_hour_however_often_it_is_looked(
@@ -116,13 +117,13 @@ def test_series_are_of_the_last_hour_however_often_it_is_looked(
     for now in (100.0, 200.0, 3699.0, 3701.0):  # nobody looked for most of it
         times.append(now)
         html = looking.html()
-    [series] = looking._series.values()
-    assert [when for when, _ in series["steps/s"]] == [200.0, 3699.0, 3701.0]
+    [history] = looking._histories.values()
+    assert [when for when, _ in history.figures["steps/s"]] == [200.0, 3699.0, 3701.0]
     assert re.search(r'aria-label="steps/s" .* points="0\.0,[\d.]+ 239\.9,[\d.]+ 240\.0,', html)
     times.append(9000.0)
     looking.html()
-    [series] = looking._series.values()
-    assert [when for when, _ in series["steps/s"]] == [9000.0]
+    [history] = looking._histories.values()
+    assert [when for when, _ in history.figures["steps/s"]] == [9000.0]
 
 
 def test_names_are_no_markup_and_a_stall_stands_out() -> None:
@@ -142,13 +143,23 @@ def test_names_are_no_markup_and_a_stall_stands_out() -> None:
         "diagnosis": {"state": "stalled", "text": "<b>stands", "waited_s": 6.0},
         "parts": {"<b>r": {"name": "<b>lane", "figures": {"time/total_timesteps": 8, "time/time_elapsed": 2.0}}},
     }
-    found = runs_html([with_rates(run, None)], {"/run/7-a.sock": {"steps/s": [(0.0, 1.0), (2.0, 4.0)]}}, "/run")
+    history = RunHistory()
+    for now, past_s in ((0.0, 2.0), (2.0, 1.0)):
+        history.add(with_rates({**run, "elapsed_s": past_s}, None), now)
+    found = runs_html([with_rates(run, None)], {"/run/7-a.sock": history}, "/run")
     assert "<b>" not in found
     assert found.startswith('<section class="bad">')
-    for text in ("&lt;b&gt;mine", "&lt;b&gt;stands", "steps/s 4", "held back by", "&lt;b&gt;r: &lt;b&gt;lane"):
+    for text in (
+        "&lt;b&gt;mine",
+        "&lt;b&gt;stands",
+        "steps/s 4",
+        "&lt;b&gt;a</title>",
+        "held back by",
+        "&lt;b&gt;r: &lt;b&gt;lane",
+    ):
         assert text in found
     error = {"path": "/run/8-a.sock", "pid": 8, "error": "no answer in 2 s"}
-    assert "no answer in 2 s" in runs_html([with_rates(error, None)], {}, "/run")
+    assert "no answer in 2 s" in runs_html([with_rates(error, None)], {"/run/8-a.sock": RunHistory()}, "/run")
 
 
 @pytest.mark.parametrize(
