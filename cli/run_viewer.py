@@ -16,6 +16,8 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
+from rollflow.cli.call_times import measured_calls
+from rollflow.cli.doctor import stack_report
 from rollflow.cli.run_picture import picture
 
 Runs = Sequence[Mapping[str, Any]]
@@ -32,7 +34,7 @@ _NAMES = {
     "\n": "enter",
     "\x1b": "escape",
 }
-_FOOTER = "q quit   ↑↓ scroll   enter next run   s stacks   esc all runs"
+_FOOTER = "q quit   ↑↓ scroll   enter next run   s stacks   c calls   esc all runs"
 
 
 class Keys:
@@ -67,14 +69,14 @@ class View:
     """What is shown of some runs, from which line on.
 
     folder    where runs are looked for
-    stacks    lines on where the threads of a process stand, by its id; None: they can't be had here
+    asks      key -> what it asks the process of a run for, by the run's snapshot
     """
 
-    def __init__(self, folder: str, stacks: Callable[[int], Sequence[str]] | None) -> None:
+    def __init__(self, folder: str, asks: Mapping[str, Callable[[Mapping[str, Any]], RenderableType]]) -> None:
         self.runs: Runs = ()
-        self._folder, self._stacks = folder, stacks
+        self._folder, self._asks = folder, asks
         self._chosen: str | None = None  # path of the one run that is shown; None: all are
-        self._seen: Text | None = None  # stacks of its process
+        self._seen: RenderableType | None = None  # what its process was asked for
         self._first = self._page = 0  # the line at the top, and lines on a page
 
     def press(self, key: str) -> bool:
@@ -87,11 +89,11 @@ class View:
         elif key == "enter" and self.runs:
             paths = [run["path"] for run in self.runs]
             self._show(paths[(paths.index(self._chosen) + 1) % len(paths)] if self._chosen in paths else paths[0])
-        elif key == "s" and self.runs and self._stacks is not None:
+        elif key in self._asks and self.runs:
             run = self._chosen_runs()[0]
             self._show(run["path"])
             try:
-                self._seen = Text("\n".join(self._stacks(run["pid"])))
+                self._seen = self._asks[key](run)
             except Exception as error:
                 self._seen = Text(str(error), style="bold red")
         return key != "q"
@@ -116,6 +118,20 @@ class View:
             yield Segment.line()
         where = "" if len(lines) <= self._page else f"   {self._first + 1}-{last} of {len(lines)}"
         yield Text(f"{_FOOTER}{where}", style="reverse", no_wrap=True, overflow="crop", end="")
+
+
+def stacks(run: Mapping[str, Any]) -> RenderableType:
+    """Where the threads of a run's process stand."""
+    return Text("\n".join(stack_report(run["pid"])))
+
+
+def calls(run: Mapping[str, Any]) -> RenderableType:
+    """How long its calls take."""
+    return measured_calls(run["path"])
+
+
+ASKS = {"s": stacks, "c": calls}
+"""What the process of a run on this machine is asked for, by key."""
 
 
 def show_live(look: Callable[[], Runs], every: float, view: View) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.cli import arguments
-from rollflow.cli.doctor import stack_report
 from rollflow.nodes.env.remote.remote_envs import secret_bytes
 from rollflow.nodes.env.remote.software import software
 from rollflow.stream.net.lookers import look_at
@@ -29,7 +28,7 @@ def add_to(commands: Any) -> None:
         help="look at the runs of this user on this machine, or elsewhere",
         description="Look at the runs of this user on this machine, or of a process elsewhere, until q or Ctrl-C: "
         "their stages and edges, who waits for whom, returns, policy versions, losses, and what holds each of them "
-        "back. Keys scroll, choose a run, and show where its threads stand.",
+        "back. Keys scroll, choose a run, and show where its threads stand and how long its calls take.",
     )
     add_run(parser)
     parser.add_argument("--once", action="store_true", help="show them once, with shares since they began")
@@ -65,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
             importlib.import_module("rollflow.cli.run_picture").show(looks.next(), str(run_folder()))
         else:
             viewer = importlib.import_module("rollflow.cli.run_viewer")
-            view = viewer.View(str(run_folder()), stack_report if elsewhere is None else None)
+            view = viewer.View(str(run_folder()), viewer.ASKS if elsewhere is None else {})
             viewer.show_live(looks.next, args.every, view)
     except KeyboardInterrupt:
         pass

@@ -293,8 +293,8 @@ def seen_in(view: View, height: int = 12) -> list[str]:
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def view_of(*runs: Any, stacks: Any = None) -> View:
-    view = View("/run", stacks)
+def view_of(*runs: Any, **asks: Any) -> View:
+    view = View("/run", asks)
     view.runs = [with_rates(run, None) for run in runs]
     return view
 
@@ -336,16 +336,16 @@ def test_one_run_is_chosen_after_the_other_and_stays_while_others_come_and_go() 
     assert pids() == ["7"]  # the one that was shown has ended
 
 
-def test_stacks_are_asked_for_by_a_key_alone_and_what_is_wrong_with_them_is_shown() -> None:
+def test_a_process_is_asked_by_a_key_alone_and_what_is_wrong_with_that_is_shown() -> None:
     asked: list[int] = []
 
-    def stacks(pid: int) -> list[str]:
-        asked.append(pid)
+    def stacks(run: Any) -> str:
+        asked.append(run["pid"])
         if len(asked) > 1:
             raise ValueError("no process has the id 7")
-        return ["main thread:", "  train.py:3 in step"]
+        return "main thread:\n  train.py:3 in step"
 
-    view = view_of(RUN, stacks=stacks)
+    view = view_of(RUN, s=stacks)
     assert view.press("x")
     assert asked == []
     assert view.press("s")
@@ -358,7 +358,7 @@ def test_stacks_are_asked_for_by_a_key_alone_and_what_is_wrong_with_them_is_show
 
 
 def test_without_a_run_keys_do_nothing() -> None:
-    view = view_of(stacks=lambda pid: [])
+    view = view_of(s=lambda run: run["pid"])
     for key in ("enter", "s", "down", "page down", "escape"):
         assert view.press(key)
     assert seen_in(view)[0] == "no run of this user on this machine has a socket in /run"
