@@ -24,7 +24,7 @@ body {{ font-family: sans-serif; margin: 1rem; }}
 section {{ border: 1px solid silver; border-radius: 6px; padding: 0 1rem; margin-bottom: 1rem; }}
 section.bad {{ border-color: crimson; }}
 .columns {{ display: flex; flex-wrap: wrap; gap: 2rem; }}
-.picture {{ width: 32rem; }}
+.picture {{ min-width: 26rem; }}
 pre {{ white-space: pre-wrap; }}
 td, th {{ text-align: left; padding: 0 1rem 0 0; }}
 </style>
