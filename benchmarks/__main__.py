@@ -31,6 +31,7 @@ PROGRAMS = (
     "remote",
     "cluster",
     "many_hosts",
+    "many_rollout_hosts",
     "transport",
     "beside_peers",
     "replay",

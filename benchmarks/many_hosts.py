@@ -1,20 +1,15 @@
 """A trainer with up to a thousand rollouts: what a message costs as they become more, and how weights reach all.
 
-The rollouts are simulated, by a few processes with a socket for each rollout: they shake hands, and send fragments as
-far as their windows allow. So the processor's time is the trainer's alone. In one line all send; in the other ten do,
-beside those that only keep their connection. Weights of 10 MB are published once to all, beside the same bytes through
-as many plain sockets.
+The rollouts are simulated, see `simulated_hosts`, and send fragments as far as their windows allow. In one line all
+send; in the other ten do, beside those that only keep their connection. Weights of 10 MB are published once to all,
+beside the same bytes through as many plain sockets.
 
     python -m benchmarks.many_hosts [--quick]
 """
 
-import multiprocessing
 import os
-import resource
 import select
 import socket
-import struct
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter, process_time
@@ -25,16 +20,13 @@ import torch
 from benchmarks.command import run
 from benchmarks.feeder import description_of, fragments_of
 from benchmarks.pairs import Record, Sizes, record
+from benchmarks.simulated_hosts import descriptors, parts_of, process, simulated
 from rollflow.sinks import TrainerStream
 from rollflow.stream import wire
 
-HOSTS, ACTIVE, PROCESSES = (10, 100, 1000), 10, 2
+HOSTS, ACTIVE = (10, 100, 1000), 10
 WEIGHTS = 10_000_000 // 4  # numbers, of four bytes each
 _SIZE = 1 << 14  # bytes of a fragment
-_LARGE = 1 << 16  # bytes of a frame that is only counted
-_LENGTHS = struct.Struct("<2I")
-_SPARE = 64  # descriptors besides connections
-FORK = multiprocessing.get_context("fork")
 
 
 def measure(sizes: Sizes, hosts: Sequence[int] = HOSTS, weights: int = WEIGHTS) -> list[Record]:
@@ -55,20 +47,9 @@ def measure(sizes: Sizes, hosts: Sequence[int] = HOSTS, weights: int = WEIGHTS) 
     return [*lines, line | {"where": "remote", "beside_name": "plain sockets"}]
 
 
-def descriptors(wanted: int) -> int:
-    """Connections that this process may have; what the system allows is said where it is less than wanted."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted + _SPARE <= hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted + _SPARE, hard))
-        soft = wanted + _SPARE
-    if soft < wanted + _SPARE:
-        print(f"{soft} descriptors are allowed here (ulimit -n), of {wanted + _SPARE} wanted", file=sys.stderr)
-    return soft - _SPARE
-
-
 def per_second_of_processor(hosts: int, active: int, seconds: float) -> float:
     """Fragments that a trainer takes in a second of its processor's time."""
-    with simulated(hosts, active, 0) as (stream, _):
+    with feeding(hosts, active, 0) as (stream, _):
         fragments = iter(stream)
         for _ in range(4 * active):
             next(fragments)
@@ -81,7 +62,7 @@ def per_second_of_processor(hosts: int, active: int, seconds: float) -> float:
 
 def weights_reach(hosts: int, weights: int) -> float:
     """Seconds from `publish` until every host has the weights."""
-    with simulated(hosts, 1, weights) as (stream, have_got):
+    with feeding(hosts, 1, weights) as (stream, have_got):
         next(iter(stream))
         began = perf_counter()
         stream.publish({"w": torch.zeros(weights)})
@@ -94,7 +75,7 @@ def bytes_reach(hosts: int, size: int) -> float:
     """Seconds that as many plain sockets take for as many bytes each."""
     with ExitStack() as closing, socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
         got = [
-            closing.enter_context(_process(_read_all, listening.getsockname(), part, size)) for part in _parts(hosts)
+            closing.enter_context(process(_read_all, listening.getsockname(), part, size)) for part in parts_of(hosts)
         ]
         socks = [closing.enter_context(listening.accept()[0]) for _ in range(hosts)]
         left, poll, data = dict.fromkeys((sock.fileno() for sock in socks), size), select.epoll(), bytes(size)
@@ -115,116 +96,45 @@ def bytes_reach(hosts: int, size: int) -> float:
 
 
 @contextmanager
-def simulated(hosts: int, active: int, weights: int) -> Iterator[tuple[TrainerStream, list[Any]]]:
+def feeding(hosts: int, active: int, weights: int) -> Iterator[tuple[TrainerStream, list[Any]]]:
     """A stream with so many simulated rollouts, and pipes that say when those of a process have got weights."""
-    with ExitStack() as closing:
-        stream = TrainerStream("tcp://127.0.0.1:0", yields="fragments", sources=hosts, join_timeout=120.0)
-        closing.enter_context(stream)
-        address = stream.address
-        assert isinstance(address, wire.TcpAddress)
-        parts, pipes = _parts(hosts), []
-        for number, part in enumerate(parts):
-            sends = active // len(parts) + (number < active % len(parts))
-            job = (address.host, address.port), part, sends, weights
-            pipes.append(closing.enter_context(_process(_simulate, *job)))
-        yield stream, pipes
-
-
-def _parts(hosts: int) -> list[int]:
-    return [part for number in range(PROCESSES) if (part := hosts // PROCESSES + (number < hosts % PROCESSES))]
-
-
-@contextmanager
-def _process(target: Any, *args: Any) -> Iterator[Any]:
-    here, there = FORK.Pipe()
-    process = FORK.Process(target=target, args=(there, *args), daemon=True)
-    process.start()
-    try:
-        yield here
-    finally:
-        process.kill()
-        process.join()
-
-
-# In the processes
-
-
-class _Host:
-    """A simulated rollout.
-
-    sends    whether it sends fragments
-    """
-
-    def __init__(self, address: Any, hello: bytes, *, sends: bool) -> None:
-        self.sock = socket.create_connection(address)
-        self.sock.sendall(hello)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.window = self.given = self.done = self.skipping = 0
-        self._sends, self._held = sends, b""
-
-    def read(self, scratch: memoryview) -> int:
-        """Take what has come; the bytes of large frames that are complete now."""
-        count = self.sock.recv_into(scratch)
-        if not count:
-            raise EOFError
-        data, large = scratch[:count], 0
-        if self.skipping:
-            passed = min(self.skipping, count)
-            self.skipping -= passed
-            data, large = data[passed:], int(not self.skipping)
-        held = self._held + data.tobytes() if len(data) else self._held
-        while len(held) >= 4:
-            size = 4 + _LENGTHS.unpack_from(held.ljust(8, b"\0"))[0]
-            if size > _LARGE:
-                self.skipping, held = max(0, size - len(held)), held[size:]
-                large += not self.skipping
-                continue
-            if len(held) < size:
-                break
-            self._take(wire.decode(held[:size]))
-            held = held[size:]
-        self._held = held
-        return large
-
-    def send(self, columns: Any, rest: Any) -> None:
-        """Send fragments, as many as the window allows."""
-        while self._sends and self.given < self.done + self.window:
-            self.given += 1
-            fragment = wire.Fragment(0, self.given, columns, rest | {"sequence": self.given - 1})
-            self.sock.sendall(b"".join(wire.encode(fragment)))
-
-    def _take(self, message: wire.Message) -> None:
-        match message:
-            case wire.Challenge():
-                self.sock.sendall(b"".join(wire.encode(wire.Proof(b""))))
-            case wire.Settings():
-                self.window = message.settings["window"]
-            case wire.Done():
-                self.done = message.number
-            case wire.Ping():
-                self.sock.sendall(b"".join(wire.encode(wire.Pong(message.number))))
-
-
-def _simulate(got: Any, address: Any, hosts: int, active: int, weights: int) -> None:
     fragment, described = fragments_of(_SIZE)
     described["metadata"] |= {"sends": "fragments", "weights": {"w": [weights]} if weights else {}}
-    poll, by_fd = select.epoll(), {}
-    for number in range(hosts):
-        host = _Host(address, _hello(described), sends=number < active)
-        by_fd[host.sock.fileno()] = host
-        poll.register(host.sock, select.EPOLLIN)
-    scratch, left = memoryview(bytearray(1 << 20)), hosts
-    while True:
-        for fd, _ in poll.poll():
-            left -= by_fd[fd].read(scratch)
-            by_fd[fd].send(fragment.columns, fragment.rest)
-        if not left:
-            got.send(True)
-            left = -1
+
+    def rollout(number: int) -> SimulatedRollout:
+        return SimulatedRollout(described, fragment, sends=number < active)
+
+    with TrainerStream("tcp://127.0.0.1:0", yields="fragments", sources=hosts, join_timeout=300.0) as stream:
+        assert isinstance(stream.address, wire.TcpAddress)
+        with simulated(stream.address, hosts, rollout) as pipes:
+            yield stream, pipes
 
 
-def _hello(described: dict[str, Any]) -> bytes:
-    return b"".join(wire.encode(description_of(os.urandom(wire.SESSION_BYTES), described)))
+class SimulatedRollout:
+    """A rollout that sends one fragment over and over, as far as its window allows.
+
+    sends    whether it does
+    """
+
+    def __init__(self, described: dict[str, Any], fragment: Any, *, sends: bool) -> None:
+        self._described, self._fragment, self._sends = described, fragment, sends
+        self._window = self._given = self._done = 0
+
+    def hello(self) -> wire.Hello:
+        """Its introduction."""
+        return description_of(os.urandom(wire.SESSION_BYTES), self._described)
+
+    def take(self, message: wire.Message) -> Iterator[wire.Message]:
+        """The fragments for which there is room now."""
+        match message:
+            case wire.Settings():
+                self._window = message.settings["window"]
+            case wire.Done():
+                self._done = message.number
+        while self._sends and self._given < self._done + self._window:
+            self._given += 1
+            rest = self._fragment.rest | {"sequence": self._given - 1}
+            yield wire.Fragment(0, self._given, self._fragment.columns, rest)
 
 
 def _read_all(got: Any, address: Any, hosts: int, size: int) -> None:

@@ -57,6 +57,7 @@ class PeerSet(Generic[P]):
         self._poll = poll
         self._by_fd: dict[int, P] = {}
         self._by_connection: dict[int, P] = {}
+        self._strangers: list[P] = []  # that had not proved themselves when somebody last came or went
 
     def __iter__(self) -> Iterator[P]:
         """Peers that there are now; they may be dropped meanwhile."""
@@ -76,6 +77,7 @@ class PeerSet(Generic[P]):
     def add(self, peer: P) -> None:
         """Take a peer, and begin with what there is to send."""
         peer.mask = select.POLLIN
+        self._strangers = [*self._in_handshake(), peer]
         self._by_fd[peer.fileno()] = self._by_connection[id(peer.connection)] = peer
         self._poll.register(peer.fileno(), peer.mask)
         self.write(peer)
@@ -96,6 +98,7 @@ class PeerSet(Generic[P]):
             return False
         peer.transport.write()
         peer.mask = 0
+        self._strangers = self._in_handshake()
         del self._by_connection[id(peer.connection)]
         del self._by_fd[peer.fileno()]
         self._poll.unregister(peer.fileno())
@@ -104,12 +107,16 @@ class PeerSet(Generic[P]):
 
     def crowd_out(self, most: int) -> P | None:
         """Refuse the oldest peer that is still in the handshake, where there are so many; it is to be dropped."""
-        strangers = [peer for peer in self._by_fd.values() if peer.connection.phase is ConnectionPhase.HANDSHAKE]
+        strangers = self._in_handshake()
         if len(strangers) < most:
             return None
         oldest = strangers[0]  # it has had the most time
         oldest.connection.refuse("busy", f"{most} connections have not proved themselves, expected fewer")
         return oldest
+
+    def _in_handshake(self) -> list[P]:
+        """Peers that have not proved themselves, the oldest first."""
+        return [peer for peer in self._strangers if peer.mask and peer.connection.phase is ConnectionPhase.HANDSHAKE]
 
     def close(self) -> None:
         """Close the sockets, whatever there is still to send."""

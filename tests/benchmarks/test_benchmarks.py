@@ -16,6 +16,7 @@ from benchmarks import (
     cartpole,
     cluster,
     many_hosts,
+    many_rollout_hosts,
     memory,
     multi_agent,
     overhead,
@@ -103,6 +104,21 @@ def test_hosts_that_are_started_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     ]
     assert all(line.keys() >= KEYS for line in lines)
     assert lines[-1]["mb_per_version"] < 11 < 20 <= lines[-1]["beside_mb"]
+
+
+@pytest.mark.slow
+def test_rollouts_with_few_and_with_more_hosts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_rollout_hosts, "ACTIVE", 1)
+    lines = many_rollout_hosts.measure(TINY, hosts=(1, 3))
+    assert [line["workload"] for line in lines] == [
+        "fragments of 1 hosts of whole rollouts, 1 at work (per CPU s)",
+        "fragments of 3 hosts of whole rollouts, 3 at work (per CPU s)",
+        "fragments of 1 hosts of whole rollouts, 1 at work (per CPU s)",
+        "fragments of 3 hosts of whole rollouts, 1 at work (per CPU s)",
+        "fragments of 1 hosts of environments, 1 at work (per CPU s)",
+        "fragments of 3 hosts of environments, 1 at work (per CPU s)",
+    ]
+    assert all(line.keys() >= KEYS for line in lines)
 
 
 @pytest.mark.slow

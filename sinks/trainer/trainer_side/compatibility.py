@@ -2,7 +2,7 @@
 
 import logging
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from time import monotonic
 from typing import Any
 
@@ -35,16 +35,18 @@ def check_shares(hello: Hello, *, shares: bool) -> None:
         )
 
 
-def check_together(source: RolloutPeer, others: Sequence[RolloutPeer]) -> None:
+def check_together(source: RolloutPeer, others: Collection[RolloutPeer]) -> None:
     """Raise WireError for a rollout whose items don't go into one batch with others'; warn of two with one seed.
 
-    The others go together: what fits one of them fits all.
+    Others count while they are connected. They go together: what fits one of them fits all.
     """
-    one = next((other for other in others if other is not source), source)
+    one = next((other for other in others if other is not source and other.is_connected), source)
     if reason := difference(source, one):
         raise WireError(f"{reason}, as rollout {one.name} has, which is here as well", "spaces")
+    if source.seed is None or source.connection is not None:
+        return
     for other in others:
-        if source.seed is not None and source.seed == other.seed and source.connection is None:
+        if other.seed == source.seed and other.is_connected:
             logger.warning(
                 "rollouts %s and %s both have seed=%d: their environments are seeded alike, and their episodes have "
                 "the same ids; expected another seed for each, or none",

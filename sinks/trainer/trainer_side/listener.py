@@ -350,7 +350,7 @@ class TrainerListener:
         source = self.sources.get(hello.session) or RolloutPeer(wire.TrainerSession(hello.session))
         source.introduce(hello, peer.where)
         source.session.window, source.needs = self._windows.of(source)
-        check_together(source, self.connected)
+        check_together(source, self.sources.values())
         self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
         peer.connection.welcome(source.session)
         announce(source, self.sources.values())

@@ -1,0 +1,162 @@
+"""A rollout with up to a thousand hosts: what a fragment costs as they become more.
+
+The hosts are simulated, see `simulated_hosts`: those of whole rollouts answer every turn with a fragment that was made
+before, those of environments every step with rows. In one line all answer; in the other ten do, beside those that only
+keep their connection. The time is the processor's, of the rollout's own process, with its graph and a reader that drops
+what it gets.
+
+    python -m benchmarks.many_rollout_hosts [--quick]
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.command import run
+from benchmarks.envs import NoopEnv
+from benchmarks.pairs import Record, Sizes, record
+from benchmarks.policies import Noop, Zeros
+from benchmarks.simulated_hosts import SimulatedPeer, descriptors, simulated
+from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes.env.stepping import described
+from rollflow.nodes.offloaded.fragment_message import message_of
+from rollflow.stream import wire
+
+HOSTS, ACTIVE = (10, 100, 1000), 10
+_SLOTS, _ROWS, _WIDTH = 8, 32, 9  # a fragment of 16 KiB
+_ENV = NoopEnv(_SLOTS, _WIDTH)
+
+
+def measure(sizes: Sizes, hosts: Sequence[int] = HOSTS) -> list[Record]:
+    """Lines for each kind of hosts and each number of them, all and ten of them at work."""
+    most = descriptors(max(hosts))
+    hosts = [number for number in hosts if number <= most]
+    kinds: tuple[tuple[str, Any, Any, tuple[int | None, ...]], ...] = (
+        ("whole rollouts", RemoteRollouts, fragment_host, (None, ACTIVE)),
+        ("environments", RemoteEnvs, env_host, (ACTIVE,)),
+    )
+    lines = []
+    for kind, remote, maker, working in kinds:
+        for active in working:
+            first = 0.0
+            for number in hosts:
+                listening = remote.listen("tcp://127.0.0.1:0", hosts=number)
+                at_work = min(active or number, number)
+                rate = per_second_of_processor(listening, maker, number, at_work, max(1.0, sizes.seconds))
+                first = first or rate
+                name = f"fragments of {number} hosts of {kind}, {at_work} at work (per CPU s)"
+                line = record(name, number, [(rate, first)], aim=0.5)
+                lines.append(line | {"where": "remote", "beside_name": f"{hosts[0]} hosts"})
+    return lines
+
+
+def _introduction(role: str, slots: int, number: int) -> wire.Hello:
+    return wire.Hello(
+        versions=(wire.VERSION, wire.VERSION),
+        role=role,
+        software="benchmark",
+        name=f"host {number}",
+        nonce=os.urandom(wire.NONCE_BYTES),
+        session=os.urandom(wire.SESSION_BYTES),
+        max_frame=wire.Limits().max_frame,
+        slots=(slots,),
+        metadata={},
+        **described(_ENV),
+    )
+
+
+@dataclass
+class FragmentHost:
+    """A host of whole rollouts with one lane, which answers every turn, or none.
+
+    number      among all
+    columns     of the fragment that it answers with
+    rest        other fields of it
+    answers     whether it does
+    """
+
+    number: int
+    columns: Any
+    rest: dict[str, Any]
+    answers: bool
+    _starts: Iterator[int] = field(default_factory=count)
+
+    def hello(self) -> wire.Hello:
+        """Its introduction."""
+        return _introduction("rollout", _SLOTS, self.number)
+
+    def take(self, message: wire.Message) -> Iterable[wire.Message]:
+        """The fragment that a turn asks for."""
+        if not isinstance(message, wire.Turn) or not self.answers:
+            return
+        made = next(self._starts)
+        steps = {"sequence": made, "steps": (made + 1) * _SLOTS * _ROWS}
+        yield wire.Fragment(message.lane, message.number, self.columns, self.rest | steps)
+
+
+@dataclass
+class EnvHost:
+    """A host of one lane of environments, which answers every step, or the reset alone.
+
+    number     among all
+    answers    whether it answers steps
+    """
+
+    number: int
+    answers: bool
+
+    def hello(self) -> wire.Hello:
+        """Its introduction."""
+        return _introduction("env", 1, self.number)
+
+    def take(self, message: wire.Message) -> Iterable[wire.Message]:
+        """Rows, where they are asked for."""
+        rows = np.zeros((1, _WIDTH), np.float32)
+        if isinstance(message, wire.Reset):
+            yield wire.Rows(message.lane, message.number, rows, None, None, None, (), None, {}, {})
+        elif isinstance(message, wire.Step) and self.answers:
+            ended = np.zeros(1, np.bool_)
+            yield wire.Rows(message.lane, message.number, rows, np.zeros(1), ended, ended, (), None, {}, {})
+
+
+def fragment_host(active: int) -> Callable[[int], SimulatedPeer]:
+    """Maker of hosts of whole rollouts, so many of which answer."""
+    with Rollout(_ENV, module=Noop(_SLOTS), fragment_length=_ROWS, num_fragments=2, seed=0) as rollout:
+        fragment = list(rollout.fragments())[1]
+    more = {"start": 0, "seed": 0, "lost_steps": 0, "failure": None, "nodes": []}
+    spaces = [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
+    made = message_of(0, 1, fragment, more, spaces)
+    return lambda number: FragmentHost(number, made.columns, dict(made.rest), number < active)
+
+
+def env_host(active: int) -> Callable[[int], SimulatedPeer]:
+    """Maker of hosts of environments, so many of which answer."""
+    return lambda number: EnvHost(number, number < active)
+
+
+def per_second_of_processor(
+    remote: RemoteEnvs | RemoteRollouts, maker: Any, hosts: int, active: int, seconds: float
+) -> float:
+    """Fragments that a rollout over such hosts gives in a second of its processor's time."""
+    options: dict[str, Any] = {"step_timeout": None, "reset_timeout": None, "prefetch": 1, "seed": 0}
+    with (
+        simulated(remote.addresses[0], hosts, maker(active)),
+        Rollout(remote, module=Zeros(), fragment_length=_ROWS, **options) as rollout,
+    ):
+        fragments = iter(rollout.fragments())
+        for _ in range(4 * active):
+            next(fragments)
+        began, used, given = perf_counter(), process_time(), 0
+        while perf_counter() - began < seconds:
+            next(fragments)
+            given += 1
+        return given / (process_time() - used)
+
+
+if __name__ == "__main__":
+    run(measure)
