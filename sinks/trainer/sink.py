@@ -265,7 +265,9 @@ class TrainerSink:
     async def _send_all(self, items: Inlet[AnyFragment | Batch]) -> None:
         trainer = self._rollout_end.subscriber
         async for item in items:
-            await self._wait_until(self._may_take, items)
+            if not self._may_take():
+                with items.blocked_by(self._trainer_name):
+                    await self._wait_until(self._may_take)
             if trainer.is_passed_over:
                 self._discard(item)
             else:
@@ -273,8 +275,8 @@ class TrainerSink:
             self._send_lane_news()
         self._has_ended = True
         self._uplink.finish()
-        with anyio.move_on_after(self.linger):
-            await self._wait_until(lambda: self._is_done_with_all() or self._has_left(), items)
+        with anyio.move_on_after(self.linger), items.blocked_by(self._trainer_name):
+            await self._wait_until(lambda: self._is_done_with_all() or self._has_left())
 
     def _is_done_with_all(self) -> bool:
         """True if the trainer is done with all fragments, and has acknowledged them where it has a rollout stay."""
@@ -322,19 +324,16 @@ class TrainerSink:
         self._trainer_has_ended = True
         self._uplink.bell.ring()
 
-    async def _wait_until(self, is_met: Callable[[], bool], items: Inlet[AnyFragment | Batch]) -> None:
+    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
         """Wait for the trainer until a condition is met; while it is there, log at growing intervals why it is not."""
-        if is_met():
-            return
         reminder = Reminder(anyio.current_time())
-        with items.blocked_by(self._trainer_name):
-            while not is_met():
-                changed = self._changed
-                with anyio.move_on_after(_LOOK_S):
-                    await changed.wait()
-                if reminder.is_due(now := anyio.current_time()) and self.has_trainer:
-                    reason = self._buffer.held_back(self._session, self._sends)
-                    logger.warning("waiting for %.0f s for %s: %s", now - reminder.since, self._trainer_name, reason)
+        while not is_met():
+            changed = self._changed
+            with anyio.move_on_after(_LOOK_S):
+                await changed.wait()
+            if reminder.is_due(now := anyio.current_time()) and self.has_trainer:
+                reason = self._buffer.held_back(self._session, self._sends)
+                logger.warning("waiting for %.0f s for %s: %s", now - reminder.since, self._trainer_name, reason)
 
     def _may_take(self) -> bool:
         """True if an item is for nobody, or may be taken; a drained run logs once why it may not."""
