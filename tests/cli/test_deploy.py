@@ -115,7 +115,10 @@ class Layout:
     def check_health(self, name: str, process: "subprocess.Popen[str]", line: str) -> None:
         """Check that a service is healthy once its process has written a line, or a part of one."""
         assert process.stdout is not None
-        assert any(line in written for written in process.stdout)
+        written = []
+        while not written or line not in written[-1]:
+            written.append(process.stdout.readline())
+            assert written[-1], f"{name} has ended: {''.join(written)}"
         kind, *command = self._services[name]["healthcheck"]["test"]
         assert kind == "CMD"
         subprocess.run(self._here(command), check=True)
