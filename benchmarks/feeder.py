@@ -66,18 +66,19 @@ def fragments_of(size: int) -> tuple[Fragment, dict[str, Any]]:
     return message_of_fragment(1, fragment, spaces), described
 
 
-def description_of(token: bytes, described: dict[str, Any]) -> Hello:
-    """The hello of a rollout with a session of this token."""
+def description_of(
+    token: bytes, described: dict[str, Any], *, role: str = "source", name: str = "feeder", slots: int = 1
+) -> Hello:
+    """The hello of a rollout, or of a host in another role, with a session of this token."""
     return Hello(
         versions=(VERSION, VERSION),
-        role="source",
+        role=role,
         software="benchmark",
-        name="feeder",
+        name=name,
         nonce=secrets.token_bytes(NONCE_BYTES),
         session=token,
         max_frame=Limits().max_frame,
-        slots=(1,),
-        autoreset="SAME_STEP",
+        slots=(slots,),
         **described,
     )
 
@@ -101,7 +102,8 @@ def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any])
         "version": 0,
     }
     spaces_of_envs = {"observation_space": observation_space, "action_space": action_space}
-    return {name: describe_space(space) for name, space in spaces_of_envs.items()} | {"metadata": metadata}
+    described = {name: describe_space(space) for name, space in spaces_of_envs.items()}
+    return described | {"autoreset": "SAME_STEP", "metadata": metadata}
 
 
 def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int], Fragment]) -> None:

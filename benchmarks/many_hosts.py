@@ -12,7 +12,7 @@ import select
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from benchmarks.command import run
 from benchmarks.feeder import description_of, fragments_of
 from benchmarks.pairs import Record, Sizes, record
-from benchmarks.simulated_hosts import descriptors, parts_of, process, simulated
+from benchmarks.simulated_hosts import allowed, beside_fewest, parts_of, per_second_of_processor, process, simulated
 from rollflow.sinks import TrainerStream
 from rollflow.stream import wire
 
@@ -31,33 +31,24 @@ _SIZE = 1 << 14  # bytes of a fragment
 
 def measure(sizes: Sizes, hosts: Sequence[int] = HOSTS, weights: int = WEIGHTS) -> list[Record]:
     """Lines for the messages of each number of hosts, all and ten of them at work, and one for the weights."""
-    most = descriptors(max(hosts))
-    hosts = [count for count in hosts if count <= most]
+    hosts, seconds = allowed(hosts), max(1.0, sizes.seconds)
     lines = []
     for name, active in (("all send", None), (f"{ACTIVE} send", ACTIVE)):
-        first = 0.0
-        for count in hosts:
-            rate = per_second_of_processor(count, min(active or count, count), max(1.0, sizes.seconds))
-            first = first or rate
-            line = record(f"messages of {count} hosts, {name} (per CPU s)", count, [(rate, first)], aim=0.5)
-            lines.append(line | {"where": "remote", "beside_name": f"{hosts[0]} hosts"})
+        lines += beside_fewest(
+            hosts,
+            lambda count, name=name: f"messages of {count} hosts, {name} (per CPU s)",
+            lambda count, active=active: fragments_taken(count, min(active or count, count), seconds),
+        )
     ours, plain = weights_reach(hosts[-1], weights), bytes_reach(hosts[-1], 4 * weights)
     rates = tuple(hosts[-1] * 4 * weights / seconds / 1e6 for seconds in (ours, plain))
     line = record(f"weights to {hosts[-1]} hosts (MB/s)", hosts[-1], [(rates[0], rates[1])], aim=0.5)
     return [*lines, line | {"where": "remote", "beside_name": "plain sockets"}]
 
 
-def per_second_of_processor(hosts: int, active: int, seconds: float) -> float:
+def fragments_taken(hosts: int, active: int, seconds: float) -> float:
     """Fragments that a trainer takes in a second of its processor's time."""
     with feeding(hosts, active, 0) as (stream, _):
-        fragments = iter(stream)
-        for _ in range(4 * active):
-            next(fragments)
-        began, used, count = perf_counter(), process_time(), 0
-        while perf_counter() - began < seconds:
-            next(fragments)
-            count += 1
-        return count / (process_time() - used)
+        return per_second_of_processor(iter(stream), 4 * active, seconds)
 
 
 def weights_reach(hosts: int, weights: int) -> float:

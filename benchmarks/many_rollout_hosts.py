@@ -12,62 +12,51 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 
 from benchmarks.command import run
 from benchmarks.envs import NoopEnv
-from benchmarks.pairs import Record, Sizes, record
+from benchmarks.feeder import description_of
+from benchmarks.pairs import Record, Sizes
 from benchmarks.policies import Noop, Zeros
-from benchmarks.simulated_hosts import SimulatedPeer, descriptors, simulated
+from benchmarks.simulated_hosts import SimulatedPeer, allowed, beside_fewest, per_second_of_processor, simulated
 from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes.env.stepping import described
 from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.stream import wire
 
 HOSTS, ACTIVE = (10, 100, 1000), 10
-_SLOTS, _ROWS, _WIDTH = 8, 32, 9  # a fragment of 16 KiB
+_SLOTS, _ROWS, _WIDTH = 8, 32, 9  # a fragment of 17 kB
 _ENV = NoopEnv(_SLOTS, _WIDTH)
 
 
 def measure(sizes: Sizes, hosts: Sequence[int] = HOSTS) -> list[Record]:
     """Lines for each kind of hosts and each number of them, all and ten of them at work."""
-    most = descriptors(max(hosts))
-    hosts = [number for number in hosts if number <= most]
-    kinds: tuple[tuple[str, Any, Any, tuple[int | None, ...]], ...] = (
-        ("whole rollouts", RemoteRollouts, fragment_host, (None, ACTIVE)),
+    hosts, seconds = allowed(hosts), max(1.0, sizes.seconds)
+    kinds: tuple[tuple[str, Any, Any, tuple[int, ...]], ...] = (
+        ("whole rollouts", RemoteRollouts, fragment_host, (max(hosts), ACTIVE)),
         ("environments", RemoteEnvs, env_host, (ACTIVE,)),
     )
     lines = []
     for kind, remote, maker, working in kinds:
-        for active in working:
-            first = 0.0
-            for number in hosts:
-                listening = remote.listen("tcp://127.0.0.1:0", hosts=number)
-                at_work = min(active or number, number)
-                rate = per_second_of_processor(listening, maker, number, at_work, max(1.0, sizes.seconds))
-                first = first or rate
-                name = f"fragments of {number} hosts of {kind}, {at_work} at work (per CPU s)"
-                line = record(name, number, [(rate, first)], aim=0.5)
-                lines.append(line | {"where": "remote", "beside_name": f"{hosts[0]} hosts"})
+        for most in working:
+            lines += beside_fewest(
+                hosts,
+                lambda number, kind=kind, most=most: (
+                    f"fragments of {number} hosts of {kind}, {min(most, number)} at work (per CPU s)"
+                ),
+                lambda number, remote=remote, maker=maker, most=most: fragments_given(
+                    remote, maker, number, min(most, number), seconds
+                ),
+            )
     return lines
 
 
 def _introduction(role: str, slots: int, number: int) -> wire.Hello:
-    return wire.Hello(
-        versions=(wire.VERSION, wire.VERSION),
-        role=role,
-        software="benchmark",
-        name=f"host {number}",
-        nonce=os.urandom(wire.NONCE_BYTES),
-        session=os.urandom(wire.SESSION_BYTES),
-        max_frame=wire.Limits().max_frame,
-        slots=(slots,),
-        metadata={},
-        **described(_ENV),
-    )
+    told = {**described(_ENV), "metadata": {}}
+    return description_of(os.urandom(wire.SESSION_BYTES), told, role=role, name=f"host {number}", slots=slots)
 
 
 @dataclass
@@ -139,23 +128,18 @@ def env_host(active: int) -> Callable[[int], SimulatedPeer]:
     return lambda number: EnvHost(number, number < active)
 
 
-def per_second_of_processor(
-    remote: RemoteEnvs | RemoteRollouts, maker: Any, hosts: int, active: int, seconds: float
-) -> float:
-    """Fragments that a rollout over such hosts gives in a second of its processor's time."""
+def fragments_given(kind: Any, maker: Any, hosts: int, active: int, seconds: float) -> float:
+    """Fragments that a rollout over such hosts gives in a second of its processor's time.
+
+    kind    `RemoteRollouts` or `RemoteEnvs`
+    """
+    remote = kind.listen("tcp://127.0.0.1:0", hosts=hosts)
     options: dict[str, Any] = {"step_timeout": None, "reset_timeout": None, "prefetch": 1, "seed": 0}
     with (
         simulated(remote.addresses[0], hosts, maker(active)),
         Rollout(remote, module=Zeros(), fragment_length=_ROWS, **options) as rollout,
     ):
-        fragments = iter(rollout.fragments())
-        for _ in range(4 * active):
-            next(fragments)
-        began, used, given = perf_counter(), process_time(), 0
-        while perf_counter() - began < seconds:
-            next(fragments)
-            given += 1
-        return given / (process_time() - used)
+        return per_second_of_processor(iter(rollout.fragments()), 4 * active, seconds)
 
 
 if __name__ == "__main__":

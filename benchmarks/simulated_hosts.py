@@ -5,7 +5,6 @@ time of the process that they connect to is its own alone.
 """
 
 import multiprocessing
-import os
 import resource
 import select
 import socket
@@ -13,12 +12,14 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from time import perf_counter, process_time
 from typing import Any, Protocol
 
+from benchmarks.pairs import Record, record
 from rollflow.stream import wire
 
-PROCESSES = 2
-FORK = multiprocessing.get_context("fork")
+_PROCESSES = 2
+_FORK = multiprocessing.get_context("fork")
 _LARGE = 1 << 16  # bytes of a frame that is only counted
 _LENGTHS = struct.Struct("<2I")
 _SPARE = 64  # descriptors besides connections
@@ -58,14 +59,14 @@ def simulated(address: wire.TcpAddress, count: int, peer_of: PeerMaker) -> Itera
 
 def parts_of(count: int) -> list[int]:
     """So many of something, shared out to processes."""
-    return [part for number in range(PROCESSES) if (part := count // PROCESSES + (number < count % PROCESSES))]
+    return [part for number in range(_PROCESSES) if (part := count // _PROCESSES + (number < count % _PROCESSES))]
 
 
 @contextmanager
 def process(target: Any, *args: Any) -> Iterator[Any]:
     """A process of a function that is given a pipe and arguments; killed at the end. Yields the pipe's other end."""
-    here, there = FORK.Pipe()
-    child = FORK.Process(target=target, args=(there, *args), daemon=True)
+    here, there = _FORK.Pipe()
+    child = _FORK.Process(target=target, args=(there, *args), daemon=True)
     child.start()
     try:
         yield here
@@ -85,10 +86,31 @@ def descriptors(wanted: int) -> int:
     return soft - _SPARE
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is in use."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def allowed(hosts: Sequence[int]) -> list[int]:
+    """Those numbers of hosts for which this process may have connections enough."""
+    most = descriptors(max(hosts))
+    return [number for number in hosts if number <= most]
+
+
+def per_second_of_processor(items: Iterator[Any], first: int, seconds: float) -> float:
+    """Items that an iterator gives in a second of this process's time, after so many of them."""
+    for _ in range(first):
+        next(items)
+    began, used, given = perf_counter(), process_time(), 0
+    while perf_counter() - began < seconds:
+        next(items)
+        given += 1
+    return given / (process_time() - used)
+
+
+def beside_fewest(hosts: Sequence[int], name: Callable[[int], str], rate: Callable[[int], float]) -> list[Record]:
+    """A line for each number of hosts, with its name and its rate, beside the rate of the first number."""
+    rates = [rate(number) for number in hosts]
+    return [
+        record(name(number), number, [(each, rates[0])], aim=0.5)
+        | {"where": "remote", "beside_name": f"{hosts[0]} hosts"}
+        for number, each in zip(hosts, rates, strict=True)
+    ]
 
 
 # In the processes

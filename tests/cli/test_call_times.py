@@ -6,22 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from held_envs import await_that
 from numbered_module import NumberedEnv, NumberedModule
-from rich.console import Console
 
 from rollflow.cli import call_times
 from rollflow.cli.call_times import calls_table, measured_calls
 from rollflow.nodes import Rollout
 from rollflow.stream.snapshots import run_folder
-
-
-def rows(table: Any) -> list[list[str]]:
-    """Cells of each row."""
-    console = Console(width=100, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    lines = capture.get().splitlines()[3:]
-    return [line.rstrip().split("  ") for line in lines if line.strip()]
 
 
 def call(tid: int, name: str, us: float, **more: Any) -> dict[str, Any]:
@@ -65,8 +56,8 @@ def test_a_run_is_measured_while_it_is_under_way(tmp_path: Path, monkeypatch: py
     reading = threading.Thread(target=read)
     reading.start()
     try:
-        while not (runs := run_folder.snapshots()):
-            pass
+        await_that(run_folder.snapshots)
+        runs = run_folder.snapshots()
         table = measured_calls(runs[0]["path"])
         assert {"env", "module", "learner_pipeline"} < {*table.columns[0]._cells}
     finally:
