@@ -258,10 +258,7 @@ class HostCarrier:
         wait = HostWait(self.join_timeout)
         while len(hosts) < count:
             self._check_supply(is_first=True)
-            if wait.is_over:
-                raise EnvError(
-                    f"{len(hosts)} of {count} hosts came within {self.join_timeout:g} s, {self.gateway.waited_for()}"
-                ).see("hosts")
+            is_last_look = wait.is_over
             wait.remind(f"{len(hosts)} of {count} hosts are here", self.gateway.waited_for())
             self.gateway.wait(wait.left)
             self.gateway.service()
@@ -275,6 +272,9 @@ class HostCarrier:
                 elif isinstance(event, HostLeft):
                     self._farewells.append((f"host {event.host.name}", event.reason))
                     count += 1  # others are waited for in its place
+            if is_last_look and len(hosts) < count:
+                came = f"{len(hosts)} of {count} hosts came within {self.join_timeout:g} s"
+                raise EnvError(f"{came}, {self.gateway.waited_for()}").see("hosts")
         return hosts
 
     def _heard(self, event: HostEvent) -> Iterator[Any]:
