@@ -3,7 +3,8 @@
 Rows are those of CartPole, and of four stacked frames of 84 x 84 bytes as one observation. Each line has rows a second.
 `uniform, host` is a ReplayClient, whose host is another process on this machine, beside the same replay in this one.
 `uniform, numpy` stands beside `numpy.take` of the same columns by random rows, which any replay has to do at least.
-Stable-Baselines3's ReplayBuffer and TorchRL's TensorDictReplayBuffer hold the same transitions, where installed.
+Stable-Baselines3's ReplayBuffer, TorchRL's TensorDictReplayBuffer and cpprb's hold the same transitions, where they
+are installed.
 
     python -m benchmarks.replay [--quick]
 """
@@ -109,12 +110,14 @@ def measured(kind: str, fragments: list[Fragment], sizes: Sizes) -> list[Record]
             name, beside = f"{kind}, {size} uniform, host", sampling(uniform, size)
             options: dict[str, Any] = {"aim": None, "sizes": sizes, "beside_name": "in this process"}
             records.append(paired(name, SLOTS, sampling(client, size), beside, **options))
-        by_priority = others["TorchRL"][2] if "TorchRL" in others else None
-        name, draw, aim = ("numpy", bare, None) if by_priority is None else ("TorchRL", by_priority(size), 1.0)
-        ours = sampling(prioritized, size, updates=True)
-        records.append(
-            paired(f"{kind}, {size} prioritized, {name}", SLOTS, ours, draw, aim=aim, sizes=sizes, beside_name=name)
-        )
+        for name, draw, aim in (
+            ("numpy", bare, None),
+            *((name, peer[2](size), 1.0) for name, peer in others.items() if peer[2] is not None),
+        ):
+            ours = sampling(prioritized, size, updates=True)
+            records.append(
+                paired(f"{kind}, {size} prioritized, {name}", SLOTS, ours, draw, aim=aim, sizes=sizes, beside_name=name)
+            )
     return records
 
 
@@ -225,11 +228,18 @@ def peers(kind: str, fragments: list[Fragment], capacity: int) -> dict[str, Peer
 
         found["Stable-Baselines3"] = sb3(transitions(fragments), capacity, SLOTS)
     if importlib.util.find_spec("torchrl") is not None:
+        from torchrl.data import LazyMemmapStorage, LazyTensorStorage
+
         from benchmarks.peers.torch_rl_replay import peer as torch_rl
 
-        found["TorchRL"] = torch_rl(transitions(fragments), capacity)
+        found["TorchRL"] = torch_rl(transitions(fragments), capacity, LazyTensorStorage)
+        found["TorchRL, memory-mapped"] = torch_rl(transitions(fragments), capacity, LazyMemmapStorage)
+    if importlib.util.find_spec("cpprb") is not None:
+        from benchmarks.peers.cpprb_replay import peer as cpprb
+
+        found["cpprb"] = cpprb(transitions(fragments), capacity)
     if not found:
-        print(f"replay of {kind}: neither Stable-Baselines3 nor TorchRL is installed here", file=sys.stderr)
+        print(f"replay of {kind}: no other replay buffer is installed here", file=sys.stderr)
     return found
 
 

@@ -1,4 +1,4 @@
-"""TorchRL's TensorDictReplayBuffer with LazyTensorStorage, uniform and prioritized."""
+"""TorchRL's TensorDictReplayBuffer, uniform and prioritized."""
 
 import sys
 from collections.abc import Callable
@@ -6,17 +6,21 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 
 from benchmarks.pairs import Run
 
 Sampler = Callable[[int], Run]
 
 
-def peer(fragments: list[dict[str, Any]], capacity: int) -> tuple[Run, Sampler, Sampler | None]:
+def peer(
+    fragments: list[dict[str, Any]], capacity: int, storage: Callable[[int], Any]
+) -> tuple[Run, Sampler, Sampler | None]:
     """Functions that insert all fragments, whole, and that sample a batch of a size, uniform and prioritized.
 
-    The last is None where TorchRL's compiled sum tree does not go with the torch that is installed.
+    storage    makes one of so many transitions
+
+    The last function is None where TorchRL's compiled sum tree does not go with the torch that is installed.
     """
     rows = [
         TensorDict(
@@ -25,10 +29,10 @@ def peer(fragments: list[dict[str, Any]], capacity: int) -> tuple[Run, Sampler, 
         )
         for each in fragments
     ]
-    uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity))
+    uniform = TensorDictReplayBuffer(storage=storage(capacity))
     prioritized = None
     try:
-        prioritized = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(capacity))
+        prioritized = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage(capacity))
     except RuntimeError as error:
         print(f"TorchRL's prioritized replay: left out: {error}", file=sys.stderr)
     for buffer in (uniform, *([] if prioritized is None else [prioritized])):
