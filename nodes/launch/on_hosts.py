@@ -15,6 +15,7 @@ from rollflow.nodes.launch.launcher import NAME, SECRET_VARIABLE, Launcher
 from rollflow.nodes.launch.process_launcher import ProcessLauncher
 from rollflow.nodes.launch.scaling import HostRange, HostScaler
 from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.zstd import check_available
 from rollflow.stream.wire import TcpAddress, parse_address
 
 _Strategy = Literal["spread", "pack"]
@@ -69,12 +70,13 @@ class OnRay:
         address         'tcp://host:port' that the rollout listens on and the hosts dial; None: the address that Ray
                         has for this node, and any free port
         join_timeout    seconds in which all must come, and, when all have left, another; None: for ever
+        compression     "zstd": weights take less room on the way, as for `RemoteRollouts.listen`
 
     The rest is as for `OnProcesses`. Ray is used as the program has initialized it, or initializes itself. It carries
     commands and addresses: fragments and weights go through a connection to the rollout, none through Ray's store.
 
     Raises EnvError where Ray is not installed, WireError for an address that is none, and ValueError for numbers that
-    are none, or too small, for another strategy, and for an address that can't be dialled.
+    are none, or too small, for another strategy or compression, and for an address that can't be dialled.
     """
 
     num_hosts: int | None = None
@@ -87,9 +89,11 @@ class OnRay:
     strategy: _Strategy = "spread"
     address: str | None = None
     join_timeout: float | None = 120.0
+    compression: Literal["zstd"] | None = None
 
     def __post_init__(self) -> None:
         check_numbers(join_timeout=(self.join_timeout, 0))
+        check_available(self.compression)
         _ = self.hosts
         if self.strategy not in get_args(_Strategy):
             raise ValueError(f"strategy is {self.strategy!r}, expected 'spread' or 'pack'")
@@ -116,7 +120,7 @@ class OnRay:
         launcher = RayLauncher(self.strategy, dict(self.runtime_env or {}))
         address = self.address or f"tcp://{launcher.node_address()}:0"
         amounts = {name: amount for name, amount in self._amounts().items() if amount}
-        return _started(self, command, launcher, address, amounts)
+        return _started(self, command, launcher, address, amounts, self.compression)
 
     def _amounts(self) -> dict[str, float]:
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.resources or {})}
@@ -126,12 +130,18 @@ OnHosts = OnProcesses | OnRay
 
 
 def _started(
-    place: OnHosts, command: Sequence[str], launcher: Launcher, address: str, resources: Mapping[str, float]
+    place: OnHosts,
+    command: Sequence[str],
+    launcher: Launcher,
+    address: str,
+    resources: Mapping[str, float],
+    compression: Literal["zstd"] | None = None,
 ) -> RemoteRollouts:
     """Rollouts on the hosts that a launcher starts, with a secret of their own; closing them ends the hosts."""
     refuse_in_worker()
     secret, count = secrets.token_hex(32), place.hosts
-    hosts = RemoteRollouts.listen(address, secret=secret, hosts=count.first, join_timeout=place.join_timeout)
+    options: dict[str, Any] = {"join_timeout": place.join_timeout, "compression": compression}
+    hosts = RemoteRollouts.listen(address, secret=secret, hosts=count.first, **options)
     with closing_on_error(hosts.close):
         dials = ["--connect", str(hosts.addresses[0]), "--secret-env", SECRET_VARIABLE, "--name", NAME]
         handles = launcher.start(count.first, [*command, *dials], secret, resources)

@@ -26,6 +26,7 @@ from rollflow.nodes.stages.acting import acting_for, compile_options
 from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.stream.data.errors import EnvError, RollflowError, WireError
+from rollflow.stream.data.zstd import available
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.wire import (
     Answer,
@@ -240,7 +241,7 @@ class RolloutHost(Host):
                 peer.connection.tell(message)
 
     def _hello(self) -> Hello:
-        return replace(super()._hello(), machine=machine())
+        return replace(super()._hello(), machine=machine(), unpacks=bool(available()))
 
     def _replica(self, env: Any, settings: RolloutSettings) -> tuple[Replica, dict[str, Any]]:
         """The replica that acts in a lane, and options of acting. Raises ModuleError or ConnectorError for a misfit."""

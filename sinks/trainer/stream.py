@@ -16,7 +16,6 @@ from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.logs.log_options import Log, LogOptions
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.sinks.trainer.messages.by_module import is_by_module, joined_weights, own_shapes
-from rollflow.sinks.trainer.messages.compression import check_available
 from rollflow.sinks.trainer.own_folder import OwnFolder
 from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
 from rollflow.sinks.trainer.ranks.dataset_protocol import BatchParts, StreamSetup, places_of
@@ -48,6 +47,7 @@ from rollflow.sinks.trainer.trainer_side.state import (
 )
 from rollflow.sinks.trainer.trainer_side.stream_log import StreamLog
 from rollflow.stream.data.errors import EnvError, RunError
+from rollflow.stream.data.zstd import check_available
 from rollflow.stream.doctor.stack_dumps import answering_dumps
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Address, Limits, SharedAddress
@@ -82,8 +82,8 @@ class TrainerStream:
                                of an earlier trainer are left out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer asks for the next batch.
                                "manual": when `ack` is called, as a rule after a checkpoint
-        compression            "zstd": observations come compressed, for slow networks; needs `rollflow[compression]` at
-                               both ends. None: they do not
+        compression            "zstd": observations come compressed, and weights go by what has changed since those
+                               before, for slow networks; needs `rollflow[compression]` at both ends. None: they do not
         metrics                passed to the pieces; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way
         log, log_every, log_x, trace    as for `Rollout`; `stream.log(name, value)` logs one's own figures

@@ -78,7 +78,7 @@ from rollflow.stream.wire.codec.messages import (
 )
 from rollflow.stream.wire.codec.replaying import Query, QueryName, Result
 from rollflow.stream.wire.codec.rows import AgentForm, RowForm
-from rollflow.stream.wire.codec.sharing import MARK_BYTES, WeightsComing, WeightsShared, WeightsUnread
+from rollflow.stream.wire.codec.sharing import MARK_BYTES, WeightsComing, WeightsPacked, WeightsShared, WeightsUnread
 from rollflow.stream.wire.codec.standing import Inspect, Snapshots, StackCall, Standing
 from rollflow.stream.wire.codec.tracing import MOST_ITEMS, MOST_SPANS, TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
@@ -87,5 +87,6 @@ from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
 from rollflow.stream.wire.looker import LookerConnection
 from rollflow.stream.wire.session import GatewaySession, HostSession
 from rollflow.stream.wire.source import SourceConnection, SourceSession, TrainerConnection, TrainerSession
+from rollflow.stream.wire.weights_packing import WeightsPacker
 
 __all__ = ["Limits"]  # for users; all else is for rollflow itself

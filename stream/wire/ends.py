@@ -5,8 +5,11 @@ from rollflow.stream.wire.codec import handshake
 from rollflow.stream.wire.codec.frame import Frame
 from rollflow.stream.wire.codec.limits import MAX_HANDSHAKE_FRAME, Limits
 from rollflow.stream.wire.codec.message import Message
+from rollflow.stream.wire.codec.messages import Weights
+from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.codec.standing import Inspect, Snapshots
 from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, encoded
+from rollflow.stream.wire.weights_packing import WeightsPacker, WeightsUnpacker
 
 
 class Initiator(Connection):
@@ -28,6 +31,7 @@ class Initiator(Connection):
         buffers = encoded(hello, MAX_HANDSHAKE_FRAME, self.peer)
         self._hello_frame = b"".join(buffers)
         self._queue(buffers)
+        self._unpacker = WeightsUnpacker()
 
     # To be defined by subclasses
 
@@ -36,6 +40,12 @@ class Initiator(Connection):
         raise NotImplementedError
 
     # Inside
+
+    def _unpacked(self, message: WeightsPacked) -> Weights:
+        """The weights of a message. Raises WireError where it makes none, or this end has not said that it takes it."""
+        if not self._hello.unpacks:
+            raise WireError("packed weights to an end that has not said that it unpacks them", "order")
+        return self._unpacker.unpacked(message, self.limits.max_frame)
 
     def _take(self, message: Message, frame: Frame) -> list[Event]:
         # Messages after our Goodbye are ignored.
@@ -83,6 +93,7 @@ class Acceptor(Connection):
     software    name of the software at this end, for people
     nonce       32 random bytes, new for every connection
     secret      shared secret; None: this end has none, and refuses a peer that has one
+    packer      of weights, for an end that unpacks them; None: they go as they are
     hello       the other end's Hello; None before its proof has come
     is_looked_at    whether the other end looks at runs, and does nothing else
     """
@@ -90,13 +101,24 @@ class Acceptor(Connection):
     roles = "gateway", "host"
     answers_inspect = answers_trace = False  # which a Welcome says
 
-    def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
+    def __init__(
+        self,
+        *,
+        software: str,
+        nonce: bytes,
+        secret: bytes | None,
+        limits: Limits,
+        now: float,
+        packer: WeightsPacker | None = None,
+    ) -> None:
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.hello: handshake.Hello | None = None
         self.is_looked_at = False
         self._software, self._nonce, self._secret = software, nonce, secret
         self._unproved: handshake.Hello | None = None  # a Hello whose sender may not know the secret
         self._transcript = b""
+        self._packer = packer
+        self._packed: dict[str | None, int] = {}  # module -> version that was told packed last
 
     def welcome_looker(self) -> None:
         """Welcome an end of role "looker". Raises WireError if it is none, or there is none to answer."""
@@ -109,6 +131,14 @@ class Acceptor(Connection):
         """Send a looker snapshots. Raises WireError on a connection not running, or where they are too large."""
         self._check_running(snapshots.kind)
         self._send(snapshots)
+
+    def tell(self, news: Message) -> None:
+        """Send a message, weights packed where that is asked for. Raises WireError on a connection not running."""
+        if isinstance(news, Weights) and self._packer is not None and self.hello is not None and self.hello.unpacks:
+            news = self._packer.packed(news, self._packed.get(news.module))
+        super().tell(news)
+        if isinstance(news, WeightsPacked):
+            self._packed[news.module] = news.version
 
     # To be defined by subclasses
 

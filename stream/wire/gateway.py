@@ -6,7 +6,7 @@ from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.handshake import LOOKER, ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.codec.sharing import WeightsComing, WeightsShared, WeightsUnread
+from rollflow.stream.wire.codec.sharing import WeightsComing, WeightsPacked, WeightsShared, WeightsUnread
 from rollflow.stream.wire.codec.standing import Inspect, Standing
 from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import Event, encoded
@@ -95,6 +95,8 @@ class HostConnection(Initiator):
                 return self._take_request(message)
             case messages.Settings() | messages.Weights() | messages.States() if self._hello.role in ROLLOUTS:
                 return [message]
+            case WeightsPacked() if self._hello.role in ROLLOUTS:
+                return [self._unpacked(message)]
             case WeightsComing() | WeightsShared() if self._hello.role in ROLLOUTS and self._hello.machine is not None:
                 return [message]
             case messages.Cut() if self._hello.role in ROLLOUTS:

@@ -9,6 +9,7 @@ from rollflow.stream.wire.codec import messages
 from rollflow.stream.wire.codec.handshake import LOOKER, Hello, LaneGrant, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
+from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.codec.standing import Inspect, Standing
 from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import ConnectionPhase, Event
@@ -93,6 +94,8 @@ class SourceConnection(Initiator):
                 return [message]
             case messages.Settings() | messages.Weights() | messages.BlocksReleased():
                 return [message]
+            case WeightsPacked():
+                return [self._unpacked(message)]
             case Standing() | TraceSpans():
                 return self._take_answered(message)
             case _:

@@ -55,6 +55,7 @@ from rollflow.stream.wire import (
     Turn,
     Weights,
     WeightsComing,
+    WeightsPacked,
     WeightsShared,
     WeightsUnread,
     Welcome,
@@ -214,6 +215,21 @@ EXAMPLES: dict[str, Message] = {
     "coming": WeightsComing(7),
     "shared": WeightsShared(7, 4711, 9, 144, bytes(range(16)), "walker"),
     "unread": WeightsUnread(7, bytes(range(16)), "walker"),
+    "packed": WeightsPacked(
+        7,
+        None,
+        144,
+        2706210769,
+        np.frombuffer(
+            bytes.fromhex(
+                "28b52ffd20905d0400a2c8202880c5e9f30610dbea560f1e35c34151e3a2f64b2b30797b4b8d840d6502c465e8eb3421"
+                "b4d8a09d02ffc5b9352162e5d96d91192ec868207253351facbdc654bd7317e0f274cc01c3a984ae21488c3225604dd2"
+                "14ff9dff32760419e5764dc0b3db04037812caa5243f88f2dffabf992654c28524d8f2fce1ea5d4becb8bd14a4230101"
+                "00e800a2"
+            ),
+            np.uint8,
+        ),
+    ),
     "states": States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
     "done": Done(41, 40),
     "finished": Finished(42),

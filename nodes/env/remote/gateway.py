@@ -41,6 +41,7 @@ from rollflow.stream.wire import (
     TraceSpans,
     Weights,
     WeightsComing,
+    WeightsPacker,
     WeightsShared,
     WeightsUnread,
 )
@@ -77,6 +78,7 @@ class Gateway:
         self._registry = Registry(role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
         self._envs, self._inspections, self._traces = envs, Inspections(), PeerTraces()
+        self._packer = None if envs.compression is None else WeightsPacker()
         self._epoll = select.epoll()
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
@@ -285,6 +287,7 @@ class Gateway:
             secret=self._envs.secret,
             limits=self._envs.limits,
             now=now,
+            packer=self._packer,
         )
         address = None if dialled is None else dialled.address
         transport = transport_for(sock, connection, self._envs.tls, dialled=address)
@@ -346,6 +349,8 @@ class Gateway:
         peer.host = RemoteHost(name, session, peer.connection, joined_at=now, dialled=peer.dialled)
         self._loop.dialler.welcomed(peer.dialled)
         self._registry.join(peer.host)
+        if self._packer is not None and not hello.unpacks:
+            logger.warning("host %s can't decompress: it gets weights as they are", name)
 
     def _take_back(self, peer: HostPeer, host: RemoteHost, now: float) -> None:
         peer.connection.welcome(host.session, credits=1)

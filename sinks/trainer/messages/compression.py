@@ -15,34 +15,14 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.offloaded.agent_fragment_message import PARTS
 from rollflow.nodes.offloaded.fragment_checks import told_of
+from rollflow.stream.data import zstd
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import RollflowError, WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.wire import Fragment
 
-try:
-    import zstandard
-except ImportError:  # an extra
-    zstandard = None  # type: ignore[assignment]
-
 Columned = dict[str, Any]
-NAME = "zstd"
 COMPRESSED = (Columns.OBS, Columns.NEXT_OBS)
-_LEVEL = 1  # the network is what is slow
-_MOST_BYTES = 1 << 32  # of one array
-
-
-def available() -> list[str]:
-    """Names of the compressions that this end has."""
-    return [] if zstandard is None else [NAME]
-
-
-def check_available(name: str | None) -> None:
-    """Raise ValueError for no such compression, RollflowError where its package is missing."""
-    if name not in (None, NAME):
-        raise ValueError(f"compression is {name!r}, expected {NAME!r} or None")
-    if name is not None and name not in available():
-        raise RollflowError("compression='zstd' takes the package zstandard: pip install rollflow[compression]")
 
 
 def compressed(message: Fragment) -> Fragment:
@@ -84,22 +64,23 @@ def decompressed(message: Fragment) -> Fragment:
 
 def _compressed_columns(columns: Mapping[str, Tree]) -> tuple[Columned, Columned]:
     """With compressed observations, and what those were: column -> dtype and shape of each leaf."""
-    compressor = zstandard.ZstdCompressor(level=_LEVEL)
     packed, was = dict(columns), {}
     for name in COMPRESSED:
         if name not in columns:
             continue
         arrays = [np.ascontiguousarray(leaf) for leaf in leaves_of(columns[name])]
         was[name] = [[array.dtype.str, list(array.shape)] for array in arrays]
-        packed[name] = map_tree(
-            lambda leaf: np.frombuffer(compressor.compress(np.ascontiguousarray(leaf).data), np.uint8), columns[name]
-        )
+        packed[name] = map_tree(_compressed, columns[name])
     return packed, was
+
+
+def _compressed(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return zstd.compressed(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def _decompressed_columns(packed: Any, was: Any) -> Columned:
     if (
-        zstandard is None
+        not zstd.available()
         or not isinstance(packed, Mapping)
         or not isinstance(was, Mapping)
         or not was.keys() <= set(COMPRESSED) & packed.keys()
@@ -121,14 +102,7 @@ def _decompressed(data: NDArray[Any], kind: Any) -> NDArray[Any]:
         dtype, count = np.dtype(name), math.prod(shape)
         if dtype.hasobject or not all(is_whole(side) and side >= 0 for side in shape):
             raise WireError(f"compressed: {told_of(kind)}, expected a dtype and a shape", "fragment")
-        size = dtype.itemsize * count
-        packed = data.tobytes()
-        if size > _MOST_BYTES or zstandard.frame_content_size(packed) != size:
-            raise WireError(f"compressed: an array of {size} bytes is none, expected what is told of it", "fragment")
-        array = np.empty(size, np.uint8)
-        plain = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size) if size else b""
-        array[:] = np.frombuffer(plain, np.uint8)
-        restored: NDArray[Any] = array.view(dtype).reshape(shape)
+        restored: NDArray[Any] = zstd.decompressed(data, dtype.itemsize * count).view(dtype).reshape(shape)
         return restored
-    except (TypeError, ValueError, zstandard.ZstdError) as error:
+    except (TypeError, ValueError) as error:
         raise WireError(f"compressed: {told_of(kind)}: {error}", "fragment") from error

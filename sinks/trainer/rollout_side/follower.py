@@ -14,6 +14,7 @@ from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplink
 from rollflow.stream import wire
 from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.zstd import available
 from rollflow.stream.net.descriptor_transport import check_shared
 
 NOTHING = "nothing"  # what a follower sends
@@ -98,4 +99,5 @@ class WeightsFollower:
             action_space=space,
             autoreset="SAME_STEP",
             metadata={"sends": NOTHING},
+            unpacks=bool(available()),
         )

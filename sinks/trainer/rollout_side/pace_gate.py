@@ -8,9 +8,9 @@ from typing import Any, Self
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.stages.credits import CreditedLane, nobody
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
-from rollflow.sinks.trainer.messages.compression import available
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.zstd import available
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.net.inspections import heard

@@ -20,7 +20,6 @@ from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer.messages.agents_description import AgentsDescription
 from rollflow.sinks.trainer.messages.by_module import joined_weights, parted_weights
-from rollflow.sinks.trainer.messages.compression import available
 from rollflow.sinks.trainer.messages.item_message import AnyFragment, message_of_fragment
 from rollflow.sinks.trainer.rollout_side.batch_observer import BatchObserver
 from rollflow.sinks.trainer.rollout_side.pace_gate import Ask, BatchCredits, LaneNews, PaceGate, Subscriber
@@ -30,6 +29,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError, ModuleError
 from rollflow.stream.data.loss_ledger import Origin, origins_of
 from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.zstd import available
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.wire import NONCE_BYTES, VERSION, Hello, Receipt
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
@@ -132,6 +132,7 @@ class RolloutEnd:
             action_space=describe_space(action_space),
             autoreset="SAME_STEP",
             metadata=self._metadata(lanes) | {"digest": digests.get(self.version)},
+            unpacks=bool(available()),
         )
 
     def take_makers(self, sources: Sequence[Any], changed: Callable[[], None], *, drops: bool) -> None:

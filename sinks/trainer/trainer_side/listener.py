@@ -47,7 +47,7 @@ class TrainerListener:
     """Takes in rollouts that feed a trainer, its sources, and what they send, once it is open.
 
     ahead        fragments that a lane may have begun beyond what is done; None: any number, within the window
-    compression  of observations, for sources that can do it; None: none
+    compression  of observations and weights, for sources that can do it; None: none
     windows      how many items a source may send beyond what is done, and how many are needed
     shares       whether sources lend what they send
     own          shapes of the trainer's own weights, for `NewestWeights`
@@ -90,7 +90,7 @@ class TrainerListener:
         self.reader, self._lookers = StreamReader(), Lookers(self._loop)
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
-        self._shares = shares
+        self._shares, self._packer = shares, None if shares or compression is None else wire.WeightsPacker()
         self._behind: set[RolloutPeer] = set()  # sources with news of their own
         self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
         self._woken = select.poll()
@@ -278,7 +278,7 @@ class TrainerListener:
         """Peer of a socket with a rollout at its other end, which has to prove itself."""
         limits, nonce = self.limits, secrets.token_bytes(wire.NONCE_BYTES)
         connection = wire.TrainerConnection(
-            software=software(), nonce=nonce, secret=self._secret, limits=limits, now=now
+            software=software(), nonce=nonce, secret=self._secret, limits=limits, now=now, packer=self._packer
         )
         if not self._shares:
             return RolloutConnection(transport_for(sock, connection, self._tls, dialled=None), connection, where)

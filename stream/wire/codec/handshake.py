@@ -85,6 +85,7 @@ class Hello:
     machine              the same for hosts that share weights with each other: see the protocol's documentation; None:
                          it gets all weights whole
     answers_trace        whether it answers a TraceRequest
+    unpacks              whether it takes WeightsPacked
     """
 
     kind: ClassVar[str] = "hello"
@@ -108,6 +109,7 @@ class Hello:
     answers_inspect: Annotated[bool, field.flag] = False
     machine: Annotated[str | None, field.nullable(field.text(256))] = None
     answers_trace: Annotated[bool, field.flag] = False
+    unpacks: Annotated[bool, field.flag] = False
 
     @property
     def num_envs(self) -> int:

@@ -17,7 +17,7 @@ from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
 from rollflow.stream.wire.codec.limits import MAX_HEADER
 from rollflow.stream.wire.codec.replaying import Query, Result
-from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, WeightsComing, WeightsShared, WeightsUnread
+from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, Sharing
 from rollflow.stream.wire.codec.standing import Inspect, Snapshots, Standing
 from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 
@@ -390,7 +390,7 @@ class Refused:
 Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
-_Memory = Block | Lent | Series | Forget | BlocksReleased | WeightsComing | WeightsShared | WeightsUnread
+_Memory = Block | Lent | Series | Forget | BlocksReleased | Sharing
 _Asked = Act | Acted | Release | Query | Result | Inspect | Standing | Snapshots | TraceRequest | TraceSpans
 Running = Request | Answer | _News | _Memory | _Asked | Credit | Ping | Pong | Goodbye | Refused
 

@@ -1,11 +1,14 @@
-"""Messages about weights that hosts of one machine share: one gets them whole, and the others read them in its memory.
+"""Messages that spare the network weights: those of hosts that share them, and weights that are packed.
 
-The host that has them whole puts them, as the frame of a `Weights`, into a file that lies in memory and has no name in
-any folder. Other processes of its user open it as `/proc/PROCESS/fd/DESCRIPTOR`.
+Of the hosts of one machine one gets weights whole, and the others read them in its memory. That one puts them, as the
+frame of a `Weights`, into a file that lies in memory and has no name in any folder. Other processes of its user open it
+as `/proc/PROCESS/fd/DESCRIPTOR`.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from numpy.typing import NDArray
 
 from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
@@ -60,3 +63,28 @@ class WeightsUnread:
     version: PolicyVersion
     mark: Annotated[bytes | None, field.nullable(field.raw(MARK_BYTES))]
     module: ModuleName = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsPacked:
+    """Gateway to rollout host, trainer to source: a Weights that takes less room, for an end whose Hello `unpacks`.
+
+    version, module, share    as in Weights
+    base      version of the last WeightsPacked of the module through this connection, whose frame this one's is told by
+              its difference from; None: its frame is told by itself
+    size      bytes of the frame of the Weights, with `share` left out: a multiple of 8
+    checksum  CRC-32 of that frame
+    packed    u8[n], a frame of Zstandard: see the protocol's documentation
+    """
+
+    kind: ClassVar[str] = "packed"
+    version: PolicyVersion
+    base: Annotated[int | None, field.nullable(field.whole(0, MOST_NUMBER))]
+    size: Annotated[int, field.whole(16, 1 << 32)]
+    checksum: Annotated[int, field.whole(0, 0xFFFFFFFF)]
+    packed: Annotated[NDArray[Any], field.array]
+    module: ModuleName = None
+    share: Annotated[bool, field.flag] = False
+
+
+Sharing = WeightsComing | WeightsShared | WeightsUnread | WeightsPacked

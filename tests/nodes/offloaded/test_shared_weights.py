@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -141,10 +141,17 @@ def test_a_file_that_could_change_or_holds_something_else_is_not_read() -> None:
 
 
 @contextmanager
-def rollout_with(stack: ExitStack, hosts: int, **options: Any) -> Iterator[tuple[Rollout, list[BrokenWire]]]:
+def rollout_with(
+    stack: ExitStack,
+    hosts: int,
+    *,
+    compression: Any = None,
+    cuts: Callable[[], int | None] = lambda: None,
+    **options: Any,
+) -> Iterator[tuple[Rollout, list[BrokenWire]]]:
     """A rollout, and hosts that `stack` has in threads, each behind a wire of its own that counts; none is late."""
-    envs = listening(RemoteRollouts, hosts=hosts)
-    wires = [BrokenWire(envs.addresses[0], lambda: None) for _ in range(hosts)]
+    envs = listening(RemoteRollouts, hosts=hosts, compression=compression)
+    wires = [BrokenWire(envs.addresses[0], cuts) for _ in range(hosts)]
     for slot, wire in enumerate(wires):
         stack.callback(wire.close)
         stack.enter_context(rollouts_on(wire.address, makers(slot), module=NumberedModule()))
@@ -188,6 +195,44 @@ def test_each_version_goes_to_a_machine_once_and_every_host_acts_with_it() -> No
         assert 5 * WIDE_BYTES < given_by(wires) < 5 * WIDE_BYTES + LITTLE
     del rollout, wires, stack
     assert held_here() == before
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_compressed_weights_take_less_room_on_the_way_and_every_host_acts_with_them(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shares:
+        monkeypatch.setattr(f"{HOST}.machine", lambda: None)
+    with ExitStack() as stack, rollout_with(stack, 3, compression="zstd") as (rollout, wires):
+        play(rollout, 3, range(5))
+        assert given_by(wires) < LITTLE
+
+
+def test_compressed_weights_are_whole_whatever_connections_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{HOST}.machine", lambda: None)
+    lengths = iter(range(4_000, 16_000, 750))
+    with (
+        ExitStack() as stack,
+        rollout_with(stack, 2, compression="zstd", cuts=lambda: next(lengths, None), prefetch=1) as (rollout, wires),
+    ):
+        fragments, taken = iter(rollout.fragments()), list[Fragment]()
+        for version in range(1, 61):
+            rollout.publish(wide_weights(version))
+            taken.append(next(fragments))
+        while {fragment.lane for fragment in taken if fragment.policy_version == 60} != {0, 1}:
+            taken.append(next(fragments))
+        assert sum(wire.cuts for wire in wires) > 3
+    check_weights(taken)
+
+
+def test_a_host_without_the_package_gets_weights_as_they_are_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(f"{HOST}.available", list)
+    with ExitStack() as stack, rollout_with(stack, 1, compression="zstd") as (rollout, wires):
+        play(rollout, 1, range(2))
+        assert given_by(wires) > 2 * WIDE_BYTES
+    assert "can't decompress: it gets weights as they are" in caplog.text
 
 
 def test_few_weights_go_whole_to_each_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,9 @@ MAY_BE_MISSING = {
     ("coming", "module"),
     ("shared", "module"),
     ("unread", "module"),
+    ("packed", "module"),
+    ("packed", "share"),
+    ("hello", "unpacks"),
 }
 
 

@@ -1,20 +1,25 @@
 """Observations that come compressed are the same; what was not compressed as it says is refused."""
 
 import logging
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import wide_module
 from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rollout_of
 from feeding_rollouts import graph_over, in_lanes_order, running, trainer
 from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings
+from numbered_env import NumberedEnv
 from property_examples import examples
+from remote_hosts import BrokenWire
 
 from rollflow.nodes import Rollout
-from rollflow.sinks.trainer.messages import compression
 from rollflow.sinks.trainer.messages.compression import compressed, decompressed
+from rollflow.stream.data import zstd
 from rollflow.stream.data.errors import RollflowError, WireError
 from rollflow.stream.wire import Fragment, encode
 
@@ -27,6 +32,26 @@ def test_fragments_are_the_same(drawn: Setting) -> None:
         with running(*graph_over(rollout_of(drawn, lanes=drawn.lanes), stream.address)):
             there = list(stream)
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
+
+
+@pytest.mark.parametrize("is_paced", [False, True], ids=["free", "paced"])
+def test_weights_take_less_room_and_are_those_that_were_published(is_paced: bool) -> None:
+    paced: dict[str, Any] = {"max_lag": 0, "on_excess": "pace"} if is_paced else {}
+    options: dict[str, Any] = {"module": wide_module.NumberedModule(), "fragment_length": 8, "num_fragments": 12}
+    rollout = Rollout([partial(NumberedEnv, 0)], seed=0, **options)
+    with (
+        trainer(yields="fragments", compression="zstd", **paced) as stream,
+        closing(BrokenWire(stream.address, lambda: None)) as wire,
+    ):
+        with running(*graph_over(rollout, wire.address)):
+            for version, fragment in enumerate(stream, 1):
+                versions = fragment.column("policy_version")
+                for name in ("weight", "least", "most"):
+                    np.testing.assert_array_equal(fragment.column(name)[: len(versions)], versions)
+                stream.publish(wide_module.wide_weights(version))
+            uses = stream.weights_in_use()
+        assert wire.given < wide_module.WIDE_BYTES / 4
+    assert [use.is_same for use in uses] == [True]
 
 
 def test_it_takes_less_room_on_the_way() -> None:
@@ -60,7 +85,7 @@ def test_where_the_package_is_missing_the_trainer_says_so_and_a_rollout_sends_al
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with trainer(compression="zstd") as stream, monkeypatch.context() as without:
-        without.setattr(compression, "zstandard", None)
+        without.setattr(zstd, "zstandard", None)
         with pytest.raises(RollflowError, match=r"takes the package zstandard: pip install rollflow\[compression\]"):
             trainer(compression="zstd")
         with caplog.at_level(logging.WARNING):

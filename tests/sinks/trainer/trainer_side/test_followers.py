@@ -26,11 +26,14 @@ def taking() -> tuple[Taken, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"max_lag": 0, "on_excess": "pace"}], ids=["free", "paced"])
 @pytest.mark.parametrize("shares", [False, True], ids=["sent", "shared"])
-def test_a_trainer_learns_as_without_its_followers(shares: bool, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_trainer_learns_as_without_its_followers(
+    shares: bool, options: dict[str, Any], compression: str | None, tmp_path: Path
+) -> None:
     taken, take = taking()
     address = f"shm:{tmp_path}/trainer" if shares else "tcp://127.0.0.1:0"
     with (
-        trainer(address, **options) as stream,
+        trainer(address, compression=compression, **options) as stream,
         feeding(stream.address, num_fragments=6, lanes=2),
         WeightsFollower(stream.address, take),
     ):

@@ -1,0 +1,149 @@
+"""Packed weights: they are those that were packed, whatever versions an end has had, or nothing at all."""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_ends import StreamEnds, hello, running
+from wire_messages import EXAMPLES
+from wire_values import same
+
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire import ConnectionBroken, Weights, WeightsPacked, WeightsPacker, encode, weights_packing
+from rollflow.stream.wire.weights_packing import WeightsUnpacker
+
+MOST = 1 << 20
+FIELDS = [field.name for field in dataclasses.fields(Weights)]
+
+
+def learnt(version: int, module: str | None = None, count: int = 4096) -> Weights:
+    """Weights that change a little from version to version, as Adam has it; and some of other dtypes."""
+    generator = np.random.default_rng(0)
+    first = generator.standard_normal(count, np.float32)
+    for _ in range(version):
+        first = first + 3e-4 * generator.standard_normal(count, np.float32)
+    tensors: dict[str, Any] = {"layer.weight": first, "scale": np.full(3, version, np.float64), "count": np.array(7)}
+    tensors["mask"] = generator.integers(0, 2, 33).astype(bool)
+    tensors["half"] = generator.integers(0, 1 << 16, 101).astype(np.uint16)
+    return Weights(version, tensors, {"half": "bfloat16"}, {"note": "a"}, module=module)
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    assert same([getattr(left, name) for name in FIELDS], [getattr(right, name) for name in FIELDS])
+
+
+def size_of(message: Weights | WeightsPacked) -> int:
+    return sum(map(len, encode(message)))
+
+
+@given(st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=12), st.booleans())
+def test_each_end_has_the_weights_that_were_packed_whichever_versions_it_was_sent(
+    sent: list[set[int]], shares: bool
+) -> None:
+    packer, ends, bases = WeightsPacker(), [WeightsUnpacker() for _ in range(4)], dict[tuple[int, str], int]()
+    for version, chosen in enumerate(sent):
+        for module in ("walker", "runner"):
+            weights = replace(learnt(version, module), share=shares)
+            for end in chosen:
+                message = packer.packed(weights, bases.get((end, module)))
+                assert isinstance(message, WeightsPacked)
+                bases[end, module] = version
+                assert_same(ends[end].unpacked(message, MOST), weights)
+
+
+def test_the_next_version_takes_much_less_room_and_one_without_a_base_somewhat_less() -> None:
+    packer = WeightsPacker()
+    alone, then = packer.packed(learnt(0, count=1 << 16), None), packer.packed(learnt(1, count=1 << 16), 0)
+    whole = size_of(learnt(0, count=1 << 16))
+    assert size_of(then) < 0.65 * whole < size_of(alone) < 0.95 * whole
+
+
+def test_few_weights_and_those_that_are_no_smaller_go_as_they_are() -> None:
+    few, noise = learnt(1, count=64), np.random.default_rng(0).integers(0, 1 << 32, 4096, np.uint32)
+    for weights in (few, Weights(1, {"noise": noise}, {}, {})):
+        assert_same(WeightsPacker().packed(weights, None), weights)
+
+
+def test_an_end_that_has_one_of_many_versions_before_gets_weights_without_a_base(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def based(versions: int, *bases: int) -> list[bool]:
+        packer = WeightsPacker()
+        for version in range(versions):
+            packer.packed(learnt(version), None)
+        messages = [packer.packed(learnt(versions), base) for base in bases]
+        return [isinstance(message, WeightsPacked) and message.base is not None for message in messages]
+
+    assert based(6, 2, 3, 4, 5) == [False, True, True, True]
+    monkeypatch.setattr(weights_packing, "_MOST_BYTES", 1)
+    assert based(6, 2, 3, 4, 5) == [False, False, False, True]
+
+
+@given(st.data())
+def test_what_was_changed_on_the_way_is_refused(data: st.DataObject) -> None:
+    packer, end = WeightsPacker(), WeightsUnpacker()
+    end.unpacked(packer.packed(learnt(0), None), MOST)  # type: ignore[arg-type]
+    message: Any = packer.packed(learnt(1), 0)
+    packed = message.packed.copy()
+    change = data.draw(st.sampled_from(["bit", "cut", "size", "checksum", "version", "module", "base"]))
+    if change == "bit":
+        packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        message = replace(message, packed=packed)
+    elif change == "cut":
+        message = replace(message, packed=packed[: data.draw(st.integers(0, len(packed) - 1))])
+    else:
+        other = {"module": "walker"}.get(change, getattr(message, change) or 0)
+        message = replace(message, **{change: other if change == "module" else other + 8})
+    try:
+        weights = end.unpacked(message, MOST)
+    except WireError:
+        return
+    assert_same(weights, learnt(1))  # a bit of Zstandard's header that nobody looks at
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"size": MOST + 8}, f"packed weights of {MOST + 8} bytes, expected at most {MOST}"),
+        ({"base": 3}, "by version 3, expected those that came before"),
+        ({"size": 148}, "an array of 148 bytes is none"),
+        ({"checksum": 1}, "another checksum"),
+        ({"version": 8}, "others than their message says"),
+        ({"packed": np.zeros(4)}, "expected bytes, of a whole frame"),
+        ({"packed": np.zeros(4, np.uint8)}, "packed weights: "),
+    ],
+)
+def test_a_message_that_makes_no_weights_is_refused(changes: dict[str, Any], told: str) -> None:
+    example: Any = EXAMPLES["packed"]
+    assert_same(WeightsUnpacker().unpacked(example, MOST), EXAMPLES["weights"])
+    with pytest.raises(WireError, match=told):
+        WeightsUnpacker().unpacked(replace(example, **changes), MOST)
+
+
+@pytest.mark.parametrize("unpacks", [True, False])
+def test_a_connection_packs_for_an_end_that_unpacks(unpacks: bool) -> None:
+    said = hello(role="rollout", unpacks=unpacks)
+    ends = running(said=said)
+    ends.gateway._packer = WeightsPacker()
+    taken: list[int] = []
+    for version in range(3):
+        ends.gateway.tell(learnt(version))
+        ends.to_host(0)
+        taken.append(len(ends.from_gateway))
+        (weights,) = ends.to_host()
+        assert_same(weights, learnt(version))
+    assert (taken[1] < 0.7 * size_of(learnt(1))) == unpacks
+
+
+def test_packed_weights_break_the_connection_of_an_end_that_does_not_unpack() -> None:
+    ends, stream = running(said=hello(role="rollout")), StreamEnds()
+    ends.gateway.tell(EXAMPLES["packed"])
+    stream.trainer.tell(EXAMPLES["packed"])
+    for (event,) in (ends.to_host(), stream.to_source()):
+        assert isinstance(event, ConnectionBroken)
+        assert "has not said that it unpacks" in str(event.error)
