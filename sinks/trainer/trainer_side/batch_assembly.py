@@ -5,11 +5,33 @@ nothing is lost if a signal handler raises.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
 
 _ByLane = dict[tuple[bytes, int], tuple[ArrivedItem, ...]]
+
+
+class PresentRollouts(Collection[RolloutPeer]):
+    """Those of a trainer's rollouts of which more may come, looked for whenever they are asked for.
+
+    Whether there are any is known by the first of them: a trainer of thousands asks that for each item.
+    """
+
+    def __init__(self, sources: Mapping[bytes, RolloutPeer]) -> None:
+        self._sources = sources
+
+    def __iter__(self) -> Iterator[RolloutPeer]:
+        return (source for source in self._sources.values() if source.is_present)
+
+    def __contains__(self, source: object) -> bool:
+        return any(each is source for each in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return any(True for _ in self)
 
 
 class ArrivalOrder:
@@ -24,11 +46,11 @@ class ArrivalOrder:
         self.waiting: list[ArrivedItem] = []
         self._count = count
 
-    def has_newcomers(self, present: Sequence[RolloutPeer]) -> bool:
+    def has_newcomers(self, present: Collection[RolloutPeer]) -> bool:
         """False: all lanes take part at once."""
         return False
 
-    def begin(self, present: Sequence[RolloutPeer], version: int) -> bool:
+    def begin(self, present: Collection[RolloutPeer], version: int) -> bool:
         """False: the lanes that take part do not change here."""
         return False
 
@@ -36,7 +58,7 @@ class ArrivalOrder:
         """Waiting items, with `arrived` added."""
         return [*self.waiting, *arrived]
 
-    def take(self, present: Sequence[RolloutPeer]) -> tuple[list[list[ArrivedItem]], list[ArrivedItem]]:
+    def take(self, present: Collection[RolloutPeer]) -> tuple[list[list[ArrivedItem]], list[ArrivedItem]]:
         """Next sets, and the items that wait then; no sets unless one is whole, or no rollout is `present` any more."""
         count, waiting = self._size(present), self.waiting
         num_sets = len(waiting) // count if present else min(1, len(waiting))
@@ -45,7 +67,7 @@ class ArrivalOrder:
         sets = [waiting[begin : begin + count] for begin in range(0, num_sets * count, count)]
         return sets, waiting[num_sets * count :]
 
-    def _size(self, present: Sequence[RolloutPeer]) -> int:
+    def _size(self, present: Collection[RolloutPeer]) -> int:
         """Number of items in a set."""
         if self._count is not None:
             return self._count
@@ -69,11 +91,11 @@ class LaneRounds:
         self.waiting: _ByLane = {}
         self._has_begun = False
 
-    def has_newcomers(self, present: Sequence[RolloutPeer]) -> bool:
+    def has_newcomers(self, present: Collection[RolloutPeer]) -> bool:
         """True if there are lanes that no round has had yet."""
         return any(source.lanes - source.gone - source.awaited for source in present)
 
-    def begin(self, present: Sequence[RolloutPeer], version: int) -> bool:
+    def begin(self, present: Collection[RolloutPeer], version: int) -> bool:
         """Let the next round be of all lanes that there are now, unless a round has begun; True if they have changed.
 
         version    newest policy version, when the trainer has no batch that it may publish for
@@ -91,7 +113,7 @@ class LaneRounds:
                 waiting[key] = (*waiting.get(key, ()), each)
         return waiting
 
-    def take(self, present: Sequence[RolloutPeer]) -> tuple[list[list[ArrivedItem]], _ByLane]:
+    def take(self, present: Collection[RolloutPeer]) -> tuple[list[list[ArrivedItem]], _ByLane]:
         """Next round, alone, and the items that wait then; no round unless it has all lanes that are waited for."""
         awaited = {(source.session.token, lane) for source in present for lane in source.awaited - source.gone}
         self._has_begun = not awaited <= self.waiting.keys()

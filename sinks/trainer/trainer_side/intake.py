@@ -2,7 +2,8 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from rollflow.sinks.trainer.trainer_side.batch_assembly import ArrivalOrder, LaneRounds
@@ -118,7 +119,7 @@ class Intake:
                     arrived.source.connection.refuse("fragment", reason)
         self.listener.wake()
 
-    def _has_looked(self, present: Sequence[RolloutPeer], patience: WaitReminder, *, may_begin: bool) -> bool:
+    def _has_looked(self, present: Collection[RolloutPeer], patience: WaitReminder, *, may_begin: bool) -> bool:
         """Gather items that have come; False: not as many rollouts have come as are waited for."""
         if self.listener.arrived:
             joined = self._supply.joined(self.listener.arrived)
@@ -148,7 +149,7 @@ class Intake:
             self._left_out = []
         return admitted
 
-    def _is_enough(self, present: Sequence[RolloutPeer], patience: WaitReminder) -> bool:
+    def _is_enough(self, present: Collection[RolloutPeer], patience: WaitReminder) -> bool:
         """True once as many rollouts have come as are waited for. Raises RunError where they have not in time."""
         self._has_begun = self._expects_no_more or len(self.listener.come) >= (self._awaited or 0)
         if self._has_begun:
@@ -162,11 +163,11 @@ class Intake:
             logger.warning("%s, others have %s (join_timeout): %s", waited, most, self._waiting_text())
         return False
 
-    def _none_or_not_yet(self, present: Sequence[RolloutPeer], patience: WaitReminder) -> list[ArrivedItem] | None:
+    def _none_or_not_yet(self, present: Collection[RolloutPeer], patience: WaitReminder) -> list[ArrivedItem] | None:
         """None where no more items come, else none yet. Raises RunError where all rollouts are lost, for too long."""
         if present:
             if patience.is_long:
-                places = "; ".join(source.whereabouts(self.listener.limits.grace_s) for source in present[:4])
+                places = "; ".join(source.whereabouts(self.listener.limits.grace_s) for source in islice(present, 4))
                 count = f"{len(present)} rollouts" if len(present) > 1 else "one rollout"
                 logger.warning("nothing to hand over for %.0f s, of %s: %s", patience.waited_s, count, places)
             patience.restart()

@@ -13,6 +13,7 @@ from time import monotonic, sleep
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.modules.policy_weights import Shapes
 from rollflow.sinks.trainer.rollout_side.follower import NOTHING
+from rollflow.sinks.trainer.trainer_side.batch_assembly import PresentRollouts
 from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower, checked, fragments_in
 from rollflow.sinks.trainer.trainer_side.compatibility import announce, check_shares, check_together, leaves_overdue
 from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
@@ -55,6 +56,7 @@ class TrainerListener:
     sockets    listened on, of the owner, who sets them before `open` and closes them
     lock       of the sources and of arrived items
     sources    sources that are there, may come back, or have ended, by the tokens of their sessions
+    present    those of which more may come
     come       tokens of all that have ever come
     arrived    items that have come and were not taken, oldest first
     bell       rings when any of these has changed
@@ -80,6 +82,7 @@ class TrainerListener:
         self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
         self.lock = self._loop.lock
         self.sources: dict[bytes, RolloutPeer] = {}
+        self.present = PresentRollouts(self.sources)
         self.arrived: list[ArrivedItem] = []
         self.sockets: Sequence[socket.socket] = ()
         self.bell = Wakeup()
@@ -107,11 +110,6 @@ class TrainerListener:
     def is_open(self) -> bool:
         """True while sources are taken in."""
         return self._thread is not None
-
-    @property
-    def present(self) -> list[RolloutPeer]:
-        """Sources of which more may come."""
-        return [source for source in self.sources.values() if source.is_present]
 
     @property
     def connected(self) -> list[RolloutPeer]:
