@@ -101,14 +101,17 @@ def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, 
     alone.time_more()
     ruled_out = _ruled_out(maker, [info for *_, info in steps], trial(played(1), fragment_length=1), device)
     ruled_out = trials[0].ruled_out() | ruled_out
-    seconds = [took.least for took in rest]
+    # What puts a vector step together goes where the environments go.
+    joining = [each.share_of_envs() * took.least for each, took in zip(trials, rest, strict=True)]
+    envs = [size * of_env.seconds + seconds for size, seconds in zip(sizes, joining, strict=True)]
+    others = [took.least - seconds for took, seconds in zip(rest, joining, strict=True)]
     measured = StepCosts(
         sizes[-1],
-        lambda slots: slots * of_env.seconds,
-        of_env.waits,
-        line(sizes, seconds),
+        line(sizes, envs),
+        of_env.waits * sizes[-1] * of_env.seconds / envs[-1],
+        line(sizes, others),
         start_s,
-        stages=_stages(sizes, seconds, trials),
+        stages=_stages(sizes, others, trials),
         spread=_spread(alone.times),
         step_bytes=trials[-1].step_bytes,
     )
