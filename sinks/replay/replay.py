@@ -169,18 +169,23 @@ class Replay:
         held       number of steps that might have been drawn; for `scale` and `beta` see `Draw`
         """
         count = self.batch_size if count is None else checked_count("count", count, 1)
+        tables: dict[Any, ReplayTable] = {}
+
+        def admits() -> bool:
+            tables.update(self._admitting(count, modules))
+            return bool(tables)
+
         with self._lock:
-            self._wait("sample", lambda: self._admits_sample(count, modules), wait_s)
-            tables = {each: table for each, table in self._asked(modules).items() if table.admits_sample(count)}
+            self._wait("sample", admits, wait_s)
             drawn = {each: table.drawn(count, self.pieces) for each, table in tables.items()}
             batches = {each: batch for each, (batch, _) in drawn.items()}
             check_size(batches, max_bytes)
-            facts = {each: table.facts(drawn[each][1]) for each, table in tables.items()}
-            for each, table in tables.items():
-                table.count(drawn[each][1], count)
+            only = None if modules is None else modules[0]
+            facts = tables[only].facts(drawn[only][1]) if only in tables else {}
+            for each, (_, draw) in drawn.items():
+                tables[each].count(draw, count)
             self.turns.notify()
-        only = None if modules is None else modules[0]
-        return (batches[only], facts[only]) if only in batches else (batches, {})
+        return batches[only] if only in batches else batches, facts
 
     def shard_report(self, elsewhere: StepCounts, module_id: Any = None) -> dict[str, Any]:
         """What this replay counts as one of several shards: the fields of its report, and those below.
@@ -203,7 +208,7 @@ class Replay:
     def may_sample(self, count: int | None = None, modules: Sequence[Any] | None = None) -> bool:
         """True if the rate lets `count` rows be sampled now; None: `batch_size`. Raises ReplayError: it never can."""
         with self._lock:
-            return self._admits_sample(self.batch_size if count is None else count, modules)
+            return bool(self._admitting(self.batch_size if count is None else count, modules))
 
     def batches(self, count: int | None = None) -> Iterator[Batch]:
         """Batches for as long as the rate lets them be sampled: after each insert in a plain loop.
@@ -324,19 +329,13 @@ class Replay:
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
         """Tables with these states: new ones of modules; the one that is there of one agent."""
-        tables = self._tables
-        if None not in states:
-            tables = self._maker.of_modules(states)
-        elif None not in tables or len(states) > 1:
+        tables = self._tables if None in states else self._maker.of_modules(states)
+        if None in states and (None not in tables or len(states) > 1):
             text = "the replay has steps of several agents, got the state of one; expected that of several"
             raise ReplayError(f"{text}, or a new Replay").see("replay")
         for each, of_table in states.items():
             tables[each].set_state(of_table)
         return tables
-
-    def _asked(self, modules: Sequence[Any] | None) -> dict[Any, ReplayTable]:
-        """The tables that a sample is asked of: all, or those of some modules, as far as these have steps."""
-        return {each: table for each, table in self._tables.items() if modules is None or each in modules}
 
     def _table_of(self, module_id: Any) -> ReplayTable:
         try:
@@ -374,8 +373,10 @@ class Replay:
         self._tables = tables | self._maker.of_modules(new, tables)
         return [(self._tables[each], part) for each, part in parts.items()]
 
-    def _admits_sample(self, count: int, modules: Sequence[Any] | None = None) -> bool:
-        return any([table.admits_sample(count) for table in self._asked(modules).values()])
+    def _admitting(self, count: int, modules: Sequence[Any] | None = None) -> dict[Any, ReplayTable]:
+        """The tables whose rate lets a sample through, of those that it is asked of: all, or those of some modules."""
+        asked = self._tables if modules is None else modules
+        return {each: table for each, table in self._tables.items() if each in asked and table.admits_sample(count)}
 
     def _wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until the rate lets a side go on; the lock is held. Raises ReplayError once `wait_s` is over."""

@@ -21,6 +21,7 @@ from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.fragments.fragment_records import ChunkIndex, FragmentLayout
 
 Bools = NDArray[np.bool_]
+_FEW = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +114,9 @@ class RowIndex:
 
     def rows(self, positions: Ints) -> Ints:
         """The rows of positions that are kept."""
-        # Faster than the remainder, since only two rounds of the ring come into question.
+        if positions.size < _FEW:
+            return positions % self.num_rows
+        # Faster for many than the remainder, since only two rounds of the ring come into question.
         rows = positions - (self.begin - self.begin % self.num_rows)
         rows -= self.num_rows * (rows >= self.num_rows)
         return rows
@@ -121,6 +124,13 @@ class RowIndex:
     def positions(self, rows: Ints) -> Ints:
         """The positions that are kept in rows of the ring."""
         return self.begin + (rows - self.begin) % self.num_rows
+
+    def between(self, array: NDArray[Any], begin: int, end: int) -> NDArray[Any]:
+        """An array's rows of positions from `begin` to `end`, at most once round the ring; may be a view."""
+        row = begin % self.num_rows
+        there = array[row : min(row + end - begin, self.num_rows)]
+        behind = end - begin - len(there)
+        return np.concatenate([there, array[:behind]]) if behind else there
 
     def chunk_of(self, positions: Ints) -> Ints:
         """The numbers of the chunks that positions are in."""
@@ -227,7 +237,7 @@ class RowIndex:
     def num_steps_with(self, room: Room) -> int:
         """How many rows will be steps once a fragment has taken its room."""
         begin = max(self.begin, self.end + int(room.sizes.sum()) - self.num_rows)
-        gone = np.count_nonzero(self.is_step[self._rows_between(self.begin, begin)])
+        gone = np.count_nonzero(self.between(self.is_step, self.begin, begin))
         return int(np.count_nonzero(self.is_step) - gone + (room.sizes - room.alone).sum())
 
     def place(self, room: Room) -> Placement:
@@ -239,20 +249,27 @@ class RowIndex:
         removed = self._evict(self.end + total - self.num_rows)
         begin, self.end = self.end, self.end + total
         firsts = begin + np.cumsum(sizes) - sizes
-        numbers = self.chunks.add(len(lengths))
-        rows = self._rows_between(begin, self.end)
+        numbers = np.arange(self.chunks.end, self.chunks.end + len(lengths))
         lasts = np.flatnonzero(alone)  # chunks with a last observation's row behind them
-        behind = (firsts + lengths)[lasts] - begin
+        behind = (firsts + lengths)[lasts]
+        behind_rows = behind % self.num_rows
         is_step = np.ones(total, np.bool_)
-        is_step[behind] = False
-        following = rows + 1
-        following[following == self.num_rows] = 0
-        following[behind] = rows[behind]
-        self._chunk[rows] = np.repeat(numbers, sizes)
-        self.is_step[rows], self.following[rows] = is_step, following
+        is_step[behind - begin] = False
+        first_row = begin % self.num_rows
+        following = np.arange(first_row + 1, first_row + 1 + total, dtype=np.int32)
+        following[max(0, self.num_rows - 1 - first_row) :] -= self.num_rows
+        following[behind - begin] = behind_rows
+        for array, values in (
+            (self._chunk, np.repeat(numbers, sizes)),
+            (self.is_step, is_step),
+            (self.following, following),
+        ):
+            self._write(array, begin, values)
         self._record(numbers, chunks, firsts, lengths, has_ended, before)
         spare = going_on[~alone[going_on]]
-        spare_rows = np.array([self._free.pop() for _ in range(len(spare))], np.int64)
+        kept = len(self._free) - len(spare)
+        spare_rows = np.array(self._free[kept:], np.int64)
+        del self._free[kept:]
         self.following[(firsts + lengths - 1)[spare] % self.num_rows] = spare_rows
         opened.number[chunks.slot] = chunks.number
         opened.steps[chunks.slot] = chunks.t_started + lengths
@@ -260,25 +277,28 @@ class RowIndex:
         self._open.pop(room.lane, None)
         if opened.chunk.max() >= 0:
             self._open[room.lane] = opened
-        is_live, positions = is_step, np.arange(begin, self.end)
+        is_live = is_step
         if self.history:
+            positions = np.arange(begin, self.end)
             step = positions - np.repeat(firsts, sizes)
             needed = np.minimum(np.repeat(chunks.t_started, sizes) + step, self.history)
             is_live = is_step & (self.back(np.where(is_step, positions, begin), self.history)[1] >= needed)
-        self.is_live[rows] = is_live
-        live = positions[is_live]
+        self._write(self.is_live, begin, is_live)
+        live = np.flatnonzero(is_live)
+        live += begin
         self.num_live += len(live)
         self.inserted += int(lengths.sum())
         self.removed += int(lengths.sum()) - len(live)
         slots = len(opened.number)
-        source = np.repeat((chunks.start - firsts) * slots + chunks.slot, sizes) + positions * slots
+        source = np.repeat((chunks.start - firsts + begin) * slots + chunks.slot, sizes)
+        source += np.arange(0, total * slots, slots)
         return Placement(
             begin=begin,
             source=source,
             inserted=live,
             removed=removed,
             ended=np.concatenate([lasts, spare]),
-            rows=np.concatenate([rows[behind], spare_rows]),
+            rows=np.concatenate([behind_rows, spare_rows]),
         )
 
     def remove(self, positions: Ints) -> None:
@@ -296,11 +316,13 @@ class RowIndex:
             opened = OpenEpisodes.none(layout)
         return opened
 
-    def _rows_between(self, begin: int, end: int) -> Ints:
-        """The rows of positions from `begin` to `end`, at most once round the ring."""
-        rows = np.arange(begin % self.num_rows, begin % self.num_rows + end - begin)
-        rows[max(0, self.num_rows - begin % self.num_rows) :] -= self.num_rows
-        return rows
+    def _write(self, array: NDArray[Any], begin: int, values: Any) -> None:
+        """Set an array's rows of positions from `begin` on, at most once round the ring."""
+        row = begin % self.num_rows
+        before = self.num_rows - row
+        array[row : row + len(values[:before])] = values[:before]
+        if len(values) > before:
+            array[: len(values) - before] = values[before:]
 
     def _joined(self, opened: OpenEpisodes, chunks: ChunkIndex) -> Bools:
         """Which chunks go on where a chunk that is kept stopped."""
@@ -330,8 +352,8 @@ class RowIndex:
         is_whole = chunks.t_started == 0
         is_whole[joins] = table.read("is_whole", before[joins])
         fields = {"first": firsts, "stop": firsts + lengths, "t_started": chunks.t_started, "before": before}
-        for name, values in (fields | {"after": -1, "has_ended": has_ended, "is_whole": is_whole}).items():
-            table.write(name, numbers, values)
+        after = np.full(len(numbers), -1)
+        table.add(fields | {"after": after, "has_ended": has_ended, "is_whole": is_whole})
         table.write("after", before[joins], numbers[joins])
         last = (table.read("stop", before[joins]) - 1) % self.num_rows
         self.following[last] = firsts[joins] % self.num_rows
@@ -340,11 +362,13 @@ class RowIndex:
         """Forget positions below `begin`; the positions of live steps that are gone, i64[D]."""
         if begin <= self.begin:
             return np.empty(0, np.int64)
-        gone, rows = np.arange(self.begin, begin), self._rows_between(self.begin, begin)
-        after = self.following[rows[self.is_step[rows]]].astype(np.int64)
-        self._free += after[after >= self.num_rows].tolist()
-        removed = [gone[self.is_live[rows]]]
-        self.is_live[rows] = self.is_step[rows] = False
+        following, is_step = (self.between(array, self.begin, begin) for array in (self.following, self.is_step))
+        self._free += following[following >= self.num_rows].tolist()
+        after = following[is_step].astype(np.int64) if self.history else following
+        removed = [self.begin + np.flatnonzero(self.between(self.is_live, self.begin, begin))]
+        nothing = np.zeros(begin - self.begin, np.bool_)
+        self._write(self.is_live, self.begin, nothing)
+        self._write(self.is_step, self.begin, nothing)
         self.begin = begin
         self.chunks.forget(int(self._chunk[begin % self.num_rows]) if begin < self.end else self.chunks.end)
         for _ in range(self.history):  # steps that have lost what came before them

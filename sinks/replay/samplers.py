@@ -289,17 +289,22 @@ def counts_of(shares: Sequence[float], count: int) -> list[int]:
 
 def _uniform(rows: RowIndex, count: int, generator: np.random.Generator) -> Ints:
     """Positions of live steps, i64[count], each with the same probability."""
-    span = rows.end - rows.begin
-    if rows.num_live == span:
-        return generator.integers(rows.begin, rows.end, size=count)
-    if rows.num_live < span // 4:
-        kept = np.arange(rows.begin, rows.end)
-        kept = kept[rows.is_live[rows.rows(kept)]]
+    span, live = rows.end - rows.begin, rows.num_live
+    if live < span // 4:
+        kept = rows.begin + np.flatnonzero(rows.between(rows.is_live, rows.begin, rows.end))
         return kept[generator.integers(len(kept), size=count)]
-    drawn = generator.integers(rows.begin, rows.end, size=count)
-    missed = np.flatnonzero(~rows.is_live.take(rows.rows(drawn)))
-    while len(missed):  # draw again where a row is no live step
-        again = generator.integers(rows.begin, rows.end, size=len(missed))
-        drawn[missed] = again
-        missed = missed[~rows.is_live.take(rows.rows(again))]
-    return drawn
+    # Positions with no live step are passed over: a few more are drawn, so that enough are left.
+    drawn = _drawn(rows, count + (count * (span - live) * 5) // (4 * live) + 8, generator)
+    while len(drawn) < count:
+        drawn = np.concatenate([drawn, _drawn(rows, count, generator)])
+    return drawn[:count]
+
+
+def _drawn(rows: RowIndex, count: int, generator: np.random.Generator) -> Ints:
+    """Those of `count` positions, drawn alike from all, that have a live step."""
+    span = rows.end - rows.begin
+    drawn = (generator.random(count) * span).astype(np.int64)  # faster than whole numbers, and as good below 2**53
+    drawn += rows.begin
+    if rows.num_live == span:
+        return drawn
+    return drawn[rows.is_live.take(rows.rows(drawn))]
