@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rollflow.stream.snapshots.rates import diagnosis_to_show, is_bad, is_stalled, title_of
+from rollflow.stream.snapshots.rates import diagnosis_to_show, is_bad, is_stalled, last_errors, title_of
 
 Snapshot = Mapping[str, Any]
 
@@ -62,6 +62,7 @@ def _body(run: Snapshot) -> Iterator[RenderableType]:
         yield _edges(run)
     if parties := _parties(run):
         yield Text(parties)
+    yield from (Text(line, style="red") for line in last_errors(run))
     if "conclusion" in run:
         yield Text(run["conclusion"], style="bold")
     if text := diagnosis_to_show(run):

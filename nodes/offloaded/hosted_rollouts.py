@@ -211,7 +211,7 @@ class HostRollouts(Carried, OffloadedRollouts):
         failure = report.failure
         if failure is not None:
             logger.warning("lane %d is lost: host %s: %s", index, remote.host.name, quoted(failure))
-            status.reason = failure
+            status.note(failure)
         if failure is None or fragment.num_rows:
             count.lost = None
             remote.lane.fragment, remote.lane.sequence = fragment, fragment.sequence + 1
@@ -232,7 +232,7 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     def late(self, remote: RemoteLane, reason: str) -> None:
         """Say that a lane is late: it goes on with its fragment, and may come back."""
-        remote.status.reason = reason
+        remote.status.note(reason)
         logger.warning("lane %d is late: %s", remote.status.index, reason)
 
     def lose(self, remote: RemoteLane, reason: str) -> int:

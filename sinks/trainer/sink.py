@@ -22,7 +22,7 @@ from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplin
 from rollflow.sinks.trainer.trainer_side.state import HAS_ENDED
 from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError
-from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.doctor.waits import LastError, Wait
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import check_shared
@@ -200,6 +200,11 @@ class TrainerSink:
     def has_trainer(self) -> bool:
         """True while a trainer is connected."""
         return not self._uplink.problem
+
+    @property
+    def last_error(self) -> LastError | None:
+        """Why there is no trainer; None: there is one."""
+        return LastError(self._uplink.problem, None) if self._uplink.problem else None
 
     @property
     def given(self) -> int:

@@ -89,6 +89,16 @@ class Exit:
     waits: bool
 
 
+class LastError(NamedTuple):
+    """What went wrong last in a node that goes on all the same: its property `last_error`.
+
+    age_s    seconds since; None: it is so still
+    """
+
+    text: str
+    age_s: float | None
+
+
 class Sign(NamedTuple):
     """Silent fault: something that flows, and can't be right. Each kind is told once; again if gone for a minute."""
 

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: Diagnosis) -> dict[str, Any]:
     """What there is to see of a run.
 
-    elapsed_s, bottleneck, conclusion, nodes    as in `Report.as_dict`
+    elapsed_s, bottleneck, conclusion, nodes    as in `Report.as_dict`; a node in which something went wrong also has
+                 its `last_error`: `text` and `age_s`, which is None where it is so still
     tasks, edges    as `drawing.shape` has them; an edge that is measured also has the figures of `Report.as_dict`
     parties      of a look: `name`, `kind`, `doing`, `on` (names), `age_s`
     diagnosis    `state`, `text`, `waited_s`
     """
     found, drawn = report.as_dict(), shape(graph)
+    for name, spec in graph.nodes.items():
+        error = getattr(spec.node, "last_error", None)
+        if error is not None and name in found["nodes"]:
+            found["nodes"][name]["last_error"] = error._asdict()
     names = [edge.name for edge in (*graph.edges, *graph.outputs.values())]
     edges = [edge | found["edges"].get(name, {}) for name, edge in zip(names, drawn["edges"], strict=True)]
     parties = [

@@ -10,7 +10,7 @@ from rollflow.stream.pictures.html import preformatted, table
 from rollflow.stream.pictures.run_html import figures_table
 from rollflow.stream.pictures.timeline import timeline
 from rollflow.stream.snapshots.history import RunHistory
-from rollflow.stream.snapshots.rates import diagnosis_to_show, is_bad, title_of
+from rollflow.stream.snapshots.rates import diagnosis_to_show, is_bad, last_errors, title_of
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -73,7 +73,7 @@ def _section(run: Mapping[str, Any], history: RunHistory) -> str:
         columns.insert(0, graph_picture(run, run["conclusion"]))
     for name, part in run.get("parts", {}).items():
         columns.append(f"<p>{escape(name)}: {escape(part['name'])}</p>{figures_table(part['figures'])}")
-    said = [run.get("error"), run.get("conclusion"), diagnosis_to_show(run)]
+    said = [run.get("error"), *last_errors(run), run.get("conclusion"), diagnosis_to_show(run)]
     text = "\n".join(filter(None, said))
     return (
         f'<section class="{"bad" if is_bad(run) else ""}"><h2>{escape(title_of(run))}</h2>'

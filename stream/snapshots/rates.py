@@ -50,6 +50,16 @@ def diagnosis_to_show(snapshot: Snapshot) -> str:
     return diagnosis["text"] if is_stalled(snapshot) or diagnosis["waited_s"] >= _LONG_S else ""
 
 
+def last_errors(snapshot: Snapshot) -> list[str]:
+    """What went wrong last in each node that goes on all the same, a line each."""
+    lines = []
+    for name, node in _nodes(snapshot).items():
+        if error := node.get("last_error"):
+            when = "now" if error["age_s"] is None else f"{error['age_s']:,.0f} s ago"
+            lines.append(f"{name}, {when}: {error['text']}")
+    return lines
+
+
 def _nodes(snapshot: Snapshot | None) -> Mapping[str, Any]:
     nodes: Mapping[str, Any] = {} if snapshot is None else snapshot.get("nodes", {})
     return nodes

@@ -18,15 +18,21 @@ from typing import Any, Self
 
 import pytest
 from command_errors import assert_one_line
+from ending_envs import Doomed
+from feeding_rollouts import graph_over
+from feeding_rollouts import running as fed_graph
 from numbered_module import NumberedEnv, NumberedModule
+from remote_rollouts import await_that
 from rich.console import Console
 
 from rollflow.cli.main import main
 from rollflow.cli.run_picture import figures_line, picture
 from rollflow.cli.run_viewer import Keys, View
 from rollflow.nodes import Rollout
+from rollflow.stream.pictures.runs_page import runs_html
 from rollflow.stream.snapshots import run_folder
-from rollflow.stream.snapshots.rates import with_rates
+from rollflow.stream.snapshots.history import RunHistory
+from rollflow.stream.snapshots.rates import last_errors, with_rates
 
 FIGURES = {
     "time/total_timesteps": 1200,
@@ -362,3 +368,27 @@ def test_without_a_run_keys_do_nothing() -> None:
     for key in ("enter", "s", "down", "page down", "escape"):
         assert view.press(key)
     assert seen_in(view)[0] == "no run of this user on this machine has a socket in /run"
+
+
+def test_what_went_wrong_last_in_a_stage_stays_in_view(tmp_path: Path) -> None:
+    makers = [partial(Doomed, slot, log=tmp_path, fate="raise", step=3, lives=slot) for slot in (0, 1)]
+    options: dict[str, Any] = {"module": NumberedModule(), "fragment_length": 4, "seed": 0}
+    with Rollout(makers, lanes=2, workers=2, where="processes", **options) as rollout:
+        fragments = rollout.fragments()
+        while "last_error" not in rollout.snapshot()["nodes"]["env"]:
+            next(fragments)
+        [run] = [with_rates(each, None) for each in run_folder.snapshots()]
+    line = "env, 0 s ago: lane 1: RuntimeError: it broke"
+    assert f"│ {line} " in shown(run, width=200)
+    assert line in runs_html([run], {run["path"]: RunHistory()}, "/run")
+
+
+def test_a_sink_says_why_it_has_no_trainer() -> None:
+    def errors() -> list[str]:
+        return [line for run in run_folder.snapshots() for line in last_errors(run)]
+
+    rollout = Rollout("CartPole-v1", fragment_length=8, seed=0)
+    with fed_graph(*graph_over(rollout, "tcp://127.0.0.1:1")):
+        await_that(lambda: any("refused" in line for line in errors()))
+        [line] = errors()
+    assert line.startswith("trainer, now: trainer tcp://127.0.0.1:1: ")

@@ -142,7 +142,7 @@ class HostCarrier:
             if self.gateway.hosts.get(remote.host.session.token) is remote.host:
                 yield from self._set_out(remote)
             else:
-                remote.status.reason = f"host {remote.host.name} left before the first step"
+                remote.status.note(f"host {remote.host.name} left before the first step")
                 yield self._leave(remote)
 
     def hand_over(self, lane: L) -> L | None:
@@ -232,7 +232,7 @@ class HostCarrier:
         """End a lane's open episodes."""
         status = remote.status
         self.supervisor.deadlines.end(status.index)
-        status.reason = reason
+        status.note(reason)
         self.supervisor.lost_steps += self._dialogue.lose(remote, reason)
         logger.warning("lane %d is lost: %s", status.index, reason)
         if traceback:  # for people, and the host has logged its own

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
-from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.doctor.waits import LastError, Wait
 from rollflow.stream.traces.fragment_trace import FragmentTrace
 
 
@@ -117,6 +117,11 @@ class Carried:
     def patience(self) -> float | None:
         """Seconds until a lane is late or begins anew."""
         return self.carrier.patience
+
+    @property
+    def last_error(self) -> LastError | None:
+        """Why a lane was lost, or late, last; None: none ever was. From any thread."""
+        return self._supervisor.last_error
 
     @property
     def in_flight(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.env.workers.watch import ProgressMark, ProgressWatch
 from rollflow.stream.data.errors import EnvError
+from rollflow.stream.doctor.waits import LastError
 from rollflow.stream.net.backoff import pause_s
 
 _LONGEST_DELAY_S = 30.0
@@ -73,6 +74,7 @@ class LaneStatus:
     failures       losses in a row
     steps          vector steps since the last loss
     reason         cause of the last loss
+    noted_at       time at which that was noted
     due            time when it begins anew, where it is LOST
     raised         last error of its environments; None: they have never raised
     has_stepped    True once its environments have made a step
@@ -85,6 +87,7 @@ class LaneStatus:
     failures: int = 0
     steps: int = 0
     reason: str = ""
+    noted_at: float = 0.0
     due: float = 0.0
     raised: RaisedError | None = None
     has_stepped: bool = False
@@ -93,6 +96,10 @@ class LaneStatus:
     def is_at_work(self) -> bool:
         """True if it makes steps, or should: its environments are there, and it is neither late nor lost."""
         return self.phase in (LanePhase.READY, LanePhase.STEPPING)
+
+    def note(self, reason: str) -> None:
+        """Note the cause of a loss, or why the lane is late."""
+        self.reason, self.noted_at = reason, monotonic()
 
     def made_step(self, fragment_length: int) -> None:
         """Count a vector step: after a fragment of them, losses are forgotten."""
@@ -131,6 +138,14 @@ class LaneSupervisor:
         status = LaneStatus(len(self.lanes), phase)
         self.lanes.append(status)
         return status
+
+    @property
+    def last_error(self) -> LastError | None:
+        """Why a lane was lost, or late, last; None: none ever was. From any thread."""
+        lane = max(self.lanes[:], key=lambda each: each.noted_at, default=None)
+        if lane is None or not lane.reason:
+            return None
+        return LastError(f"lane {lane.index}: {lane.reason}", monotonic() - lane.noted_at)
 
     @property
     def share_at_work(self) -> float | None:

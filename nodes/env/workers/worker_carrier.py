@@ -281,7 +281,7 @@ class WorkerCarrier:
 
     def _lane_lost(self, link: LaneLink, reason: str, traceback: str = "") -> Iterator[Any]:
         status, was = link.status, link.status.phase
-        status.reason = reason
+        status.note(reason)
         traceback = f"\n{traceback}" if traceback else ""
         self.supervisor.fail(status)
         self._node.listener.lane_lost(link.index)
