@@ -22,6 +22,7 @@ from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 from rollflow.stream.graph.report import CALLER, Report
 
 _COMPARED_STEPS = 256  # of lanes, in a round that is simulated, where many settings are compared
+_MOSTLY = 0.5  # share of the environments' time
 _WORTH = 1.1  # how many times as fast a change must be to be named
 _WORKER_BYTES = {"processes": 60 << 20, "rollouts": 220 << 20}  # that a worker process takes for itself
 _TIMES_SLOTS, _TIMES_CORES, _HOSTS = (1, 2, 4), (2, 4), (2, 4)  # of the table
@@ -271,7 +272,10 @@ def predicted(costs: StepCosts, setting: Setting, cores: int) -> Prediction:
 
 
 def calibrated(costs: StepCosts, now: Setting, running: Running) -> StepCosts:
-    """The costs, with what a run has measured itself: the reader's times, and inline the means of its stages."""
+    """The costs, with what a run has measured itself: the reader's times, and inline the means of its stages.
+
+    Behind environments that mostly wait, an inline run's stages find caches cold, as those of other settings do not.
+    """
     report = running.report
     times = running.reader_times[1:] or running.reader_times  # the first one may have to set things up
     if times:
@@ -282,12 +286,15 @@ def calibrated(costs: StepCosts, now: Setting, running: Running) -> StepCosts:
     busy = {node.name: node.busy_s / node.items for node in report.nodes if node.items and node.name != CALLER}
     if min(node.items for node in report.nodes if node.name in ("env", "module")) < now.fragment_length:
         return costs  # its first steps set things up
+    env = _scaled(costs.env, busy["env"] / max(costs.env(slots), 1e-9))
+    if costs.waits > _MOSTLY:
+        return replace(costs, env=env)
     stages = {
         stage: _scaled(part, busy[stage] / max(part(slots), 1e-9))
         for stage, part in costs.parts.items()
         if stage in busy
     }
-    return replace(costs, env=_scaled(costs.env, busy["env"] / max(costs.env(slots), 1e-9)), stages=stages)
+    return replace(costs, env=env, stages=stages)
 
 
 def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting]) -> str:
