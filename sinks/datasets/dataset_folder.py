@@ -21,7 +21,8 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ STEPS, EPISODES, ENV_EPISODES, MODULES = "steps", "episodes", "env_episodes", "m
 LAST_OBS, ENV_EPS_ID, ENV_T = "last_obs", "env_eps_id", "env_t"
 # Columns of steps that are written with a dictionary: numbers take longer, for no less.
 _REPEATED = [Columns.EPS_ID, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID]
+MARK = "rollflow.files"
+_GROUP_BYTES = 1 << 20  # of tables, before compression, that make a row group
 _SOUGHT = ["run", Columns.EPS_ID, Columns.T]  # and those with least and largest values, by which readers seek rows
 DESCRIPTION, _LOCK, _SUFFIX = "dataset.json", ".lock", ".parquet"
 _KINDS = {"observation_space": (dict, type(None)), "action_space": (dict,), "columns": (dict,), "runs": (list,)}
@@ -318,42 +321,57 @@ class FileSet:
     folder      of the dataset, which is locked
     number      of the files
 
-    nbytes      written so far to all
-    num_steps   written so far
+    Tables of small fragments wait, and become one row group: to write one takes a while, however small it is.
     """
 
     def __init__(self, folder: DatasetFolder, number: int) -> None:
         self._folder, self.number = folder, number
         self._files: dict[str, Any] = {}
         self._writers: dict[str, Any] = {}
-        self.num_steps = 0
+        self._waiting: dict[str, list[Any]] = {}
+        self._waiting_bytes = 0
+        self._mark = secrets.token_hex(8)  # in all of the files, so that no other one takes the place of one of them
 
     @property
     def nbytes(self) -> int:
-        """Bytes written so far to all files."""
-        return sum(file.tell() for file in self._files.values())
+        """Bytes of all files, and of the tables that wait for them."""
+        written: int = sum(file.tell() for file in self._files.values())
+        return self._waiting_bytes + written
 
-    def write(self, kind: str, table: Any) -> None:
-        """Write a table as one row group."""
-        _, pq = import_pyarrow()
-        has_steps = Path(kind).name == STEPS
-        if kind not in self._writers:
-            make_folder(self._folder.path / kind, self._folder.path)
-            file = self._files[kind] = self._folder.partial(kind, self.number).open("wb")
-            self._writers[kind] = pq.ParquetWriter(
-                file,
-                table.schema,
-                compression="zstd",
-                compression_level=1,
-                use_dictionary=_REPEATED if has_steps else False,
-                write_statistics=_SOUGHT if has_steps else True,
-                write_page_checksum=True,
-            )
-        self._writers[kind].write_table(table, row_group_size=max(1, table.num_rows))
-        self.num_steps += table.num_rows if has_steps else 0
+    def write(self, tables: Iterable[tuple[str, Any]]) -> None:
+        """Write the tables of a fragment, each of one kind, or let them wait for others."""
+        for kind, table in tables:
+            self._waiting.setdefault(kind, []).append(table)
+            self._waiting_bytes += table.nbytes
+        if self._waiting_bytes >= _GROUP_BYTES:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write a row group of each kind of table that waits."""
+        pa, pq = import_pyarrow()
+        for kind, tables in self._waiting.items():
+            has_steps = Path(kind).name == STEPS
+            table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).unify_dictionaries()
+            if kind not in self._writers:
+                make_folder(self._folder.path / kind, self._folder.path)
+                # Arrow's own file: it waits for no interpreter lock, which a rollout holds nearly all the time.
+                file = self._files[kind] = pa.OSFile(os.fspath(self._folder.partial(kind, self.number)), "wb")
+                self._writers[kind] = pq.ParquetWriter(
+                    file,
+                    table.schema,
+                    compression="zstd",
+                    compression_level=1,
+                    use_dictionary=_REPEATED if has_steps else False,
+                    write_statistics=_SOUGHT if has_steps else True,
+                    write_page_checksum=True,
+                )
+                self._writers[kind].add_key_value_metadata({MARK: self._mark})
+            self._writers[kind].write_table(table, row_group_size=max(1, table.num_rows))
+        self._waiting, self._waiting_bytes = {}, 0
 
     def commit(self) -> None:
         """End the files, write them to the disk, and name them; the one that commits the others comes last."""
+        self._write_waiting()
         for kind, writer in self._writers.items():
             writer.close()
             self._files[kind].flush()

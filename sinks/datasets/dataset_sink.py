@@ -36,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _StepCounts:
-    """Numbers of steps: handed to a sink, in committed files, and not written since writing has failed."""
+    """Numbers of steps: handed to a sink, on the way to a file, in committed files, and not written after a failure."""
 
     handed_over: int = 0
+    under_way: int = 0
     committed: int = 0
     unwritten: int = 0
 
@@ -294,10 +295,11 @@ class DatasetSink:
             if self._failure is not None:
                 self._steps.unwritten += fragment.num_steps
                 return
+            self._steps.under_way += fragment.num_steps
             try:
                 self._write_fragment(fragment, runs)
             except Exception as error:
-                self._fail(error, fragment.num_steps)
+                self._fail(error)
                 return
         finally:
             self._room.release()
@@ -310,14 +312,11 @@ class DatasetSink:
             self._files, self._opened_at = FileSet(self._folder, self._next_number), time.monotonic()
             self._next_number += 1
         columns = {name: kind["columns"] for name, kind in self._kinds.items()}
-        # Steps come last: only they are counted, and what goes with them is there then.
         if isinstance(fragment, Fragment):
             steps, episodes = tables_of(fragment, columns[""], runs)
-            self._files.write(EPISODES, episodes)
-            self._files.write(STEPS, steps)
+            self._files.write([(EPISODES, episodes), (STEPS, steps)])
         else:
-            for kind, table in agent_tables_of(fragment, columns, runs):
-                self._files.write(kind, table)
+            self._files.write(agent_tables_of(fragment, columns, runs))
 
     def _commit(self) -> None:
         files = self._files
@@ -326,17 +325,16 @@ class DatasetSink:
         try:
             files.commit()
         except Exception as error:
-            self._fail(error, 0)
+            self._fail(error)
             return
-        self._steps.committed += files.num_steps
+        self._steps.committed, self._steps.under_way = self._steps.committed + self._steps.under_way, 0
         self._files = None
 
-    def _fail(self, error: Exception, num_steps: int) -> None:
-        """Give up: nothing is written from now on. `num_steps` are those of the fragment at hand."""
+    def _fail(self, error: Exception) -> None:
+        """Give up: nothing is written from now on."""
         files, self._files = self._files, None
-        self._steps.unwritten += num_steps
+        self._steps.unwritten, self._steps.under_way = self._steps.unwritten + self._steps.under_way, 0
         if files is not None:
-            self._steps.unwritten += files.num_steps
             files.discard()
         self._failure = error
 

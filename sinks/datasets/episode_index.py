@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, STEPS, DatasetFolder, no_steps
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, MARK, STEPS, DatasetFolder, no_steps
 from rollflow.sinks.datasets.episode_block import Ints
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
@@ -177,7 +177,14 @@ def read_chunks(
         wanted = [int(lengths[end - size : end].sum()) for end, size in zip(ends, sizes, strict=True)]
         if wanted != rows or not sizes:
             raise damaged(folder.file(STEPS, number), f"its row groups have {rows} steps, {path.name} says {wanted}")
+        if _mark_of(steps.metadata) != _mark_of(footer):
+            raise damaged(folder.file(STEPS, number), f"it was not written together with {path}")
     return table, sizes, {EPISODES: footer, STEPS: steps.metadata}
+
+
+def _mark_of(footer: Any) -> Any:
+    """What files that were written together have alike; those of earlier versions have none."""
+    return (footer.metadata or {}).get(MARK.encode())
 
 
 def numbers_in(table: Any, name: str) -> Ints:

@@ -168,14 +168,24 @@ def test_the_files_can_be_understood_without_rollflow(path: Path, played: Played
     assert (rewards.compression, "RLE_DICTIONARY" in rewards.encodings) == ("ZSTD", False)
 
 
-def test_a_file_has_a_row_group_for_each_fragment(played: Played, tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [1, 5000, 1 << 20])
+def test_small_fragments_share_a_row_group_and_large_ones_have_one_each(
+    least: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.sinks.datasets.dataset_folder._GROUP_BYTES", least)
     with DatasetSink(tmp_path) as sink:
         for fragment in played.fragments:
             sink(fragment)
-    (name,) = (tmp_path / "steps").glob("*.parquet")
-    metadata = pq.ParquetFile(name).metadata
-    rows = [metadata.row_group(each).num_rows for each in range(metadata.num_row_groups)]
-    assert rows == [fragment.num_steps for fragment in played.fragments]
+    counts = [fragment.num_steps for fragment in played.fragments]
+    for kind in ("steps", "episodes"):
+        (name,) = (tmp_path / kind).glob("*.parquet")
+        metadata = pq.ParquetFile(name).metadata
+        groups = [metadata.row_group(each).num_rows for each in range(metadata.num_row_groups)]
+        assert len(groups) == 1 if least == 1 << 20 else len(groups) <= len(counts)
+        assert (len(groups) == len(counts)) == (least == 1)
+    assert sum(pq.read_table(tmp_path / "steps").column("rewards").is_valid().to_pylist()) == sum(counts)
+    assert DatasetSource(tmp_path).num_steps == sum(counts)
+    assert sum(fragment.num_steps for fragment in DatasetSource(tmp_path).fragments()) == sum(counts)
 
 
 def test_a_file_is_ended_when_its_time_is_over(played: Played, tmp_path: Path) -> None:
@@ -280,7 +290,7 @@ def test_a_damaged_file_is_named(path: Path) -> None:
     with pytest.raises(DatasetError, match=f"{name} can't be read"):
         list(DatasetSource(path).fragments())
     name.write_bytes((path / "steps" / "000001.parquet").read_bytes())
-    with pytest.raises(DatasetError, match=f"{name} can't be read: its row groups have"):
+    with pytest.raises(DatasetError, match=f"{name} can't be read: it was not written together with"):
         DatasetSource(path)
     name.write_bytes(whole)
     (path / "episodes" / "000001.parquet").unlink()
