@@ -1,7 +1,8 @@
 """Datasets: a rollout that writes beside one that doesn't, and writing and reading beside pyarrow alone.
 
-Rows are those of CartPole, and of four stacked frames of 84 x 84 bytes as one observation. `write, pyarrow` stands
-beside pyarrow that writes the same tables, made before anything is measured, into one file, with the same compression.
+Rows are those of CartPole, and of four stacked frames of 84 x 84 bytes as one observation. A rollout that trains has
+its policy learn from each fragment, in four passes; the other one's reader does nothing. `write, pyarrow` stands beside
+pyarrow that writes the same tables, made before anything is measured, into one file, with the same compression.
 `read, pyarrow` makes train batches in a shuffled order; beside it pyarrow reads the same columns in theirs. Bytes are
 those of the tables in memory.
 
@@ -11,20 +12,24 @@ those of the tables in memory.
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from benchmarks.command import run
 from benchmarks.pairs import Record, Sizes, in_turns, paired, record, steps_per_s
+from benchmarks.policies import Mlp
 from benchmarks.replay import SLOTS, Coin, Frames, made
 from rollflow.nodes import Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.stream import Fragment
 
-FRAGMENT_LENGTH, COUNT = 64, {"CartPole": 16, "pixels": 4}
+FRAGMENT_LENGTH, COUNT, AGAIN = 64, {"CartPole": 16, "pixels": 4}, {"CartPole": 8, "pixels": 1}
+AIM, WRITING_AIM = 0.7, 0.97
 
 
 def measure(sizes: Sizes) -> list[Record]:
@@ -41,10 +46,12 @@ def measure(sizes: Sizes) -> list[Record]:
 
 def measured(kind: str, fragments: list[Fragment], folder: Path, sizes: Sizes) -> list[Record]:
     """Lines for one kind of row."""
-    pairs = in_turns(
-        rolling(kind, folder, sizes, writes=True), rolling(kind, folder, sizes, writes=False), sizes.rounds
-    )
-    records = [record(f"{kind}, a rollout that writes", SLOTS, pairs, aim=None, beside_name="the rollout alone")]
+    records = []
+    for learns in (True, False) if kind == "CartPole" else (False,):
+        writing, alone = (rolling(kind, folder, sizes, writes=writes, learns=learns) for writes in (True, False))
+        name, pairs = "training" if learns else "a rollout", in_turns(writing, alone, sizes.rounds)
+        aim = WRITING_AIM if learns else None
+        records.append(record(f"{kind}, {name} that writes", SLOTS, pairs, aim=aim, beside_name="the same alone"))
     num_steps = sum(fragment.num_steps for fragment in fragments)
     ready = folder / "ready"
     with DatasetSink(ready, max_file_bytes=1 << 40, max_file_s=1e9) as sink:
@@ -54,21 +61,23 @@ def measured(kind: str, fragments: list[Fragment], folder: Path, sizes: Sizes) -
     tables = [table_groups(path) for path in files]
     nbytes = sum(table.nbytes for groups in tables for table in groups)
 
+    again = AGAIN[kind]  # so that the beginning and the end of a file, and of a dataset, count as little as they do
+
     def write() -> int:
         shutil.rmtree(folder / "written", ignore_errors=True)
         with DatasetSink(folder / "written") as sink:
-            for fragment in fragments:
+            for fragment in again * fragments:
                 sink(fragment)
-        return num_steps
+        return again * num_steps
 
     def write_tables() -> int:
         for groups, name in zip(tables, ("steps", "episodes"), strict=True):
             with pq.ParquetWriter(
                 folder / name, groups[0].schema, compression="zstd", compression_level=1, use_dictionary=["eps_id"]
             ) as writer:
-                for table in groups:
+                for table in again * groups:
                     writer.write_table(table, row_group_size=len(table))
-        return num_steps
+        return again * num_steps
 
     def read() -> int:
         return sum(len(batch["rewards"]) for batch in DatasetSource(ready, shuffle_seed=0).batches())
@@ -77,34 +86,54 @@ def measured(kind: str, fragments: list[Fragment], folder: Path, sizes: Sizes) -
         return sum(len(pq.read_table(path, use_threads=False)) for path in files[:1])
 
     for name, ours, beside in (("write", write, write_tables), ("read", read, read_tables)):
-        line = paired(f"{kind}, {name}, pyarrow", SLOTS, ours, beside, aim=None, sizes=sizes, beside_name="pyarrow")
+        line = paired(f"{kind}, {name}, pyarrow", SLOTS, ours, beside, aim=AIM, sizes=sizes, beside_name="pyarrow")
         per_step = nbytes / num_steps / 1e6
         line["mb_per_s"] = [round(line[side] * per_step, 1) for side in ("steps_per_s", "beside")]
         records.append(line)
     return records
 
 
-def rolling(kind: str, folder: Path, sizes: Sizes, *, writes: bool) -> Callable[[], float]:
+def rolling(kind: str, folder: Path, sizes: Sizes, *, writes: bool, learns: bool) -> Callable[[], float]:
     """Steps per second of a rollout that was just opened, with a sink or without."""
 
     def rate() -> float:
         env: Any = "CartPole-v1" if kind == "CartPole" else Frames(SLOTS)
         options: dict[str, Any] = {"num_envs": SLOTS} if kind == "CartPole" else {}
         shutil.rmtree(folder / "rolled", ignore_errors=True)
-        with Rollout(env, module=Coin(), fragment_length=FRAGMENT_LENGTH, seed=0, **options) as rollout:
-            fragments = rollout.fragments()
-            if not writes:
-                return steps_per_s(lambda: next(fragments).num_steps, sizes.seconds)
-            with DatasetSink(folder / "rolled") as sink:
-                return steps_per_s(lambda: written(sink, next(fragments)), sizes.seconds)
+        module = Mlp() if learns else Coin()
+        with ExitStack() as opened:
+            rollout = opened.enter_context(Rollout(env, module=module, fragment_length=FRAGMENT_LENGTH, **options))
+            sink = opened.enter_context(DatasetSink(folder / "rolled")) if writes else None
+            fragments, update = rollout.fragments(), updating(module) if learns else None
+
+            def step() -> int:
+                fragment = next(fragments)
+                if sink is not None:
+                    sink(fragment)
+                if update is not None:
+                    update(fragment)
+                return fragment.num_steps
+
+            return steps_per_s(step, sizes.seconds)
 
     return rate
 
 
-def written(sink: DatasetSink, fragment: Fragment) -> int:
-    """Hand a fragment to a sink."""
-    sink(fragment)
-    return fragment.num_steps
+def updating(module: Any) -> Callable[[Fragment], None]:
+    """What has a module learn from a fragment: four passes over its steps, in quarters, by policy gradients."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=3e-4)
+
+    def update(fragment: Fragment) -> None:
+        obs, actions, rewards = (torch.from_numpy(fragment.gather(name)) for name in ("obs", "actions", "rewards"))
+        for _ in range(4):
+            for rows in torch.randperm(len(rewards)).chunk(4):
+                logits = module.forward_train({"obs": obs[rows]})["action_dist_inputs"]
+                logp = torch.distributions.Categorical(logits=logits).log_prob(actions[rows])
+                optimizer.zero_grad()
+                (-(logp * rewards[rows]).mean()).backward()
+                optimizer.step()
+
+    return update
 
 
 def table_groups(path: Path) -> list[pa.Table]:
