@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.replay.chunk_table import ChunkTable, Ints
+from rollflow.sinks.replay.ring import read_ring, write_ring
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.fragments.fragment_records import ChunkIndex, FragmentLayout
 
@@ -125,13 +126,6 @@ class RowIndex:
         """The positions that are kept in rows of the ring."""
         return self.begin + (rows - self.begin) % self.num_rows
 
-    def between(self, array: NDArray[Any], begin: int, end: int) -> NDArray[Any]:
-        """An array's rows of positions from `begin` to `end`, at most once round the ring; may be a view."""
-        row = begin % self.num_rows
-        there = array[row : min(row + end - begin, self.num_rows)]
-        behind = end - begin - len(there)
-        return np.concatenate([there, array[:behind]]) if behind else there
-
     def chunk_of(self, positions: Ints) -> Ints:
         """The numbers of the chunks that positions are in."""
         numbers: Ints = self._chunk[self.rows(positions)]
@@ -237,7 +231,7 @@ class RowIndex:
     def num_steps_with(self, room: Room) -> int:
         """How many rows will be steps once a fragment has taken its room."""
         begin = max(self.begin, self.end + int(room.sizes.sum()) - self.num_rows)
-        gone = np.count_nonzero(self.between(self.is_step, self.begin, begin))
+        gone = np.count_nonzero(read_ring(self.is_step, self.num_rows, self.begin, begin))
         return int(np.count_nonzero(self.is_step) - gone + (room.sizes - room.alone).sum())
 
     def place(self, room: Room) -> Placement:
@@ -264,7 +258,7 @@ class RowIndex:
             (self.is_step, is_step),
             (self.following, following),
         ):
-            self._write(array, begin, values)
+            write_ring(array, self.num_rows, begin, values)
         self._record(numbers, chunks, firsts, lengths, has_ended, before)
         spare = going_on[~alone[going_on]]
         kept = len(self._free) - len(spare)
@@ -283,7 +277,7 @@ class RowIndex:
             step = positions - np.repeat(firsts, sizes)
             needed = np.minimum(np.repeat(chunks.t_started, sizes) + step, self.history)
             is_live = is_step & (self.back(np.where(is_step, positions, begin), self.history)[1] >= needed)
-        self._write(self.is_live, begin, is_live)
+        write_ring(self.is_live, self.num_rows, begin, is_live)
         live = np.flatnonzero(is_live)
         live += begin
         self.num_live += len(live)
@@ -315,14 +309,6 @@ class RowIndex:
         if opened is None or opened.layout is not layout:
             opened = OpenEpisodes.none(layout)
         return opened
-
-    def _write(self, array: NDArray[Any], begin: int, values: Any) -> None:
-        """Set an array's rows of positions from `begin` on, at most once round the ring."""
-        row = begin % self.num_rows
-        before = self.num_rows - row
-        array[row : row + len(values[:before])] = values[:before]
-        if len(values) > before:
-            array[: len(values) - before] = values[before:]
 
     def _joined(self, opened: OpenEpisodes, chunks: ChunkIndex) -> Bools:
         """Which chunks go on where a chunk that is kept stopped."""
@@ -362,13 +348,15 @@ class RowIndex:
         """Forget positions below `begin`; the positions of live steps that are gone, i64[D]."""
         if begin <= self.begin:
             return np.empty(0, np.int64)
-        following, is_step = (self.between(array, self.begin, begin) for array in (self.following, self.is_step))
+        following, is_step = (
+            read_ring(array, self.num_rows, self.begin, begin) for array in (self.following, self.is_step)
+        )
         self._free += following[following >= self.num_rows].tolist()
         after = following[is_step].astype(np.int64) if self.history else following
-        removed = [self.begin + np.flatnonzero(self.between(self.is_live, self.begin, begin))]
+        removed = [self.begin + np.flatnonzero(read_ring(self.is_live, self.num_rows, self.begin, begin))]
         nothing = np.zeros(begin - self.begin, np.bool_)
-        self._write(self.is_live, self.begin, nothing)
-        self._write(self.is_step, self.begin, nothing)
+        write_ring(self.is_live, self.num_rows, self.begin, nothing)
+        write_ring(self.is_step, self.num_rows, self.begin, nothing)
         self.begin = begin
         self.chunks.forget(int(self._chunk[begin % self.num_rows]) if begin < self.end else self.chunks.end)
         for _ in range(self.history):  # steps that have lost what came before them

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.sinks.replay.chunk_table import Ints
+from rollflow.sinks.replay.ring import read_ring
 from rollflow.sinks.replay.row_index import Bools, RowIndex
 from rollflow.stream.data.errors import ReplayError
 
@@ -291,7 +292,7 @@ def _uniform(rows: RowIndex, count: int, generator: np.random.Generator) -> Ints
     """Positions of live steps, i64[count], each with the same probability."""
     span, live = rows.end - rows.begin, rows.num_live
     if live < span // 4:
-        kept = rows.begin + np.flatnonzero(rows.between(rows.is_live, rows.begin, rows.end))
+        kept = rows.begin + np.flatnonzero(read_ring(rows.is_live, rows.num_rows, rows.begin, rows.end))
         return kept[generator.integers(len(kept), size=count)]
     # Positions with no live step are passed over: a few more are drawn, so that enough are left.
     drawn = _drawn(rows, count + (count * (span - live) * 5) // (4 * live) + 8, generator)
