@@ -294,7 +294,10 @@ def calibrated(costs: StepCosts, now: Setting, running: Running) -> StepCosts:
         for stage, part in costs.parts.items()
         if stage in busy
     }
-    return replace(costs, env=env, stages=stages)
+    # What the ring takes between two stages counts with the last one.
+    of_lane = ((running.round_s or 0.0) - costs.update_s) / (now.fragment_length * now.lanes)
+    between, last = max(0.0, of_lane - busy["env"] - sum(map(busy.__getitem__, stages))), next(reversed(stages))
+    return replace(costs, env=env, stages=stages | {last: lambda count, of=stages[last]: of(count) + between})
 
 
 def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting]) -> str:

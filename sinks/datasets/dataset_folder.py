@@ -342,7 +342,7 @@ class FileSet:
         """Write the tables of a fragment, each of one kind, or let them wait for others."""
         for kind, table in tables:
             self._waiting.setdefault(kind, []).append(table)
-            self._waiting_bytes += table.nbytes
+            self._waiting_bytes += table.get_total_buffer_size()
         if self._waiting_bytes >= _GROUP_BYTES:
             self._write_waiting()
 

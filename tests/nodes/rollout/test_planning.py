@@ -230,6 +230,7 @@ def test_times_of_the_run_replace_those_of_the_probe() -> None:
     assert of.env(8) == pytest.approx(8e-3)  # twice as long as the probe had it
     assert of.env(16) == pytest.approx(16e-3)
     assert of.parts["module"](8) == pytest.approx(4e-3)
+    assert of.parts["module_to_env"](8) == pytest.approx(1e-3 + 11e-3)  # of 25 ms a step, 14 are in stages
     assert of.update(8 * 16) == pytest.approx(0.6)  # but for the first one
     assert of.update(16 * 16) == pytest.approx(1.2)  # twice the rows
     assert predicted(of, now, 2).bottleneck == "caller"
