@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.doctor.diagnosis import Diagnosis
-from rollflow.stream.doctor.waits import Look
+from rollflow.stream.doctor.waits import LastError, Look
 from rollflow.stream.graph.drawing import shape
 from rollflow.stream.graph.report import Report
 
@@ -23,7 +23,7 @@ def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: D
     found, drawn = report.as_dict(), shape(graph)
     for name, spec in graph.nodes.items():
         error = getattr(spec.node, "last_error", None)
-        if error is not None and name in found["nodes"]:
+        if isinstance(error, LastError) and name in found["nodes"]:  # a node of the user's may have one of its own
             found["nodes"][name]["last_error"] = error._asdict()
     names = [edge.name for edge in (*graph.edges, *graph.outputs.values())]
     edges = [edge | found["edges"].get(name, {}) for name, edge in zip(names, drawn["edges"], strict=True)]

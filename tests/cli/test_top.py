@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import anyio
 import pytest
 from command_errors import assert_one_line
 from ending_envs import Doomed
@@ -29,6 +30,7 @@ from rollflow.cli.main import main
 from rollflow.cli.run_picture import figures_line, picture
 from rollflow.cli.run_viewer import Keys, View
 from rollflow.nodes import Rollout
+from rollflow.stream import Fragment, Graph
 from rollflow.stream.pictures.runs_page import runs_html
 from rollflow.stream.snapshots import run_folder
 from rollflow.stream.snapshots.history import RunHistory
@@ -392,3 +394,27 @@ def test_a_sink_says_why_it_has_no_trainer() -> None:
         await_that(lambda: any("refused" in line for line in errors()))
         [line] = errors()
     assert line.startswith("trainer, now: trainer tcp://127.0.0.1:1: ")
+
+
+def test_a_node_of_the_user_s_may_have_a_last_error_of_its_own() -> None:
+    class Own:
+        last_error = "none of ours"
+
+        def __call__(self, fragment: Fragment) -> None:
+            seen.append(fragment)
+
+    seen: list[Fragment] = []
+    rollout, graph = Rollout("CartPole-v1", fragment_length=8, num_fragments=1, seed=0), Graph("own")
+    graph.add(rollout=rollout, own=Own())
+    graph.connect("rollout.fragments", "own")
+
+    async def shown_of_run() -> list[dict[str, Any]]:
+        async with graph.run() as run:
+            found = run_folder.snapshots()
+            await run.wait()
+        return found
+
+    [found] = anyio.run(shown_of_run)
+    assert "own" in found["nodes"]
+    assert last_errors(found) == []
+    assert len(seen) == 1
