@@ -15,7 +15,6 @@ from rollflow.nodes.connectors.learner.values import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
 from rollflow.nodes.policies.artifact import Examples, Parts, computed_by, files_of, parts_of, program_files
@@ -42,14 +41,13 @@ from rollflow.nodes.policies.policy_parts import (
     settled,
     spaces_of,
 )
+from rollflow.nodes.policies.policy_pass import PolicyPass
 from rollflow.nodes.policies.program_module import ProgramModule
 from rollflow.nodes.policies.session_lane import SessionLane
 from rollflow.nodes.policies.sessions import Ids, SessionGroup, Sessions
 from rollflow.nodes.stages.acting import chosen_space, sampling_data
 from rollflow.nodes.stages.connector_builders import acting_copy, lookback_for, module_for
 from rollflow.nodes.stages.env_to_module import EnvToModule
-from rollflow.nodes.stages.module_forward import ModuleForward
-from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError
 from rollflow.stream.data.tree import Tree, map_tree, tree_at
@@ -121,12 +119,10 @@ class Policy:
         check_memory(self.observation_space, self.lookback)
         self._chosen_space = chosen_space(self.module, self.action_space)
         self._weights = PolicyWeights(self.module)
-        is_default = type(self.module) is DefaultModule
-        self._forward = ModuleForward(self.module, self._weights, explore=explore, flat=is_default, threads=1)
-        context = {"module": self.module, "explore": explore}
-        self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
         self._sampling = sampling_data(0, seeds_of(seed)[0], "module")
         remembers = has_memory(self.module, *pipelines)
+        options: dict[str, Any] = {"explore": explore, "action_space": self.action_space, "remembers": remembers}
+        self._pass = PolicyPass(self.module, *pipelines, self._weights, self._sampling, **options)
         self._sessions = Sessions(self._group, remembers=remembers)
 
     # Acting
@@ -381,14 +377,11 @@ class Policy:
         if rewards is None and self.needs_rewards and len(lane.begins) < len(ids):
             raise rewards_missing(self.needs_rewards)
         try:
-            lane.take_observations(observations, rewards, infos)
-            group.prepare(lane)
-            self._act(self._forward(lane))
+            self.outputs = outputs = self._pass(group, observations, rewards, infos)
         except BaseException:
             self._sessions.lose(group)
             raise
-        self.outputs = lane.batch
-        return lane.batch.get(Columns.ACTIONS_FOR_ENV, lane.batch[Columns.ACTIONS])
+        return outputs.get(Columns.ACTIONS_FOR_ENV, outputs[Columns.ACTIONS])
 
     def _group(self, ids: Ids) -> SessionGroup:
         lane = SessionLane(ids, self.lookback, self.observation_space, self._chosen_space)

@@ -29,10 +29,10 @@ from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import (
     same_items,
 )
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
-from rollflow.nodes.connectors.pipelines.fused import sampled_jointly
+from rollflow.nodes.connectors.pipelines.fused import observations_as_tensor, sampled_jointly
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
-from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
@@ -83,6 +83,20 @@ class EnvToModulePipeline(_BatchPipeline):
 
     kind = "env-to-module"
     _for_learner = False
+
+    def run_on(self, rl_module: Any, observations: Tree) -> Batch | None:
+        """`run` for observations, any[N, ...], that no episode holds.
+
+        None where episodes are needed: with other pieces than the default ones, and where these are not fused.
+        """
+        if self._fused_from != 0 or not self.fuses:
+            return None
+        mark = perf_counter_ns()
+        made = observations_as_tensor(self._pieces, rl_module, observations)
+        if made is not None:
+            self._timers.fused.calls += 1
+            self._timers.fused.total_ns += perf_counter_ns() - mark
+        return made
 
 
 class LearnerConnectorPipeline(_BatchPipeline):
