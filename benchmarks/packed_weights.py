@@ -1,7 +1,7 @@
 """Room that weights take on the way with compression="zstd", and how fast they are packed and unpacked.
 
 An MLP with 1.2 million weights learns by Adam to do what another one does; some of its updates go from one version to
-the next. `share` is the size of packed weights over that of whole ones.
+the next. `alone` and `then` are the bytes of packed weights over those of whole ones: of the first, and of the next.
 
     python -m benchmarks.packed_weights
 """

@@ -67,16 +67,16 @@ class PolicyPass:
         output = self._output(observations) if is_tried else None
         if output is not None:
             sizes = [len(lane.sessions)]
-            columns = self._after.run_jointly(self._module, output, sizes, self._explore, self._sampling)
-            if columns is not None:
-                return columns
+            made = self._after.run_jointly(self._module, output, sizes, self._explore, self._sampling)
+            if made is not None:
+                return made
         lane.take_observations(observations, rewards, infos)
         group.prepare(lane)
         if output is None:
             self._forward(lane)
         else:
             lane.batch = output
-        columns = self._act(lane).batch
+        columns: Batch = self._act(lane).batch
         if is_tried:
             self._needs_lane = True
         return columns

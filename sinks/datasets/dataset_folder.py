@@ -330,7 +330,7 @@ class FileSet:
         self._writers: dict[str, Any] = {}
         self._waiting: dict[str, list[Any]] = {}
         self._waiting_bytes = 0
-        self._mark = secrets.token_hex(8)  # in all of the files, so that no other one takes the place of one of them
+        self._mark = secrets.token_hex(8)  # of the set: steps are not read with episodes of another one
 
     @property
     def nbytes(self) -> int:

@@ -204,7 +204,8 @@ class TrainerSink:
     @property
     def last_error(self) -> LastError | None:
         """Why there is no trainer; None: there is one."""
-        return LastError(self._uplink.problem, None) if self._uplink.problem else None
+        problem = self._uplink.problem  # of another thread
+        return LastError(problem, None) if problem else None
 
     @property
     def given(self) -> int:

@@ -82,7 +82,7 @@ class TrainerStream:
                                of an earlier trainer are left out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer asks for the next batch.
                                "manual": when `ack` is called, as a rule after a checkpoint
-        compression            "zstd": observations come compressed, and weights go by what has changed since those
+        compression            "zstd": observations come compressed, and weights go as a difference from those
                                before, for slow networks; needs `rollflow[compression]` at both ends. None: they do not
         metrics                passed to the pieces; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way

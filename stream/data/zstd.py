@@ -42,9 +42,11 @@ def decompressed(array: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
         raise ValueError("it is compressed, and the package zstandard is not installed")
     packed = array.tobytes()
     try:
-        if size > _MOST_BYTES or zstandard.frame_content_size(packed) != size:
-            raise ValueError(f"an array of {size} bytes is none, expected what is told of it")
-        plain = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size) if size else b""
+        content = zstandard.frame_content_size(packed)
+        if size > _MOST_BYTES or content != size:
+            raise ValueError(f"a frame of Zstandard of {content} bytes, expected {min(size, _MOST_BYTES)}")
+        unpacker = zstandard.ZstdDecompressor()
+        plain = unpacker.decompress(packed, max_output_size=size, allow_extra_data=False) if size else b""
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
     whole = np.empty(size, np.uint8)

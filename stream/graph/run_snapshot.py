@@ -1,5 +1,6 @@
 """Snapshot of a running graph, as plain values: nodes, edges, what every party does, and the diagnosis."""
 
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.doctor.diagnosis import Diagnosis
@@ -22,8 +23,8 @@ def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: D
     """
     found, drawn = report.as_dict(), shape(graph)
     for name, spec in graph.nodes.items():
-        error = getattr(spec.node, "last_error", None)
-        if isinstance(error, LastError) and name in found["nodes"]:  # a node of the user's may have one of its own
+        error = _last_error(spec.node)
+        if error is not None and name in found["nodes"]:
             found["nodes"][name]["last_error"] = error._asdict()
     names = [edge.name for edge in (*graph.edges, *graph.outputs.values())]
     edges = [edge | found["edges"].get(name, {}) for name, edge in zip(names, drawn["edges"], strict=True)]
@@ -39,3 +40,11 @@ def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: D
         "parties": parties,
         "diagnosis": {"state": diagnosis.state, "text": str(diagnosis), "waited_s": diagnosis.waited_s},
     }
+
+
+def _last_error(node: Any) -> LastError | None:
+    """What went wrong last in one of rollflow's own nodes; in a user's, the name may mean something else."""
+    declared = getattr_static(type(node), "last_error", None)
+    is_ours = isinstance(declared, property) and str(getattr(declared.fget, "__module__", "")).startswith("rollflow.")
+    error = node.last_error if is_ours else None
+    return error if isinstance(error, LastError) else None

@@ -9,7 +9,7 @@ from rollflow.stream.wire.codec.messages import Weights
 from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.codec.standing import Inspect, Snapshots
 from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, encoded
-from rollflow.stream.wire.weights_packing import WeightsPacker, WeightsUnpacker
+from rollflow.stream.wire.weights_packing import MOST_MODULES, WeightsPacker, WeightsUnpacker
 
 
 class Initiator(Connection):
@@ -118,7 +118,7 @@ class Acceptor(Connection):
         self._unproved: handshake.Hello | None = None  # a Hello whose sender may not know the secret
         self._transcript = b""
         self._packer = packer
-        self._packed: dict[str | None, int] = {}  # module -> version that was told packed last
+        self._packed: dict[str | None, int] = {}  # module -> version that went packed last
 
     def welcome_looker(self) -> None:
         """Welcome an end of role "looker". Raises WireError if it is none, or there is none to answer."""
@@ -134,11 +134,10 @@ class Acceptor(Connection):
 
     def tell(self, news: Message) -> None:
         """Send a message, weights packed where that is asked for. Raises WireError on a connection not running."""
-        if isinstance(news, Weights) and self._packer is not None and self.hello is not None and self.hello.unpacks:
-            news = self._packer.packed(news, self._packed.get(news.module))
-        super().tell(news)
-        if isinstance(news, WeightsPacked):
-            self._packed[news.module] = news.version
+        message = self._packed_if_asked(news) if isinstance(news, Weights) else news
+        super().tell(message)
+        if isinstance(message, WeightsPacked):
+            self._packed[message.module] = message.version
 
     # To be defined by subclasses
 
@@ -147,6 +146,18 @@ class Acceptor(Connection):
         raise NotImplementedError
 
     # Inside
+
+    def _packed_if_asked(self, weights: Weights) -> Message:
+        """Weights as they go through this connection."""
+        known = self._packed
+        if self._packer is None or self.hello is None or not self.hello.unpacks:
+            return weights
+        if weights.module not in known and len(known) == MOST_MODULES:
+            return weights
+        message = self._packer.packed(weights, known.get(weights.module))
+        # What is too large for the other end goes as it is, which is refused here.
+        is_too_large = isinstance(message, WeightsPacked) and message.nbytes > self._peer_max_frame
+        return weights if is_too_large else message
 
     def _welcome(self, token: bytes, *, resumed: bool, credits: int, lanes: tuple[handshake.LaneGrant, ...]) -> None:
         """Answer the Hello. Raises WireError if there is none to answer, or it has another session."""

@@ -380,9 +380,9 @@ def test_what_went_wrong_last_in_a_stage_stays_in_view(tmp_path: Path) -> None:
         while "last_error" not in rollout.snapshot()["nodes"]["env"]:
             next(fragments)
         [run] = [with_rates(each, None) for each in run_folder.snapshots()]
-    line = "env, 0 s ago: lane 1: RuntimeError: it broke"
-    assert f"│ {line} " in shown(run, width=200)
-    assert line in runs_html([run], {run["path"]: RunHistory()}, "/run")
+    line = r"env, \d+ s ago: lane 1: RuntimeError: it broke"
+    assert re.search(f"│ {line} ", shown(run, width=200))
+    assert re.search(line, runs_html([run], {run["path"]: RunHistory()}, "/run"))
 
 
 def test_a_sink_says_why_it_has_no_trainer() -> None:

@@ -1,12 +1,17 @@
 """A numbered module with weights that are worth sharing, whose outputs tell whether all are of one version."""
 
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numbered_module
+import pytest
 import torch
 from numbered_env import NumberedEnv
 
-__all__ = ["WIDE_BYTES", "NumberedEnv", "NumberedModule", "wide_weights"]
+from rollflow.stream.wire import weights_packing
+
+__all__ = ["WIDE_BYTES", "NumberedEnv", "NumberedModule", "damage_third", "wide_weights"]
 
 _WIDTH = 60_000
 WIDE_BYTES = 4 * _WIDTH
@@ -33,3 +38,14 @@ class NumberedModule(numbered_module.NumberedModule):
 def wide_weights(version: int) -> dict[str, Any]:
     """Return weights that are all this number."""
     return {"weight": torch.tensor(float(version)), "wide": torch.full((_WIDTH,), float(version))}
+
+
+def damage_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the third weights that are packed go out with another checksum than theirs."""
+    numbers, pack = count(1), weights_packing._packed
+
+    def packed(*args: Any) -> Any:
+        message = pack(*args)
+        return replace(message, checksum=message.checksum ^ 1) if next(numbers) == 3 else message
+
+    monkeypatch.setattr(weights_packing, "_packed", packed)

@@ -53,7 +53,7 @@ _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _GOODBYE_S = 1.0
 _MUCH = 1 << 16  # bytes that wait for a host
 HostNews = Weights | WeightsComing | WeightsShared | States | Settings | Cut  # that hosts don't answer
-_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
+_COMES_BACK = ("lost", "silent", "undelivered", "packed")  # codes of errors after which a host is waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +147,8 @@ class Gateway:
 
         Arrays must stay as they are until sent. A host that takes no frame as large has to leave. From any thread.
         """
+        if self._packer is not None and isinstance(news, Weights):
+            self._packer.prepare(news)  # without the lock
         with self._lock:
             if host.connection is not through or host.lost_at is not None or not through.is_open:
                 return False

@@ -92,7 +92,7 @@ class RemoteHosts:
             join_timeout    seconds that it waits for them, and, when all have left, for others; None: for ever
             max_hosts       more are refused
             limits          of frames, times and bytes under way
-            compression     "zstd": of `RemoteRollouts`, weights go to hosts by what has changed since those before, and
+            compression     "zstd": of `RemoteRollouts`, weights go to hosts as a difference from those before, and
                             compressed, for slow networks; needs `rollflow[compression]` at both ends
 
         Raises WireError for an address that is none, or not without a secret; EnvError where it can't be listened on.

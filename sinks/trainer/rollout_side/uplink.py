@@ -38,7 +38,7 @@ _MUCH = 1 << 16  # bytes that wait for the trainer
 _AT_A_TIME = 4  # fragments that are made ready before they are sent
 _MOST_VERSIONS = 64  # whose digests are known
 # Codes of errors after which the trainer is dialled again.
-_COMES_BACK = ("lost", "silent", "undelivered", "handshake")
+_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "packed")
 _NO_TRAINER = ("frame", "message", "order")  # before it was welcomed: somebody else is at the address
 
 

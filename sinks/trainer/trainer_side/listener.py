@@ -41,7 +41,7 @@ _GRACE_S = 2e-3  # that the other thread has to see by itself that it is woken, 
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a rollout
 _GOODBYE_S = 1.0
-_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a rollout is waited for
+_COMES_BACK = ("lost", "silent", "undelivered", "packed")  # codes of errors after which a rollout is waited for
 
 
 class TrainerListener:
@@ -89,11 +89,11 @@ class TrainerListener:
         self.error: Exception | None = None
         self.come: set[bytes] = set()
         self.refusals: deque[str] = deque(maxlen=8)
-        self.weights = NewestWeights(self.wake, own)
         self.reader, self._lookers = StreamReader(), Lookers(self._loop)
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares, self._packer = shares, None if shares or compression is None else wire.WeightsPacker()
+        self.weights = NewestWeights(self.wake, own, self._packer)
         self._behind: set[RolloutPeer] = set()  # sources with news of their own
         self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
         self._woken = select.poll()
@@ -358,7 +358,7 @@ class TrainerListener:
         self.come.add(hello.session)
         self.sources[hello.session] = source
         if self._compression is not None and self._compression not in source.compressions:
-            logger.warning("rollout %s can't compress by %s: it sends all as it is", source.name, self._compression)
+            logger.warning("%s can't compress by %s: all goes as it is, both ways", source.name, self._compression)
         old = None if older is None else self._loop.peers.of(older)
         if old is not None:
             self._loop.drop(old)
@@ -370,7 +370,8 @@ class TrainerListener:
         peer.connection.welcome(session)
         name = f"{quoted(hello.name)} ({peer.where})"
         peer.source = RolloutPeer(session, peer.connection, called=hello.name, name=name, sends_nothing=True)
-        logger.info("follower %s has come", name)
+        whole = "" if self._packer is None or hello.unpacks else ": it can't decompress, and gets weights whole"
+        logger.info("follower %s has come%s", name, whole)
 
     def _leave_overdue(self, now: float) -> None:
         """Wait no more for sources that have had their time to come back; of many, not in every turn."""

@@ -9,7 +9,7 @@ from rollflow.nodes.modules.policy_weights import Shapes, check_shapes, shapes_o
 from rollflow.nodes.modules.weights_codec import digest_of, to_arrays
 from rollflow.sinks.trainer.trainer_side.rollout_peer import RolloutPeer
 from rollflow.stream.data.errors import ModuleError, RollflowError, WireError
-from rollflow.stream.wire import Weights, encode
+from rollflow.stream.wire import Weights, WeightsPacker, encode
 
 _MOST_DIGESTS = 1024
 _AT_ONCE = 1 << 18  # bytes of weights that are digested in the publishing thread: another would take longer
@@ -69,9 +69,10 @@ class PublishedWeights:
 
 
 class NewestWeights:
-    """Weights that were published last. Any thread may use it, and none waits while large weights are digested.
+    """Weights that were published last. Any thread may use it, and none waits while large ones are digested and packed.
 
     ready        called, without the lock, when weights may be sent
+    packer       packs large ones before they are; None: they are sent as they are
     own          shapes of the weights of the trainer's own module; compared with a rollout's if the names are the same
 
     version      policy version of the newest weights, or a newer one that a rollout came with
@@ -80,12 +81,14 @@ class NewestWeights:
     digests      version -> digest of the newest published weights; b"" while there is none
     """
 
-    def __init__(self, ready: Callable[[], None], own: Shapes | None = None) -> None:
+    def __init__(
+        self, ready: Callable[[], None], own: Shapes | None = None, packer: WeightsPacker | None = None
+    ) -> None:
         self.version = 0
         self.published: PublishedWeights | None = None
         self.sendable: PublishedWeights | None = None
         self.digests: dict[int, bytes] = {}
-        self._ready, self._own = ready, own or {}
+        self._ready, self._own, self._packer = ready, own or {}, packer
         self._changed = threading.Condition()
         self._resumed: tuple[int, bytes] | None = None
         self._is_closing = False
@@ -194,6 +197,8 @@ class NewestWeights:
 
     def _digest(self, published: PublishedWeights) -> None:
         digest = digest_of(published.message.tensors, published.message.dtypes)
+        if self._packer is not None:
+            self._packer.prepare(published.message)
         with self._changed:
             published.digest = digest
             if published.version in self.digests:

@@ -70,9 +70,9 @@ class WeightsPacked:
     """Gateway to rollout host, trainer to source: a Weights that takes less room, for an end whose Hello `unpacks`.
 
     version, module, share    as in Weights
-    base      version of the last WeightsPacked of the module through this connection, whose frame this one's is told by
-              its difference from; None: its frame is told by itself
-    size      bytes of the frame of the Weights, with `share` left out: a multiple of 8
+    base      version of the last WeightsPacked of the module through this connection: the frame is encoded as its
+              difference from that one's; None: as it is
+    size      bytes of the frame of the Weights, with `share` left out, and with its length field: a multiple of 4
     checksum  CRC-32 of that frame
     packed    u8[n], a frame of Zstandard: see the protocol's documentation
     """
@@ -85,6 +85,11 @@ class WeightsPacked:
     packed: Annotated[NDArray[Any], field.array]
     module: ModuleName = None
     share: Annotated[bool, field.flag] = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frame of the Weights, as `max_frame` counts them."""
+        return self.size - 4
 
 
 Sharing = WeightsComing | WeightsShared | WeightsUnread | WeightsPacked

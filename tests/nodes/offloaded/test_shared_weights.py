@@ -20,7 +20,7 @@ from lane_clock import LaneClock
 from leftovers import held_here, shared_mappings
 from remote_hosts import BrokenWire, HostProcess, listening
 from remote_rollouts import RawRollouts, await_that, makers, rollouts_on, told
-from wide_module import WIDE_BYTES, NumberedModule, wide_weights
+from wide_module import WIDE_BYTES, NumberedModule, damage_third, wide_weights
 
 from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
@@ -223,6 +223,15 @@ def test_compressed_weights_are_whole_whatever_connections_break(monkeypatch: py
             taken.append(next(fragments))
         assert sum(wire.cuts for wire in wires) > 3
     check_weights(taken)
+
+
+def test_a_host_whose_weights_are_damaged_on_the_way_gets_them_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage_third(monkeypatch)
+    with ExitStack() as stack, rollout_with(stack, 1, compression="zstd") as (rollout, _):
+        play(rollout, 1, range(6))
+    assert "packed weights, version 2: their checksum is" in caplog.text
 
 
 def test_a_host_without_the_package_gets_weights_as_they_are_and_the_log_says_so(
