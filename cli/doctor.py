@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollflow.stream.data.errors import RunError
-from rollflow.stream.doctor.stack_dumps import dump_of, is_stopped
-from rollflow.stream.doctor.stacks import Frame, stack_lines, stacks_in_dump
+from rollflow.stream.doctor.stack_dumps import dumps_of, is_stopped
+from rollflow.stream.doctor.stacks import Frame, stack_in_dump, stack_lines
 
 _ANSWER_S, _PY_SPY_S = 2.0, 30.0
 _MAIN = "main thread"
@@ -112,9 +112,11 @@ def _by_py_spy(pid: int) -> tuple[list[ThreadStack], str]:
 
 def _by_signal(pid: int) -> list[ThreadStack]:
     """The threads of a process that answers the signal, the main one first; none where it does not."""
-    stacks = list(stacks_in_dump(dump_of(pid, _ANSWER_S) or "").items())
-    names = [f"thread {ident:#x}" for ident, _ in stacks[:-1]] + [_MAIN]
-    return [ThreadStack(name, stack) for name, (_, stack) in zip(names, stacks, strict=False)][::-1]
+    dumps = dumps_of(pid, _ANSWER_S) or {}
+    return [
+        ThreadStack(_MAIN if thread == pid else f"thread {thread}", stack_in_dump(text))
+        for thread, text in dumps.items()
+    ]
 
 
 def _lines_of(thread: ThreadStack) -> list[str]:

@@ -1,6 +1,8 @@
-"""Stack dumps: at a signal a process writes the stacks of its threads, whatever they hang in, for another one to read.
+"""Stack dumps: at a signal a thread writes its stack, whatever it hangs in, for another process to read.
 
-The signal is answered by `faulthandler`, below Python: also where the interpreter never gets its turn.
+The signal is answered by `faulthandler`, below Python: also where the interpreter never gets its turn. Each thread is
+sent a signal of its own, and writes its own stack alone: one that wrote those of others, which run meanwhile, would
+follow frames that are gone, and end the process.
 """
 
 import faulthandler
@@ -10,7 +12,7 @@ import re
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -18,6 +20,7 @@ from typing import IO
 
 DUMP_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2  # which hardly anybody uses
 _ANSWER_S, _LOOK_S = 0.5, 0.01
+_QUIET_LOOKS = 5  # after which a thread that has got the signal has written nothing: it has no Python
 _OWN, _WORKERS = "rollflow stacks", "rollflow stacks of a worker"
 _PROC = Path("/proc/self")
 _lock = threading.RLock()  # a run that nobody has any more may end within it
@@ -39,7 +42,7 @@ def answering_dumps() -> Iterator[None]:
         _runs += 1
         if _file is None and _PROC.exists() and not _catches_signal(here):
             _file = _dump_file(_OWN)
-            faulthandler.register(DUMP_SIGNAL, file=_file)
+            faulthandler.register(DUMP_SIGNAL, file=_file, all_threads=False)
     try:
         yield
     finally:
@@ -50,34 +53,54 @@ def answering_dumps() -> Iterator[None]:
                     _stop_answering()
 
 
-def asked_dump(send: Callable[[], object], fd: int, patience_s: float = _ANSWER_S, *, is_emptied: bool = False) -> str:
-    """What a process writes to a file, by its descriptor, once the signal is sent; "": it did not answer in time.
+def thread_dump(pid: int, thread: int, fd: int, patience_s: float = _ANSWER_S, *, is_emptied: bool = False) -> str:
+    """What a thread of a process, by its native id, writes to a file, by its descriptor; "": it did not in time.
 
     is_emptied    whether the dumps before are removed, so that the file does not grow
+
+    Raises ProcessLookupError where there is no such thread.
     """
     if is_emptied:
         os.ftruncate(fd, 0)
     before = os.fstat(fd).st_size
-    send()
-    until, size = monotonic() + patience_s, before
-    while monotonic() < until:
+    _send(pid, thread)
+    until, size, quiet = monotonic() + patience_s, before, 0
+    while monotonic() < until and quiet < _QUIET_LOOKS:
         sleep(_LOOK_S)
         last, size = size, os.fstat(fd).st_size
         if size == last > before:
             break
+        quiet = 0 if size > before or _has_signal(pid, thread, "SigPnd") else quiet + 1
     return os.pread(fd, size - before, before).decode(errors="replace")
 
 
-def dump_of(pid: int, patience_s: float) -> str | None:
-    """The dump of another process of this user; "": it did not answer in time, None: it does not answer the signal.
+def dumps_of(pid: int, patience_s: float) -> dict[int, str] | None:
+    """The dumps of another process of this user: native id of each thread with Python -> text, the main one's first.
 
-    Raises PermissionError where the process is another user's.
+    Empty where none answered in time; None where the process does not answer the signal. Raises PermissionError where
+    the process is another user's.
     """
     path = _file_in(pid)
     if path is None:
         return None
     with path.open("rb") as file:
-        return asked_dump(lambda: os.kill(pid, DUMP_SIGNAL), file.fileno(), patience_s)
+        dumps: dict[int, str] = {}
+        for thread in sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: (thread != pid, thread)):
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                if not _has_signal(pid, thread, "SigBlk"):
+                    dumps[thread] = thread_dump(pid, thread, file.fileno(), patience_s)
+    return {thread: text for thread, text in dumps.items() if text}
+
+
+def _send(pid: int, thread: int) -> None:
+    import ctypes  # which a run that nobody asks does without
+
+    send = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+    if send is None:  # an old libc: the signal goes to the main thread
+        os.kill(pid, DUMP_SIGNAL)
+    elif send(pid, thread, int(DUMP_SIGNAL)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _stop_answering() -> None:
@@ -129,9 +152,14 @@ def _file_in(pid: int) -> Path | None:
 
 def _catches_signal(pid: int) -> bool:
     """True if a process has a handler for the signal; False also where that can't be seen."""
+    return _has_signal(pid, pid, "SigCgt")
+
+
+def _has_signal(pid: int, thread: int, mask: str) -> bool:
+    """True if the signal is in a mask that Linux has of a thread; False also where that can't be seen."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:  # it has ended, or this is no Linux
+        status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, or this is no Linux
         return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (DUMP_SIGNAL - 1) & 1)
+    found = re.search(rf"^{mask}:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (DUMP_SIGNAL - 1) & 1)

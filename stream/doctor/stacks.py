@@ -15,7 +15,6 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _HERE = Path(__file__).parents[2]
 _OWN = tuple(str(_HERE / layer) for layer in ("stream", "nodes", "sinks", "policy", "cli"))
 _DUMPED = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
 
 
 class Frame(NamedTuple):
@@ -74,25 +73,12 @@ def stack_of_coroutine(coroutine: Any) -> tuple[Frame, ...]:
     return tuple(reversed(found))
 
 
-def stack_in_dump(text: str, ident: int) -> tuple[Frame, ...]:
-    """The stack of one thread in what `faulthandler` has written; of the only thread where there is no other."""
-    stacks = stacks_in_dump(text)
-    if ident not in stacks and len(stacks) == 1:
-        return next(iter(stacks.values()))
-    return stacks.get(ident, ())
-
-
-def stacks_in_dump(text: str) -> dict[int, tuple[Frame, ...]]:
-    """The stacks in what `faulthandler` has written, by their threads: the newest thread first, the main one last."""
-    stacks: dict[int, list[Frame]] = {}
-    current: list[Frame] = []
-    for line in text.splitlines():
-        if found := _THREAD.match(line):
-            current = stacks[int(found["ident"], 16)] = []
-        elif found := _DUMPED.match(line):
-            number = int(found["line"]) if found["line"].isdigit() else 0
-            current.append(Frame(found["file"], number, found["name"]))
-    return {ident: tuple(stack) for ident, stack in stacks.items()}
+def stack_in_dump(text: str) -> tuple[Frame, ...]:
+    """The stack in what `faulthandler` has written of one thread, innermost call first."""
+    found = [match for line in text.splitlines() if (match := _DUMPED.match(line))]
+    return tuple(
+        Frame(each["file"], int(each["line"]) if each["line"].isdigit() else 0, each["name"]) for each in found
+    )
 
 
 def stack_lines(stack: Sequence[Frame]) -> list[str]:

@@ -64,7 +64,7 @@ def test_a_step_that_hangs_is_shown_with_its_line_and_goes_on(tmp_path: Path, ca
     shown = capsys.readouterr().out
     assert shown.startswith(f"process {os.getpid()}, ")
     assert f"{line_of(Held.step, 'self._wait()')} in step: self._wait()" in shown
-    assert shown.index("main thread:") < shown.index("\nthread 0x")
+    assert shown.index("main thread:") < shown.index("\nthread ")
 
 
 @pytest.mark.usefixtures("without_py_spy")

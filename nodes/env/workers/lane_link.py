@@ -189,7 +189,7 @@ class LaneLink(abc.ABC):
 
     @property
     def thread(self) -> int:
-        """The thread of the worker that serves the lane; 0: it has not said so yet."""
+        """The native id of the worker's thread that serves the lane; 0: it has not said so yet."""
         return self._activity.thread
 
     def late_with(self, text: str) -> str:

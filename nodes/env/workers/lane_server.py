@@ -95,7 +95,7 @@ class LaneServer(abc.ABC):
     def _answer(self, asked: Frame) -> None:
         if asked.kind is FrameKind.PHASE:
             self._phase = ActivityFlag(SharedBlock(asked.number, asked.fd).taken().view(np.int64))
-            self._phase.set_thread(threading.get_ident())
+            self._phase.set_thread(threading.get_native_id())
             return
         try:
             answer = self._do(asked)

@@ -38,13 +38,13 @@ class ActivityFlag:
         """Say whether these environments reset where nobody can tell it from their step."""
         self._memory[1] = is_blended
 
-    def set_thread(self, ident: int) -> None:
+    def set_thread(self, native_id: int) -> None:
         """Say which thread of its process steps them."""
-        self._memory[2] = ident
+        self._memory[2] = native_id
 
     @property
     def thread(self) -> int:
-        """The thread that steps them; 0: it has not said so yet."""
+        """The native id of the thread that steps them; 0: it has not said so yet."""
         return int(self._memory[2])
 
     @property

@@ -21,7 +21,6 @@ from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count,
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.doctor.stacks import Frame as StackFrame
-from rollflow.stream.doctor.stacks import stack_in_dump
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.wakeup import Wakeup
 
@@ -357,10 +356,10 @@ def _progress_of(links: Sequence[LaneLink], lane: int) -> ProgressMark:
 
 
 def _stack_of(worker: WorkerProcess | None, thread: int) -> tuple[StackFrame, ...]:
-    """The stack of a worker's thread; empty where it can't say."""
+    """The stack of a worker's thread, by its native id; empty where it can't say."""
     if worker is None or not thread or worker.is_stopped:
         return ()
-    return stack_in_dump(worker.stacks(), thread)
+    return worker.stack_of(thread)
 
 
 def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:

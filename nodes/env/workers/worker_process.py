@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from time import monotonic
 
 from rollflow.stream.data.errors import RunError
-from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, asked_dump, is_stopped, worker_dump_file
+from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, is_stopped, thread_dump, worker_dump_file
+from rollflow.stream.doctor.stacks import Frame, stack_in_dump
 
 CLOSE_TIMEOUT_S = 5.0
 # A process that has done its work ends when all that was to be called at its exit has been called, which is why this
@@ -22,7 +23,7 @@ _PROGRAM = """
 import atexit, os, sys
 if {stacks} >= 0:
     import faulthandler
-    faulthandler.register({signal}, file={stacks})
+    faulthandler.register({signal}, file={stacks}, all_threads=False)
 done = []
 atexit.register(lambda: done and (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
 sys.path[:], sys.argv[:] = {path!r}, {argv!r}
@@ -130,21 +131,15 @@ class WorkerProcess:
             self._process.wait()
         self._let_go()
 
-    def stacks(self) -> str:
-        """The stacks of its threads, as `faulthandler` writes them; "": it did not answer. From any thread.
+    def stack_of(self, thread: int) -> tuple[Frame, ...]:
+        """The stack of one of its threads, by the native id; empty: it did not answer. From any thread.
 
         To be called only once it runs: a signal that comes before would end it.
         """
         try:
-            return asked_dump(self._ask_for_stacks, self._stacks.fileno(), is_emptied=True)
+            return stack_in_dump(thread_dump(self.pid, thread, self._stacks.fileno(), is_emptied=True))
         except (OSError, ValueError):  # it has ended, or is let go
-            return ""
-
-    def _ask_for_stacks(self) -> None:
-        if self._pidfd >= 0:
-            signal.pidfd_send_signal(self._pidfd, DUMP_SIGNAL)
-        else:
-            os.kill(self.pid, DUMP_SIGNAL)
+            return ()
 
     @property
     def is_stopped(self) -> bool:

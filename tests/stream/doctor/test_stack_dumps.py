@@ -4,6 +4,8 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,20 +15,44 @@ import pytest
 from leftovers import nothing_left
 
 from rollflow.stream.doctor import stack_dumps
-from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, answering_dumps, asked_dump, dump_of, worker_dump_file
-from rollflow.stream.doctor.stacks import stack_in_dump, stacks_in_dump
+from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, answering_dumps, dumps_of, thread_dump, worker_dump_file
+from rollflow.stream.doctor.stacks import stack_in_dump
 
 HERE = os.getpid()
+_BUSY = """
+import threading
+from rollflow.stream.doctor.stack_dumps import answering_dumps
+
+ends = threading.Event()
+
+def deep(calls):
+    return 1 + deep(calls - 1) if calls else 0
+
+def work():
+    while not ends.is_set():
+        deep(20)
+
+with answering_dumps():
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    print("here", flush=True)
+    input()
+    ends.set()
+    for thread in threads:
+        thread.join()
+print("well")
+"""
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     with nothing_left():
         yield
-    assert dump_of(HERE, 2.0) is None
+    assert dumps_of(HERE, 2.0) is None
 
 
-def test_every_thread_is_in_the_dump_and_the_main_one_last() -> None:
+def test_every_thread_writes_its_stack_and_the_main_one_is_first() -> None:
     goes, is_there = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -38,14 +64,49 @@ def test_every_thread_is_in_the_dump_and_the_main_one_last() -> None:
     try:
         assert is_there.wait(60.0)
         with answering_dumps():
-            text = dump_of(HERE, 2.0)
+            dumps = dumps_of(HERE, 2.0)
     finally:
         goes.set()
         other.join()
-    assert text is not None
-    stacks = stacks_in_dump(text)
-    assert list(stacks)[-1] == threading.main_thread().ident
-    assert any(frame.name == "hold" and frame.file == __file__ for frame in stack_in_dump(text, other.ident or 0))
+    assert dumps is not None
+    assert next(iter(dumps)) == threading.main_thread().native_id
+    stack = stack_in_dump(dumps[other.native_id or 0])
+    assert any(frame.name == "hold" and frame.file == __file__ for frame in stack)
+
+
+def test_threads_that_run_meanwhile_go_on_whenever_they_are_asked() -> None:
+    """In a process of its own: one whose threads wrote each other's stacks would end."""
+    process = subprocess.Popen([sys.executable, "-c", _BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    for _ in range(40):
+        dumps = dumps_of(process.pid, 10.0)
+        assert dumps is not None
+        assert len(dumps) == 3
+        assert all(stack_in_dump(text) for text in dumps.values())
+    assert process.communicate("end\n")[0] == "well\n"
+    assert process.returncode == 0
+
+
+def test_a_thread_that_blocks_the_signal_is_left_out() -> None:
+    goes, is_there = threading.Event(), threading.Event()
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})
+        is_there.set()
+        goes.wait(60.0)
+
+    other = threading.Thread(target=block)
+    other.start()
+    try:
+        assert is_there.wait(60.0)
+        with answering_dumps():
+            dumps = dumps_of(HERE, 60.0)
+    finally:
+        goes.set()
+        other.join()
+    assert dumps is not None
+    assert other.native_id not in dumps
 
 
 def test_it_answers_until_the_last_run_has_ended() -> None:
@@ -53,17 +114,16 @@ def test_it_answers_until_the_last_run_has_ended() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert dump_of(HERE, 2.0)
+    assert dumps_of(HERE, 2.0)
     second.__exit__(None, None, None)
-    assert dump_of(HERE, 2.0) is None
+    assert dumps_of(HERE, 2.0) is None
 
 
 def test_the_file_of_a_worker_does_not_grow_with_every_question() -> None:
-    ask = lambda: os.kill(HERE, DUMP_SIGNAL)  # noqa: E731
     with worker_dump_file() as file:
-        faulthandler.register(DUMP_SIGNAL, file=file)
+        faulthandler.register(DUMP_SIGNAL, file=file, all_threads=False)
         try:
-            texts = [asked_dump(ask, file.fileno(), 60.0, is_emptied=True) for _ in range(3)]
+            texts = [thread_dump(HERE, HERE, file.fileno(), 60.0, is_emptied=True) for _ in range(3)]
         finally:
             faulthandler.unregister(DUMP_SIGNAL)
         assert os.fstat(file.fileno()).st_size == len(texts[-1].encode())
@@ -72,10 +132,10 @@ def test_the_file_of_a_worker_does_not_grow_with_every_question() -> None:
 
 def test_a_second_question_gets_an_answer_of_its_own() -> None:
     with answering_dumps():
-        first, second = dump_of(HERE, 2.0), dump_of(HERE, 2.0)
-    assert first is not None
-    assert second is not None
-    assert len(stacks_in_dump(second)) == len(stacks_in_dump(first))
+        first, second = dumps_of(HERE, 2.0), dumps_of(HERE, 2.0)
+    assert first
+    assert second
+    assert first.keys() == second.keys()
 
 
 def test_a_signal_that_somebody_else_uses_is_left_to_him() -> None:
@@ -83,7 +143,7 @@ def test_a_signal_that_somebody_else_uses_is_left_to_him() -> None:
     before = signal.signal(DUMP_SIGNAL, lambda number, frame: came.append(number))
     try:
         with answering_dumps():
-            assert dump_of(HERE, 2.0) is None
+            assert dumps_of(HERE, 2.0) is None
             signal.raise_signal(DUMP_SIGNAL)
         assert came == [DUMP_SIGNAL]
     finally:
@@ -92,7 +152,7 @@ def test_a_signal_that_somebody_else_uses_is_left_to_him() -> None:
 
 def test_a_process_that_is_not_there_gives_nothing() -> None:
     assert not Path(f"/proc/{1 << 22}").exists()
-    assert dump_of(1 << 22, 2.0) is None
+    assert dumps_of(1 << 22, 2.0) is None
 
 
 def test_a_forked_process_answers_for_itself_whatever_a_thread_of_its_parent_was_at(
@@ -122,16 +182,16 @@ def test_a_forked_process_answers_for_itself_whatever_a_thread_of_its_parent_was
 def test_a_process_that_is_forked_while_its_parent_answers_answers_for_itself() -> None:
     with answering_dumps():
         assert _expect_that_a_forked_process_answers() is None
-        assert dump_of(HERE, 2.0)
+        assert dumps_of(HERE, 2.0)
 
 
-def _expect_that_a_forked_process_answers() -> str | None:
+def _expect_that_a_forked_process_answers() -> dict[int, str] | None:
     """Fork a process and look at what it says within a run of its own; return what it said before."""
 
     def run(pipe: Any) -> None:
-        before = dump_of(os.getpid(), 2.0)
+        before = dumps_of(os.getpid(), 2.0)
         with answering_dumps():
-            pipe.send((before, dump_of(os.getpid(), 2.0)))
+            pipe.send((before, dumps_of(os.getpid(), 2.0)))
 
     fork = multiprocessing.get_context("fork")
     mine, its = fork.Pipe()
@@ -147,5 +207,5 @@ def _expect_that_a_forked_process_answers() -> str | None:
         mine.close()
         its.close()
         process.close()
-    assert "in run" in said
+    assert any("in run" in text for text in said.values())
     return before
