@@ -128,20 +128,34 @@ def _merge(args: argparse.Namespace) -> int:
     sources = [_source(path) for path in args.paths]
     kinds: list[Any] = [(each.observation_space, each.action_space, each.columns) for each in sources]
     for path, kind, source in zip(args.paths, kinds, sources, strict=True):
-        if (source.agents is None) != (sources[0].agents is None) or _differ(kind, kinds[0], source.agents):
-            texts = [f"{spaces[:2]} and the columns {spaces[2]}" for spaces in (kinds[0], kind)]
+        if (source.agents is None) != (sources[0].agents is None):
+            several, one = (path, args.paths[0]) if source.agents else (args.paths[0], path)
+            raise DatasetError(f"{several} is of several agents, and {one} of one, expected one kind").see("dataset")
+        if difference := _difference(kinds[0], kind, source.agents):
             raise DatasetError(
-                f"{args.paths[0]} has {texts[0]:.300}, but {path} has {texts[1]:.300}; expected datasets of one kind"
+                f"{path} does not go with {args.paths[0]}: {difference}; expected datasets of one kind"
             ).see("dataset")
     return _write(sources, args.out)
 
 
-def _differ(kind: Any, other: Any, agents: Any) -> bool:
-    """True unless spaces and columns are the same; of several agents, those of the modules that both have."""
-    if agents is None:
-        return bool(kind != other)
-    both = kind[2].keys() & other[2].keys()
-    return any(one[module_id] != two[module_id] for one, two in zip(kind, other, strict=True) for module_id in both)
+def _difference(first: Any, other: Any, agents: Any) -> str:
+    """In what spaces and columns differ; of several agents, those of the modules that both have. "": in nothing."""
+    if agents is not None:
+        both = first[2].keys() & other[2].keys()
+        of_modules = {
+            each: _difference([part[each] for part in first], [part[each] for part in other], None) for each in both
+        }
+        return "; ".join(f"module {each}: {text}" for each, text in of_modules.items() if text)
+    texts = [
+        f"{name} {two}, not {one}"
+        for name, one, two in zip(("observations in", "actions in"), first[:2], other[:2], strict=True)
+        if one != two
+    ]
+    columns, theirs = first[2], other[2]
+    texts += [f"no column {name!r}" for name in columns if name not in theirs]
+    texts += [f"a column {name!r} more" for name in theirs if name not in columns]
+    changed = [name for name in columns if name in theirs and columns[name] != theirs[name]]
+    return ", ".join([*texts, *(f"column {name!r} of {theirs[name]}, not {columns[name]}" for name in changed)])
 
 
 def _filter(args: argparse.Namespace) -> int:
@@ -210,5 +224,7 @@ def _write(sources: list[DatasetSource], out: Path) -> int:
             for fragment in source.fragments():
                 sink(fragment)
     of = "steps" if sources[0].agents is None else "agents' steps"
-    print(f"{out} has {sum(each.num_episodes for each in sources)} episodes more, of {sink.num_steps} {of}")
+    new, there = sum(each.num_episodes for each in sources), DatasetSource(out).num_episodes
+    in_all = f"; {there} in all" if there > new else ""
+    print(f"{out} has {new} episodes more, of {sink.num_steps} {of}{in_all}")
     return 0

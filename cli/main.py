@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import logging
+import os
+import select
 import signal
 import sys
 import threading
@@ -45,10 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="rollflow", description="Rollouts as streams: programs for other processes and hosts."
     )
     parser.add_argument("--version", action="version", version=f"rollflow {version('rollflow')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for module, function in _places(sys.argv[1:] if arguments is None else arguments):
         getattr(importlib.import_module(f"rollflow.cli.{module}"), function)(commands)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:  # said with the options of the command, not with those of all
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)  # so that it says goodbye
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
@@ -59,10 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RollflowError, OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return 128 + signal.SIGPIPE
         pages = error.pages if isinstance(error, RollflowError) else ()
         print(f"rollflow: {error}", *pages, sep="\n", file=sys.stderr)
         return 1
     return status
+
+
+def _is_unread() -> bool:
+    """True where nobody reads the output any more, as behind `head`; what is left of it goes nowhere then."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    is_unread = any(event & select.POLLERR for _, event in poll.poll(0))
+    if is_unread:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return is_unread
 
 
 def _places(arguments: Sequence[str]) -> Sequence[tuple[str, str]]:

@@ -66,7 +66,8 @@ def _run(args: argparse.Namespace) -> int:
             record_episodes(rollout, sink, args.episodes, _show if sys.stderr.isatty() else None)
         finally:
             sink.close()
-            print(f"{args.out} has {sink.num_steps} steps more, with seed {rollout.seed}", flush=True)
+            if sink.num_steps:
+                print(f"{args.out} has {sink.num_steps} steps more, with seed {rollout.seed}", flush=True)
     return 0
 
 

@@ -97,7 +97,11 @@ def _down(args: argparse.Namespace) -> int:
 def _script(args: argparse.Namespace, programs: Sequence[LayoutProgram]) -> str:
     """What `--print` asks for. Raises ValueError where an image is missing, or is not asked for."""
     if (args.print == "kubernetes") != (args.image is not None):
-        raise ValueError(f"--print {args.print} and --image {args.image}, expected --image with kubernetes alone")
+        raise ValueError(
+            "--print kubernetes needs --image IMAGE"
+            if args.image is None
+            else "--image goes with --print kubernetes alone"
+        )
     name = args.layout.stem
     if args.print == "slurm":
         return layout_scripts.slurm(name, programs)

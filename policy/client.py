@@ -207,7 +207,8 @@ class PolicyClient:
         self, policy: str, names: Sequence[SessionName | None], rows: Tree, rewards: Any, until: float
     ) -> wire.Acted:
         """The answer to a request."""
-        keys = [(policy, name) for name in names if name is not None]
+        remembers = self._policies[policy].has_memory  # what has none loses nothing with an answer
+        keys = [(policy, name) for name in names if name is not None and remembers]
 
         def make(number: int, done: int) -> wire.Act:
             for key in keys:

@@ -37,6 +37,7 @@ from rollflow.nodes.policies.policy_parts import (
     pipeline_of,
     rewards_missing,
     rewards_of,
+    rows_of,
     seen_spaces,
     settled,
     spaces_of,
@@ -157,7 +158,7 @@ class Policy:
     ) -> Tree:
         """The actions, any[N, ...], for one observation each of N environments, in one forward pass.
 
-            observations    any[N, ...]   a tree, as the environment's space has it
+            observations    any[N, ...]   a tree, as the environment's space has it; or a list of N of them
             rewards         f32[N]        for each session's action before; None: there are none
             sessions        N of them; None: 0 … N - 1
             infos           N dicts that came with the observations; None: empty ones
@@ -165,7 +166,7 @@ class Policy:
         Raises ColumnError for observations that are not in the space; every session then is as it was. Raises
         PolicyError for a session that comes twice, and where a piece looks back to rewards that did not come.
         """
-        observations = map_tree(np.asarray, observations)
+        observations = rows_of(observations, self.observation_space)
         ids = ids_of(observations, sessions)
         return self._acted(observations, rewards_of(rewards, len(ids)), ids, infos_of(infos, len(ids)))
 

@@ -17,7 +17,7 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePip
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.space import check_columnar, row_of
-from rollflow.stream.data.tree import Tree, leaves_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees
 
 Pieces = ConnectorPipelineV2 | Sequence[ConnectorV2] | None
 _OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
@@ -100,6 +100,15 @@ def check_memory(space: gym.Space[Any], lookback: int) -> None:
             f"a session would remember {lookback} observations of {space}, {size} bytes; expected at most "
             f"{MOST_BYTES_REMEMBERED}"
         )
+
+
+def rows_of(observations: Tree, space: gym.Space[Any]) -> Tree:
+    """Observations of a call as a tree of arrays any[N, ...]: such a tree, or a list of N observations."""
+    if isinstance(observations, list) and observations:
+        if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
+            return np.array(observations, space.dtype)
+        return stack_trees(observations)
+    return map_tree(np.asarray, observations)
 
 
 def ids_of(observations: Tree, sessions: Sequence[Hashable] | None) -> tuple[Hashable, ...]:

@@ -37,6 +37,8 @@ def not_entered(state: str, driver: object, expected: str) -> RunError:
     """
     entered = "by 'async with'" if driver is None else "by 'with' or start()"
     shown = f"running, entered {entered}" if state == "running" else state
+    if state in ("closed", "finished"):
+        return RunError(f"the rollout is {shown}; expected a new one, Rollout(...), for another loop")
     return RunError(f"the rollout is {shown}; this loop expects: {expected}")
 
 

@@ -354,7 +354,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """Have a round ready to be handed out, again and again, until no more fragments come."""
         drive, rounds = self._drive, self._rounds
         if drive is None or self._state != "running":
-            raise not_entered(self._state, drive, "with Rollout(...) as rollout, or rollout.start(), and for")
+            raise not_entered(self._state, drive, "with Rollout(...) as rollout: around it, or rollout.start()")
         while True:
             self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:
@@ -370,7 +370,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """Have a round ready, as `take_rounds` does, in an event loop."""
         rounds = self._rounds
         if self._async_drive is None or self._state != "running":
-            raise not_entered(self._state, self._drive, "async with Rollout(...) as rollout, and async for")
+            raise not_entered(self._state, self._drive, "async with Rollout(...) as rollout: around it")
         while True:
             self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:

@@ -17,11 +17,11 @@ from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert, StepCounts
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
 from rollflow.sinks.replay.replay_table import Batch as Batch
-from rollflow.sinks.replay.replay_table import ReplayTable, report_of
+from rollflow.sinks.replay.replay_table import ReplayTable, held_back, report_of
 from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.sampled_steps import check_size, detached
 from rollflow.sinks.replay.samplers import Sampler, Uniform
-from rollflow.sinks.replay.table_maker import TableMaker
+from rollflow.sinks.replay.table_maker import TableMaker, check_parts
 from rollflow.sinks.replay.turns import Side, Turns, run_both
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.fragments.fragment import Fragment
@@ -75,9 +75,9 @@ class Replay:
     ) -> None:
         self.capacity = checked_count("capacity", capacity, 1)
         self.batch_size = checked_count("batch_size", batch_size, 1)
-        self.sampler = Uniform() if sampler is None else sampler
-        self.remover = Oldest() if remover is None else remover
-        self.pieces = list(pieces)
+        self.sampler, self.remover = Uniform() if sampler is None else sampler, Oldest() if remover is None else remover
+        self.pieces = [pieces] if isinstance(pieces, ConnectorV2) else list(pieces)
+        check_parts(self.sampler, self.remover, rate, self.pieces)
         self._storage = Storage() if storage is None else storage
         checked_count("frames", self._storage.frames, 1)
         num_rows = self.remover.num_rows(capacity)
@@ -287,15 +287,15 @@ class Replay:
         with self._lock:
             begins = zip(self._tables.items(), chain(since, repeat(0)), strict=False)
             states = [[each, table.get_state(begin)] for (each, table), begin in begins]
-            return {"capacity": self.capacity, "frames": self._storage.frames, "tables": states}
+            return {**self._arguments(), "tables": states}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave, of a replay made with the same arguments; it goes on exactly as that one.
 
         Raises ReplayError where the arguments differ. Steps of several agents that were there before stay then.
         """
-        for name, own in (("capacity", self.capacity), ("frames", self._storage.frames)):
-            if (found := state.get(name)) != own:
+        for name, own in self._arguments().items():
+            if (found := state.get(name, own)) != own:
                 raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
             try:
@@ -326,6 +326,12 @@ class Replay:
             self._folder = folder
 
     # Inside
+
+    def _arguments(self) -> dict[str, Any]:
+        """Those that a state goes with."""
+        parts = {"sampler": self.sampler, "remover": self.remover}
+        kinds = {name: type(part).__name__ for name, part in parts.items()}
+        return {"capacity": self.capacity, "frames": self._storage.frames, **kinds}
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
         """Tables with these states: new ones of modules; the one that is there of one agent."""
@@ -382,16 +388,7 @@ class Replay:
         """Wait until the rate lets a side go on; the lock is held. Raises ReplayError once `wait_s` is over."""
         if self.turns.wait(side, admits, wait_s):
             return
-        if self._rate is None:
-            raise ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
-        other = "sample more first" if side == "insert" else "insert more first"
-        held = [
-            f"{table.rows.inserted} steps are inserted, {table.rows.num_live} there, {table.rate.sampled} sampled"
-            + (f" of module {module_id!r}" if module_id is not None else "")
-            for module_id, table in self._tables.items()
-        ]
-        text = f"the rate holds this {side} back: {'; '.join(held)}, at {self._rate}; {other}"
-        raise ReplayError(f"{text}, or give wait_s where another thread does").see("replay")
+        raise held_back(side, self._tables, self._rate, wait_s)
 
 
 def _admit(parts: Parts) -> bool:

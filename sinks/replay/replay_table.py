@@ -1,6 +1,6 @@
 """Replay table: the steps of one agent, or of the agents of one module, in rows, with the sampler that draws them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, i
 from rollflow.sinks.replay.row_index import Room, RowIndex
 from rollflow.sinks.replay.sampled_steps import SampledSteps
 from rollflow.sinks.replay.samplers import Draw, Sampler
-from rollflow.sinks.replay.turns import Turns
+from rollflow.sinks.replay.turns import Side, Turns
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import map_tree
@@ -201,6 +201,23 @@ def report_of(tables: Collection[ReplayTable], rate: SamplesPerInsert | None, tu
         insert_wait_s=turns.waited_s("insert"),
         sample_wait_s=turns.waited_s("sample"),
     )
+
+
+def held_back(
+    side: Side, tables: Mapping[Any, ReplayTable], rate: SamplesPerInsert | None, wait_s: float | None
+) -> ReplayError:
+    """The error of a side that the rate of these tables, by module, holds back, after so many seconds of waiting."""
+    if rate is None:
+        return ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
+    held = [
+        f"{table.rows.inserted} steps are inserted, {table.rows.num_live} there, {table.rate.sampled} sampled"
+        + (f" of module {module_id!r}" if module_id is not None else "")
+        for module_id, table in tables.items()
+    ]
+    other = "sample" if side == "insert" else "insert"
+    more = f"in {wait_s:g} s no other thread did" if wait_s else "or give wait_s where another thread does"
+    text = f"the rate holds this {side} back: {'; '.join(held)}, at {rate}; {other} more first, {more}"
+    return ReplayError(text).see("replay")
 
 
 def _tensor(leaf: Any) -> Any:

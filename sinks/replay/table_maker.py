@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.rate import RateLimiter, SamplesPerInsert
 from rollflow.sinks.replay.removers import Remover
 from rollflow.sinks.replay.replay_table import ReplayTable
@@ -76,3 +77,17 @@ class TableMaker:
             rate=RateLimiter(self._rate, self._batch_size * sampler.steps),
             generator=np.random.default_rng(seed),
         )
+
+
+def check_parts(sampler: Any, remover: Any, rate: Any, pieces: Iterable[Any]) -> None:
+    """Raise ReplayError for an argument of a replay that is of another kind."""
+    expected = [
+        ("sampler", sampler, Sampler, "a sampler such as Prioritized()"),
+        ("remover", remover, Remover, "a remover such as Oldest()"),
+        *(("pieces", piece, ConnectorV2, "connector pieces such as SampledNStepReturns()") for piece in pieces),
+    ]
+    if rate is not None:
+        expected.append(("rate", rate, SamplesPerInsert, "a SamplesPerInsert(), or None"))
+    for name, given, kind, text in expected:
+        if not isinstance(given, kind):
+            raise ReplayError(f"{name} is {given!r:.80}, expected {text}").see("replay")

@@ -30,6 +30,7 @@ from rollflow.nodes import (
     Rollout,
 )
 from rollflow.nodes.env.remote.host_lane import HostLane
+from rollflow.sinks import DatasetSink
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.wire import Limits
 
@@ -152,6 +153,29 @@ def test_what_a_host_of_several_agents_can_not_do_is_said_in_a_line(
     assert error.startswith("rollflow: ")
     assert told in error
     assert error.count("\n") == 1
+
+
+def test_an_unknown_option_is_said_with_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "1", "--fast"])
+    assert ended.value.code == 2
+    assert "usage: rollflow doctor [-h] PID" in (error := capsys.readouterr().err)
+    assert "rollflow doctor: error: unrecognized arguments: --fast" in error
+
+
+def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) -> None:
+    with Rollout("CartPole-v1", num_envs=4, fragment_length=64, num_fragments=1, seed=0) as rollout:
+        with DatasetSink(tmp_path / "data") as sink:
+            for fragment in rollout.fragments():
+                sink(fragment)
+    command = [sys.executable, "-m", "rollflow.cli.main", "dataset", "show", str(tmp_path / "data")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait() == 128 + signal.SIGPIPE
+    process.stderr.close()
 
 
 def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

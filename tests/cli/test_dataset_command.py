@@ -114,6 +114,22 @@ def test_check_names_a_flipped_bit_and_goes_on(
     assert printed.endswith("2 wrong\n")
 
 
+def test_what_is_added_to_a_dataset_is_told_from_what_it_has_in_all(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, out = write(tmp_path / "one", played), tmp_path / "out"
+    count = DatasetSource(one).num_episodes
+    for times in (1, 2):
+        assert main(["dataset", "filter", str(one), "--out", str(out)]) == 0
+        assert (
+            f"{count} episodes more" in (printed := capsys.readouterr().out),
+            f"; {2 * count} in all" in printed,
+        ) == (
+            True,
+            times == 2,
+        )
+
+
 def test_merge_keeps_episodes_and_runs_apart(
     played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +154,7 @@ def test_merge_refuses_datasets_of_several_kinds_before_it_writes(
     one, other = write(tmp_path / "one", played), write(tmp_path / "other", played, extra=())
     assert main(["dataset", "merge", str(one), str(one), str(other), "--out", str(tmp_path / "both")]) == 1
     assert_one_line(error := capsys.readouterr().err)
-    assert f"but {other} has " in error
+    assert f"{other} does not go with {one}: no column " in error
     assert "expected datasets of one kind" in error
     assert not (tmp_path / "both").exists()
 

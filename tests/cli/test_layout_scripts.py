@@ -184,9 +184,9 @@ def test_a_server_is_asked_over_http_and_has_the_time_to_drain_that_its_command_
 def test_what_can_not_be_printed_is_said_in_a_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = folder / "two-of.toml"
     assert main(["up", str(layout), "--print", "kubernetes"]) == 1
-    assert "--print kubernetes and --image None, expected --image with kubernetes alone" in capsys.readouterr().err
+    assert "--print kubernetes needs --image IMAGE" in capsys.readouterr().err
     assert main(["up", str(layout), "--print", "slurm", "--image", "a"]) == 1
-    assert "--print slurm and --image a, expected --image with kubernetes alone" in capsys.readouterr().err
+    assert "--image goes with --print kubernetes alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from property_examples import examples
 
 from rollflow.nodes import DefaultModule, RLModule
 from rollflow.policy import Policy
+from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import equal_trees
 
 SPACE = gym.spaces.Box(-1, 1, (4,), np.float32)
@@ -74,6 +75,14 @@ def test_an_action_stays_as_it_is_while_others_are_made() -> None:
     policy = counted()
     actions = [policy.act(np.full(4, step / 8, np.float32)) for step in range(8)]
     np.testing.assert_array_equal(actions, np.repeat(np.arange(8), 4).reshape(8, 4) / 8)
+
+
+def test_a_batch_may_be_a_list_of_observations() -> None:
+    policy, observations = counted(), np.arange(12, dtype=np.float32).reshape(3, 4) / 12
+    for rows in (list(observations), observations.tolist()):
+        np.testing.assert_array_equal(policy.act_batch(rows), observations)
+    with pytest.raises(PolicyError, match="0 observations for 0 sessions"):
+        policy.act_batch([])
 
 
 def test_a_pass_that_fails_says_of_what_and_the_next_one_is_made() -> None:

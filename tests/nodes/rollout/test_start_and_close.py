@@ -81,7 +81,7 @@ def test_a_loop_goes_on_in_another_call_and_ends_with_close() -> None:
 
 def test_before_start_and_after_close_errors_say_what_is_expected() -> None:
     _, rollout = rollout_of()
-    with pytest.raises(RunError, match=r"the rollout is new; this loop expects: .* or rollout.start\(\), and for"):
+    with pytest.raises(RunError, match=r"the rollout is new; this loop expects: .* or rollout.start\(\)"):
         next(iter(rollout.batches()))
     with pytest.raises(RunError, match="the rollout is not running, it is new: nothing to drain"):
         rollout.drain()
@@ -89,7 +89,7 @@ def test_before_start_and_after_close_errors_say_what_is_expected() -> None:
     with pytest.raises(RunError, match="the rollout is running: it runs once"):
         rollout.start()
     rollout.close()
-    with pytest.raises(RunError, match="the rollout is closed; this loop expects"):
+    with pytest.raises(RunError, match="the rollout is closed; expected a new one"):
         next(iter(rollout.batches()))
     with pytest.raises(RunError, match="the rollout is closed: it runs once"):
         rollout.start()

@@ -449,6 +449,16 @@ def test_an_answer_that_never_comes_leaves_the_session_lost_until_it_is_reset() 
         assert client.act([4, 0]).tolist() == [4.0, 0.0]
 
 
+def test_an_answer_that_never_comes_is_nothing_to_a_policy_without_memory() -> None:
+    held = Held(policy_of(Echo))
+    with served(held) as (_, server), client_of(server.address, timeout=0.2) as client:
+        with pytest.raises(UnansweredError, match=r"has not answered within 0\.2 s"):
+            client.act([3, 0])
+        held.go.release(10)
+        client.timeout = 30.0
+        assert client.act([4, 0]).shape == (2,)
+
+
 def test_a_client_whose_server_is_nowhere_says_where_and_why() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

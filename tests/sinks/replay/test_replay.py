@@ -309,6 +309,11 @@ def test_a_sampler_of_ones_own_needs_one_method() -> None:
     [
         (lambda: Replay(0), "capacity is 0"),
         (lambda: Replay(10, storage=Storage(frames=0)), "frames is 0"),
+        (lambda: Replay(10, sampler="prioritized"), "sampler is 'prioritized', expected a sampler such as Prioritized"),  # type: ignore[arg-type]
+        (lambda: Replay(10, sampler=Prioritized), "sampler is <class .*, expected a sampler such as Prioritized"),  # type: ignore[arg-type]
+        (lambda: Replay(10, remover=3), "remover is 3, expected a remover such as Oldest"),  # type: ignore[arg-type]
+        (lambda: Replay(10, rate=4.0), "rate is 4.0, expected a SamplesPerInsert"),  # type: ignore[arg-type]
+        (lambda: Replay(10, pieces=[3]), "pieces is 3, expected connector pieces"),  # type: ignore[list-item]
         (lambda: Replay(10, remover=LowestPriority()), "LowestPriority needs priorities, and Uniform has none"),
         (lambda: Mixture([(Uniform(), 0.5)]), r"shares are \[0.5\], expected numbers above 0 that add up to 1"),
         (lambda: Prioritized(alpha=2), "alpha is 2"),
