@@ -4,18 +4,26 @@ Rows are those of CartPole, and of four stacked frames of 84 x 84 bytes as one o
 its policy learn from each fragment, in four passes; the other one's reader does nothing. `write, pyarrow` stands beside
 pyarrow that writes the same tables, made before anything is measured, into one file, with the same compression.
 `read, pyarrow` makes train batches in a shuffled order; beside it pyarrow reads the same columns in theirs. Bytes are
-those of the tables in memory.
+those of the tables in memory. `to Minari` plays CartPole by a rule that balances for some hundred steps, into a dataset
+of Minari's; beside it Minari's own collector does, step by step. It is left out where Minari can't collect.
 
     python -m benchmarks.datasets [--quick]
 """
 
+import importlib.util
+import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -24,24 +32,37 @@ from benchmarks.command import run
 from benchmarks.pairs import Record, Sizes, in_turns, paired, record, steps_per_s
 from benchmarks.policies import Mlp
 from benchmarks.replay import SLOTS, Coin, Frames, made
-from rollflow.nodes import Rollout
+from rollflow.nodes import RLModule, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets.minari_episodes import write_minari
 from rollflow.stream import Fragment
 
 FRAGMENT_LENGTH, COUNT, AGAIN = 64, {"CartPole": 16, "pixels": 4}, {"CartPole": 8, "pixels": 1}
-AIM, WRITING_AIM = 0.7, 0.97
+AIM, WRITING_AIM, MINARI_AIM = 0.7, 0.97, 20.0
+MINARI_STEPS = 64 * 512  # of a dataset
+
+
+class Balance(RLModule):
+    """Pushes the cart to where the pole leans, and is about to."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": (batch["obs"][:, 2:].sum(-1) > 0).long()}
 
 
 def measure(sizes: Sizes) -> list[Record]:
     """Lines for each kind of row."""
     records: list[Record] = []
-    for kind, count in COUNT.items():
+    for kind, num_fragments in COUNT.items():
         folder = Path(tempfile.mkdtemp(prefix="rollflow-datasets-"))
         try:
-            records += measured(kind, made(kind, count), folder, sizes)
+            records += measured(kind, made(kind, num_fragments), folder, sizes)
         finally:
             shutil.rmtree(folder)
-    return records
+    if importlib.util.find_spec("jax") is None or importlib.util.find_spec("minari") is None:
+        print("to Minari: left out, minari[create] is not installed here", file=sys.stderr)
+        return records
+    with tempfile.TemporaryDirectory(prefix="rollflow-minari-") as name:
+        return [*records, to_minari(Path(name), sizes)]
 
 
 def measured(kind: str, fragments: list[Fragment], folder: Path, sizes: Sizes) -> list[Record]:
@@ -91,6 +112,47 @@ def measured(kind: str, fragments: list[Fragment], folder: Path, sizes: Sizes) -
         line["mb_per_s"] = [round(line[side] * per_step, 1) for side in ("steps_per_s", "beside")]
         records.append(line)
     return records
+
+
+def to_minari(folder: Path, sizes: Sizes) -> Record:
+    """A line for datasets of Minari's, beside its own collector."""
+    numbers = count()
+    os.environ["MINARI_DATASETS_PATH"] = str(folder)
+    ours, theirs = partial(recorded_for_minari, numbers), partial(collected_by_minari, numbers)
+    name = "Minari's collector"
+    return paired("CartPole, to Minari", SLOTS, ours, theirs, aim=MINARI_AIM, sizes=sizes, beside_name=name)
+
+
+def recorded_for_minari(numbers: Iterator[int]) -> int:
+    """Steps of a dataset of Minari's that a rollout's was converted to."""
+    with tempfile.TemporaryDirectory(prefix="rollflow-recorded-") as name:
+        options: dict[str, Any] = {"fragment_length": 256, "num_fragments": MINARI_STEPS // (64 * 256)}
+        with (
+            Rollout("CartPole-v1", num_envs=64, module=Balance, **options) as rollout,
+            DatasetSink(name, rollout=rollout) as sink,
+        ):
+            for fragment in rollout.fragments():
+                sink(fragment)
+        source = DatasetSource(name)
+        spaces = source.observation_space, source.action_space
+        write_minari(source.episodes(), spaces, source.description, f"cartpole/ours-v{next(numbers)}")
+        return source.num_steps
+
+
+def collected_by_minari(numbers: Iterator[int]) -> int:
+    """Steps of a dataset that Minari has collected itself."""
+    import minari
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of facts that a dataset should have
+        env = minari.DataCollector(gym.make("CartPole-v1"))
+        observation, _ = env.reset()
+        for _ in range(MINARI_STEPS):
+            observation, _, terminated, truncated, _ = env.step(int(observation[2] + observation[3] > 0))
+            if terminated or truncated:
+                observation, _ = env.reset()
+        env.create_dataset(f"cartpole/theirs-v{next(numbers)}")
+    return MINARI_STEPS
 
 
 def rolling(kind: str, folder: Path, sizes: Sizes, *, writes: bool, learns: bool) -> Callable[[], float]:

@@ -13,7 +13,7 @@ from rollflow.sinks.datasets.dataset_check import check_dataset
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of
 from rollflow.sinks.datasets.episode_summary import EpisodeSummary, histogram
 from rollflow.sinks.datasets.lerobot_episodes import write_lerobot
-from rollflow.sinks.datasets.minari_episodes import write_minari
+from rollflow.sinks.datasets.minari_episodes import minari_data_of, write_minari
 from rollflow.stream.data.errors import DatasetError
 
 _BYTES_AT_ONCE = 256 << 20  # of steps in memory
@@ -113,6 +113,8 @@ def _facts_of(run: dict[str, Any]) -> Iterator[str]:
 
 
 def _check(args: argparse.Namespace) -> int:
+    if minari_data_of(args.path) is not None:
+        raise DatasetError(f"{args.path} is Minari's, expected a dataset of rollflow's own").see("dataset")
     wrong = 0
     for path, fault in check_dataset(DatasetFolder(args.path)):
         print(f"{'ok   ' if fault is None else 'WRONG'}  {path}", flush=True)

@@ -118,6 +118,9 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
         raise ModuleError(f"weights are {type(weights).__name__}, expected a state_dict(): name -> tensor")
     if weights and all(isinstance(value, np.ndarray) for value in weights.values()):
         raise ModuleError(f"weights {list(weights)[:4]} are numpy arrays, expected tensors, as a state_dict() has them")
+    if weights and not any(torch.is_tensor(value) for value in weights.values()):
+        name, value = next(iter(weights.items()))
+        raise ModuleError(f"weights: {name!r} is {value!r:.40}, expected tensors, as a state_dict() has them")
     return {name: tuple(tensor.shape) for name, tensor in weights.items() if torch.is_tensor(tensor)}
 
 

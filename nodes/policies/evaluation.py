@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.checked import checked_count
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
 from rollflow.stream.graph.seeding import seed_for
@@ -94,8 +95,11 @@ def evaluated(policy: Evaluated, env: EnvMaker, *, episodes: int, num_envs: int,
 
     All episodes that begin are counted, so that short ones have no more weight than long ones.
     """
-    if episodes < 1 or num_envs < 1:
-        raise PolicyError(f"episodes is {episodes} and num_envs is {num_envs}, expected 1 or more of each")
+    for name, count in (("episodes", episodes), ("num_envs", num_envs)):
+        try:
+            checked_count(name, count, 1)
+        except ValueError as error:
+            raise PolicyError(str(error)) from None
     envs: list[gym.Env[Any, Any]] = []
     try:
         for _ in range(min(num_envs, episodes)):

@@ -132,7 +132,8 @@ class DatasetFolder:
             return DatasetError(f"{self.path} is a file, expected the folder of a dataset")
         if (self.path / _LOCK).exists():
             return no_steps(self.path)
-        return DatasetError(f"there is no dataset at {self.path}, expected a folder with {DESCRIPTION}")
+        others = "or Minari's, RLlib's or D4RL's files"
+        return DatasetError(f"there is no dataset at {self.path}, expected a folder with {DESCRIPTION}, {others}")
 
     def space(self, description: dict[str, Any], name: str) -> Any:
         """The space of a name in a description; None if it is not known. Raises DatasetError if it is damaged."""

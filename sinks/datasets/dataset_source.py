@@ -302,9 +302,10 @@ def _checked_episodes(episodes: Sequence[int] | Ints | None, count: int) -> Ints
     """The numbers of the episodes that are read, i64[K], ascending. Raises ValueError for others than there are."""
     if episodes is None:
         return np.arange(count)
-    numbers = np.unique(np.asarray(episodes))
+    given = np.asarray(episodes)
+    numbers = np.unique(given.nonzero()[0] if given.dtype == np.bool_ and given.shape == (count,) else given)
     if numbers.dtype.kind not in "iu" or not len(numbers) or not 0 <= numbers[0] <= numbers[-1] < count:
         raise ValueError(
-            f"episodes are {episodes!r:.80}, expected whole numbers from 0 to {count - 1}, and at least one"
+            f"episodes are {episodes!r:.80}, expected one or more numbers from 0 to {count - 1}, or bool[{count}]"
         )
     return numbers.astype(np.int64)

@@ -64,7 +64,9 @@ class MinariEpisodes:
         self.lost: Mapping[int, str] = {}
         self.version = [str(metadata.get("dataset_id")), len(records)]
         plain = {key: value for key, value in metadata.items() if isinstance(value, str | int | float | bool)}
-        self.description: dict[str, Any] = {"runs": [{"metadata": plain, "rollout": None, "versions": {}}]}
+        env = _env_id_of(plain.get("env_spec"))
+        rollout = None if env is None else {"env": env}
+        self.description: dict[str, Any] = {"runs": [{"metadata": plain, "rollout": rollout, "versions": {}}]}
 
     def fill(self, episodes: Ints, columns: Mapping[str, Tree], last_obs: Tree | None) -> None:
         """Read the steps of episodes into arrays: see `EpisodeStore`."""
@@ -177,6 +179,15 @@ def _env_spec_of(description: Mapping[str, Any]) -> Any:
     names = {environment_of(run) for run in description["runs"]}
     name = names.pop()
     return gym.registry.get(name) if name is not None and not names else None
+
+
+def _env_id_of(env_spec: Any) -> str | None:
+    """The environment's id in a specification that Minari has kept as JSON; None: it has none."""
+    try:
+        found = json.loads(env_spec)["id"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _import_storage() -> Any:

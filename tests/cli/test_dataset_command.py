@@ -241,6 +241,9 @@ def test_convert_writes_what_minari_opens(
     assert DatasetSource(tmp_path / "back").num_steps == source.num_steps
     metadata = json.loads((tmp_path / "back/dataset.json").read_text())["runs"][0]["metadata"]
     assert metadata["dataset_id"] == "numbered/play-v3"
+    assert main(["dataset", "check", str(tmp_path / "all/numbered/play-v3")]) == 1
+    assert_one_line(error := capsys.readouterr().err)
+    assert "is Minari's, expected a dataset of rollflow's own" in error
 
 
 @pytest.mark.parametrize("action", ["show", "check"])

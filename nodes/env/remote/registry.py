@@ -75,7 +75,7 @@ class Registry:
         host.lost_at, host.reason = now, str(error)
         host.heard_at = host.connection.heard_at  # the loss may have been noticed late
         host.reminder = Reminder(now)
-        logger.warning("host %s is lost: %s; waited for %g s", host.name, error, grace_s)
+        logger.warning("host %s is lost: %s; it has %g s to come back", host.name, error, grace_s)
 
     def take_back(self, host: RemoteHost, connection: GatewayConnection, now: float) -> None:
         """Note that a host has another connection."""

@@ -68,8 +68,9 @@ def test_environments_with_other_spaces_are_refused() -> None:
         counted_policy().evaluate("CartPole-v1", 1)
     with pytest.raises(PolicyError, match="env gives 3, expected an id"):
         counted_policy().evaluate(lambda: 3, 1)  # type: ignore[arg-type, return-value]
-    with pytest.raises(PolicyError, match="episodes is 0"):
-        counted_policy().evaluate(Counted, 0)
+    for wrong in (0, "3"):
+        with pytest.raises(PolicyError, match=f"episodes is {wrong!r}, expected"):
+            counted_policy().evaluate(Counted, wrong)  # type: ignore[arg-type]
 
 
 def test_a_policy_of_a_rollout_has_the_weights_published_last(tmp_path: Path) -> None:

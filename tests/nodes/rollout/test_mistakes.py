@@ -62,6 +62,8 @@ def test_weights_are_tensors() -> None:
         arrays = {name: tensor.numpy() for name, tensor in rollout.module.state_dict().items()}
         with pytest.raises(ModuleError, match=r"\['.*\] are numpy arrays, expected tensors, as a state_dict\(\)"):
             rollout.publish(arrays)
+        with pytest.raises(ModuleError, match="weights: 'a' is 1, expected tensors"):
+            rollout.publish({"a": 1})
 
 
 def test_a_device_that_there_is_not_is_named() -> None:

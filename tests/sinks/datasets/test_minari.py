@@ -13,6 +13,7 @@ from shapes_env import FixedModule, Shapes
 
 from rollflow.nodes import RandomModule, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets.dataset_folder import environment_of
 from rollflow.sinks.datasets.minari_episodes import write_minari
 from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import equal_trees
@@ -46,6 +47,8 @@ def test_minari_opens_what_is_written(tmp_path: Path, root: Path) -> None:
     dataset = minari.load_dataset("cartpole/random-v0")
     assert (dataset.total_episodes, dataset.total_steps) == (source.num_episodes, source.num_steps)
     assert dataset.env_spec.id == "CartPole-v1"
+    [run] = DatasetSource(root / "cartpole/random-v0").description["runs"]
+    assert environment_of(run) == "CartPole-v1"
     assert list(minari.list_local_datasets()) == ["cartpole/random-v0"]
     for theirs, ours in zip(dataset.iterate_episodes(), DatasetSource(tmp_path / "data").episodes(), strict=True):
         np.testing.assert_array_equal(theirs.observations, ours.get_observations())

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -193,6 +194,19 @@ def test_a_file_is_ended_when_its_time_is_over(played: Played, tmp_path: Path) -
         for fragment in played.fragments:
             sink(fragment)
     assert len(list((tmp_path / "steps").glob("*.parquet"))) == len(played.fragments)
+
+
+def test_episodes_are_chosen_by_numbers_or_by_a_mask(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        for fragment in played.fragments:
+            sink(fragment)
+    lengths = DatasetSource(tmp_path).summary().lengths
+    mask = lengths > np.median(lengths)
+    by_number, by_mask = (DatasetSource(tmp_path, episodes=each) for each in (np.flatnonzero(mask), mask))
+    assert [each.id_ for each in by_mask.episodes()] == [each.id_ for each in by_number.episodes()]
+    for wrong in (np.zeros(len(mask), bool), mask[:-1], [0.5], [len(mask)]):
+        with pytest.raises(ValueError, match=rf"expected one or more numbers from 0 to .*, or bool\[{len(mask)}\]"):
+            DatasetSource(tmp_path, episodes=wrong)  # type: ignore[arg-type]
 
 
 def test_only_the_outputs_that_are_asked_for_are_written(played: Played, tmp_path: Path) -> None:
