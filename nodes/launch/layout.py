@@ -58,6 +58,10 @@ def read_layout(path: Path) -> list[LayoutProgram]:
         for part in program.command:
             for named in _ADDRESS.findall(part):
                 if named not in listening and part != NAME:
+                    if f"{{{named}}}" == NAME:
+                        raise ValueError(
+                            f"{path}: {program.name}.command has {part!r}, expected {NAME} as an argument by itself"
+                        )
                     expected = ", ".join(sorted(listening)) or "none, for no program has one"
                     raise ValueError(
                         f"{path}: {program.name}.command has {{{named}}}, expected a program with a port: {expected}"

@@ -57,7 +57,10 @@ def test_a_table_is_a_program(tmp_path: Path) -> None:
             "[a]\ncommand = 'b {c}'\n[d]\ncommand = 'e'\nport = 7",
             ": a.command has {c}, expected a program with a port: d",
         ),
-        ("[a]\ncommand = 'b --name={name}'", ": a.command has {name}, expected a program with a port"),
+        (
+            "[a]\ncommand = 'b --name={name}'",
+            ": a.command has '--name={name}', expected {name} as an argument by itself",
+        ),
     ],
 )
 def test_what_is_no_layout_is_refused(text: str, told: str, tmp_path: Path) -> None:
