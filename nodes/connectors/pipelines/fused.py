@@ -5,10 +5,12 @@ pieces would, or None where it can't: then the pieces are called.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.common.by_module import MEMORIZED
@@ -33,7 +35,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
-_FEW = 8  # rows up to which Python adds faster than numpy
+_MOST_SIZES = 64  # of batches
 
 # (pieces, module, batch, episodes, explore, shared_data) -> batch; None: the pieces are to be called
 Fused = Callable[[Sequence[Any], Any, Batch, LaneEpisodes, Any, dict[str, Any]], Batch | None]
@@ -121,12 +123,17 @@ def _acted(
         return None, True
     if explore and races is not None:
         actions, logp = distribution.sample_with_logp(races)
-        is_usable = sum(logp.tolist()) > -np.inf if len(logp) <= _FEW else np.add.reduce(logp) > -np.inf
+        is_usable = logp.dot(_ones(len(logp))) > -np.inf  # the sum, in half the time for a few
     else:
         actions, logp = distribution.likeliest_with_logp()
         is_usable = np.isfinite(np.maximum.reduce(arrays[Columns.ACTION_DIST_INPUTS], axis=-1)).all()
     arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
     return arrays, bool(is_usable)
+
+
+@lru_cache(_MOST_SIZES)
+def _ones(count: int) -> NDArray[np.float32]:
+    return np.ones(count, np.float32)
 
 
 def _arrays_of(batch: Batch) -> Batch | None:
