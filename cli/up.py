@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import struct
 import sys
@@ -62,6 +63,11 @@ def _up(args: argparse.Namespace) -> int:
         return 0
     with _taken(args.layout) as folder, ExitStack() as stack:
         os.chdir(args.layout.resolve().parent)
+        for program in programs:
+            if shutil.which(name := program.command[0]) is None:
+                raise ValueError(
+                    f"{args.layout}: {program.name}.command: there is no {name!r} here, expected a program"
+                )
         secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
         output = _Output()
         keepers = [stack.enter_context(closing(_kept(program, programs, secret, output))) for program in programs]

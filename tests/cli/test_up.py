@@ -217,3 +217,13 @@ def test_what_is_no_layout_is_said_in_a_line(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err.startswith(f"rollflow: {tmp_path}/layout.toml is empty, expected a table")
     assert main(["up", str(tmp_path / "nothing.toml")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def test_a_program_that_is_not_here_is_named_before_any_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # to which it is put back
+    (layout := tmp_path / "layout.toml").write_text("[a]\ncommand = 'touch made'\n[b]\ncommand = 'not-a-program x'\n")
+    assert main(["up", str(layout)]) == 1
+    assert f"{layout}: b.command: there is no 'not-a-program' here, expected a program" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
