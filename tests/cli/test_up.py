@@ -225,5 +225,5 @@ def test_a_program_that_is_not_here_is_named_before_any_is_started(
     monkeypatch.chdir(tmp_path)  # to which it is put back
     (layout := tmp_path / "layout.toml").write_text("[a]\ncommand = 'touch made'\n[b]\ncommand = 'not-a-program x'\n")
     assert main(["up", str(layout)]) == 1
-    assert f"{layout}: b.command: there is no 'not-a-program' here, expected a program" in capsys.readouterr().err
+    assert f"{layout}: b.command: no program 'not-a-program' is here" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
