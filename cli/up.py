@@ -65,9 +65,7 @@ def _up(args: argparse.Namespace) -> int:
         os.chdir(args.layout.resolve().parent)
         for program in programs:
             if shutil.which(name := program.command[0]) is None:
-                raise ValueError(
-                    f"{args.layout}: {program.name}.command: there is no {name!r} here, expected a program"
-                )
+                raise ValueError(f"{args.layout}: {program.name}.command: no program {name!r} is here")
         secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
         output = _Output()
         keepers = [stack.enter_context(closing(_kept(program, programs, secret, output))) for program in programs]

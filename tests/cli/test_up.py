@@ -175,15 +175,6 @@ def is_told_to_end(pid: int) -> bool:
     return bool(int(pending, 16) >> signal.SIGTERM - 1 & 1)
 
 
-@pytest.mark.slow
-def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
-    (tmp_path / "layout.toml").write_text("[first]\ncommand = 'no-such-program'")
-    command = [*COMMAND, "up", str(tmp_path / "layout.toml")]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "rollflow: programs fail again and again: program first-0 exited with code 1: no program" in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("pieces", "lines"),
     [
