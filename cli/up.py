@@ -7,7 +7,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import struct
 import sys
@@ -24,6 +23,7 @@ from rollflow.nodes.launch.host_keeper import HostKeeper
 from rollflow.nodes.launch.launcher import SECRET_VARIABLE
 from rollflow.nodes.launch.layout import LayoutProgram, read_layout
 from rollflow.nodes.launch.process_launcher import ProcessLauncher
+from rollflow.nodes.launch.program import path_of_program
 
 _LOOK_S = 0.25
 _LONGEST_LINE = 1 << 16  # bytes
@@ -64,8 +64,10 @@ def _up(args: argparse.Namespace) -> int:
     with _taken(args.layout) as folder, ExitStack() as stack:
         os.chdir(args.layout.resolve().parent)
         for program in programs:
-            if shutil.which(name := program.command[0]) is None:
-                raise ValueError(f"{args.layout}: {program.name}.command: no program {name!r} is here")
+            if path_of_program(name := program.command[0], os.environ) is None:
+                raise ValueError(
+                    f"{args.layout}: {program.name}.command: no program {name!r} is found, expected one in PATH"
+                )
         secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
         output = _Output()
         keepers = [stack.enter_context(closing(_kept(program, programs, secret, output))) for program in programs]

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import NoReturn
 
@@ -41,10 +42,15 @@ def main(life: int, fds: list[int]) -> None:
         sys.exit(status)
 
 
-def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Be another program from now on, which ends with the same pipe; those of this installation are found first."""
+def path_of_program(name: str, environment: Mapping[str, str]) -> str | None:
+    """Where a program is, in PATH; those of this installation are found first. None: nowhere."""
     path = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
-    program = shutil.which(command[0], path=path)
+    return shutil.which(name, path=path)
+
+
+def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Be another program from now on, which ends with the same pipe."""
+    program = path_of_program(command[0], environment)
     if program is None:
         sys.exit(f"no program {command[0]} is found, expected one in PATH")
     os.execve(program, [program, *command[1:]], environment | {"PYTHONUNBUFFERED": "1"})

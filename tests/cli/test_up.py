@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -216,5 +217,12 @@ def test_a_program_that_is_not_here_is_named_before_any_is_started(
     monkeypatch.chdir(tmp_path)  # to which it is put back
     (layout := tmp_path / "layout.toml").write_text("[a]\ncommand = 'touch made'\n[b]\ncommand = 'not-a-program x'\n")
     assert main(["up", str(layout)]) == 1
-    assert f"{layout}: b.command: no program 'not-a-program' is here" in capsys.readouterr().err
+    assert f"{layout}: b.command: no program 'not-a-program' is found" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+def test_a_program_of_this_installation_is_found_without_a_path_to_it(tmp_path: Path) -> None:
+    (tmp_path / "layout.toml").write_text("[a]\ncommand = 'rollflow --version'\n")
+    command = [*COMMAND, "up", str(tmp_path / "layout.toml")]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": os.defpath})
+    assert (ended.returncode, ended.stdout) == (0, f"a-0 | rollflow {version('rollflow')}\n"), ended.stderr
