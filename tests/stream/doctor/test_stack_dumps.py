@@ -30,7 +30,7 @@ def deep(calls):
 
 def work():
     while not ends.is_set():
-        deep(20)
+        deep(400)
 
 with answering_dumps():
     threads = [threading.Thread(target=work) for _ in range(2)]
