@@ -62,6 +62,7 @@ def stack_report(pid: int) -> list[str]:
         ]
     threads, problem = _by_py_spy(pid)
     threads = threads or _by_signal(pid)
+    _check_process(pid)  # it may have ended meanwhile
     if not threads:
         why = f" ({problem})" if problem else ""
         raise RunError(f"nothing can be seen of process {pid}{why}: {_REMEDY}").see("stall")
