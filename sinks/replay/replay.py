@@ -328,9 +328,10 @@ class Replay:
     # Inside
 
     def _arguments(self) -> dict[str, Any]:
-        """Those that a state goes with."""
-        parts = {"sampler": self.sampler, "remover": self.remover}
-        kinds = {name: type(part).__name__ for name, part in parts.items()}
+        """Those that a state goes with; a sampler or remover without a state of its own goes with any other such."""
+        parts: dict[str, Any] = {"sampler": (self.sampler, Sampler), "remover": (self.remover, Remover)}
+        has_state = {name: type(part).get_state is not base.get_state for name, (part, base) in parts.items()}
+        kinds = {name: type(part).__name__ if has_state[name] else None for name, (part, _) in parts.items()}
         return {"capacity": self.capacity, "frames": self._storage.frames, **kinds}
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:

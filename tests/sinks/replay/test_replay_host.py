@@ -292,11 +292,11 @@ def test_a_checkpoint_that_can_not_be_written_acknowledges_nothing(tmp_path: Pat
             assert running.sink._session.kept == 0
             (tmp_path / "away").rename(folder)
         assert running.sink._session.kept == running.sink.given  # it has waited for that
-    again = Replay(512)
+    again = Replay(512, sampler=Newest())
     again.load(folder / "replay")
     assert len(again) == running.rollout.num_steps
-    with pytest.raises(ReplayError, match="of a replay with sampler=Uniform, expected Newest"):
-        Replay(512, sampler=Newest()).load(folder / "replay")
+    with pytest.raises(ReplayError, match="of a replay with sampler=None, expected Prioritized"):
+        Replay(512, sampler=Prioritized()).load(folder / "replay")
 
 
 def test_a_replay_that_there_is_no_memory_to_copy_goes_on_and_the_log_says_so(
