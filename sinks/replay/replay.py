@@ -287,15 +287,16 @@ class Replay:
         with self._lock:
             begins = zip(self._tables.items(), chain(since, repeat(0)), strict=False)
             states = [[each, table.get_state(begin)] for (each, table), begin in begins]
-            return {**self._arguments(), "tables": states}
+            return {**self._sizes(), **self._kinds(), "tables": states}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave, of a replay made with the same arguments; it goes on exactly as that one.
 
         Raises ReplayError where the arguments differ. Steps of several agents that were there before stay then.
         """
-        for name, own in self._arguments().items():
-            if (found := state.get(name, own)) != own:
+        kinds = self._kinds()  # which older states don't name
+        for name, own in {**self._sizes(), **kinds}.items():
+            if (found := state.get(name, kinds.get(name))) != own:
                 raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
             try:
@@ -327,12 +328,14 @@ class Replay:
 
     # Inside
 
-    def _arguments(self) -> dict[str, Any]:
-        """Those that a state goes with; a sampler or remover without a state of its own goes with any other such."""
+    def _sizes(self) -> dict[str, int]:
+        return {"capacity": self.capacity, "frames": self._storage.frames}
+
+    def _kinds(self) -> dict[str, str | None]:
+        """Class names of sampler and remover; None for one without a state, which goes with any other such."""
         parts: dict[str, Any] = {"sampler": (self.sampler, Sampler), "remover": (self.remover, Remover)}
         has_state = {name: type(part).get_state is not base.get_state for name, (part, base) in parts.items()}
-        kinds = {name: type(part).__name__ if has_state[name] else None for name, (part, _) in parts.items()}
-        return {"capacity": self.capacity, "frames": self._storage.frames, **kinds}
+        return {name: type(part).__name__ if has_state[name] else None for name, (part, _) in parts.items()}
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
         """Tables with these states: new ones of modules; the one that is there of one agent."""

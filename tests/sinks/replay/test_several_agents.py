@@ -222,10 +222,11 @@ def test_a_state_that_cant_be_taken_leaves_the_steps_that_are_there() -> None:
         replay(fragment)
     before, state = replay.report(), replay.get_state()
     cut = {**state, "tables": [state["tables"][0], ["b", {**state["tables"][1][1], "rows": {}}]]}
-    for wrong in (plain.get_state(), cut, {"capacity": 400, "frames": 1}):
-        with pytest.raises(
-            ReplayError, match=r"can't be taken: .*; expected get_state\(\) of a|of a replay with sampler="
-        ):
+    cant_be_taken = r"can't be taken: .*; expected get_state\(\) of a replay with the same"
+    of_another = "of a replay with sampler=None, expected Prioritized"
+    wrongs = (plain.get_state(), of_another), (cut, cant_be_taken), ({"capacity": 400, "frames": 1}, cant_be_taken)
+    for wrong, told in wrongs:
+        with pytest.raises(ReplayError, match=told):
             replay.set_state(wrong)
         assert replay.report() == before
     assert {each: len(rows["ids"]) for each, rows in replay.sample(8).items()} == {"a": 8, "b": 8}
@@ -233,9 +234,12 @@ def test_a_state_that_cant_be_taken_leaves_the_steps_that_are_there() -> None:
         ReplayError, match=r"^the replay has .* got the state of one; expected that of several, or a new Replay"
     ):
         replay.set_state(Replay(400, sampler=Prioritized()).get_state())
-    with pytest.raises(ReplayError, match=r"can't be taken: KeyError\('tables'\)"):
+    with pytest.raises(ReplayError, match=r"of a replay with capacity=None, expected 400"):
         replay.set_state({})
-    assert len(replay) == before.inserted
+    other = Replay(400, sampler=Prioritized(), seed=0)
+    with pytest.raises(ReplayError, match=of_another):
+        other.set_state(Replay(400).get_state())
+    assert len(other) == 0
 
 
 def test_one_agent_and_several_are_kept_apart() -> None:

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,22 +54,29 @@ def nothing_is_left() -> Iterator[None]:
     assert dumps_of(HERE, 2.0) is None
 
 
-def test_every_thread_writes_its_stack_and_the_main_one_is_first() -> None:
+@contextmanager
+def holding_thread(begin: Callable[[], object] = lambda: None) -> Iterator[threading.Thread]:
+    """A thread that waits, once it has begun, until the block's end."""
     goes, is_there = threading.Event(), threading.Event()
 
     def hold() -> None:
+        begin()
         is_there.set()
         goes.wait(60.0)
 
-    other = threading.Thread(target=hold)
-    other.start()
+    thread = threading.Thread(target=hold)
+    thread.start()
     try:
         assert is_there.wait(60.0)
-        with answering_dumps():
-            dumps = dumps_of(HERE, 2.0)
+        yield thread
     finally:
         goes.set()
-        other.join()
+        thread.join()
+
+
+def test_every_thread_writes_its_stack_and_the_main_one_is_first() -> None:
+    with holding_thread() as other, answering_dumps():
+        dumps = dumps_of(HERE, 2.0)
     assert dumps is not None
     assert next(iter(dumps)) == threading.main_thread().native_id
     stack = stack_in_dump(dumps[other.native_id or 0])
@@ -89,22 +98,9 @@ def test_threads_that_run_meanwhile_go_on_whenever_they_are_asked() -> None:
 
 
 def test_a_thread_that_blocks_the_signal_is_left_out() -> None:
-    goes, is_there = threading.Event(), threading.Event()
-
-    def block() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {DUMP_SIGNAL})
-        is_there.set()
-        goes.wait(60.0)
-
-    other = threading.Thread(target=block)
-    other.start()
-    try:
-        assert is_there.wait(60.0)
-        with answering_dumps():
-            dumps = dumps_of(HERE, 60.0)
-    finally:
-        goes.set()
-        other.join()
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {DUMP_SIGNAL})
+    with holding_thread(block) as other, answering_dumps():
+        dumps = dumps_of(HERE, 60.0)
     assert dumps is not None
     assert other.native_id not in dumps
 
