@@ -1,9 +1,10 @@
 """Launcher of programs as actors of Ray: Ray says where, and starts them again elsewhere."""
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 import ray
@@ -15,6 +16,8 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.launch.launcher import DRAINING_S, SECRET_VARIABLE, Handle, named
 from rollflow.nodes.launch.ray_host import RayHost
 from rollflow.stream.data.errors import RunError
+
+logger = logging.getLogger(__name__)
 
 _ENDING_S = 1.0  # for programs that are ending by themselves
 _ANSWER_S = 5.0  # of an actor that is asked for its log
@@ -43,7 +46,8 @@ class RayLauncher:
         runtime_env    of the actors
 
     Programs that are started together have a placement group. The room of those that `scale` ends is given back to
-    the cluster once all of their group have ended. Nothing but commands and logs goes through Ray: all of it is small,
+    the cluster once all of their group have ended. Where Ray says that it will take a node away, the programs there are
+    told to end, and others are started elsewhere at once, each in a group of its own. Nothing but commands and logs goes through Ray: all of it is small,
     and none goes through its store.
     """
 
@@ -78,11 +82,12 @@ class RayLauncher:
         if not ray.is_initialized():
             raise RunError("Ray was shut down, expected it to last as long as the rollout")
         self._reap(monotonic())
+        self._leave_nodes()
         running = {handle: each.serving for handle, each in self._placed.items() if each.log is None}
         ended = _ended(running.values())
-        waits = {each.group.id: self._waits(each.group) for each in self._placed.values()}
+        waits = {group: self._waits(group) for group in {each.group for each in self._placed.values()}}
         for handle, serving in running.items():
-            handle.waits = waits[self._placed[handle].group.id]
+            handle.waits = waits[self._placed[handle].group]
             if serving in ended:
                 handle.waits = ""
                 handle.end, self._placed[handle].log = _end_of(serving)
@@ -113,7 +118,7 @@ class RayLauncher:
         self._reap(monotonic())
         missing = n - len(self._placed)
         if missing > 0:
-            group = placement_group([self._resources] * missing, strategy=self._strategy)
+            group = self._new_group(missing)
             for bundle in range(missing):
                 handle = Handle(f"ray-{self._started}")
                 self._started += 1
@@ -129,12 +134,30 @@ class RayLauncher:
         _ended((placed.serving for placed in self._leaving), _ENDING_S)
         self._reap(math.inf)
 
-    def _dismiss(self, placed: _Placed) -> None:
-        """Tell a program to end, where it has begun."""
+    def _leave_nodes(self) -> None:
+        """Have the programs end that are on nodes which Ray is about to take away, and start others elsewhere."""
+        going = _draining_nodes()
+        if not going:
+            return
+        for handle, placed in self._placed.items():
+            node = placement_group_table(placed.group)["bundles_to_node_id"].get(placed.bundle)
+            if node in going and placed.log is None:
+                left_s = going[node]
+                when = "" if math.isinf(left_s) else f" in {left_s:.0f} s"
+                logger.warning("host %s leaves node %s, which Ray will take away%s", handle.name, node, when)
+                self._dismiss(placed, left_s)
+                self._placed[handle] = self._run(handle, self._new_group(1), 0)
+
+    def _dismiss(self, placed: _Placed, left_s: float = math.inf) -> None:
+        """Tell a program to end, where it has begun, within so many seconds."""
         runs = not self._waits(placed.group)
         if runs:
             placed.actor.terminate.remote()
-        self._leaving[placed] = monotonic() + DRAINING_S if runs else 0.0
+        self._leaving[placed] = monotonic() + min(DRAINING_S, left_s) if runs else 0.0
+
+    def _new_group(self, n: int) -> Any:
+        """A placement group for so many programs."""
+        return placement_group([self._resources] * n, strategy=self._strategy)
 
     def _reap(self, now: float) -> None:
         """Kill the actors of programs that were told to end, and have, or had the time; groups give their room back."""
@@ -174,6 +197,16 @@ class RayLauncher:
             f"waits for room in Ray's cluster: {group.bundle_count} hosts take {self._resources} each, "
             f"{self._strategy.lower()}; free are {free or 'none of these'}"
         )
+
+
+def _draining_nodes() -> dict[str, float]:
+    """Nodes that Ray is about to take away, and the seconds that are left of each, inf where Ray does not say.
+
+    Ray's public interface does not tell of them, so this asks where Ray's own libraries do. A release of Ray that has
+    it elsewhere tells of no node; hosts are lost then with their nodes.
+    """
+    told = getattr(ray._private.state.state, "get_draining_nodes", dict)()
+    return {node: max(0.0, until / 1000 - time()) if until else math.inf for node, until in told.items()}
 
 
 def _ended(serving: Iterable[Any], timeout: float = 0.0) -> set[Any]:

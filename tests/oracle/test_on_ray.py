@@ -79,10 +79,23 @@ def is_on_node_of(process: psutil.Process, actor: psutil.Process) -> bool:
 
 def kill_node(cluster: Cluster, actor: psutil.Process) -> None:
     """Kill the node that an actor is on, and add another."""
+    cluster.remove_node(node_of(cluster, actor), allow_graceful=False)
+    cluster.add_node(num_cpus=2)
+
+
+def node_of(cluster: Cluster, actor: psutil.Process) -> Any:
+    """The node that an actor is on."""
     raylet = actor.ppid()
     [node] = [each for each in cluster.worker_nodes if each.all_processes["raylet"][0].process.pid == raylet]
-    cluster.remove_node(node, allow_graceful=False)
-    cluster.add_node(num_cpus=2)
+    return node
+
+
+def announce_end(cluster: Cluster, node: Any, seconds: int | None) -> None:
+    """Tell Ray that a node will be taken away in so many seconds, as a cloud does; None: some time."""
+    told = ["--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    limit = [] if seconds is None else ["--deadline-remaining-seconds", str(seconds)]
+    command = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", cluster.address, *told, *limit]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("strike", [kill_actor, kill_node])
@@ -204,6 +217,36 @@ def test_a_host_that_is_told_to_end_loses_nothing_and_comes_back_as_another(clus
         taken += list(fragments)
     check_counts(taken, rollout)
     assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
+    await_that(all_free)
+
+
+@pytest.mark.parametrize("seconds", [60, None])
+def test_hosts_of_a_node_that_ray_will_take_away_lose_nothing_and_go_on_elsewhere(
+    seconds: int | None, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
+    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=4), **options) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 4)
+        before = pids_of(taken)
+        parent = psutil.Process(min(before)).parent()
+        assert parent is not None  # the actor
+        going = node_of(cluster, parent)
+        leaving = {pid for pid in before if is_on_node_of(psutil.Process(pid), parent)}
+        announce_end(cluster, going, seconds)
+        taken += taken_until(fragments, lambda more: len(pids_of(more) - before) == len(leaving))
+        await_that(lambda: not any(map(psutil.pid_exists, leaving)))
+        come = pids_of(taken) - before
+        assert not any(is_on_node_of(psutil.Process(pid), parent) for pid in come)
+        cluster.remove_node(going)
+        cluster.add_node(num_cpus=2)
+        taken += taken_until(fragments, lambda more: pids_of(more) == before - leaving | come)
+        rollout.drain()
+        taken += list(fragments)
+    check_counts(taken, rollout)
+    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
+    told = f"leaves node {going.node_id}, which Ray will take away" + (" in " if seconds else "")
+    assert caplog.text.count(told) == len(leaving)
     await_that(all_free)
 
 
