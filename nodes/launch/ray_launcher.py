@@ -47,8 +47,8 @@ class RayLauncher:
 
     Programs that are started together have a placement group. The room of those that `scale` ends is given back to
     the cluster once all of their group have ended. Where Ray says that it will take a node away, the programs there are
-    told to end, and others are started elsewhere at once, each in a group of its own. Nothing but commands and logs goes through Ray: all of it is small,
-    and none goes through its store.
+    told to end, and others are started elsewhere at once, each in a group of its own. Nothing but commands and logs
+    goes through Ray: all of it is small, and none goes through its store.
     """
 
     def __init__(self, strategy: str, runtime_env: Mapping[str, Any]) -> None:
@@ -205,7 +205,7 @@ def _draining_nodes() -> dict[str, float]:
     Ray's public interface does not tell of them, so this asks where Ray's own libraries do. A release of Ray that has
     it elsewhere tells of no node; hosts are lost then with their nodes.
     """
-    told = getattr(ray._private.state.state, "get_draining_nodes", dict)()
+    told: dict[str, int] = getattr(ray._private.state.state, "get_draining_nodes", dict)()
     return {node: max(0.0, until / 1000 - time()) if until else math.inf for node, until in told.items()}
 
 
