@@ -67,9 +67,17 @@ def fragments_of(size: int) -> tuple[Fragment, dict[str, Any]]:
 
 
 def description_of(
-    token: bytes, described: dict[str, Any], *, role: str = "source", name: str = "feeder", slots: int = 1
+    token: bytes,
+    described: dict[str, Any],
+    *,
+    role: str = "source",
+    name: str = "feeder",
+    slots: tuple[int, ...] = (1,),
 ) -> Hello:
-    """The hello of a rollout, or of a host in another role, with a session of this token."""
+    """The hello of a rollout or, in another role, of a host, with a session of this token.
+
+    slots    of each lane
+    """
     return Hello(
         versions=(VERSION, VERSION),
         role=role,
@@ -78,7 +86,7 @@ def description_of(
         nonce=secrets.token_bytes(NONCE_BYTES),
         session=token,
         max_frame=Limits().max_frame,
-        slots=(slots,),
+        slots=slots,
         **described,
     )
 

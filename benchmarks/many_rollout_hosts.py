@@ -3,15 +3,15 @@
 The hosts are simulated, see `simulated_hosts`: those of whole rollouts answer every turn with a fragment that was made
 before, those of environments every step with rows. In one line all answer; in the other ten do, beside those that only
 keep their connection. The time is the processor's, of the rollout's own process, with its graph and a reader that drops
-what it gets.
+what it gets. The last line has one host with many lanes: what one connection for all hosts of a machine could save.
 
     python -m benchmarks.many_rollout_hosts [--quick]
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.command import run
 from benchmarks.envs import NoopEnv
 from benchmarks.feeder import description_of
-from benchmarks.pairs import Record, Sizes
+from benchmarks.pairs import Record, Sizes, in_turns, record
 from benchmarks.policies import Noop, Zeros
 from benchmarks.simulated_hosts import SimulatedPeer, allowed, beside_fewest, per_second_of_processor, simulated
 from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout
@@ -28,6 +28,7 @@ from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.stream import wire
 
 HOSTS, ACTIVE = (10, 100, 1000), 10
+_GATHERED = 64  # lanes of one host
 _SLOTS, _ROWS, _WIDTH = 8, 32, 9  # a fragment of 17 kB
 _ENV = NoopEnv(_SLOTS, _WIDTH)
 
@@ -51,39 +52,53 @@ def measure(sizes: Sizes, hosts: Sequence[int] = HOSTS) -> list[Record]:
                     remote, maker, number, min(most, number), seconds
                 ),
             )
-    return lines
+    return [*lines, _gathered(sizes.rounds, seconds)]
 
 
-def _introduction(role: str, slots: int, number: int) -> wire.Hello:
+def _gathered(rounds: int, seconds: float) -> Record:
+    """Line of one host with many lanes, beside as many hosts with one lane each."""
+
+    def rate(hosts: int, lanes: int) -> float:
+        return fragments_given(RemoteRollouts, lambda active: fragment_host(active, lanes), hosts, hosts, seconds)
+
+    pairs = in_turns(lambda: rate(1, _GATHERED), lambda: rate(_GATHERED, 1), rounds)
+    name = f"fragments of one host with {_GATHERED} lanes (per CPU s)"
+    return record(name, _GATHERED, pairs, aim=None, where="remote", beside_name=f"{_GATHERED} hosts")
+
+
+def _introduction(role: str, slots: tuple[int, ...], number: int) -> wire.Hello:
     told = {**described(_ENV), "metadata": {}}
     return description_of(os.urandom(wire.SESSION_BYTES), told, role=role, name=f"host {number}", slots=slots)
 
 
 @dataclass
 class FragmentHost:
-    """A host of whole rollouts with one lane, which answers every turn, or none.
+    """A host of whole rollouts, which answers every turn, or none.
 
     number      among all
     columns     of the fragment that it answers with
     rest        other fields of it
     answers     whether it does
+    lanes       how many it has
     """
 
     number: int
     columns: Any
     rest: dict[str, Any]
     answers: bool
-    _starts: Iterator[int] = field(default_factory=count)
+    lanes: int
+    _starts: Counter[int] = field(default_factory=Counter)
 
     def hello(self) -> wire.Hello:
         """Its introduction."""
-        return _introduction("rollout", _SLOTS, self.number)
+        return _introduction("rollout", (_SLOTS,) * self.lanes, self.number)
 
     def take(self, message: wire.Message) -> Iterable[wire.Message]:
         """The fragment that a turn asks for."""
         if not isinstance(message, wire.Turn) or not self.answers:
             return
-        made = next(self._starts)
+        made = self._starts[message.lane]
+        self._starts[message.lane] += 1
         steps = {"sequence": made, "steps": (made + 1) * _SLOTS * _ROWS}
         yield wire.Fragment(message.lane, message.number, self.columns, self.rest | steps)
 
@@ -101,7 +116,7 @@ class EnvHost:
 
     def hello(self) -> wire.Hello:
         """Its introduction."""
-        return _introduction("env", 1, self.number)
+        return _introduction("env", (1,), self.number)
 
     def take(self, message: wire.Message) -> Iterable[wire.Message]:
         """Rows, where they are asked for."""
@@ -113,14 +128,14 @@ class EnvHost:
             yield wire.Rows(message.lane, message.number, rows, np.zeros(1), ended, ended, (), None, {}, {})
 
 
-def fragment_host(active: int) -> Callable[[int], SimulatedPeer]:
-    """Maker of hosts of whole rollouts, so many of which answer."""
+def fragment_host(active: int, lanes: int = 1) -> Callable[[int], SimulatedPeer]:
+    """Maker of hosts of whole rollouts with so many lanes each; so many of the hosts answer."""
     with Rollout(_ENV, module=Noop(_SLOTS), fragment_length=_ROWS, num_fragments=2, seed=0) as rollout:
         fragment = list(rollout.fragments())[1]
     more = {"start": 0, "seed": 0, "lost_steps": 0, "failure": None, "nodes": []}
     spaces = [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
     made = message_of(0, 1, fragment, more, spaces)
-    return lambda number: FragmentHost(number, made.columns, dict(made.rest), number < active)
+    return lambda number: FragmentHost(number, made.columns, dict(made.rest), number < active, lanes)
 
 
 def env_host(active: int) -> Callable[[int], SimulatedPeer]:

@@ -109,6 +109,7 @@ def test_hosts_that_are_started_are_measured(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow
 def test_rollouts_with_few_and_with_more_hosts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_rollout_hosts, "ACTIVE", 1)
+    monkeypatch.setattr(many_rollout_hosts, "_GATHERED", 2)
     lines = many_rollout_hosts.measure(TINY, hosts=(1, 3))
     assert [line["workload"] for line in lines] == [
         "fragments of 1 hosts of whole rollouts, 1 at work (per CPU s)",
@@ -117,6 +118,7 @@ def test_rollouts_with_few_and_with_more_hosts_are_measured(monkeypatch: pytest.
         "fragments of 3 hosts of whole rollouts, 1 at work (per CPU s)",
         "fragments of 1 hosts of environments, 1 at work (per CPU s)",
         "fragments of 3 hosts of environments, 1 at work (per CPU s)",
+        "fragments of one host with 2 lanes (per CPU s)",
     ]
     assert all(line.keys() >= KEYS for line in lines)
 
