@@ -3,8 +3,9 @@
 Each has whole rollouts of vectorized CartPole, and the hosts by hand are the command `rollflow rollout-host`. The rate
 is that of train batches once all hosts are at work; a start is from the call of `Rollout` until all have joined. Ray
 runs here, with two nodes that have a core each; without it, its lines are left out. RLlib's are an `EnvRunnerGroup` of
-as many runners, which hand over episodes and not train batches. A last line has many hosts of this machine act with one
-version of large weights after another: sent once, and sent to each.
+as many runners, which hand over episodes and not train batches. Starts of many hosts by Ray stand beside those of as
+many actors that do nothing. A last line has many hosts of this machine act with one version of large weights after
+another: sent once, and sent to each.
 
     python -m benchmarks.cluster [--quick]
 """
@@ -29,6 +30,7 @@ from rollflow.nodes import OnProcesses, OnRay, RemoteRollouts, RLModule, Rollout
 
 HOSTS, SLOTS = 2, 32
 MANY_HOSTS, WIDTH = 16, 2_500_000  # of weights with 10 MB
+_STARTED, _STARTS = 32, 3  # hosts; pairs
 
 Opened = Callable[[], Any]  # gives a context manager of a rollout over the hosts
 
@@ -85,7 +87,35 @@ def _beside_by_hand(sizes: Sizes, hosts: int, slots: int) -> list[Record]:
     with _cluster(hosts):
         on_ray = partial(_started, OnRay(num_hosts=hosts), slots)
         lines += _beside("Ray", on_ray, by_hand, hosts * slots, sizes)
-        return [*lines, _beside_rllib(on_ray, hosts, slots, sizes)]
+        return [*lines, _beside_rllib(on_ray, hosts, slots, sizes), _beside_actors()]
+
+
+def _beside_actors() -> Record:
+    import ray
+
+    class Bare:
+        def answer(self) -> None:
+            """Be there."""
+
+    share = HOSTS / _STARTED
+
+    def ours() -> float:
+        began = perf_counter()
+        with _started(OnRay(num_hosts=_STARTED, num_cpus=share, join_timeout=None), slots=1):
+            return 1 / (perf_counter() - began)
+
+    def theirs() -> float:
+        began = perf_counter()
+        actors = [ray.remote(Bare).options(num_cpus=share).remote() for _ in range(_STARTED)]
+        ray.get([actor.answer.remote() for actor in actors])
+        took_s = perf_counter() - began
+        for actor in actors:
+            ray.kill(actor)
+        return 1 / took_s
+
+    pairs = _thousandfold(in_turns(ours, theirs, _STARTS))
+    told: dict[str, Any] = {"where": "Ray", "beside_name": "as many actors that do nothing"}
+    return record("starts of many hosts by Ray (per 1,000 s)", _STARTED, pairs, aim=round(1 / 1.5, 2), **told)
 
 
 def _beside_rllib(on_ray: Opened, hosts: int, slots: int, sizes: Sizes) -> Record:

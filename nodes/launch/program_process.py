@@ -38,7 +38,8 @@ class ProgramProcess:
         is_worker: bool = True,
         output: Callable[[bytes], None] | None = None,
     ) -> None:
-        self._worker = WorkerProcess("rollflow.nodes.launch.program", 2)
+        is_ours = is_worker and command[0] == "rollflow"  # which imports what others of it have imported
+        self._worker = WorkerProcess("rollflow.nodes.launch.program", 2, is_forked=is_ours)
         orders, written = self._worker.sockets
         self._output = output
         self._end: str | None = None

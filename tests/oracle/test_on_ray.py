@@ -30,6 +30,7 @@ from small_program import NAME, install
 from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
 
 from rollflow.nodes import MultiAgentRollout, OnRay, Rollout
+from rollflow.nodes.launch.ray_host import RayHost
 from rollflow.nodes.launch.ray_launcher import RayLauncher
 from rollflow.stream import EnvError
 
@@ -64,17 +65,25 @@ def all_free() -> bool:
     return ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
 
 
+def actors_of(rollout: Rollout) -> dict[int, psutil.Process]:
+    """The actor of each host, by the host's process."""
+    launcher = rollout.environments.carrier._supply._launcher
+
+    def pids(host: RayHost) -> tuple[int, int]:
+        assert host._program is not None
+        return host._program._worker.pid, os.getpid()
+
+    told = ray.get([placed.actor.__ray_call__.remote(pids) for placed in launcher._placed.values()], timeout=LONGEST_S)
+    return {host: psutil.Process(actor) for host, actor in told}
+
+
+def hosts_on(raylet: int, actors: dict[int, psutil.Process]) -> set[int]:
+    """The hosts whose actors are on the node with this raylet."""
+    return {host for host, actor in actors.items() if actor.ppid() == raylet}
+
+
 def kill_actor(cluster: Cluster, actor: psutil.Process) -> None:
     actor.kill()
-
-
-def is_on_node_of(process: psutil.Process, actor: psutil.Process) -> bool:
-    """Whether a process is a program in an actor on the node of another actor."""
-    try:
-        parent = process.parent()
-        return parent is not None and parent.ppid() == actor.ppid()
-    except psutil.Error:  # it has ended
-        return False
 
 
 def kill_node(cluster: Cluster, actor: psutil.Process) -> None:
@@ -108,9 +117,7 @@ def test_a_host_that_is_lost_comes_back_as_another(
         fragments = rollout.fragments()
         taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 3)
         [victim, *others] = sorted(pids_of(taken))
-        parent = psutil.Process(victim).parent()
-        assert parent is not None  # the actor
-        strike(cluster, parent)
+        strike(cluster, actors_of(rollout)[victim])
         more = taken_until(fragments, lambda more: len(pids_of(more) - {victim, *others}) == 1)
         more += [next(fragments) for _ in range(12)]
         assert pids_of(more[-12:]) >= set(others)
@@ -134,12 +141,11 @@ def test_hosts_that_are_struck_again_and_again_lose_no_more_than_is_counted(clus
         until = time.monotonic() + CHAOS_S
         while time.monotonic() < until:
             victim = rng.choice(sorted(pids_of(taken) - victims))
-            parent = psutil.Process(victim).parent()
-            assert parent is not None  # the actor
-            lost_with_it = [each.pid for each in psutil.process_iter() if is_on_node_of(each, parent)]
+            actors = actors_of(rollout)
+            lost_with_it = hosts_on(actors[victim].ppid(), actors)
             strike = rng.choice([kill_actor, kill_node])
-            strike(cluster, parent)
-            victims |= {victim} if strike is kill_actor else pids_of(taken) & set(lost_with_it)
+            strike(cluster, actors[victim])
+            victims |= {victim} if strike is kill_actor else lost_with_it
             known = pids_of(taken)
             count = len(known - victims)
             taken += taken_until(fragments, lambda more: len(pids_of(more) - known) == 4 - count)  # noqa: B023
@@ -229,15 +235,14 @@ def test_hosts_of_a_node_that_ray_will_take_away_lose_nothing_and_go_on_elsewher
         fragments = rollout.fragments()
         taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 4)
         before = pids_of(taken)
-        parent = psutil.Process(min(before)).parent()
-        assert parent is not None  # the actor
-        going = node_of(cluster, parent)
-        leaving = {pid for pid in before if is_on_node_of(psutil.Process(pid), parent)}
+        actors = actors_of(rollout)
+        going, raylet = node_of(cluster, actors[min(before)]), actors[min(before)].ppid()
+        leaving = hosts_on(raylet, actors)
         announce_end(cluster, going, seconds)
         taken += taken_until(fragments, lambda more: len(pids_of(more) - before) == len(leaving))
         await_that(lambda: not any(map(psutil.pid_exists, leaving)))
         come = pids_of(taken) - before
-        assert not any(is_on_node_of(psutil.Process(pid), parent) for pid in come)
+        assert not come & hosts_on(raylet, actors_of(rollout))
         cluster.remove_node(going)
         cluster.add_node(num_cpus=2)
         taken += taken_until(fragments, lambda more: pids_of(more) == before - leaving | come)
@@ -328,7 +333,7 @@ PROGRAM = """
 import sys
 import ray
 from numbered_module import NumberedModule
-from test_on_ray import on_ray
+from test_on_ray import actors_of, on_ray
 from started_hosts import pids_of, telling_env
 from rollflow.nodes import Rollout
 
@@ -339,6 +344,8 @@ with Rollout(telling_env, where=on_ray(sys.argv[2], num_hosts=2), module=Numbere
         if len(pids | pids_of([fragment])) > len(pids):
             pids |= pids_of([fragment])
             print(*pids, flush=True)
+        if len(pids) == 2:
+            print(*(actor.pid for actor in actors_of(rollout).values()), flush=True)
 """
 
 
@@ -350,10 +357,11 @@ def test_nothing_is_left_of_a_program_that_is_killed(cluster: Cluster, tmp_path:
     while len(hosts := program.stdout.readline().split()) < 2:
         assert program.poll() is None
     started = [psutil.Process(int(pid)) for pid in hosts]
-    actors = [process.parent() for process in started]
+    actors = [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
+    servers = {process.parent() for process in started}
     program.send_signal(signal.SIGKILL)
     program.communicate()
-    _, left = psutil.wait_procs([*started, *filter(None, actors)], timeout=LONGEST_S)
+    _, left = psutil.wait_procs([*started, *actors, *filter(None, servers)], timeout=LONGEST_S)
     assert left == []
     await_that(all_free)
 

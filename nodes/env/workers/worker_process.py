@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from time import monotonic
 
+from rollflow.nodes.env.workers.fork_server import ForkedProcess, fork_off
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, is_stopped, thread_dump, worker_dump_file
 from rollflow.stream.doctor.stacks import Frame, stack_in_dump
@@ -21,14 +22,15 @@ CLOSE_TIMEOUT_S = 5.0
 # comes first in it: to take torch apart would take a second, and several where cores are busy.
 _PROGRAM = """
 import atexit, os, sys
-if {stacks} >= 0:
+life, stacks, *fds = descriptors
+if stacks >= 0:
     import faulthandler
-    faulthandler.register({signal}, file={stacks}, all_threads=False)
+    faulthandler.register({signal}, file=stacks, all_threads=False)
 done = []
 atexit.register(lambda: done and (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
 sys.path[:], sys.argv[:] = {path!r}, {argv!r}
 from {module} import main
-main({life}, {fds})
+main(life, fds)
 done.append(True)
 """
 _is_worker = False  # this process
@@ -56,33 +58,37 @@ class WorkerProcess:
     threads. It ends when its sockets are closed or its work is done, and at the latest when this process ends. What it
     has started itself, and left in its process group, ends with it.
 
-    Raises RunError in a worker process.
+    is_forked    whether it is forked off a process that has imported what hosts import, where the system can: see
+                 `fork_server`
+
+    Raises RunError in a worker process, and OSError where it can't be started.
     """
 
-    def __init__(self, module: str, sockets: int) -> None:
+    def __init__(self, module: str, sockets: int, *, is_forked: bool = False) -> None:
         refuse_in_worker()
         with _starting:
-            self._start(module, sockets)
+            self._start(module, sockets, is_forked=is_forked)
             _started.add(self)
 
-    def _start(self, module: str, sockets: int) -> None:
+    def _start(self, module: str, sockets: int, *, is_forked: bool) -> None:
         pairs = [socket.socketpair() for _ in range(sockets)]
         self.sockets = [ours for ours, _ in pairs]
         theirs = [other for _, other in pairs]
         life, self._life = os.pipe()
-        fds = [other.fileno() for other in theirs]
         self._stacks = worker_dump_file()  # closed with the sockets
-        stacks = self._stacks.fileno()
-        program = _PROGRAM.format(
-            path=sys.path, argv=sys.argv, module=module, life=life, fds=fds, stacks=stacks, signal=int(DUMP_SIGNAL)
-        )
+        descriptors = [life, self._stacks.fileno(), *(other.fileno() for other in theirs)]
+        program = _PROGRAM.format(path=sys.path, argv=sys.argv, module=module, signal=int(DUMP_SIGNAL))
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        forked = None
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
+            if is_forked:
+                forked = fork_off(program, descriptors, environment)
+            self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
+                [sys.executable, "-c", f"descriptors = {descriptors}{program}"],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[life, stacks, *fds],
+                pass_fds=descriptors,
                 process_group=0,  # an interrupt at the terminal is for us to deal with
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env=environment,
             )
         finally:
             os.close(life)
@@ -119,7 +125,7 @@ class WorkerProcess:
         self.kill()
         if not has_ended:
             return "closed its socket"
-        code = self._process.returncode
+        code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def kill(self) -> None:

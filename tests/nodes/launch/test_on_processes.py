@@ -153,7 +153,8 @@ class Policy(DefaultModule):
 {guard}
     with Rollout("CartPole-v1", where=OnProcesses(num_hosts=2), module=Policy, fragment_length=8) as rollout:
         for batch in rollout.batches():
-            print("running", flush=True)
+            keeper = rollout.environments.carrier._supply
+            print(*(each._worker.pid for each in keeper._launcher._programs.values()), flush=True)
 """
 
 
@@ -162,12 +163,12 @@ def test_nothing_is_left_of_a_program_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROGRAM.format(guard='if __name__ == "__main__":'))
     program = subprocess.Popen([sys.executable, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
-    assert program.stdout.readline() == "running\n"
-    hosts = psutil.Process(program.pid).children()
+    hosts = [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]
     assert len(hosts) == 2
+    servers = {host.parent() for host in hosts}
     program.send_signal(signal.SIGKILL)
     program.communicate()
-    assert psutil.wait_procs(hosts, timeout=60)[1] == []
+    assert psutil.wait_procs([*hosts, *filter(None, servers)], timeout=60)[1] == []
 
 
 @pytest.mark.slow
