@@ -4,14 +4,17 @@ Rows are those of CartPole, and of four stacked frames of 84 x 84 bytes as one o
 its policy learn from each fragment, in four passes; the other one's reader does nothing. `write, pyarrow` stands beside
 pyarrow that writes the same tables, made before anything is measured, into one file, with the same compression.
 `read, pyarrow` makes train batches in a shuffled order; beside it pyarrow reads the same columns in theirs. Bytes are
-those of the tables in memory. `to Minari` plays CartPole by a rule that balances for some hundred steps, into a dataset
-of Minari's; beside it Minari's own collector does, step by step. It is left out where Minari can't collect.
+those of the tables in memory. `to Minari` converts a dataset of CartPole to one of Minari's: once of random actions,
+with episodes of about 21 steps, once of a rule that balances for some hundred. Beside it Minari's own collector plays
+the same, step by step. The aim is of converting alone; `played` plays and writes the dataset first. Both
+are left out where Minari can't collect.
 
     python -m benchmarks.datasets [--quick]
 """
 
 import importlib.util
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -32,7 +35,7 @@ from benchmarks.command import run
 from benchmarks.pairs import Record, Sizes, in_turns, paired, record, steps_per_s
 from benchmarks.policies import Mlp
 from benchmarks.replay import SLOTS, Coin, Frames, made
-from rollflow.nodes import RLModule, Rollout
+from rollflow.nodes import RandomModule, RLModule, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.minari_episodes import write_minari
 from rollflow.stream import Fragment
@@ -62,7 +65,7 @@ def measure(sizes: Sizes) -> list[Record]:
         print("to Minari: left out, minari[create] is not installed here", file=sys.stderr)
         return records
     with tempfile.TemporaryDirectory(prefix="rollflow-minari-") as name:
-        return [*records, to_minari(Path(name), sizes)]
+        return [*records, *to_minari(Path(name), sizes)]
 
 
 def measured(kind: str, fragments: list[Fragment], folder: Path, sizes: Sizes) -> list[Record]:
@@ -114,44 +117,60 @@ def measured(kind: str, fragments: list[Fragment], folder: Path, sizes: Sizes) -
     return records
 
 
-def to_minari(folder: Path, sizes: Sizes) -> Record:
-    """A line for datasets of Minari's, beside its own collector."""
-    numbers = count()
+def to_minari(folder: Path, sizes: Sizes) -> list[Record]:
+    """Lines for datasets of Minari's with short and with long episodes, beside its own collector."""
     os.environ["MINARI_DATASETS_PATH"] = str(folder)
-    ours, theirs = partial(recorded_for_minari, numbers), partial(collected_by_minari, numbers)
-    name = "Minari's collector"
-    return paired("CartPole, to Minari", SLOTS, ours, theirs, aim=MINARI_AIM, sizes=sizes, beside_name=name)
+    numbers, records = count(), []
+    for length, balances in (("short", False), ("long", True)):
+        path = folder / f"recorded-{length}"
+        theirs = partial(collected_by_minari, numbers, balances=balances)
+        ours = partial(converted, numbers, path), partial(recorded_and_converted, numbers, path, balances=balances)
+        ours[1]()
+        for name, each, aim in zip(("to Minari", "played, to Minari"), ours, (MINARI_AIM, None), strict=True):
+            line = f"{length} CartPole, {name}"
+            records.append(paired(line, SLOTS, each, theirs, aim=aim, sizes=sizes, beside_name="Minari's collector"))
+    return records
 
 
-def recorded_for_minari(numbers: Iterator[int]) -> int:
-    """Steps of a dataset of Minari's that a rollout's was converted to."""
-    with tempfile.TemporaryDirectory(prefix="rollflow-recorded-") as name:
-        options: dict[str, Any] = {"fragment_length": 256, "num_fragments": MINARI_STEPS // (64 * 256)}
-        with (
-            Rollout("CartPole-v1", num_envs=64, module=Balance, **options) as rollout,
-            DatasetSink(name, rollout=rollout) as sink,
-        ):
-            for fragment in rollout.fragments():
-                sink(fragment)
-        source = DatasetSource(name)
-        spaces = source.observation_space, source.action_space
-        write_minari(source.episodes(), spaces, source.description, f"cartpole/ours-v{next(numbers)}")
-        return source.num_steps
+def recorded_and_converted(numbers: Iterator[int], path: Path, *, balances: bool) -> int:
+    """Steps of a rollout's dataset that was converted to one of Minari's."""
+    shutil.rmtree(path, ignore_errors=True)
+    module = Balance if balances else RandomModule
+    options: dict[str, Any] = {"fragment_length": 256, "num_fragments": MINARI_STEPS // (64 * 256)}
+    with (
+        Rollout("CartPole-v1", num_envs=64, module=module, **options) as rollout,
+        DatasetSink(path, rollout=rollout) as sink,
+    ):
+        for fragment in rollout.fragments():
+            sink(fragment)
+    return converted(numbers, path)
 
 
-def collected_by_minari(numbers: Iterator[int]) -> int:
+def converted(numbers: Iterator[int], path: Path) -> int:
+    """Steps of a dataset that was converted to one of Minari's."""
+    source = DatasetSource(path, complete_episodes=True)
+    spaces = source.observation_space, source.action_space
+    folder = write_minari(source.fragments(), spaces, source.description, f"cartpole/ours-v{next(numbers)}")
+    shutil.rmtree(folder)
+    return source.num_steps
+
+
+def collected_by_minari(numbers: Iterator[int], *, balances: bool) -> int:
     """Steps of a dataset that Minari has collected itself."""
     import minari
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of facts that a dataset should have
-        env = minari.DataCollector(gym.make("CartPole-v1"))
+        env, generator = minari.DataCollector(gym.make("CartPole-v1")), random.Random(0)
         observation, _ = env.reset()
         for _ in range(MINARI_STEPS):
-            observation, _, terminated, truncated, _ = env.step(int(observation[2] + observation[3] > 0))
+            action = int(observation[2] + observation[3] > 0) if balances else generator.getrandbits(1)
+            observation, _, terminated, truncated, _ = env.step(action)
             if terminated or truncated:
                 observation, _ = env.reset()
-        env.create_dataset(f"cartpole/theirs-v{next(numbers)}")
+        dataset_id = f"cartpole/theirs-v{next(numbers)}"
+        env.create_dataset(dataset_id)
+        shutil.rmtree(Path(os.environ["MINARI_DATASETS_PATH"]) / dataset_id)
     return MINARI_STEPS
 
 

@@ -195,7 +195,7 @@ def _convert(args: argparse.Namespace) -> int:
         raise DatasetError(f"--to {args.to} needs --{needed} as well").see("dataset")
     if args.to == "minari":
         spaces = source.observation_space, source.action_space
-        folder = write_minari(source.episodes(), spaces, source.description, args.id, args.out)
+        folder = write_minari(source.fragments(), spaces, source.description, args.id, args.out)
     else:
         folder = args.out
         names = {environment_of(run) for run in source.description["runs"]} - {None}

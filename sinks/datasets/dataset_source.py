@@ -18,10 +18,14 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnect
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import pieces_given
 from rollflow.sinks.datasets.agents_block import AgentsBlock
+from rollflow.sinks.datasets.d4rl_episodes import D4rlEpisodes
+from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.sinks.datasets.env_episodes import EnvEpisodes
-from rollflow.sinks.datasets.episode_block import EpisodeBlock, Ints
-from rollflow.sinks.datasets.episode_stores import episodes_at
+from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints
 from rollflow.sinks.datasets.episode_summary import EpisodeSummary, step_bytes, summary_of, windows_of
+from rollflow.sinks.datasets.minari_episodes import MinariEpisodes, minari_data_of
+from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
+from rollflow.sinks.datasets.rllib_episodes import RllibEpisodes, rllib_files_of
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.trainer.trainer_side.item_maker import check_module
@@ -110,7 +114,7 @@ class DatasetSource(IterableDataset[Any]):
         check_module(module)
         self._module = module
         self._path = Path(path)
-        self._store = episodes_at(self._path)
+        self._store = _episodes_at(self._path)
         self.description: dict[str, Any] = self._store.description
         self.columns: Mapping[Any, Any] = self._store.columns
         self.observation_space: Any = self._store.observation_space
@@ -290,6 +294,18 @@ class DatasetSource(IterableDataset[Any]):
         firsts = np.cumsum([len(each) for each in windows]) - [len(each) for each in windows]
         mine = [each[(rank - first) % ranks :: ranks] for each, first in zip(windows, firsts.tolist(), strict=True)]
         return [each for each in mine if len(each)]
+
+
+def _episodes_at(path: Path) -> EpisodeStore | EnvEpisodes:
+    """The episodes at a path, by its files. Raises DatasetError where they can't be read."""
+    if path.suffix in (".hdf5", ".h5") and path.is_file():
+        return D4rlEpisodes(path)
+    if (data := minari_data_of(path)) is not None:
+        return MinariEpisodes(data)
+    if files := rllib_files_of(path):
+        return RllibEpisodes(path, files)
+    folder = DatasetFolder(path)
+    return EnvEpisodes(folder) if folder.has_agents else ParquetEpisodes(folder)
 
 
 def _pipeline(connector: Any, observation_space: Any, action_space: Any, module: Any) -> LearnerConnectorPipeline:

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from rollflow.sinks.datasets.arrow_columns import Description
 from rollflow.sinks.datasets.dataset_folder import environment_of
 from rollflow.sinks.datasets.episode_block import Ints, columns_of_spaces
+from rollflow.sinks.datasets.hdf5_groups import Hdf5Groups
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.fragment import Fragment
 
 _DATA, _METADATA, _ARRAYS = "data", "metadata.json", "main_data.hdf5"
 _FLAGS = {Columns.TERMINATEDS: "terminations", Columns.TRUNCATEDS: "truncations"}
@@ -87,7 +88,7 @@ class MinariEpisodes:
 
 
 def write_minari(
-    episodes: Iterable[SingleAgentEpisode],
+    fragments: Iterable[Fragment],
     spaces: tuple[gym.Space[Any] | None, gym.Space[Any]],
     description: Mapping[str, Any],
     dataset_id: str,
@@ -95,6 +96,7 @@ def write_minari(
 ) -> Path:
     """Write episodes as a dataset of Minari's; returns its folder, which is there once it is whole.
 
+        fragments      of whole episodes, as a `DatasetSource` with `complete_episodes` gives them
         spaces         of observations and actions
         description    as in `dataset.json`
         dataset_id     such as `cartpole/expert-v0`, by which `minari.load_dataset` finds it
@@ -119,42 +121,33 @@ def write_minari(
     (partial / _DATA).mkdir(parents=True)
     env_spec = _env_spec_of(description)
     storage = storage_class.new(partial / _DATA, *spaces, env_spec, data_format="hdf5", jpeg_encoding=False)
-    total_episodes, total_steps = _write_arrays(partial / _DATA / _ARRAYS, episodes)
+    total_episodes, total_steps = _write_arrays(partial / _DATA / _ARRAYS, fragments)
     storage.update_metadata(_facts_of(dataset_id, total_episodes, total_steps, storage.get_size()))
     partial.rename(folder)
     return folder
 
 
-def _write_arrays(path: Path, episodes: Iterable[SingleAgentEpisode]) -> tuple[int, int]:
+def _write_arrays(path: Path, fragments: Iterable[Fragment]) -> tuple[int, int]:
     """Write a group for each episode; the numbers of episodes and steps."""
-    import h5py
-
     number = steps = 0
-    with h5py.File(path, "w", track_order=True, libver="latest") as file:
-        for number, episode in enumerate(episodes, start=1):
-            count = len(episode)
-            group = file.create_group(f"episode_{number - 1}")
-            group.attrs["id"], group.attrs["total_steps"] = number - 1, count
-            ends = {name: np.zeros(count, np.bool_) for name in _FLAGS.values()}
-            ends["terminations"][-1], ends["truncations"][-1] = episode.is_terminated, episode.is_truncated
-            _create(group, "observations", episode.get_observations())
-            _create(group, "actions", episode.get_actions())
-            _create(group, "rewards", episode.get_rewards())
-            for name, flags in ends.items():
-                _create(group, name, flags)
-            steps += count
+    with Hdf5Groups(path) as file:
+        for fragment in fragments:
+            chunks = fragment.chunks
+            lengths: Ints = chunks.stop - chunks.start
+            ends, numbers = np.cumsum(lengths), np.arange(number, number + len(lengths))
+            columns = {_KEYS[name]: fragment.gather(name) for name in _KEYS if name not in _FLAGS}
+            columns["observations"] = map_tree(
+                lambda leaf, last, ends=ends: np.insert(leaf, ends, last, axis=0),
+                columns["observations"],
+                fragment.last_observations(),
+            )
+            for name, flags in (("terminations", chunks.terminated), ("truncations", chunks.truncated)):
+                columns[name] = np.zeros(fragment.num_steps, np.bool_)
+                columns[name][ends - 1] = flags
+            rows = {name: lengths + (name == "observations") for name in columns}
+            file.add([f"episode_{each}" for each in numbers], columns, rows, id=numbers, total_steps=lengths)
+            number, steps = number + len(lengths), steps + fragment.num_steps
     return number, steps
-
-
-def _create(group: Any, name: str, tree: Tree) -> None:
-    """Write a tree of arrays any[n, ...] as Minari does: a group for a dict, or for a tuple with `_index_0`, …."""
-    if isinstance(tree, dict | tuple):
-        inner = group.create_group(name)
-        parts = tree.items() if isinstance(tree, dict) else ((f"_index_{i}", part) for i, part in enumerate(tree))
-        for key, part in parts:
-            _create(inner, key, part)
-    else:
-        group.create_dataset(name, data=tree)
 
 
 def _copy(target: Tree, source: Tree, to: Any, rows: Any) -> None:

@@ -33,12 +33,16 @@ def recorded(path: Path, env: Any, module: Any, **options: Any) -> DatasetSource
     ):
         for fragment in rollout.fragments():
             sink(fragment)
-    return DatasetSource(path)
+    return whole_episodes(path)
+
+
+def whole_episodes(path: Path) -> DatasetSource:
+    return DatasetSource(path, batch_size=20, complete_episodes=True)
 
 
 def convert(source: DatasetSource, dataset_id: str) -> Path:
     spaces = source.observation_space, source.action_space
-    return write_minari(source.episodes(), spaces, source.description, dataset_id)
+    return write_minari(source.fragments(), spaces, source.description, dataset_id)
 
 
 def test_minari_opens_what_is_written(tmp_path: Path, root: Path) -> None:
@@ -56,6 +60,27 @@ def test_minari_opens_what_is_written(tmp_path: Path, root: Path) -> None:
         np.testing.assert_array_equal(theirs.rewards, ours.get_rewards())
         assert (bool(theirs.terminations[-1]), bool(theirs.truncations[-1])) == (ours.is_terminated, ours.is_truncated)
         assert not (theirs.terminations | theirs.truncations)[:-1].any()
+
+
+def test_minari_adds_episodes_to_what_is_written(tmp_path: Path, root: Path) -> None:
+    source = recorded(tmp_path / "data", "CartPole-v1", RandomModule, num_envs=3)
+    convert(source, "cartpole/random-v0")
+    dataset = minari.load_dataset("cartpole/random-v0")
+    steps = np.arange(5)
+    more = EpisodeBuffer(
+        observations=np.zeros((6, 4), np.float32),
+        actions=steps % 2,
+        rewards=steps.astype(np.float32),
+        terminations=steps == 4,
+        truncations=steps < 0,
+    )
+    dataset.storage.update_episodes([more])
+    dataset.storage.update_episode_metadata([{"note": "added"}], [0])
+    again = minari.load_dataset("cartpole/random-v0")
+    assert (again.total_episodes, again.total_steps) == (source.num_episodes + 1, source.num_steps + 5)
+    assert again[source.num_episodes].rewards.tolist() == [0, 1, 2, 3, 4]
+    [first] = again.storage.get_episode_metadata([0])
+    assert (first["id"], first["note"]) == (0, "added")
 
 
 def test_pictures_and_nested_spaces_come_back_to_the_bit(tmp_path: Path, root: Path) -> None:
@@ -112,7 +137,7 @@ def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.Mon
     source = recorded(tmp_path / "data", "CartPole-v1", RandomModule, num_envs=1)
     monkeypatch.chdir(tmp_path)
     spaces = source.observation_space, source.action_space
-    folder = write_minari(source.episodes(), spaces, source.description, "mine-v0", Path("here"))
+    folder = write_minari(source.fragments(), spaces, source.description, "mine-v0", Path("here"))
     assert folder == tmp_path / "here/mine-v0"
     assert DatasetSource("here/mine-v0").num_steps == source.num_steps
 
@@ -120,7 +145,7 @@ def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.Mon
 def test_ids_and_folders_that_can_not_be_are_refused(tmp_path: Path, root: Path) -> None:
     with DatasetSink(tmp_path / "data") as sink:
         sink(Played(slots=1, fragments=1).fragments[0])
-    source = DatasetSource(tmp_path / "data")
+    source = whole_episodes(tmp_path / "data")
     with pytest.raises(DatasetError, match="the id is 'mine', expected NAME-v0"):
         convert(source, "mine")
     convert(source, "mine-v0")
@@ -137,4 +162,4 @@ def test_without_minari_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
         sink(Played(slots=1, fragments=1).fragments[0])
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(DatasetError, match=r"pip install 'rollflow\[minari\]'"):
-        convert(DatasetSource(tmp_path / "data"), "mine-v0")
+        convert(whole_episodes(tmp_path / "data"), "mine-v0")
