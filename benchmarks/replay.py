@@ -19,6 +19,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.command import run
 from benchmarks.pairs import Record, Run, Sizes, paired
@@ -33,7 +34,10 @@ EXTRA = ("action_logp",)
 
 
 class Frames(gym.vector.VectorEnv[Any, Any, Any]):
-    """Environments that give 4 x 84 x 84 bytes, and end every 200 steps."""
+    """Environments that give the last 4 of 84 x 84 bytes each, and end every 200 steps.
+
+    Sprites move over a background, with some noise, so that frames compress as a game's do.
+    """
 
     metadata: dict[str, Any] = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}  # noqa: RUF012
 
@@ -43,16 +47,36 @@ class Frames(gym.vector.VectorEnv[Any, Any, Any]):
         self.single_action_space = gym.spaces.Discrete(2)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        self._seen = np.random.default_rng(0).integers(0, 255, (num_envs, 4, 84, 84), dtype=np.uint8)
+        self._film = film(32 * num_envs)
         self._count = 0
 
+    def _seen(self) -> Any:
+        """The last four frames, u8[N, 4, 84, 84]; each environment is at another place of the film."""
+        firsts = 32 * np.arange(self.num_envs) + self._count
+        return self._film[(firsts[:, None] + np.arange(4)) % len(self._film)]
+
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return self._seen, {}
+        return self._seen(), {}
 
     def step(self, actions: Any) -> Any:
         self._count += 1
         ends = np.full(self.num_envs, self._count % 200 == 0)
-        return self._seen, np.ones(self.num_envs), ends, np.zeros(self.num_envs, bool), {}
+        return self._seen(), np.ones(self.num_envs), ends, np.zeros(self.num_envs, bool), {}
+
+
+def film(count: int) -> NDArray[np.uint8]:
+    """Frames of a game, u8[count, 84, 84]."""
+    generator = np.random.default_rng(0)
+    background = np.kron(generator.integers(0, 6, (12, 12), np.uint8) * 20, np.ones((7, 7), np.uint8))
+    frames = np.tile(background, (count, 1, 1))
+    sprites = generator.integers(150, 256, (6, 8, 8), np.uint8)
+    places, speeds = generator.integers(0, 76, (6, 2)), generator.integers(1, 4, (6, 2))
+    for number, frame in enumerate(frames):
+        for sprite, (row, column) in zip(sprites, (places + number * speeds) % 76, strict=True):
+            frame[row : row + 8, column : column + 8] = sprite
+    is_noisy = generator.random(frames.shape, np.float32) < 0.01
+    frames[is_noisy] = generator.integers(0, 256, int(is_noisy.sum()), np.uint8)
+    return frames
 
 
 class Coin(RLModule):
