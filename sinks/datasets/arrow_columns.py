@@ -118,9 +118,10 @@ def scatter(items: Tree, rows: NDArray[np.int64], target: Tree, to: NDArray[np.i
 def _scatter_leaf(items: NDArray[Any], rows: NDArray[np.int64], into: NDArray[Any], to: NDArray[np.int64]) -> None:
     if len(rows) < len(items):
         items = items.take(rows, axis=0)
-    # As one opaque value each: with several axes, numpy copies number by number.
+    # As one opaque value each: with several axes, numpy copies number by number, and an index of two takes longer.
     opaque = np.dtype((np.void, into.itemsize * math.prod(into.shape[1:])))
-    np.reshape(into, (len(into), -1)).view(opaque)[to, 0] = np.reshape(items, (len(items), -1)).view(opaque)[:, 0]
+    targets, values = (np.reshape(each, (len(each), -1)).view(opaque)[:, 0] for each in (into, items))
+    targets[to] = values
 
 
 def first_difference(ours: Any, others: Any, where: str) -> str | None:
