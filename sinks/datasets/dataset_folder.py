@@ -330,14 +330,13 @@ class FileSet:
         self._files: dict[str, Any] = {}
         self._writers: dict[str, Any] = {}
         self._waiting: dict[str, list[Any]] = {}
-        self._waiting_bytes = 0
+        self._waiting_bytes = self._written_bytes = 0
         self._mark = secrets.token_hex(8)  # of the set: steps are not read with episodes of another one
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files, and of the tables that wait for them."""
-        written: int = sum(file.tell() for file in self._files.values())
-        return self._waiting_bytes + written
+        return self._waiting_bytes + self._written_bytes
 
     def write(self, tables: Iterable[tuple[str, Any]]) -> None:
         """Write the tables of a fragment, each of one kind, or let them wait for others."""
@@ -369,6 +368,7 @@ class FileSet:
                 self._writers[kind].add_key_value_metadata({MARK: self._mark})
             self._writers[kind].write_table(table, row_group_size=max(1, table.num_rows))
         self._waiting, self._waiting_bytes = {}, 0
+        self._written_bytes = sum(file.tell() for file in self._files.values())
 
     def commit(self) -> None:
         """End the files, write them to the disk, and name them; the one that commits the others comes last."""
