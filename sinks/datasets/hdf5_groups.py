@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.episode_block import Ints
+from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree
 
 _UNDEFINED = b"\xff" * 8  # an address of nothing
 _SUPERBLOCK_BYTES = 96
 _LINKS_IN_NODE = 128
+_MOST_LINKS = 65_535 * _LINKS_IN_NODE  # a node of the B-tree counts its children in two bytes
 # Kinds of messages.
 _DATASPACE, _LINK_INFO, _DATATYPE, _LINK, _LAYOUT, _GROUP_INFO, _ATTRIBUTE, _SYMBOL_TABLE = 1, 2, 3, 6, 8, 10, 12, 17
 
@@ -28,9 +30,11 @@ Parts = Sequence[bytes | Ints]  # of K records: bytes are the same in all of the
 
 
 class Hdf5Groups:
-    """An HDF5 file whose root has groups, up to 65,535 x 128; whole after a `with` block that ends without an error.
+    """An HDF5 file whose root has groups; whole after a `with` block that ends without an error.
 
     path    of the file, which is overwritten
+
+    Raises DatasetError at the end for more than 65,535 x 128 groups.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -95,6 +99,8 @@ class Hdf5Groups:
 
     def _write_root(self) -> None:
         """Write the links of the root, and the superblock."""
+        if len(self._links) > _MOST_LINKS:
+            raise DatasetError(f"{len(self._links)} groups for one HDF5 file, expected {_MOST_LINKS} at most")
         self._links.sort()
         names = [name + bytes(8 - len(name) % 8) for name, _ in self._links]
         sizes = np.array([len(name) for name in names], np.int64)

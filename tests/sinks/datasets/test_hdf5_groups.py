@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollflow.sinks.datasets.hdf5_groups import Hdf5Groups
+from rollflow.stream import DatasetError
 
 DTYPES = ("bool", "int8", "uint8", "int16", "uint32", "int64", "float16", "float32", "float64")
 
@@ -66,3 +67,9 @@ def test_the_library_changes_what_is_written(tmp_path: Path) -> None:
         assert (file["group_150/column"][0] == 7).all()
         assert file["group_150/another"][()] == b"text"
         assert file["group_150"].attrs["more"].tolist() == list(range(100))
+
+
+def test_more_groups_than_a_file_can_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.sinks.datasets.hdf5_groups._MOST_LINKS", 3)
+    with pytest.raises(DatasetError, match="4 groups for one HDF5 file, expected 3 at most"):
+        written(tmp_path / "file.hdf5", 4)
