@@ -16,6 +16,8 @@ from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
 _BLOCK_BYTES = 1 << 22
+_PACKED_BYTES = 32  # of an item that stands in the packed records, at most
+_PACKED = ""  # which is no column's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +39,32 @@ class Storage:
 class RowColumns:
     """Columns with a row for each step, and further rows of observations alone.
 
+    Small items of one row stand side by side in a packed record: reading a row then takes one place in memory, and not
+    one for each column.
+
     items       name -> tree of arrays any[...] that one item is like
     num_rows    rows of every column
     spare       further rows of `obs`
     path        file to map into memory, which is made anew; None: in RAM
 
     trees       name -> tree of arrays any[num_rows, ...]
+    apart       names of the columns that are not packed
     """
 
     def __init__(
         self, items: Mapping[str, Tree], num_rows: int, spare: int, path: str | os.PathLike[str] | None
     ) -> None:
         self.num_rows = num_rows
-        sizes = {name: (item, num_rows + (spare if name == Columns.OBS else 0)) for name, item in items.items()}
-        layout = BlockLayout(sizes)
+        self.apart = [name for name, item in items.items() if not _is_packed(name, item)]
+        fields = [(name, item.dtype, item.shape) for name, item in items.items() if name not in self.apart]
+        record = np.zeros((), np.dtype(sorted(fields, key=lambda field: -field[1].itemsize), align=True))
+        sizes = {name: (items[name], num_rows + (spare if name == Columns.OBS else 0)) for name in self.apart}
+        layout = BlockLayout(sizes | {_PACKED: (record, num_rows)})
         size = max(layout.size, 1)
         block = PrivateBlock(size).array() if path is None else np.asarray(np.memmap(path, np.uint8, "w+", 0, (size,)))
-        self.trees = {name: column.tree for name, column in layout.columns(block).items()}
+        trees = {name: column.tree for name, column in layout.columns(block).items()}
+        self._records, self._packed = trees.pop(_PACKED), [name for name, _, _ in fields]
+        self.trees = {name: trees[name] if name in trees else self._records[name] for name in items}
         self._leaves = {name: leaves_of(tree) for name, tree in self.trees.items()}
         self._kinds = {name: kind_of(tree) for name, tree in self.trees.items()}
 
@@ -90,9 +101,14 @@ class RowColumns:
     def read(self, name: str, rows: NDArray[Any]) -> Tree:
         """The items in rows, whole numbers of any shape: a tree of new arrays any[*rows.shape, ...]."""
         tree = self.trees[name]
-        if type(tree) is np.ndarray:
-            return tree.take(rows, axis=0, mode="clip")
-        return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), tree)
+        if type(tree) is not np.ndarray:
+            return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), tree)
+        return tree.take(rows, axis=0, mode="clip") if name in self.apart else self.read_packed(rows)[name]
+
+    def read_packed(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """The items of all packed columns in rows, whole numbers of any shape: new arrays any[*rows.shape, ...]."""
+        found = self._records.take(rows, mode="clip")
+        return {name: found[name].copy() for name in self._packed}
 
     @property
     def block_rows(self) -> int:
@@ -157,6 +173,12 @@ def items_of(columns: Mapping[str, Tree]) -> dict[str, Tree]:
     return {name: map_tree(lambda leaf: leaf[0, 0], tree) for name, tree in columns.items()}
 
 
+def _is_packed(name: str, item: Tree) -> bool:
+    """True for a column whose items, any[...], are small, and that has no rows of its own, as observations do."""
+    is_array = isinstance(item, np.ndarray | np.generic)
+    return is_array and name not in (Columns.OBS, Columns.STATE_IN) and item.nbytes <= _PACKED_BYTES
+
+
 def _kind_of_item(leaf: NDArray[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     return leaf.dtype, leaf.shape[2:]
 
@@ -176,6 +198,9 @@ def _scatter(leaf: NDArray[Any], begin: int, num_rows: int, source: NDArray[Any]
     row = begin % num_rows
     before = min(len(order), num_rows - row)
     # Indices are valid, but for rows of observations alone: the other columns have nothing there.
-    source.take(order[:before], axis=0, out=leaf[row : row + before], mode="clip")
+    if leaf.flags.c_contiguous:
+        source.take(order[:before], axis=0, out=leaf[row : row + before], mode="clip")
+    else:
+        leaf[row : row + before] = source.take(order[:before], axis=0, mode="clip")
     if before < len(order):
-        source.take(order[before:], axis=0, out=leaf[: len(order) - before], mode="clip")
+        _scatter(leaf, 0, num_rows, source, order[before:])

@@ -89,8 +89,8 @@ class SampledSteps:
             seen = self.columns.read(Columns.OBS, rows), self.columns.read(Columns.OBS, following)
         else:
             seen = self.observations(at), self.next_observations(at)
-        batch = {Columns.OBS: seen[0], Columns.NEXT_OBS: seen[1]}
-        for name in self.columns.trees:
+        batch = {Columns.OBS: seen[0], Columns.NEXT_OBS: seen[1]} | self.columns.read_packed(rows)
+        for name in self.columns.apart:
             if name == Columns.STATE_IN and self.is_padding is not None:
                 batch[name] = self.columns.read(name, rows[:, 0])
             elif name != Columns.OBS:
