@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 
+T = TypeVar("T")
 Parts = Sequence[tuple[ReplayTable, Fragment]]
 
 
@@ -169,18 +170,12 @@ class Replay:
         held       number of steps that might have been drawn; for `scale` and `beta` see `Draw`
         """
         count = self.batch_size if count is None else checked_count("count", count, 1)
-        tables: dict[Any, ReplayTable] = {}
-
-        def admits() -> bool:
-            tables.update(self._admitting(count, modules))
-            return bool(tables)
-
+        only = None if modules is None else modules[0]
         with self._lock:
-            self._wait("sample", admits, wait_s)
+            tables = self._wait("sample", lambda: self._admitting(count, modules), wait_s)
             drawn = {each: table.drawn(count, self.pieces) for each, table in tables.items()}
             batches = {each: batch for each, (batch, _) in drawn.items()}
             check_size(batches, max_bytes)
-            only = None if modules is None else modules[0]
             facts = tables[only].facts(drawn[only][1]) if only in tables else {}
             for each, (_, draw) in drawn.items():
                 tables[each].count(draw, count)
@@ -388,10 +383,10 @@ class Replay:
         asked = self._tables if modules is None else modules
         return {each: table for each, table in self._tables.items() if each in asked and table.admits_sample(count)}
 
-    def _wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> None:
-        """Wait until the rate lets a side go on; the lock is held. Raises ReplayError once `wait_s` is over."""
-        if self.turns.wait(side, admits, wait_s):
-            return
+    def _wait(self, side: Side, admits: Callable[[], T], wait_s: float | None) -> T:
+        """What `admits` returns once a side may go on; the lock is held. Raises ReplayError once `wait_s` is over."""
+        if found := self.turns.wait(side, admits, wait_s):
+            return found
         raise held_back(side, self._tables, self._rate, wait_s)
 
 

@@ -4,11 +4,12 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Literal
+from typing import Literal, TypeVar
 
 import anyio
 
 Side = Literal["insert", "sample"]
+T = TypeVar("T")
 
 
 class Turns:
@@ -18,7 +19,8 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Condition()
+        self.lock = threading.RLock()
+        self._noted = threading.Condition(self.lock)
         self._waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # by waits that are over
         self._waiting: list[tuple[Side, float]] = []  # since when
         self._changed: anyio.Event | None = None  # where a graph runs
@@ -39,7 +41,8 @@ class Turns:
 
     def notify(self) -> None:
         """Have those that wait look again. The lock is held; where tasks wait, in their loop's thread."""
-        self.lock.notify_all()
+        if self._waiting:
+            self._noted.notify_all()
         if self._changed is not None:
             self._changed.set()
             self._changed = anyio.Event()
@@ -49,14 +52,16 @@ class Turns:
         with self.lock:
             self.notify()
 
-    def wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> bool:
-        """Wait, with the lock held, until a side may go on; False: not within `wait_s` seconds. None: any time."""
-        if admits():
-            return True
-        if wait_s == 0.0:
-            return False
+    def wait(self, side: Side, admits: Callable[[], T], wait_s: float | None) -> T:
+        """Wait, with the lock held, until a side may go on: what `admits` returned last.
+
+        wait_s    seconds after which that may be false; None: any time
+        """
+        found = admits()
+        if found or wait_s == 0.0:
+            return found
         with self._counted(side):
-            return self.lock.wait_for(admits, wait_s)
+            return self._noted.wait_for(admits, wait_s)
 
     async def wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:
         """Wait in a task, without the lock, until a side may go on."""
