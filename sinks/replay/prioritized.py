@@ -57,16 +57,25 @@ class Prioritized(Sampler):
 
     def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
         if len(positions):
-            tree = self._sums
-            begin, stop = int(positions[0]), int(positions[-1]) + 1
-            if stop - begin == len(positions) and begin // rows.num_rows == (stop - 1) // rows.num_rows:
-                tree.set_range(begin % rows.num_rows, (stop - 1) % rows.num_rows + 1, self._largest)
-            else:
-                tree.set(positions % rows.num_rows, self._largest)
+            priorities = np.zeros(int(positions[-1] - positions[0]) + 1)
+            priorities[positions - positions[0]] = self._largest
+            self._set_range(rows, int(positions[0]), priorities)
 
     def note_removed(self, rows: RowIndex, positions: Ints) -> None:
-        if len(positions):
-            self._sums.set(positions % rows.num_rows, 0.0)
+        is_old = positions < rows.begin
+        if is_old.any():  # with all that stood beside them
+            first = int(positions[is_old].min())
+            self._set_range(rows, first, np.zeros(rows.begin - first))
+        if not is_old.all():
+            self._sums.set(positions[~is_old] % rows.num_rows, 0.0)
+
+    def _set_range(self, rows: RowIndex, begin: int, priorities: NDArray[np.float64]) -> None:
+        """Set the priorities f64[n] of the positions from `begin` on, round the end of the ring."""
+        row = begin % rows.num_rows
+        before = rows.num_rows - row
+        self._sums.set_range(row, priorities[:before])
+        if len(priorities) > before:
+            self._sums.set_range(0, priorities[before:])
 
     def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
         """Set the priorities of the steps `ids`, i64[B], from values f[B], such as TD errors.

@@ -38,12 +38,13 @@ class SumTree:
         self._levels[0][places] = values
         for lower, upper in zip(self._levels, self._levels[1:], strict=False):
             places = places >> 1
-            left = places << 1
-            upper[places] = lower[left] + lower[left + 1]
+            pairs = lower.reshape(-1, 2).take(places, axis=0)
+            upper[places] = pairs[:, 0] + pairs[:, 1]
 
-    def set_range(self, begin: int, stop: int, value: float) -> None:
-        """Set the values at places from `begin` to `stop`."""
-        self._levels[0][begin:stop] = value
+    def set_range(self, begin: int, values: Floats) -> None:
+        """Set the values f64[n] at the places from `begin` on."""
+        stop = begin + len(values)
+        self._levels[0][begin:stop] = values
         for lower, upper in zip(self._levels, self._levels[1:], strict=False):
             begin, stop = begin >> 1, (stop + 1) >> 1
             pairs = lower[2 * begin : 2 * stop]
@@ -57,12 +58,13 @@ class SumTree:
         np.minimum(places, len(top) - 1, out=places)
         rest -= top[places] - self._levels[-1][places]
         for level in reversed(self._levels[:-1]):
-            places = places << 1
-            left = level[places]
+            places += places
+            left = level.take(places)
             goes_right = rest >= left
-            rest -= left * goes_right
-            places = places + goes_right
-        missed = np.flatnonzero(self._levels[0][places] <= 0)  # by rounding, at the edge of a sum
-        if len(missed):
-            places[missed] = self.draw(len(missed), generator)
+            left *= goes_right
+            rest -= left
+            places += goes_right
+        is_missed = self._levels[0].take(places) <= 0  # by rounding, at the edge of a sum
+        if is_missed.any():
+            places[is_missed] = self.draw(int(is_missed.sum()), generator)
         return places

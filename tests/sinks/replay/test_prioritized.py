@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from replayed import Played
+from replayed import Played, plays
 
-from rollflow.sinks import Prioritized, Replay
+from rollflow.sinks import Prioritized, Replay, Storage
+from rollflow.sinks.replay.rate import StepCounts
 from rollflow.sinks.replay.sum_tree import SumTree
 from rollflow.stream import ReplayError
 
@@ -69,6 +70,17 @@ def test_new_steps_get_the_largest_priority_and_those_gone_are_passed_over() -> 
     assert replay.sample(4000)["ids"].min() >= 20
 
 
+@settings(max_examples=examples(25), deadline=None)
+@given(played=plays(), room=st.integers(0, 30), frames=st.integers(1, 4))
+def test_the_steps_that_may_be_drawn_have_priorities_and_no_others(played: Played, room: int, frames: int) -> None:
+    largest = max(2 * fragment.num_steps for fragment in played.fragments)
+    replay = Replay(largest + room, sampler=Prioritized(), storage=Storage(frames=frames), seed=0)
+    for fragment in [*played.fragments, *played.fragments]:
+        replay.insert(fragment)
+        assert replay.shard_report(StepCounts())["mass"] == len(replay)  # new steps have a priority of 1
+        assert not len(replay) or len(replay.sample(16)["ids"]) == 16
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_priority_that_is_no_number_is_refused_and_the_others_stay(value: float) -> None:
     replay = filled(Prioritized())
@@ -98,7 +110,7 @@ def test_the_tree_sums_up_what_was_set_and_draws_nothing_else(size: int, seed: i
         begin, stop = sorted(draws.integers(0, size + 1, size=2).tolist())
         if begin < stop:
             values[begin:stop] = 0.25
-            tree.set_range(begin, stop, 0.25)
+            tree.set_range(begin, np.full(stop - begin, 0.25))
         np.testing.assert_array_equal(tree.values, values)
         assert tree.total == pytest.approx(values.sum(), rel=1e-12)
         if values.any():
