@@ -8,7 +8,7 @@ from typing import Any
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.rollout.options import JOINT_PASSES
 from rollflow.nodes.rollout.simulation import Setting, simulate
-from rollflow.nodes.rollout.step_costs import Machine, StepCosts
+from rollflow.nodes.rollout.step_costs import StepCosts
 
 PLACES = ("inline", "threads", "processes", "rollouts")  # the simplest first
 WORTH_EXPECTED, WORTH_MADE = 1.1, 1.05  # how much faster than inline another place must be, and be seen to be
@@ -91,7 +91,7 @@ def best_setting(
 def _rate(measured: StepCosts, setting: Setting, cores: int) -> float:
     """Steps per second of a setting, by a short simulation: fragments are short, and lanes may run ahead therefore."""
     ahead = replace(setting, prefetch=max(1, setting.prefetch))
-    return simulate(measured, ahead, Machine(cores), steps=_STEPS).steps_per_s
+    return simulate(measured, ahead, measured.on(cores), steps=_STEPS).steps_per_s
 
 
 def close(choices: Sequence[PlacementChoice]) -> list[PlacementChoice]:

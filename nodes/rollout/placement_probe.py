@@ -2,14 +2,14 @@
 
 import copy
 import random
-import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import cycle
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from itertools import cycle, pairwise
+from statistics import median
+from typing import Any, NamedTuple
 
 import cloudpickle
 import gymnasium as gym
@@ -21,17 +21,18 @@ from rollflow.nodes.env.env_source import EnvSource, LaneMaker, count_of, lane_m
 from rollflow.nodes.env.multi_agent.agent_environments import agent_makers
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, seeds_for
-from rollflow.nodes.rollout.step_costs import Line, StepCosts
+from rollflow.nodes.env.workers.worker_process import core_count
+from rollflow.nodes.rollout.step_costs import Line, Machine, StepCosts
 from rollflow.nodes.stages.ring import STAGES
+from rollflow.nodes.work_timing import in_turns, slow_down
 from rollflow.stream.data.errors import EnvError, StateError
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import pack
 
 Trial = Callable[..., Any]  # (environments, fragment_length) -> an inline Rollout of the module and the connectors
 
-_ROUNDS, _ROUND_S = 4, 0.03  # of every part, in turn with the others
 _SLOW_S, _TRIES = 5e-3, 3  # a vector step that takes so long each time is measured by itself
-_ROWS = 16  # faster ones, so many at a time
+_ROWS = 64  # faster ones, so many at a time at most
 _KEPT_STEPS, _KEPT_S = 32, 0.1  # of an environment, to be played again
 _TIMES = 4096  # of steps, that are kept
 _UNEVEN_STEPS, _UNEVEN_S = 100, 0.3  # of an environment, whose times are kept at least
@@ -67,22 +68,27 @@ class RecordedEnv(gym.Wrapper[Any, Any, Any, Any]):
         """Do nothing: the probe closes the environment."""
 
 
-def probe(env: EnvSource, num_envs: int | None, trial: Trial, *, parts: int, device: Any = None) -> ProbeResult:
+def probe(
+    env: EnvSource, num_envs: int | None, trial: Trial, *, sizes: Sequence[int], length: int, device: Any = None
+) -> ProbeResult:
     """Step one environment for a moment, and all else of a vector step without it. Raises what they raise.
 
-    parts     that the slots are likely to be divided into
+    sizes     numbers of slots that are measured, beside one and all of them
+    length    of fragments, which have costs of their own
     device    where the module is to act; None: where it is
     """
-    slots = count_of(env, num_envs)
+    sizes = sorted({1, *sizes, count_of(env, num_envs)})
     maker = lane_makers(env, num_envs, 1)[0]
-    sizes = sorted({1, -(-slots // parts), slots})
     with ExitStack() as opened:
+        tried = partial(_Trial, trial=trial, rows=min(length, _ROWS), opened=opened)
         if not maker.is_side_by_side:
-            return _probe_vectorized(maker, sizes, trial, device, opened)
-        return _probe_plain(LaneMaker(1, spec=maker.spec, makers=maker.makers[:1]), sizes, trial, device, opened)
+            return _probe_vectorized(maker, sizes, tried, device, opened)
+        return _probe_plain(LaneMaker(1, spec=maker.spec, makers=maker.makers[:1]), sizes, tried, device, opened)
 
 
-def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, opened: ExitStack) -> ProbeResult:
+def _probe_plain(
+    maker: LaneMaker, sizes: list[int], tried: Callable[[Any], "_Trial"], device: Any, opened: ExitStack
+) -> ProbeResult:
     """Probe plain environments: one that steps, and others that play again what it gave."""
     began = time.perf_counter()
     made: Any = maker.make()
@@ -95,12 +101,11 @@ def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, 
     def played(slots: int) -> Any:
         return [lambda at=at: RecordedEnv(env, first, steps, at) for at in range(slots)]
 
-    trials = [_Trial(played(slots), trial, opened) for slots in sizes]
+    trials = [tried(played(slots)) for slots in sizes]
     alone = _OneEnv(env)
-    of_env, *rest = _in_turns([alone, *trials])
+    of_env, *rest = in_turns([alone, *trials])
     alone.time_more()
-    ruled_out = _ruled_out(maker, [info for *_, info in steps], trial(played(1), fragment_length=1), device)
-    ruled_out = trials[0].ruled_out() | ruled_out
+    ruled_out = trials[0].ruled_out() | _ruled_out(maker, [info for *_, info in steps], trials[0].rollout, device)
     # What puts a vector step together goes where the environments go.
     joining = [each.share_of_envs() * took.least for each, took in zip(trials, rest, strict=True)]
     envs = [size * of_env.seconds + seconds for size, seconds in zip(sizes, joining, strict=True)]
@@ -114,67 +119,69 @@ def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, 
         stages=_stages(sizes, others, trials),
         spread=_spread(alone.times),
         step_bytes=trials[-1].step_bytes,
+        machine=_machine(trials[-1]),
     )
     return ProbeResult(measured, ruled_out)
 
 
-def _probe_vectorized(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, opened: ExitStack) -> ProbeResult:
+def _probe_vectorized(
+    maker: LaneMaker, sizes: list[int], tried: Callable[[Any], "_Trial"], device: Any, opened: ExitStack
+) -> ProbeResult:
     """Probe vector environments of several sizes, alone and with all else of a vector step."""
     began = time.perf_counter()
-    envs = [opened.enter_context(closing(LaneMaker(slots, spec=maker.spec).make())) for slots in sizes]
+    made = [opened.enter_context(closing(LaneMaker(slots, spec=maker.spec).make())) for slots in sizes]
     start_s = (time.perf_counter() - began) / sum(sizes)
-    trials = [_Trial(env, trial, opened) for env in envs]
-    alone = [_OneVectorEnv(env) for env in envs]
-    took = _in_turns([*alone, *trials])
+    trials = [tried(env) for env in made]
+    alone = [_OneVectorEnv(env) for env in made]
+    took = in_turns([*alone, *trials])
     of_envs, whole = took[: len(sizes)], took[len(sizes) :]
-    rest = [max(0.0, both.least - env.least) for env, both in zip(of_envs, whole, strict=True)]
-    ruled_out = trials[0].ruled_out() | _ruled_out(maker, [], trial(envs[0], fragment_length=1), device)
+    # What records the steps of environments goes with them.
+    recorded = [each.share_of_envs() * both.least for each, both in zip(trials, whole, strict=True)]
+    envs = [max(env.seconds, seconds) for env, seconds in zip(of_envs, recorded, strict=True)]
+    rest = [max(0.0, both.least - seconds) for both, seconds in zip(whole, envs, strict=True)]
+    ruled_out = trials[0].ruled_out() | _ruled_out(maker, [], trials[0].rollout, device)
     measured = StepCosts(
         sizes[-1],
-        line(sizes, [each.seconds for each in of_envs]),
-        of_envs[-1].waits,
+        line(sizes, envs),
+        of_envs[-1].waits * of_envs[-1].seconds / envs[-1],
         line(sizes, rest),
         start_s,
         stages=_stages(sizes, rest, trials),
         spread=_spread(alone[-1].times),
         is_apart=False,
         step_bytes=trials[-1].step_bytes,
+        machine=_machine(trials[-1]),
     )
     return ProbeResult(measured, ruled_out)
 
 
-def probe_agents(env: Any, num_envs: int | None, trial: Trial, *, parts: int, device: Any = None) -> ProbeResult:
+def probe_agents(
+    env: Any, num_envs: int | None, trial: Trial, *, sizes: Sequence[int], length: int, device: Any = None
+) -> ProbeResult:
     """Run environments of several agents for a moment, with all else of a vector step. Arguments are as for `probe`.
 
     Which agents act is theirs to say, so they are not stepped alone: the rollout's own meters part the time.
     """
     [makers] = agent_makers(env, num_envs, 1)
-    sizes = sorted({1, -(-count_of(env, num_envs) // parts), count_of(env, num_envs)})
+    sizes = sorted({1, *sizes, count_of(env, num_envs)})
     with ExitStack() as opened:
         began = time.perf_counter()
         made: Any = makers.makers
-        trials = [_Trial(list(made[:size]), trial, opened) for size in sizes]
+        trials = [_Trial(list(made[:size]), trial, min(length, _ROWS), opened) for size in sizes]
         start_s = (time.perf_counter() - began) / sum(sizes)
         if trials[-1].rollout.environments.num_lanes > 1:
             raise EnvError(
                 "each callable makes a vector environment, which is a lane by itself; expected another where"
             )
-        took = _in_turns(trials)
+        took = in_turns(trials)
         shares = [each.share_of_envs() for each in trials]
         envs = line(sizes, [each.seconds * share for each, share in zip(took, shares, strict=True)])
         rest = line(sizes, [each.least * (1 - share) for each, share in zip(took, shares, strict=True)])
         ruled_out = trials[0].ruled_out() | _ruled_out(makers, trials[-1].infos(), trials[0].rollout, device)
         waits = min(1.0, took[-1].waits / max(shares[-1], 1e-9))
         agents = sum(len(part.agents) for part in trials[0].rollout.environments.parts)
-        return ProbeResult(StepCosts(sizes[-1], envs, waits, rest, start_s), ruled_out, agents)
-
-
-class _Part(Protocol):
-    """A part of a vector step that takes time: so many steps a call."""
-
-    steps: int
-
-    def __call__(self) -> None: ...
+        machine = _machine(trials[-1])
+        return ProbeResult(StepCosts(sizes[-1], envs, waits, rest, start_s, machine=machine), ruled_out, agents)
 
 
 class _OneEnv:
@@ -221,19 +228,23 @@ class _OneVectorEnv:
 
 
 class _Trial:
-    """An inline rollout over some environments."""
+    """An inline rollout over some environments.
 
-    def __init__(self, env: Any, trial: Trial, opened: ExitStack) -> None:
-        for self.steps in (1, _ROWS):
+    rows    steps of a fragment, where they are fast
+    """
+
+    def __init__(self, env: Any, trial: Trial, rows: int, opened: ExitStack) -> None:
+        for self.steps in (1, rows):
             self.rollout = opened.enter_context(trial(env, fragment_length=self.steps))
             self._fragments = iter(self.rollout.fragments())
+            self._busy: list[dict[str, float]] = []
             self()  # the first steps set things up
-            self._before = self._busy()
             if min(self._seconds() for _ in range(_TRIES)) > _SLOW_S:
                 break
 
     def __call__(self) -> None:
         self._newest = next(self._fragments)
+        self._busy.append({node.name: node.busy_s for node in self.rollout.report().nodes})
 
     def _seconds(self) -> float:
         began = time.perf_counter()
@@ -245,13 +256,10 @@ class _Trial:
         return self.shares(STAGES)["env"]
 
     def shares(self, stages: Sequence[str]) -> dict[str, float]:
-        """Stage -> its share of the time that some stages have taken, once their first steps had set things up."""
-        busy = self._busy()
-        taken = {stage: busy[stage] - self._before[stage] for stage in stages if stage in busy}
+        """Stage -> its share of the time that some stages take, by the medians of their times in each fragment."""
+        there = [stage for stage in stages if stage in self._busy[0]]
+        taken = {stage: median(now[stage] - then[stage] for then, now in pairwise(self._busy)) for stage in there}
         return {stage: seconds / sum(taken.values()) for stage, seconds in taken.items()}
-
-    def _busy(self) -> dict[str, float]:
-        return {node.name: node.busy_s for node in self.rollout.report().nodes}
 
     @property
     def step_bytes(self) -> float:
@@ -273,54 +281,6 @@ class _Trial:
         except StateError as error:
             return {"rollouts": str(error)}
         return {}
-
-
-class _Took(NamedTuple):
-    """Seconds that a step takes, and how they are spent."""
-
-    seconds: float  # in the mean
-    waits: float  # the share of them in which the processor was free
-    least: float  # seconds, in the best round
-
-
-def _in_turns(parts: Sequence[_Part]) -> list[_Took]:
-    """Times of each part. Work is the least of all rounds, for it is the same in each; waits are a mean."""
-    rounds = [[_measured(part) for part in parts] for _ in range(_ROUNDS)]
-    found = []
-    for times in zip(*rounds, strict=True):
-        worked = min(work / steps for steps, work, _ in times)
-        waited = sum(wait for _, _, wait in times) / sum(steps for steps, _, _ in times)
-        least = min((work + wait) / steps for steps, work, wait in times)
-        found.append(_Took(worked + waited, waited / (worked + waited), least))
-    return found
-
-
-def _measured(part: _Part) -> tuple[int, float, float]:
-    """Steps made, seconds of work, and seconds in which the processor was free; not those when somebody else had it."""
-    calls, began, worked, queued, slept = 0, time.perf_counter(), time.thread_time(), _queued_s(), _slept()
-    while not calls or time.perf_counter() < began + _ROUND_S:
-        part()
-        calls += 1
-    wall, worked, queued = time.perf_counter() - began, time.thread_time() - worked, _queued_s() - queued
-    waited = max(0.0, wall - worked - queued) if slept is None or slept != _slept() else 0.0
-    return calls * part.steps, worked, waited
-
-
-def _slept() -> int | None:
-    """Times that this thread has given its processor up by itself; None where the system doesn't say.
-
-    Time that passes without one is taken from it, maybe by the host of a virtual machine.
-    """
-    thread = getattr(resource, "RUSAGE_THREAD", None)
-    return None if thread is None else resource.getrusage(thread).ru_nvcsw
-
-
-def _queued_s() -> float:
-    """Seconds for which this thread has had to queue for a processor; 0 where the system doesn't say."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
-    except OSError:
-        return 0.0
 
 
 def _recorded(env: gym.Env[Any, Any]) -> list[Any]:
@@ -348,6 +308,11 @@ def line(slots: Sequence[int], seconds: Sequence[float]) -> Line:
         return lambda count: seconds[0]
     slope = max(0.0, (seconds[-1] - seconds[-2]) / (slots[-1] - slots[-2]))
     return lambda count: float(np.interp(count, slots, seconds)) + slope * max(0, count - slots[-1])
+
+
+def _machine(trial: _Trial) -> Machine:
+    """This machine, as it is for the vector steps of a rollout."""
+    return Machine(core_count(), beside=slow_down(trial))
 
 
 def _stages(sizes: Sequence[int], rest: Sequence[float], trials: Sequence[_Trial]) -> dict[str, Line]:

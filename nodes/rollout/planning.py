@@ -18,12 +18,12 @@ from rollflow.nodes.rollout.placement_cost_model import PLACES, PlacementRequest
 from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generators_kept, probe
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.rollout.simulation import Setting, simulate
-from rollflow.nodes.rollout.step_costs import Machine, StepCosts
+from rollflow.nodes.rollout.step_costs import StepCosts
 from rollflow.stream.graph.report import CALLER, Report
 
+_SIZES = (8, 64, 512)  # numbers of slots that are measured, beside others: between them lines are straight
 _COMPARED_STEPS = 256  # of lanes, in a round that is simulated, where many settings are compared
-_MOSTLY = 0.5  # share of the environments' time
-_WORTH = 1.1  # how many times as fast a change must be to be named
+_MOSTLY, _WORTH = 0.5, 1.1  # share of the environments' time; how many times as fast a change to be named must be
 _WORKER_BYTES = {"processes": 60 << 20, "rollouts": 220 << 20}  # that a worker process takes for itself
 _TIMES_SLOTS, _TIMES_CORES, _HOSTS = (1, 2, 4), (2, 4), (2, 4)  # of the table
 
@@ -175,13 +175,14 @@ class Planner:
         return Plan(here, measured, tuple(predicted(costs, *each) for each in rows), first, cores)
 
     def _probe(self, slots: int, now: Setting) -> ProbeResult:
-        """Costs up to so many slots, among them those of a lane as it is; measured once, and again for more slots."""
+        """Costs up to so many slots, and of a lane as it is; measured once, and again for more slots."""
         if isinstance(self._env, Sequence) and not isinstance(self._env, str):
-            slots = now.slots  # a list of callables has no more; beyond them, lines go on straight
+            slots = now.slots  # a list of callables has no more
         if self._probed is None or self._probed.measured.slots < slots:
-            parts, device = slots * now.lanes // now.slots, self._forward.device
+            sizes = [now.slots // now.lanes, *(size for size in _SIZES if size < slots)]
+            length, device = now.fragment_length, self._forward.device
             with generators_kept():
-                self._probed = probe(self._env, slots, self._make_trial(), parts=parts, device=device)
+                self._probed = probe(self._env, slots, self._make_trial(), sizes=sizes, length=length, device=device)
         return self._probed
 
     @property
@@ -265,7 +266,7 @@ class Planner:
 
 def predicted(costs: StepCosts, setting: Setting, cores: int) -> Prediction:
     """What a setting gives on machines with so many cores each, by costs that were measured."""
-    found = simulate(costs, setting, Machine(cores))
+    found = simulate(costs, setting, costs.on(cores))
     fragments = costs.step_bytes * setting.slots * setting.fragment_length * (2 + setting.prefetch)
     workers = setting.workers * max(1, setting.hosts) * _WORKER_BYTES.get(setting.where, 0)
     return Prediction(setting, cores, found.steps_per_s, found.bottleneck, found.lag, int(fragments + workers))
@@ -328,7 +329,7 @@ def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting
 
 
 def _rate(costs: StepCosts, setting: Setting, cores: int) -> float:
-    return simulate(costs, setting, Machine(cores), steps=_COMPARED_STEPS).steps_per_s
+    return simulate(costs, setting, costs.on(cores), steps=_COMPARED_STEPS).steps_per_s
 
 
 def changed(now: Setting, changes: Changes, cores: int) -> tuple[Setting, int]:

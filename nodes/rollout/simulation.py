@@ -3,7 +3,7 @@
 Lanes are processes that go round as they do in a run: they step in a thread, in a worker process, or with their whole
 rollout in one, and come by the ring's thread. Whoever works needs a core and the interpreter lock of his process; who
 waits needs neither. A lock or core is passed on after `_SLICE_S`, as interpreters and kernels do, or
-later in long work.
+later in long work. Work takes longer the more of the other cores are at work when it begins.
 """
 
 from collections import defaultdict, deque
@@ -153,8 +153,8 @@ class _Ring:
     def __init__(self, costs: StepCosts, setting: Setting, machine: Machine, steps: int, seed: int) -> None:
         self._costs, self._setting, self._machine = costs, setting, machine
         self._parts = costs.parts
-        self._seconds = cache(lambda stage, rows: self._slower * self._parts[stage](rows))
-        self._slower = machine.beside if setting.where == "rollouts" and not setting.hosts else 1.0
+        self._seconds = cache(lambda stage, rows: self._parts[stage](rows))
+        self._slow_down = cache(machine.slow_down)
         self._clock = clock = VirtualClock()
         lanes = setting.lanes
         self._length = min(setting.fragment_length, max(1, min(_LENGTH, _LENGTH * steps // lanes), steps // lanes))
@@ -228,19 +228,19 @@ class _Ring:
                     wanted.free -= 1
                 else:
                     yield wanted
-            yield part
+            yield part * self._slow_down(self._machine.cores - 1 - cores.free)
             cores.give()
             lock.give()
             locked -= part
         if releases:
             yield cores
-            yield seconds * releases
+            yield seconds * releases * self._slow_down(self._machine.cores - 1 - cores.free)
             cores.give()
 
     def _env_step(self, lane: _Lane, lock: Pool, cores: Pool) -> Process:
         began, costs = self._clock.now, self._costs
         seconds = next(lane.env_s)
-        yield from self._work(lock, cores, self._slower * seconds * (1 - costs.waits), costs.env_releases)
+        yield from self._work(lock, cores, seconds * (1 - costs.waits), costs.env_releases)
         if costs.waits:
             yield seconds * costs.waits
         self._env_s += self._clock.now - began

@@ -1,12 +1,33 @@
 """Costs that placements and simulations are reckoned from: of the parts of a vector step, and of a machine."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 Line = Callable[[int], float]  # rows -> seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Cores, and what handing over takes, in seconds of work.
+
+    hand_over    of a lane, to another thread or process and back, in the ring's thread; half as long in the other one
+    wake         from the hand-over to the beginning of what is to be done
+    fragment     of a fragment that comes from another process
+    beside       times as long as work takes while all other cores are at work for the rollout, too
+    """
+
+    cores: int = 1
+    hand_over: float = 60e-6
+    wake: float = 30e-6
+    fragment: float = 500e-6
+    beside: float = 1.0
+
+    def slow_down(self, others: int) -> float:
+        """Times as long as work takes beside work on so many other cores."""
+        return 1 + (self.beside - 1) * others / max(1, self.cores - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +46,7 @@ class StepCosts:
     update_s        float: seconds that the reader takes for a round of `update_rows` steps, in the mean
     update_releases    the share of that in which other threads go on: torch and numpy let the interpreter go
     step_bytes      of one transition in a fragment's columns
+    machine         that they were measured on
     """
 
     slots: int
@@ -40,6 +62,7 @@ class StepCosts:
     update_rows: int = 1
     update_releases: float = 1.0
     step_bytes: float = 0.0
+    machine: Machine = field(default_factory=Machine)
 
     @property
     def parts(self) -> Mapping[str, Line]:
@@ -59,19 +82,6 @@ class StepCosts:
         """Seconds of the reader's round of so many steps: it takes as long for each step as it did."""
         return self.update_s * rows / self.update_rows
 
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Cores, and what handing over takes, in seconds of work.
-
-    hand_over    of a lane, to another thread or process and back, in the ring's thread; half as long in the other one
-    wake         from the hand-over to the beginning of what is to be done
-    fragment     of a fragment that comes from another process
-    beside       times as long as whole rollouts take beside others and their reader, which share caches and memory
-    """
-
-    cores: int
-    hand_over: float = 60e-6
-    wake: float = 30e-6
-    fragment: float = 500e-6
-    beside: float = 1.14
+    def on(self, cores: int) -> Machine:
+        """A machine like the one that they were measured on, with so many cores."""
+        return replace(self.machine, cores=cores)

@@ -21,7 +21,10 @@ from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
 
 def measured(slots: int, env: float, rest: float, per_row: float = 0.0, waits: float = 0.0) -> StepCosts:
-    return StepCosts(slots, lambda count: count * env, waits, lambda count: 60e-6 + rest + per_row * count)
+    def of_rest(count: int) -> float:
+        return 60e-6 + rest + per_row * count
+
+    return StepCosts(slots, lambda count: count * env, waits, of_rest, machine=Machine(beside=1.2))
 
 
 def choose(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollflow.nodes.rollout.simulation import Pool, Setting, Simulated, VirtualClock, simulate
 from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
-MANY = Machine(cores=64, hand_over=0.0, wake=0.0, fragment=0.0, beside=1.0)  # and nothing that only machines take
+MANY = Machine(cores=64, hand_over=0.0, wake=0.0, fragment=0.0)  # and nothing that only machines take
 
 
 def costs(env: float, rest: float, **others: Any) -> StepCosts:
@@ -61,14 +61,21 @@ def test_threads_whose_environments_wait_overlap() -> None:
 def test_threads_whose_environments_let_the_interpreter_go_overlap_as_far_as_there_are_cores() -> None:
     releases = costs(3e-3, 1e-3, env_releases=1.0)
     assert simulated(releases, where="threads", lanes=8).steps_per_s == pytest.approx(1000, rel=0.02)
-    two = Machine(2, 0.0, 0.0, 0.0, 1.0)
+    two = Machine(2, 0.0, 0.0, 0.0)
     assert simulated(releases, two, where="threads", lanes=8).steps_per_s == pytest.approx(500, rel=0.03)
 
 
 @pytest.mark.parametrize(("cores", "rate"), [(1, 250), (2, 500), (4, 1000), (8, 2000), (16, 2000)])
 def test_whole_rollouts_go_as_fast_as_there_are_cores_and_workers(cores: int, rate: int) -> None:
-    found = simulated(costs(3e-3, 1e-3), Machine(cores, 0.0, 0.0, 0.0, 1.0), where="rollouts", lanes=8, workers=8)
+    found = simulated(costs(3e-3, 1e-3), Machine(cores, 0.0, 0.0, 0.0), where="rollouts", lanes=8, workers=8)
     assert found.steps_per_s == pytest.approx(rate, rel=0.03)
+
+
+@pytest.mark.parametrize(("lanes", "rate"), [(1, 250), (2, 500 / 1.25), (3, 750 / 1.5)])
+def test_work_takes_longer_the_more_cores_are_at_work(lanes: int, rate: float) -> None:
+    machine = Machine(3, 0.0, 0.0, 0.0, beside=1.5)  # half of that beside one of two others
+    found = simulated(costs(3e-3, 1e-3), machine, where="rollouts", lanes=lanes, workers=lanes)
+    assert found.steps_per_s == pytest.approx(rate, rel=0.02)
 
 
 def test_what_a_pass_takes_beyond_that_of_one_row_does_not_hold_the_interpreter() -> None:
@@ -80,7 +87,7 @@ def test_what_a_pass_takes_beyond_that_of_one_row_does_not_hold_the_interpreter(
 
 
 def test_hosts_have_cores_of_their_own_and_share_a_link() -> None:
-    two = Machine(2, 0.0, 0.0, 0.0, 1.0)
+    two = Machine(2, 0.0, 0.0, 0.0)
     setting = {"where": "rollouts", "lanes": 8, "workers": 2, "hosts": 4}
     assert simulated(costs(3e-3, 1e-3), two, **setting).steps_per_s == pytest.approx(2000, rel=0.03)
     slow = simulated(costs(3e-3, 1e-3, step_bytes=1000), two, link_bytes_s=1e6, **setting)
@@ -124,7 +131,7 @@ def test_lanes_that_take_uneven_times_wait_for_each_other_at_the_end_of_a_round(
 
 
 def test_a_fragment_from_another_process_takes_its_time_here() -> None:
-    found = simulated(costs(3e-3, 1e-3), Machine(64, 0.0, 0.0, 0.064, 1.0), where="rollouts", lanes=8, workers=8)
+    found = simulated(costs(3e-3, 1e-3), Machine(64, 0.0, 0.0, 0.064), where="rollouts", lanes=8, workers=8)
     assert found.steps_per_s == pytest.approx(500, rel=0.15)  # 32 steps in 64 ms of this process
 
 

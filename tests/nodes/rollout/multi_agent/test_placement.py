@@ -12,6 +12,7 @@ from serial_module import SerialModule
 from rollflow.nodes import ArrayStep, ConnectorV2, MultiAgentRollout, MultiAgentVectorEnv
 from rollflow.nodes.rollout import placement_probe
 from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, fastest
+from rollflow.nodes.work_timing import Took
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +37,14 @@ def _waits(monkeypatch: pytest.MonkeyPatch) -> None:
         for part in parts:
             part()
             env_s = 0.01 * part.rollout.environments.num_envs
-            times.append(placement_probe._Took(env_s + 4e-4, env_s / (env_s + 4e-4), env_s + 4e-4))
+            times.append(Took(env_s + 4e-4, env_s / (env_s + 4e-4), env_s + 4e-4))
         return times
 
     def share_of_envs(trial: Any) -> float:
         env_s = 0.01 * trial.rollout.environments.num_envs
         return float(env_s / (env_s + 4e-4))
 
-    monkeypatch.setattr(placement_probe, "_in_turns", stepped)
+    monkeypatch.setattr(placement_probe, "in_turns", stepped)
     monkeypatch.setattr(placement_probe._Trial, "share_of_envs", share_of_envs)
     monkeypatch.setattr("rollflow.nodes.rollout.placement.core_count", lambda: 2)
 
