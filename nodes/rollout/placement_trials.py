@@ -1,4 +1,4 @@
-"""Trials of places that are expected to be about as fast: each runs for a moment, and its rate counts."""
+"""Trials of places, each of which runs for a moment: those that may be about as fast, and what hand-overs cost."""
 
 import logging
 import time
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, PolicyOptions
 from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest
+from rollflow.nodes.rollout.placement_probe import generators_kept
+from rollflow.nodes.rollout.simulation import Setting, simulate
 from rollflow.nodes.rollout.step_costs import StepCosts
 from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces
 
@@ -20,6 +22,9 @@ _ROUNDS, _ROUND_S = 3, 0.2
 _FRAGMENT_S = 0.05  # what a fragment is to take at most
 _LONGEST_START_S = 5.0  # that environments may take to be made, those of all places
 _SLOW_S = 0.1  # steps that take longer are not tried: what is expected of them is true enough
+_LONG_S = 10e-3  # a lane's step beside which a hand-over is little
+_LANES, _WORKERS = 4, 2  # that are run at most to see what a hand-over costs
+_HAND_OVERS, _HALVINGS = (1e-6, 10e-3), 14  # seconds within which hand-overs are looked for, and how closely
 
 
 def trial_of(
@@ -156,3 +161,59 @@ class _Runner:
 def _turn_s(choice: PlacementChoice, slots: int) -> float:
     """Seconds that a vector step of all slots is expected to take."""
     return slots / choice.steps_per_s
+
+
+class HandOvers:
+    """Costs of handing lanes over to worker processes, by short runs of some lanes in as many workers, or two.
+
+    Where steps are short, most of it is none of our work: when the system lets a thread go on and on which core, and
+    caches that others have used meanwhile. No constant has that, and it differs with the steps.
+
+    env           what a rollout was given
+    make_trial    gives what makes rollouts with copies of its module and connectors
+    """
+
+    def __init__(self, env: Any, make_trial: Callable[[], Callable[..., Any]]) -> None:
+        self._env, self._make_trial = env, make_trial
+        self._found: dict[Setting, float | None] = {}  # by what was run
+
+    def measured(self, costs: StepCosts, setting: Setting) -> StepCosts:
+        """The costs, with the hand-over that a short run in the setting's place gives, where that is of any weight."""
+        slots = -(-setting.slots // setting.lanes)
+        if setting.where != "processes" or costs.env(slots) + costs.rest(slots) > _LONG_S:
+            return costs
+        lanes, workers = min(_LANES, setting.lanes), min(_WORKERS, setting.workers)
+        tried = replace(setting, slots=lanes * slots, lanes=lanes, workers=workers)
+        if tried not in self._found:
+            self._found[tried] = self._tried(costs, tried)
+        found = self._found[tried]
+        return costs if found is None else _with_hand_over(costs, found)
+
+    def _tried(self, costs: StepCosts, setting: Setting) -> float | None:
+        """Seconds of a hand-over with which a simulation is as fast as a run; None: it can't be run for a moment."""
+        slots, costs = setting.slots, replace(costs, update_s=0.0)
+        if slots * costs.start_s > _LONGEST_START_S:
+            return None
+        env = self._env[:slots] if isinstance(self._env, list | tuple) else self._env
+        choice = PlacementChoice(setting.where, setting.lanes, setting.workers, _rate(costs, setting))
+        request = PlacementRequest(prefetch=setting.prefetch, fragment_length=setting.fragment_length)
+        with generators_kept():
+            options = {"num_envs": slots, "prefetch": setting.prefetch, "max_batch": setting.max_batch}
+            make = partial(self._make_trial(), env, **options)
+            made, _ = race([choice], make, slots, request)
+        if not made:
+            return None
+        least, most = _HAND_OVERS
+        for _ in range(_HALVINGS):
+            between = (least * most) ** 0.5
+            is_faster = _rate(_with_hand_over(costs, between), setting) > made[0].steps_per_s
+            least, most = (between, most) if is_faster else (least, between)
+        return least
+
+
+def _with_hand_over(costs: StepCosts, hand_over: float) -> StepCosts:
+    return replace(costs, machine=replace(costs.machine, hand_over=hand_over, wake=hand_over / 2))
+
+
+def _rate(costs: StepCosts, setting: Setting) -> float:
+    return simulate(costs, setting, costs.machine).steps_per_s

@@ -16,6 +16,7 @@ from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
 from rollflow.nodes.rollout.placement_cost_model import PLACES, PlacementRequest, best_setting, refusals
 from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generators_kept, probe
+from rollflow.nodes.rollout.placement_trials import HandOvers
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.rollout.simulation import Setting, simulate
 from rollflow.nodes.rollout.step_costs import StepCosts
@@ -151,7 +152,7 @@ class Planner:
         self, env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions, make_trial: Callable[[], Trial]
     ) -> None:
         self._env, self._envs, self._forward, self._flow = env, envs, forward, flow
-        self._make_trial = make_trial
+        self._make_trial, self._hand_overs = make_trial, HandOvers(env, make_trial)
         self._probed: ProbeResult | None = None
 
     def plan(self, environments: Any, running: Running, changes: Changes) -> Plan:
@@ -168,11 +169,13 @@ class Planner:
         probed = self._probe(most, now)
         costs = calibrated(probed.measured, now, running)
         ruled_out = refusals(self._request) | probed.ruled_out
+        of_processes = [each for each, _ in named or self._best(costs, now.slots, ["processes"], ruled_out, cores)]
+        costs = self._hand_overs.measured(costs, of_processes[0]) if of_processes else costs
         here = predicted(costs, now, cores)
         first = first_change(costs, here, self._neighbours(costs, now, ruled_out))
-        rows = named or self._table(costs, now, ruled_out)
+        rows = tuple(predicted(costs, *each) for each in named or self._table(costs, now, ruled_out))
         measured = now.slots * now.fragment_length / running.round_s if running.round_s else None
-        return Plan(here, measured, tuple(predicted(costs, *each) for each in rows), first, cores)
+        return Plan(here, measured, rows, first, cores)
 
     def _probe(self, slots: int, now: Setting) -> ProbeResult:
         """Costs up to so many slots, and of a lane as it is; measured once, and again for more slots."""
@@ -213,10 +216,8 @@ class Planner:
 
     def _setting_of(self, environments: Any) -> Setting:
         """The setting that a rollout has."""
-        where = "inline"
-        for name, kind in (("threads", ThreadEnvironments), ("processes", ProcessEnvironments)):
-            where = name if isinstance(environments, kind) else where
-        where = "rollouts" if isinstance(environments, RolloutProcesses) else where
+        kinds = {"rollouts": RolloutProcesses, "threads": ThreadEnvironments, "processes": ProcessEnvironments}
+        where = next((name for name, kind in kinds.items() if isinstance(environments, kind)), "inline")
         return Setting(
             where=where,
             slots=count_of(self._env, self._envs.num_envs),
@@ -236,7 +237,11 @@ class Planner:
         for times in _TIMES_CORES:
             yield from self._best(costs, now.slots, PLACES, ruled_out, cores * times)
         for hosts in _HOSTS if "rollouts" not in ruled_out else ():
-            yield replace(now, where="rollouts", hosts=hosts, **_spread_out(now.slots * hosts, cores * hosts)), cores
+            lanes = min(now.slots, cores) * hosts
+            yield (
+                replace(now, where="rollouts", hosts=hosts, slots=now.slots * hosts, lanes=lanes, workers=cores),
+                cores,
+            )
 
     def _best(
         self, costs: StepCosts, slots: int, places: Sequence[str], ruled_out: Mapping[str, str], cores: int
@@ -368,11 +373,6 @@ def changed(now: Setting, changes: Changes, cores: int) -> tuple[Setting, int]:
         what = "another where than 'rollouts'" if where == "rollouts" else f"at least {largest}, the slots of a lane"
         raise ValueError(f"max_batch is {then.max_batch}, expected {what}")
     return then, cores
-
-
-def _spread_out(slots: int, workers: int) -> dict[str, int]:
-    """Slots and lanes for so many workers in all."""
-    return {"slots": slots, "lanes": min(slots, workers), "workers": core_count()}
 
 
 def _scaled(line: Callable[[int], float], factor: float) -> Callable[[int], float]:

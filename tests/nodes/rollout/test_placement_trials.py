@@ -3,6 +3,7 @@
 import multiprocessing
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from numbered_module import NumberedModule
 from rollflow.nodes import Rollout
 from rollflow.nodes.rollout import placement_trials
 from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest
-from rollflow.nodes.rollout.placement_trials import is_worth_while
-from rollflow.nodes.rollout.step_costs import StepCosts
+from rollflow.nodes.rollout.placement_trials import HandOvers, TrialResult, is_worth_while
+from rollflow.nodes.rollout.simulation import Setting, simulate
+from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
 THREADS, PROCESSES = PlacementChoice("threads", 2, None, 2_000.0), PlacementChoice("processes", 2, 1, 4_000.0)
 
@@ -202,3 +204,56 @@ def test_a_race_leaves_everything_as_it_was() -> None:
         assert "; made steps/s: inline" in rollout.placement
         assert (str(torch.get_rng_state()), str(np.random.get_state())) == before
         assert len(list(rollout.fragments())) == 2 * rollout.environments.num_lanes
+
+
+# Hand-overs
+
+SLOW = Setting(where="processes", slots=64, lanes=8, workers=4, prefetch=1)
+
+
+def hand_overs(monkeypatch: pytest.MonkeyPatch, runs: list[Any], rate: float | None) -> HandOvers:
+    """Those of short runs that make so many steps per second; None: nothing could be run."""
+
+    def ran(choices: Any, make: Any, slots: int, request: Any) -> TrialResult:
+        runs.append((*choices, slots))
+        return TrialResult([] if rate is None else [replace(choices[0], steps_per_s=rate)], {})
+
+    monkeypatch.setattr(placement_trials, "race", ran)
+    return HandOvers(Given, lambda: lambda *args, **options: None)
+
+
+def costs(env: float = 5e-6) -> StepCosts:
+    return StepCosts(64, lambda slots: env * slots, 0.0, lambda slots: 5e-5, machine=Machine(4))
+
+
+def test_a_hand_over_costs_what_makes_a_simulation_as_fast_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    found = hand_overs(monkeypatch, runs, 20_000.0)
+    for _ in range(2):  # it is run once
+        of = found.measured(costs(), SLOW)
+    [(choice, slots)] = runs
+    assert (choice.where, choice.lanes, choice.workers, slots) == ("processes", 4, 2, 32)
+    assert of.machine.hand_over > 2 * Machine().hand_over
+    small = replace(SLOW, slots=32, lanes=4, workers=2)
+    assert simulate(of, small, of.machine).steps_per_s == pytest.approx(20_000, rel=0.03)
+
+
+def test_a_hand_over_that_can_not_be_run_costs_what_it_mostly_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hand_overs(monkeypatch, [], None).measured(costs(), SLOW).machine == Machine(4)
+
+
+@pytest.mark.parametrize(
+    ("of", "setting"),
+    [
+        (costs(), replace(SLOW, where="threads")),
+        (costs(env=1e-2), SLOW),
+        (replace(costs(), start_s=10.0), SLOW),
+    ],
+    ids=["no process", "long steps", "long starts"],
+)
+def test_nothing_is_run_where_that_takes_long_or_says_little(
+    of: StepCosts, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    assert hand_overs(monkeypatch, runs, 1.0).measured(of, setting) == of
+    assert runs == []

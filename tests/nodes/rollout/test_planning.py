@@ -10,6 +10,7 @@ from numbered_module import NumberedModule
 from rollflow.nodes import MultiAgentRollout, RemoteEnvs, Rollout
 from rollflow.nodes.rollout import planning, rollout_doctor
 from rollflow.nodes.rollout.placement_probe import ProbeResult
+from rollflow.nodes.rollout.placement_trials import HandOvers
 from rollflow.nodes.rollout.planning import Plan, Planner, Running, changed, predicted
 from rollflow.nodes.rollout.simulation import Setting, VirtualClock
 from rollflow.nodes.rollout.step_costs import StepCosts
@@ -30,6 +31,7 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: StepCosts, cores: int, **options: Any) -> None:
         monkeypatch.setattr(planning, "core_count", lambda: cores)
         monkeypatch.setattr(planning, "probe", lambda *args, **kwargs: ProbeResult(of, {}))
+        monkeypatch.setattr(HandOvers, "measured", lambda self, costs, setting: costs)
         self.rollout = Rollout(Given, module=NumberedModule(), **{"num_envs": 8, **options})
 
     def __call__(self, **changes: Any) -> Plan:
