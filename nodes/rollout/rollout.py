@@ -292,8 +292,8 @@ class Rollout(RolloutLoop[Fragment]):
 
         changes    see `Changes`; none: a table of what is worth a look
 
-        Its first call measures environments and module apart for a second or some, beside times of the run; a table
-        takes up to about two more. Raises ValueError for what can't be, and for environments that are made already.
+        Its first call measures environments and module apart for a second or two, beside times of the run, and maybe
+        worker processes; a table takes some more. Raises ValueError for what can't be, and for ready environments.
         """
         running = Running.of(self._drive or self._async_drive, self._doctor)
         with self._doctor.pausing():
