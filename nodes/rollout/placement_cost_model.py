@@ -91,7 +91,7 @@ def best_setting(
 def _rate(measured: StepCosts, setting: Setting, cores: int) -> float:
     """Steps per second of a setting, by a short simulation: fragments are short, and lanes may run ahead therefore."""
     ahead = replace(setting, prefetch=max(1, setting.prefetch))
-    return simulate(measured, ahead, measured.on(cores), steps=_STEPS).steps_per_s
+    return simulate(measured, ahead, measured.on(cores, setting.where), steps=_STEPS).steps_per_s
 
 
 def close(choices: Sequence[PlacementChoice]) -> list[PlacementChoice]:

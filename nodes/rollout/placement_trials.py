@@ -212,8 +212,8 @@ class HandOvers:
 
 
 def _with_hand_over(costs: StepCosts, hand_over: float) -> StepCosts:
-    return replace(costs, machine=replace(costs.machine, hand_over=hand_over, wake=hand_over / 2))
+    return replace(costs, machine=replace(costs.machine, to_process=hand_over))
 
 
 def _rate(costs: StepCosts, setting: Setting) -> float:
-    return simulate(costs, setting, costs.machine).steps_per_s
+    return simulate(costs, setting, costs.on(costs.machine.cores, setting.where)).steps_per_s

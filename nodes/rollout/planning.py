@@ -271,7 +271,7 @@ class Planner:
 
 def predicted(costs: StepCosts, setting: Setting, cores: int) -> Prediction:
     """What a setting gives on machines with so many cores each, by costs that were measured."""
-    found = simulate(costs, setting, costs.on(cores))
+    found = simulate(costs, setting, costs.on(cores, setting.where))
     fragments = costs.step_bytes * setting.slots * setting.fragment_length * (2 + setting.prefetch)
     workers = setting.workers * max(1, setting.hosts) * _WORKER_BYTES.get(setting.where, 0)
     return Prediction(setting, cores, found.steps_per_s, found.bottleneck, found.lag, int(fragments + workers))
@@ -334,7 +334,7 @@ def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting
 
 
 def _rate(costs: StepCosts, setting: Setting, cores: int) -> float:
-    return simulate(costs, setting, costs.on(cores), steps=_COMPARED_STEPS).steps_per_s
+    return simulate(costs, setting, costs.on(cores, setting.where), steps=_COMPARED_STEPS).steps_per_s
 
 
 def changed(now: Setting, changes: Changes, cores: int) -> tuple[Setting, int]:

@@ -17,6 +17,7 @@ class Machine:
     wake         from the hand-over to the beginning of what is to be done
     fragment     of a fragment that comes from another process
     beside       times as long as work takes while all other cores are at work for the rollout, too
+    to_process   as `hand_over`, twice `wake`, where a lane goes to a worker process; None: the same
     """
 
     cores: int = 1
@@ -24,6 +25,7 @@ class Machine:
     wake: float = 30e-6
     fragment: float = 500e-6
     beside: float = 1.0
+    to_process: float | None = None
 
     def slow_down(self, others: int) -> float:
         """Times as long as work takes beside work on so many other cores."""
@@ -82,6 +84,9 @@ class StepCosts:
         """Seconds of the reader's round of so many steps: it takes as long for each step as it did."""
         return self.update_s * rows / self.update_rows
 
-    def on(self, cores: int) -> Machine:
-        """A machine like the one that they were measured on, with so many cores."""
-        return replace(self.machine, cores=cores)
+    def on(self, cores: int, where: str) -> Machine:
+        """A machine like the one that they were measured on, with so many cores, as it is for a place."""
+        machine, to_process = replace(self.machine, cores=cores), self.machine.to_process
+        if where != "processes" or to_process is None:
+            return machine
+        return replace(machine, hand_over=to_process, wake=to_process / 2)
