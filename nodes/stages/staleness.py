@@ -19,7 +19,7 @@ class LagBound:
 
     dropped_fragments, dropped_steps    what was left out so far
     is_asked                            True to have the age of the next fragment looked at, also without a bound
-    last                                age of the fragment that was looked at last; None: none was
+    last                                age of the fragment that was admitted last, and looked at; None: none was
     """
 
     also = ""  # further advice in the error, where none may be older
@@ -55,8 +55,9 @@ class LagBound:
         if self.max_lag is None:
             self.look_at(fragment)
             return True
-        self.last = lag = self.lag(fragment)
+        lag = self.lag(fragment)
         if lag <= self.max_lag:
+            self.last = lag
             return True
         if self.on_excess == "pace":
             raise LagError(

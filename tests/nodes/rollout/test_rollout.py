@@ -361,9 +361,11 @@ def test_a_fragment_that_is_too_old_is_dropped_and_counted() -> None:
         seen = []
         for fragment in rollout.fragments():
             seen.append(rollout.policy_version - fragment.policy_version)
+            assert rollout.lag.last == seen[-1]  # not that of a dropped one
             for _ in range(3):
                 rollout.publish({"weight": torch.tensor(0.0)})
     assert max(seen) <= 1
+    assert rollout.lag.last == seen[-1]
     assert rollout.lag.dropped_fragments > 0
     assert rollout.lost == {"max_lag": rollout.lag.dropped_steps}
 
