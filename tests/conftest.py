@@ -57,14 +57,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Temporary folder of this test process alone: tests look at what a run has left there."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("t"))
-    yield
-    tempfile.tempdir = None
-    os.environ.pop("TMPDIR")
-    if before is not None:
-        os.environ["TMPDIR"] = before
+    """Temporary folder of this test process alone: tests look at what a run has left there.
+
+    Sockets of runs lie elsewhere: a process that is killed leaves its own.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))
+        patched.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("r")))
+        patched.setattr(tempfile, "tempdir", os.environ["TMPDIR"])
+        yield
 
 
 @pytest.fixture(

@@ -12,6 +12,7 @@ class RayHost:
 
     def __init__(self) -> None:
         self._program: ProgramProcess | None = None
+        self._is_to_end = False
 
     def serve(self, command: Sequence[str], variables: Mapping[str, str]) -> tuple[str, str]:
         """Run a program until it ends: how it ended, "" as it should, and the lines that it wrote last.
@@ -20,12 +21,15 @@ class RayHost:
         a segmentation fault, is said then.
         """
         self._program = program = ProgramProcess(command, variables)
+        if self._is_to_end:  # since before it had begun
+            program.terminate()
         while (end := program.wait(_LOOK_S)) is None:
             pass
         return end, program.log
 
     def terminate(self) -> None:
         """Tell the program to end, by SIGTERM."""
+        self._is_to_end = True
         if self._program is not None:
             self._program.terminate()
 

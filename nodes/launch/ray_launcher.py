@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from time import monotonic, time
 from typing import Any
 
@@ -30,6 +31,7 @@ class _Placed:
     group, bundle    its place
     serving          reference to what `RayHost.serve` gives at its end
     log              what it had written then; None: it runs
+    before           where it was before it left a node, while it waits for its place
     """
 
     group: Any
@@ -37,6 +39,7 @@ class _Placed:
     actor: Any
     serving: Any
     log: str | None = None
+    before: "_Placed | None" = None
 
 
 class RayLauncher:
@@ -82,12 +85,13 @@ class RayLauncher:
         if not ray.is_initialized():
             raise RunError("Ray was shut down, expected it to last as long as the rollout")
         self._reap(monotonic())
-        self._leave_nodes()
+        nodes = self._nodes()
+        self._leave_nodes(nodes)
         running = {handle: each.serving for handle, each in self._placed.items() if each.log is None}
         ended = _ended(running.values())
-        waits = {group: self._waits(group) for group in {each.group for each in self._placed.values()}}
         for handle, serving in running.items():
-            handle.waits = waits[self._placed[handle].group]
+            placed = self._placed[handle]
+            handle.waits = "" if nodes.get(placed) else self._waits(placed)
             if serving in ended:
                 handle.waits = ""
                 handle.end, self._placed[handle].log = _end_of(serving)
@@ -113,8 +117,9 @@ class RayLauncher:
         """Have so many programs that run: see `Launcher`. Those that are started have a group of their own."""
         for handle in [handle for handle, placed in self._placed.items() if placed.log is not None]:
             self._leaving[self._placed.pop(handle)] = 0.0
+        nodes = self._nodes()
         for handle in list(self._placed)[n:]:
-            self._dismiss(self._placed.pop(handle))
+            self._dismiss(placed := self._placed.pop(handle), has_begun=bool(nodes[placed]))
         self._reap(monotonic())
         missing = n - len(self._placed)
         if missing > 0:
@@ -134,26 +139,40 @@ class RayLauncher:
         _ended((placed.serving for placed in self._leaving), _ENDING_S)
         self._reap(math.inf)
 
-    def _leave_nodes(self) -> None:
-        """Have the programs end that are on nodes which Ray is about to take away, and start others elsewhere."""
+    def _nodes(self) -> dict[_Placed, str]:
+        """The node that each place is on; "": on none yet, or not any more."""
+        places = list(self._placed.values())
+        places += [each.before for each in places if each.before is not None]
+        nodes = {group: placement_group_table(group)["bundles_to_node_id"] for group in {each.group for each in places}}
+        return {each: nodes[each.group].get(each.bundle, "") for each in places}
+
+    def _leave_nodes(self, nodes: Mapping[_Placed, str]) -> None:
+        """Have the programs end that are on nodes which Ray is about to take away, and start others elsewhere.
+
+        Those wait for room of their own. Where Ray gives their former places to another node first, which it does once
+        the node is gone, they take these.
+        """
         going = _draining_nodes()
-        if not going:
-            return
         for handle, placed in self._placed.items():
-            node = placement_group_table(placed.group)["bundles_to_node_id"].get(placed.bundle)
+            node, before = nodes[placed], placed.before
             if node in going and placed.log is None:
                 left_s = going[node]
                 when = "" if math.isinf(left_s) else f" in {left_s:.0f} s"
                 logger.warning("host %s leaves node %s, which Ray will take away%s", handle.name, node, when)
-                self._dismiss(placed, left_s)
+                self._dismiss(placed, left_s, has_begun=True)
                 self._placed[handle] = self._run(handle, self._new_group(1), 0)
+                self._placed[handle].before = placed
+            elif before is not None and node:
+                placed.before = None
+            elif before is not None and before not in self._leaving and nodes[before] not in (*going, ""):
+                self._leaving[placed] = 0.0
+                self._placed[handle] = self._run(handle, before.group, before.bundle)
 
-    def _dismiss(self, placed: _Placed, left_s: float = math.inf) -> None:
-        """Tell a program to end, where it has begun, within so many seconds."""
-        runs = not self._waits(placed.group)
-        if runs:
+    def _dismiss(self, placed: _Placed, left_s: float = math.inf, *, has_begun: bool) -> None:
+        """Tell a program to end within so many seconds, or end what has not begun."""
+        if has_begun:
             placed.actor.terminate.remote()
-        self._leaving[placed] = monotonic() + min(DRAINING_S, left_s) if runs else 0.0
+        self._leaving[placed] = monotonic() + min(DRAINING_S, left_s) if has_begun else 0.0
 
     def _new_group(self, n: int) -> Any:
         """A placement group for so many programs."""
@@ -188,13 +207,11 @@ class RayLauncher:
         serving = started.serve.remote(named(self._command, handle), {SECRET_VARIABLE: self._secret})
         return _Placed(group, bundle, started, serving)
 
-    def _waits(self, group: Any) -> str:
-        """What a placement group waits for, in words; "": it has its room."""
-        if placement_group_table(group)["state"] == "CREATED":
-            return ""
+    def _waits(self, placed: _Placed) -> str:
+        """What a program that has no place waits for, in words."""
         free = {name: amount for name, amount in ray.available_resources().items() if name in self._resources}
         return (
-            f"waits for room in Ray's cluster: {group.bundle_count} hosts take {self._resources} each, "
+            f"waits for room in Ray's cluster: {placed.group.bundle_count} hosts take {self._resources} each, "
             f"{self._strategy.lower()}; free are {free or 'none of these'}"
         )
 
@@ -202,11 +219,21 @@ class RayLauncher:
 def _draining_nodes() -> dict[str, float]:
     """Nodes that Ray is about to take away, and the seconds that are left of each, inf where Ray does not say.
 
-    Ray's public interface does not tell of them, so this asks where Ray's own libraries do. A release of Ray that has
-    it elsewhere tells of no node; hosts are lost then with their nodes.
+    Ray's public interface does not tell of them, so this asks where Ray's own libraries do. Where that fails, as
+    through Ray's client, there are none: hosts are lost then with their nodes.
     """
-    told: dict[str, int] = getattr(ray._private.state.state, "get_draining_nodes", dict)()
-    return {node: max(0.0, until / 1000 - time()) if until else math.inf for node, until in told.items()}
+    try:
+        ends: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    except Exception as error:  # of another release of Ray
+        _log_unknown(f"{type(error).__name__}: {error}")
+        return {}
+    return {node: max(0.0, until / 1000 - time()) if until else math.inf for node, until in ends.items()}
+
+
+@cache
+def _log_unknown(reason: str) -> None:
+    """Log, once, why it is not known which nodes Ray is about to take away."""
+    logger.info("it is not known which nodes Ray will take away: %s", reason)
 
 
 def _ended(serving: Iterable[Any], timeout: float = 0.0) -> set[Any]:

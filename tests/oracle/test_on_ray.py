@@ -255,6 +255,33 @@ def test_hosts_of_a_node_that_ray_will_take_away_lose_nothing_and_go_on_elsewher
     await_that(all_free)
 
 
+def test_hosts_of_a_full_cluster_come_back_on_the_node_that_takes_another_one_s_place(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
+    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=8), **options) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 8)
+        here = pids_of(taken)
+        for _ in range(2):
+            actors = actors_of(rollout)
+            going = node_of(cluster, actors[min(here)])
+            leaving = hosts_on(actors[min(here)].ppid(), actors)
+            announce_end(cluster, going, 60)
+            taken += taken_until(fragments, lambda more: not any(map(psutil.pid_exists, leaving)))  # noqa: B023
+            cluster.remove_node(going)
+            cluster.add_node(num_cpus=2)
+            stay = here - leaving
+            more = taken_until(fragments, lambda more: len(pids_of(more) - stay - leaving) == len(leaving))  # noqa: B023
+            here = stay | pids_of(more) - leaving
+            taken += more
+        rollout.drain()
+        taken += list(fragments)
+    check_counts(taken, rollout)
+    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
+    await_that(all_free)
+
+
 def test_hosts_come_while_they_hold_the_run_back_and_go_while_the_reader_does(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

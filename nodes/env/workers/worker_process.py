@@ -12,22 +12,17 @@ import weakref
 from collections.abc import Sequence
 from time import monotonic
 
-from rollflow.nodes.env.workers.fork_server import ForkedProcess, fork_off
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.workers.forked_process import ENDING, UNKNOWN_CODE, ForkedProcess, connected_server, fork_off
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, is_stopped, thread_dump, worker_dump_file
 from rollflow.stream.doctor.stacks import Frame, stack_in_dump
 
 CLOSE_TIMEOUT_S = 5.0
-# A process that has done its work ends when all that was to be called at its exit has been called, which is why this
-# comes first in it: to take torch apart would take a second, and several where cores are busy.
 _PROGRAM = """
-import atexit, os, sys
 life, stacks, *fds = descriptors
-if stacks >= 0:
-    import faulthandler
-    faulthandler.register({signal}, file=stacks, all_threads=False)
-done = []
-atexit.register(lambda: done and (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
+import faulthandler
+faulthandler.register({signal}, file=stacks, all_threads=False)
 sys.path[:], sys.argv[:] = {path!r}, {argv!r}
 from {module} import main
 main(life, fds)
@@ -66,30 +61,31 @@ class WorkerProcess:
 
     def __init__(self, module: str, sockets: int, *, is_forked: bool = False) -> None:
         refuse_in_worker()
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        server = connected_server(environment) if is_forked else None
         with _starting:
-            self._start(module, sockets, is_forked=is_forked)
+            self._start(module, sockets, environment, server)
             _started.add(self)
 
-    def _start(self, module: str, sockets: int, *, is_forked: bool) -> None:
+    def _start(self, module: str, sockets: int, environment: dict[str, str], server: socket.socket | None) -> None:
         pairs = [socket.socketpair() for _ in range(sockets)]
         self.sockets = [ours for ours, _ in pairs]
         theirs = [other for _, other in pairs]
         life, self._life = os.pipe()
+        self._pidfd = -1
         self._stacks = worker_dump_file()  # closed with the sockets
         descriptors = [life, self._stacks.fileno(), *(other.fileno() for other in theirs)]
         program = _PROGRAM.format(path=sys.path, argv=sys.argv, module=module, signal=int(DUMP_SIGNAL))
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        forked = None
         try:
-            if is_forked:
-                forked = fork_off(program, descriptors, environment)
-            self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
-                [sys.executable, "-c", f"descriptors = {descriptors}{program}"],
-                stdin=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                process_group=0,  # an interrupt at the terminal is for us to deal with
-                env=environment,
-            )
+            with closing_on_error(self._let_go):
+                forked = None if server is None else fork_off(server, program, descriptors, environment)
+                self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
+                    [sys.executable, "-c", f"{ENDING}descriptors = {descriptors}{program}"],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                    process_group=0,  # an interrupt at the terminal is for us to deal with
+                    env=environment,
+                )
         finally:
             os.close(life)
             for other in theirs:
@@ -126,14 +122,19 @@ class WorkerProcess:
         if not has_ended:
             return "closed its socket"
         code = self._process.wait()
+        if code == UNKNOWN_CODE:
+            return "has ended, and nobody knows how"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def kill(self) -> None:
         """End it now, and what is left in its process group."""
         if self.is_ours and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.kill()
+            if isinstance(self._process, ForkedProcess):
+                self._process.kill_group()
+            else:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                self._process.kill()
             self._process.wait()
         self._let_go()
 
@@ -155,6 +156,8 @@ class WorkerProcess:
     def disown(self) -> None:
         """In a process that was forked off this one: the worker is the other's alone."""
         self.is_ours = False
+        if isinstance(self._process, ForkedProcess):
+            self._process.let_go()
         self._let_go()
 
     def _let_go(self) -> None:
