@@ -58,6 +58,7 @@ class RayLauncher:
         self._strategy, self._runtime_env = strategy.upper(), dict(runtime_env)
         self._placed: dict[Handle, _Placed] = {}
         self._leaving: dict[_Placed, float] = {}  # to end -> when their actors are killed
+        self._groups: set[Any] = set()
         self._started = 0
         self._command: tuple[str, ...] = ()
         self._secret = ""
@@ -139,10 +140,14 @@ class RayLauncher:
         _ended((placed.serving for placed in self._leaving), _ENDING_S)
         self._reap(math.inf)
 
+    def _places(self) -> list[_Placed]:
+        """Places of all programs, and those before them that they may have again."""
+        places = list(self._placed.values())
+        return places + [each.before for each in places if each.before is not None]
+
     def _nodes(self) -> dict[_Placed, str]:
         """The node that each place is on; "": on none yet, or not any more."""
-        places = list(self._placed.values())
-        places += [each.before for each in places if each.before is not None]
+        places = self._places()
         nodes = {group: placement_group_table(group)["bundles_to_node_id"] for group in {each.group for each in places}}
         return {each: nodes[each.group].get(each.bundle, "") for each in places}
 
@@ -176,7 +181,9 @@ class RayLauncher:
 
     def _new_group(self, n: int) -> Any:
         """A placement group for so many programs."""
-        return placement_group([self._resources] * n, strategy=self._strategy)
+        group = placement_group([self._resources] * n, strategy=self._strategy)
+        self._groups.add(group)
+        return group
 
     def _reap(self, now: float) -> None:
         """Kill the actors of programs that were told to end, and have, or had the time; groups give their room back."""
@@ -185,9 +192,10 @@ class RayLauncher:
         for placed in over:
             ray.kill(placed.actor)
             del self._leaving[placed]
-        in_use = {placed.group for placed in (*self._placed.values(), *self._leaving)}
-        for group in {placed.group for placed in over} - in_use:
+        in_use = {placed.group for placed in (*self._places(), *self._leaving)}
+        for group in self._groups - in_use:
             remove_placement_group(group)
+        self._groups &= in_use
 
     def _run(self, handle: Handle, group: Any, bundle: int) -> _Placed:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)

@@ -226,14 +226,14 @@ def test_a_host_that_is_told_to_end_loses_nothing_and_comes_back_as_another(clus
     await_that(all_free)
 
 
-@pytest.mark.parametrize("seconds", [60, None])
+@pytest.mark.parametrize(("hosts", "seconds"), [(4, 60), (4, None), (1, 60)])
 def test_hosts_of_a_node_that_ray_will_take_away_lose_nothing_and_go_on_elsewhere(
-    seconds: int | None, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hosts: int, seconds: int | None, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
-    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=4), **options) as rollout:
+    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=hosts), **options) as rollout:
         fragments = rollout.fragments()
-        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 4)
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == hosts)
         before = pids_of(taken)
         actors = actors_of(rollout)
         going, raylet = node_of(cluster, actors[min(before)]), actors[min(before)].ppid()
