@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from doctor_clock import Looking
 from feeding_rollouts import SHORT, trainer
+from held_envs import await_that
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import line_of
 from stalled_runs import await_blocker, running
@@ -70,16 +71,22 @@ def test_a_trainer_that_works_says_so_with_the_line_that_it_is_at() -> None:
     with trainer(yields="fragments", prefetch=0) as stream, ThreadPoolExecutor(1) as pool:
         learning = pool.submit(learn_from, stream, 3, has_last, goes)
         party = f"the trainer at {stream.address}"
+        works = r"works on its batch \(the median was 0\.\d s\) since \d\.\d s"
+        texts: list[str] = []  # in the first ones fragments may be on their way
+        said = rf"no item for \d\.\d s: {re.escape(party)} {works}; "
         try:
             with running(graph_to(str(stream.address)), party, "holds back") as run:
                 assert has_last.wait(LONGEST_S)
-                await_blocker(run, party, "holds back")
-                text = str(run.diagnose())
+
+                def says_so() -> bool:
+                    texts.append(str(run.diagnose()))
+                    return re.match(said, texts[-1]) is not None
+
+                await_that(says_so, lambda: texts[-1])
+                text = texts[-1]
         finally:
             goes.set()
         learning.result()
-    works = r"works on its batch \(the median was 0\.\d s\) since \d\.\d s"
-    assert re.match(rf"no item for \d\.\d s: {re.escape(party)} {works}; ", text), text
     assert line_of(learn_from, "goes.wait") in text, text
     assert "do: nothing here: look at the trainer" in text
 
