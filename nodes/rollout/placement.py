@@ -175,11 +175,10 @@ def _measured_choice(
 ) -> tuple[PlacementChoice, str]:
     """The choice, and why: by what its parts take, and by a try where that leaves several."""
     cores = core_count()
-    sizes, length = (
-        [-(-count_of(env, num_envs) // (request.lanes or request.workers or cores))],
-        request.fragment_length,
+    sizes = [-(-count_of(env, num_envs) // (request.lanes or request.workers or cores))]
+    measured, ruled_out, agents = places.probe(
+        env, num_envs, trial, sizes=sizes, length=request.fragment_length, device=request.device
     )
-    measured, ruled_out, agents = places.probe(env, num_envs, trial, sizes=sizes, length=length, device=request.device)
     ruled_out = refusals(request) | ruled_out
     most = None if request.max_batch is None else max(1, request.max_batch // agents)
     choices = expected(measured, replace(request, max_batch=most), cores, ruled_out)

@@ -146,28 +146,22 @@ class ForkServer:
 
     def _fork(self, client: _Client) -> bool:
         """Fork off what a client has ordered. True in the process that is forked off."""
-        if not self._can_fork or _times_of_modules() != self._imported:  # it would have what was installed before
-            client.tell(-1)
-            return False
-        try:
-            pid = os.fork()
-        except OSError:
-            client.tell(-1)
-            return False
+        pid = -1
+        if self._can_fork and _times_of_modules() == self._imported:  # else it would have what was installed before
+            with contextlib.suppress(OSError):  # there is no room for it
+                pid = os.fork()
         if not pid:
             return True
-        with contextlib.suppress(OSError):  # it has done so itself
-            os.setpgid(pid, pid)
         client.drop_descriptors()
-        try:
-            client.end = os.pidfd_open(pid)
-        except OSError:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            client.tell(-1)
-            return False
-        client.pid = pid
-        client.tell(pid)
+        if pid > 0:
+            with contextlib.suppress(OSError):  # it has done so itself
+                os.setpgid(pid, pid)
+            try:
+                client.pid, client.end = pid, os.pidfd_open(pid)
+            except OSError:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        client.tell(client.pid or -1)
         return False
 
     def _become(self, client: _Client) -> tuple[str, list[int]]:

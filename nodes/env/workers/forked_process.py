@@ -66,7 +66,7 @@ class ForkedProcess:
             self._server.settimeout(_ANSWERED_WITHIN_S)
             code = b""
             with contextlib.suppress(OSError):  # the server is stopped
-                code = _received(self._server, NUMBER.size)
+                code = self._server.recv(NUMBER.size)  # sent in one piece, and so read
             self.returncode = NUMBER.unpack(code)[0] if code else UNKNOWN_CODE
             with contextlib.suppress(OSError):  # it has gone
                 self._server.shutdown(socket.SHUT_RDWR)  # also where a process that was forked has a copy
@@ -139,7 +139,7 @@ def fork_off(
         except OSError:  # it has not got all of it
             server.close()
             return None
-        answer = _received(server, NUMBER.size)
+        answer = server.recv(NUMBER.size)
         if not answer:
             raise ConnectionError("the fork server has gone")
         [pid] = NUMBER.unpack(answer)
@@ -206,14 +206,3 @@ def _start(name: str, environment: dict[str, str]) -> bool:
             env=environment,
         )
     return True
-
-
-def _received(sock: socket.socket, size: int) -> bytes:
-    """So many bytes; none where the other end has gone before."""
-    data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
-        if not more:
-            return b""
-        data += more
-    return data
