@@ -7,7 +7,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.arrow_columns import array_of, import_pyarrow
+from rollflow.sinks.datasets.arrow_columns import array_of, import_pyarrow, table_of
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, MODULES, STEPS
 from rollflow.sinks.datasets.fragment_tables import AgentTimes, tables_of
 from rollflow.stream.data.columns import Columns
@@ -129,7 +129,7 @@ def _env_table(
     ended = np.array([each is not None for each in ends]) & np.array(["cut" not in each for each in kept])
     truncated = np.array([each is not None and each[1] for each in ends])
     lost = [data.get("lost") if end is not None else None for data, end in zip(kept, ends, strict=True)]
-    return pa.table(
+    return table_of(
         {
             "run": array_of(runs),
             Columns.EPS_ID: pa.array(ids, pa.string()),
@@ -141,5 +141,6 @@ def _env_table(
             "terminated": array_of(ended & ~truncated),
             "truncated": array_of(ended & truncated),
             "lost": pa.array(lost, pa.string()),
-        }
+        },
+        optional=["lost"],
     )

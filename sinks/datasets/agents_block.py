@@ -90,13 +90,17 @@ class AgentsBlock:
         # One environment can't begin an episode in its midst behind another: such a one begins a fragment.
         self._heads: Ints = self.start[store.t_started[episodes] > 0]
 
-    def end_of(self, row: int, size: int, *, whole: bool) -> int | None:
-        """The row behind the next `size` env steps: see `EpisodeBlock.end_of`. An episode without beginning ends it."""
-        heads = self._heads[self._heads > row]
-        end, head = row + size, int(heads[0]) if len(heads) else self.num_rows + 1
-        if end > self.num_rows:
-            return head if len(heads) else None
-        return min(int(self.stop[np.searchsorted(self.stop, end)]) if whole else end, head)
+    def ends(self, row: int, size: int, *, whole: bool) -> list[int]:
+        """As of `EpisodeBlock`; an episode whose beginning is missing ends a fragment as well."""
+        heads = [*self._heads[self._heads > row].tolist(), self.num_rows + size]
+        found, head = [], 0
+        while (end := min(row + size, heads[head])) <= self.num_rows:
+            if end < heads[head] and whole:
+                end = min(int(self.stop[np.searchsorted(self.stop, end)]), heads[head])
+            found.append(end)
+            head += end == heads[head]
+            row = end
+        return found
 
     def place_of(self, row: int) -> tuple[int, int]:
         """The episode that a row is of, as a number in the order of the pass, and the step in it."""

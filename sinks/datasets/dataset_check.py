@@ -65,8 +65,9 @@ def _faults_of(folder: DatasetFolder, number: int, description: dict[str, Any]) 
     steps, episodes = (_whole(folder, kind, number) for kind in (STEPS, EPISODES))
     of_steps, of_episodes = folder.file(STEPS, number), folder.file(EPISODES, number)
     for name, each in description["columns"].items():
-        expected = arrow_type(each)
-        if (found := steps.schema.field(name).type if name in steps.column_names else "missing") != expected:
+        expected = _without_nulls(arrow_type(each))
+        found = _without_nulls(steps.schema.field(name).type) if name in steps.column_names else "missing"
+        if found != expected:
             yield f"{of_steps}: column {name} is {found}, expected {expected}"
             return
     lengths, runs = _numbers(episodes, "num_steps"), _numbers(episodes, "run")
@@ -108,6 +109,11 @@ def _whole(folder: DatasetFolder, kind: str, number: int) -> Any:
             return file.read(use_threads=False)
         except UNREADABLE as error:
             raise damaged(folder.file(kind, number), error) from None
+
+
+def _without_nulls(kind: Any) -> str:
+    """Text of a type, in which those that may have nulls, as earlier versions wrote them, are as those that may not."""
+    return str(kind).replace(" not null", "")
 
 
 def _numbers(table: Any, name: str) -> Any:

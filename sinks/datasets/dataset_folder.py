@@ -21,27 +21,20 @@ import fcntl
 import json
 import logging
 import os
-import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.space_text import space_of
-from rollflow.sinks.datasets.arrow_columns import first_difference, import_pyarrow
-from rollflow.stream.data.columns import Columns
+from rollflow.sinks.datasets.arrow_columns import first_difference
 from rollflow.stream.data.errors import DatasetError, PolicyError
 
 FORMAT, VERSION = "rollflow dataset", 1
 AGENTS_VERSION = 2  # of a dataset of several agents
 STEPS, EPISODES, ENV_EPISODES, MODULES = "steps", "episodes", "env_episodes", "modules"
 LAST_OBS, ENV_EPS_ID, ENV_T = "last_obs", "env_eps_id", "env_t"
-# Columns of steps that are written with a dictionary: numbers take longer, for no less.
-_REPEATED = [Columns.EPS_ID, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID]
 MARK = "rollflow.files"
-_GROUP_BYTES = 1 << 20  # of tables, before compression, that make a row group
-_SOUGHT = ["run", Columns.EPS_ID, Columns.T]  # and those with least and largest values, by which readers seek rows
 DESCRIPTION, _LOCK, _SUFFIX = "dataset.json", ".lock", ".parquet"
 _KINDS = {"observation_space": (dict, type(None)), "action_space": (dict,), "columns": (dict,), "runs": (list,)}
 _AGENTS_KINDS = {"agents": (list,), "modules": (dict,), "runs": (list,)}
@@ -314,83 +307,3 @@ def make_folder(path: Path, within: Path) -> None:
         make_folder(path.parent, within)
         path.mkdir()
         sync_folder(path.parent)
-
-
-class FileSet:
-    """Files of one number, written together: of steps, of their episodes, and of what else a dataset has.
-
-    folder      of the dataset, which is locked
-    number      of the files
-
-    Tables of small fragments wait, and become one row group: to write one takes a while, however small it is.
-    """
-
-    def __init__(self, folder: DatasetFolder, number: int) -> None:
-        self._folder, self.number = folder, number
-        self._files: dict[str, Any] = {}
-        self._writers: dict[str, Any] = {}
-        self._waiting: dict[str, list[Any]] = {}
-        self._waiting_bytes = self._written_bytes = 0
-        self._mark = secrets.token_hex(8)  # of the set: steps are not read with episodes of another one
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files, and of the tables that wait for them."""
-        return self._waiting_bytes + self._written_bytes
-
-    def write(self, tables: Iterable[tuple[str, Any]]) -> None:
-        """Write the tables of a fragment, each of one kind, or let them wait for others."""
-        for kind, table in tables:
-            self._waiting.setdefault(kind, []).append(table)
-            self._waiting_bytes += table.get_total_buffer_size()
-        if self._waiting_bytes >= _GROUP_BYTES:
-            self._write_waiting()
-
-    def _write_waiting(self) -> None:
-        """Write a row group of each kind of table that waits."""
-        pa, pq = import_pyarrow()
-        for kind, tables in self._waiting.items():
-            has_steps = Path(kind).name == STEPS
-            table = tables[0] if len(tables) == 1 else pa.concat_tables(tables).unify_dictionaries()
-            if kind not in self._writers:
-                make_folder(self._folder.path / kind, self._folder.path)
-                # Arrow's own file: it waits for no interpreter lock, which a rollout holds nearly all the time.
-                file = self._files[kind] = pa.OSFile(os.fspath(self._folder.partial(kind, self.number)), "wb")
-                self._writers[kind] = pq.ParquetWriter(
-                    file,
-                    table.schema,
-                    compression="zstd",
-                    compression_level=1,
-                    use_dictionary=_REPEATED if has_steps else False,
-                    write_statistics=_SOUGHT if has_steps else True,
-                    write_page_checksum=True,
-                )
-                self._writers[kind].add_key_value_metadata({MARK: self._mark})
-            self._writers[kind].write_table(table, row_group_size=max(1, table.num_rows))
-        self._waiting, self._waiting_bytes = {}, 0
-        self._written_bytes = sum(file.tell() for file in self._files.values())
-
-    def commit(self) -> None:
-        """End the files, write them to the disk, and name them; the one that commits the others comes last."""
-        self._write_waiting()
-        for kind, writer in self._writers.items():
-            writer.close()
-            self._files[kind].flush()
-            os.fsync(self._files[kind].fileno())
-            self._files[kind].close()
-        last = self._folder.last_kind
-        for kind in sorted(self._writers, key=lambda kind: kind == last):
-            self._folder.partial(kind, self.number).replace(self._folder.file(kind, self.number))
-            sync_folder(self._folder.path / kind)
-
-    def discard(self) -> None:
-        """Close the files and remove them, as far as the disk allows."""
-        for kind, file in self._files.items():
-            # A disk that has failed may fail again, of which nobody needs to know.
-            with suppress(OSError, ValueError):
-                if kind in self._writers:
-                    self._writers[kind].close()
-            with suppress(OSError, ValueError):
-                file.close()
-            with suppress(OSError):
-                self._folder.partial(kind, self.number).unlink()

@@ -18,7 +18,8 @@ from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.policies.space_text import described
 from rollflow.sinks.datasets.agent_tables import agent_tables_of, ids_by_text, modules_of
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, EPISODES, STEPS, DatasetFolder, FileSet
+from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, EPISODES, STEPS, DatasetFolder
+from rollflow.sinks.datasets.file_set import FileSet
 from rollflow.sinks.datasets.fragment_tables import tables_of
 from rollflow.sinks.datasets.run_record import AnyRollout, checked_rollout, run_record, version_of
 from rollflow.sinks.datasets.stored_agents import StoredAgents
@@ -232,7 +233,7 @@ class DatasetSink:
     def _runs_of(self, fragment: AnyFragment) -> NDArray[np.int32]:
         """i32[C]: the number of each chunk's run; what no run has yet gets one, with a record in the description.
 
-        Of several agents the chunks are those of the environments; i32[1]: all of them are of one run.
+        Of several agents the chunks are those of the environments. Of a rollout's fragment: i32[1], for all chunks.
         """
         kinds, agents, known = self._described(fragment)
         maker: object
@@ -240,7 +241,7 @@ class DatasetSink:
             maker, numbers = fragment.dataset, fragment.runs
         else:
             maker = None if fragment.origin is None else fragment.origin.ledger
-            numbers = np.zeros(len(fragment.chunks.slot) if isinstance(fragment, Fragment) else 1, np.int64)
+            numbers = np.zeros(1, np.int64)
         found, places = np.unique(numbers, return_inverse=True)
         new = [each for each in found.tolist() if (maker, each) not in self._runs]
         if new or kinds.keys() - self._kinds.keys() or agents.keys() - self._agents.keys():

@@ -3,7 +3,9 @@
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -238,18 +240,15 @@ class DatasetSource(IterableDataset[Any]):
         if get_worker_info() is not None:
             self._begin_in_worker()
         name = f"the dataset at {self._path}"
-        while True:
-            windows = self._windows(self._at.number)
-            for block, begin, end in self._pass(windows, size, whole=whole):
+        for number, block, row, ends in self._blocks(size, whole=whole):
+            for begin, end in pairwise([row, *ends]):
+                self._at = Position(number, *block.place_of(end))
                 options: dict[str, Any] = {"lookback": self._lookback, "sequence": self._sequence, "name": name}
                 self._sequence += 1
                 if isinstance(block, AgentsBlock):
                     yield StoredAgents(block, begin, end, **options)
                 else:
                     yield StoredFragment(block, begin, end, **options)
-            self._at = Position(self._at.number + 1)
-            if not windows or (self.passes is not None and self._at.number % self.passes == 0):
-                return
 
     def _begin_in_worker(self) -> None:
         """Go to the beginning of the pass. Raises DatasetError for a place within one, which is not of this share."""
@@ -260,27 +259,53 @@ class DatasetSource(IterableDataset[Any]):
             ).see("dataset")
         self._is_in_worker, self._at = True, Position(self._at.number)
 
-    def _pass(self, windows: list[Ints], size: int, *, whole: bool) -> Iterator[tuple[Any, int, int]]:
-        """The rows of the fragments of one pass, from the present place on: a block, and begin and end in it."""
-        number, first, row, ordinal = self._at.number, self._at.episode, self._at.step, 0
+    def _blocks(self, size: int, *, whole: bool) -> Iterator[tuple[int, Any, int, list[int]]]:
+        """Each window up to the end of the loop, from the present place on; a thread reads the next one meanwhile.
+
+        Gives the number of the pass, the block, the row at which its first fragment begins, and those at which they
+        end.
+        """
         make: Any = AgentsBlock if isinstance(self._store, EnvEpisodes) else EpisodeBlock
-        rest = block = None
-        for episodes in windows:
-            ordinal += len(episodes)
-            if ordinal <= first:
-                continue
-            left = episodes[max(0, len(episodes) - (ordinal - first)) :]
-            block = make(self._store, left, ordinal - len(left), rest)
-            row = row if rest is None else rest.row
-            while (end := block.end_of(row, size, whole=whole)) is not None:
-                self._at = Position(number, *block.place_of(end))
-                yield block, row, end
-                row = end
-            rest = block.rest(row, self._lookback)
-            row = 0
-        if rest is not None and block is not None:
-            self._at = Position(number, *block.place_of(block.num_rows))
-            yield block, block.num_rows - rest.num_rows + rest.row, block.num_rows
+        thread = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
+        row, coming, windows = self._at.step, None, self._upcoming()
+        if (window := next(windows, None)) is None:  # the place was the end of a loop, or this share has no episodes
+            self._at = Position(self._at.number + 1)
+        try:
+            while window is not None:
+                number, ordinal, episodes, is_last = window
+                block = make(self._store, episodes, ordinal) if coming is None else coming.result()
+                window, coming = next(windows, None), None
+                ends = block.ends(row, size, whole=whole)
+                end = ends[-1] if ends else row
+                if is_last and end < block.num_rows:
+                    ends.append(block.num_rows)
+                rest = None if is_last else block.rest(end, self._lookback)
+                if window is not None:
+                    coming = thread.submit(make, self._store, window[2], window[1], rest)
+                yield number, block, row, ends
+                if is_last:
+                    self._at = Position(number + 1)
+                row = 0 if rest is None else rest.row
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _upcoming(self) -> Iterator[tuple[int, int, Ints, bool]]:
+        """The windows up to the end of the loop, from the present place on.
+
+        Gives the number of the pass, that of the window's first episode in its order, the episodes, and whether the
+        window is the pass's last.
+        """
+        number, first = self._at.number, self._at.episode
+        while windows := self._windows(number):
+            ordinal = 0
+            for place, episodes in enumerate(windows):
+                ordinal += len(episodes)
+                if ordinal > first:
+                    left = episodes[max(0, len(episodes) - (ordinal - first)) :]
+                    yield number, ordinal - len(left), left, place == len(windows) - 1
+            number, first = number + 1, 0
+            if self.passes is not None and number % self.passes == 0:
+                return
 
     def _windows(self, number: int) -> list[Ints]:
         """The episodes of this share in a pass, window by window, in their order."""

@@ -103,15 +103,19 @@ class EpisodeBlock:
         self.truncated = truncated | self.is_cut
         self.columns = {name: map_tree(lambda leaf: leaf[:, None], tree) for name, tree in self.columns.items()}
 
-    def end_of(self, row: int, size: int, *, whole: bool) -> int | None:
-        """The row behind the next `size` steps from a row on, or behind the episode's end then; None: there are fewer.
+    def ends(self, row: int, size: int, *, whole: bool) -> list[int]:
+        """The rows behind each next `size` steps from a row on, as far as there are as many.
 
         whole    up to the end of the episode in which they end
         """
-        end = row + size
-        if end > self.num_rows:
-            return None
-        return int(self.stop[np.searchsorted(self.stop, end)]) if whole else end
+        ends = range(row + size, self.num_rows + 1, size)
+        if not whole:
+            return list(ends)
+        found: list[int] = []
+        while row + size <= self.num_rows:
+            row = int(self.stop[np.searchsorted(self.stop, row + size)])
+            found.append(row)
+        return found
 
     def place_of(self, row: int) -> tuple[int, int]:
         """The episode that a row is of, as a number in the order of the pass, and the step in it."""

@@ -75,7 +75,7 @@ class EpisodeIndex:
             sizes += in_groups
         if not tables:
             raise no_steps(folder.path)
-        table = pa.concat_tables(tables)
+        table = pa.concat_tables(tables, promote_options="default")  # files of earlier versions may have nulls
         columns = {name: table.column(name).combine_chunks() for name in _COLUMNS}
         run, t_started, steps = (_numbers(columns[name]) for name in ("run", "t_started", "num_steps"))
         self.group: Ints = np.repeat(np.arange(len(sizes)), sizes)

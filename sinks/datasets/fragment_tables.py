@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, import_pyarrow
+from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, import_pyarrow, table_of
 from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, LAST_OBS
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.fragments.fragment import Fragment
@@ -34,7 +34,7 @@ def tables_of(
     """Arrow tables of a fragment's steps, a row each in chunk order, and of its chunks, a row each.
 
     columns    name -> description of what is written
-    runs       i32[C]    number of each chunk's run
+    runs       i32[C]    number of each chunk's run, or i32[1]: of all
     times      of a module's fragment; None: the fragment is of one agent
 
     A chunk that another dataset has cut is written without the end that it has not reached.
@@ -43,14 +43,17 @@ def tables_of(
     chunks = fragment.chunks
     lengths = chunks.stop - chunks.start
     count, total = len(lengths), int(lengths.sum())
-    keys = list(zip(chunks.slot.tolist(), chunks.number.tolist(), strict=True))
-    ids = pa.array([fragment.layout.episode_id(*key) for key in keys], pa.string())
+    runs = np.ascontiguousarray(np.broadcast_to(runs, count))
+    slots, numbers = chunks.slot.tolist(), chunks.number.tolist()
+    ids = pa.array(list(map(fragment.layout.episode_id, slots, numbers)), pa.string())
     firsts = np.cumsum(lengths) - lengths
     trees = {name: fragment.gather(name) for name in columns}
-    is_cut = np.array(["cut" in fragment.custom_data.get(key, ()) for key in keys]) if fragment.custom_data else False
-    truncated = chunks.truncated & ~np.broadcast_to(is_cut, count)
+    truncated, lost = chunks.truncated, pa.nulls(count, pa.string())
     if fragment.custom_data:
+        custom = [fragment.custom_data.get(key, {}) for key in zip(slots, numbers, strict=True)]
+        truncated = truncated & np.array(["cut" not in each for each in custom])
         trees[Columns.TRUNCATEDS][firsts + lengths - 1] = truncated
+        lost = pa.array([each.get("lost") for each in custom], pa.string())
     of_step = np.repeat(np.arange(count, dtype=np.int32), lengths)
     step = {
         "run": array_of(runs[of_step]),
@@ -65,7 +68,6 @@ def tables_of(
         step[ENV_T] = array_of(times.env_t)
         episode |= texts | {"env_t_stopped": array_of(times.env_t_stopped)}
     step |= {name: arrow_of(trees[name], description) for name, description in columns.items()}
-    lost = {key: values["lost"] for key, values in fragment.custom_data.items() if "lost" in values}
     episode |= {
         "lane": array_of(np.full(count, fragment.lane)),
         "slot": array_of(np.asarray(fragment.env_slots(chunks.slot, chunks.number), np.int64)),
@@ -74,7 +76,7 @@ def tables_of(
         "return": array_of(np.add.reduceat(trees[Columns.REWARDS].astype(np.float64), firsts)),
         "terminated": array_of(chunks.terminated),
         "truncated": array_of(truncated),
-        "lost": pa.array([lost.get(key) for key in keys], pa.string()) if lost else pa.nulls(count, pa.string()),
+        "lost": lost,
         LAST_OBS: arrow_of(fragment.last_observations(), columns[Columns.OBS]),
     }
-    return pa.table(step), pa.table(episode)
+    return table_of(step), table_of(episode, optional=["lost"])

@@ -149,7 +149,7 @@ def test_the_files_can_be_understood_without_rollflow(path: Path, played: Played
     steps, episodes = pq.read_table(path / "steps"), pq.read_table(path / "episodes")
     recorded = ["obs", "actions", "rewards", "terminateds", "truncateds"]
     assert steps.column_names == ["run", "eps_id", "t", *recorded, *played.fragments[0].extra_columns]
-    assert str(steps.schema.field("obs").type) == "fixed_size_list<element: int64>[3]"
+    assert str(steps.schema.field("obs").type) == "fixed_size_list<element: int64 not null>[3]"
     rows = steps.select(["t", "obs", "actions", "rewards", "terminateds"]).to_pylist()
     assert sorted(tuple(row["obs"]) for row in rows) == all_steps(played)
     for row in rows:
@@ -173,7 +173,7 @@ def test_the_files_can_be_understood_without_rollflow(path: Path, played: Played
 def test_small_fragments_share_a_row_group_and_large_ones_have_one_each(
     least: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollflow.sinks.datasets.dataset_folder._GROUP_BYTES", least)
+    monkeypatch.setattr("rollflow.sinks.datasets.file_set._GROUP_BYTES", least)
     with DatasetSink(tmp_path) as sink:
         for fragment in played.fragments:
             sink(fragment)
