@@ -9,10 +9,10 @@ from typing import Any
 import gymnasium as gym
 
 from rollflow.cli import arguments
+from rollflow.nodes.env.filmed_env import FilmedEnv, import_av
 from rollflow.nodes.rollout.policy_rollout import rollout_of
 from rollflow.policy import Policy
 from rollflow.sinks import DatasetSink
-from rollflow.sinks.datasets.filmed_env import FilmedEnv, import_av
 from rollflow.sinks.datasets.recording import record_episodes, shares_of
 
 

@@ -5,13 +5,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.arrow_columns import empty_tree
 from rollflow.sinks.datasets.dataset_folder import ENV_T
 from rollflow.sinks.datasets.env_episodes import EnvEpisodes, ModuleEpisodes
 from rollflow.sinks.datasets.episode_block import Ints
 from rollflow.sinks.datasets.episode_index import ranges
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import Tree
 
 
 class ModuleSteps:
@@ -39,11 +37,9 @@ class ModuleSteps:
         stop = np.cumsum(self.length)
         self.offset: Ints = stop - self.length
         self.num_steps = int(self.length.sum())
-        self.columns = {name: empty_tree(each, self.num_steps) for name, each in store.columns.items()}
-        env_t = np.empty(self.num_steps, np.int64)
-        self.last_obs: Tree = empty_tree(store.columns[Columns.OBS], len(mine))
-        if len(mine):
-            store.fill(mine, {**self.columns, ENV_T: env_t}, self.last_obs)
+        read = store.read(mine, [*store.columns, ENV_T], with_last=True)
+        self.columns = {name: read.taken(name) for name in store.columns}
+        env_t, self.last_obs = read.taken(ENV_T), read.last_obs
         begin = starts[self.place]
         self.seen: Ints = env_t + np.repeat(begin, self.length)
         self.last_seen: Ints = module.last_t[mine] + begin

@@ -132,20 +132,8 @@ def empty_tree(description: Description, count: int) -> Tree:
 
 
 def scatter(items: Tree, rows: NDArray[np.int64], target: Tree, to: NDArray[np.int64]) -> None:
-    """Copy the items at `rows`, i64[K] ascending, of any[n, ...] to `to`, i64[K], in a tree of arrays any[S, ...].
-
-    All items are copied in their order where there are as many rows.
-    """
-    map_tree(lambda leaf, into: _scatter_leaf(leaf, rows, into, to), items, target)
-
-
-def _scatter_leaf(items: NDArray[Any], rows: NDArray[np.int64], into: NDArray[Any], to: NDArray[np.int64]) -> None:
-    if len(rows) < len(items):
-        items = items.take(rows, axis=0)
-    # As one opaque value each: with several axes, numpy copies number by number, and an index of two takes longer.
-    opaque = np.dtype((np.void, into.itemsize * math.prod(into.shape[1:])))
-    targets, values = (np.reshape(each, (len(each), -1)).view(opaque)[:, 0] for each in (into, items))
-    targets[to] = values
+    """Copy the items at `rows`, i64[K], of any[n, ...] to `to`, i64[K], in a tree of arrays any[S, ...]."""
+    map_tree(lambda leaf, into: into.__setitem__(to, leaf[rows]), items, target)
 
 
 def first_difference(ours: Any, others: Any, where: str) -> str | None:

@@ -7,7 +7,7 @@ timeouts             bool[R]      whether the step was its episode's last for an
 next_observations    any[R, ...]  after each step; may be missing
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description
-from rollflow.sinks.datasets.episode_block import Ints, columns_of_spaces
+from rollflow.sinks.datasets.episode_block import FilledSteps, Ints, StoredSteps, columns_of_spaces
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
-from rollflow.stream.data.tree import Tree
 
 _NEEDED = ("observations", "actions", "rewards", "terminals")
 _TIMEOUTS, _NEXT = "timeouts", "next_observations"
@@ -80,9 +79,10 @@ class D4rlEpisodes:
                 "of one length above 0"
             ).see("dataset")
 
-    def fill(self, episodes: Ints, columns: Mapping[str, Tree], last_obs: Tree | None) -> None:
-        """Read the steps of episodes into arrays: see `EpisodeStore`."""
-        stops = np.cumsum(self.num_steps[episodes])
+    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
+        """Read the steps of episodes: see `EpisodeStore`."""
+        made = FilledSteps.of(self, episodes, names, with_last=with_last)
+        columns, last_obs, stops = made
         for name in columns.keys() & self._flags.keys():
             columns[name][:] = False
             columns[name][stops - 1] = self._flags[name][episodes]
@@ -94,6 +94,7 @@ class D4rlEpisodes:
                     into[:] = file[_KEYS[name]][begin : begin + count].reshape(into.shape)
                 if last_obs is not None:
                     last_obs[place] = file[_NEXT if self._has_next else "observations"][end]
+        return made.steps()
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:

@@ -55,8 +55,9 @@ class DatasetSource(IterableDataset[Any]):
         batch_size           steps in a fragment, and in a batch; the last one of a pass may have fewer
         complete_episodes    whether a fragment has whole episodes alone: then as many as make `batch_size` steps
         shuffle_seed         of the order of the episodes, which is another one in each pass; None: as they were made
-        window_steps         episodes of so many steps, which were made one after the other, are in memory together.
-                             The order of these windows is shuffled, and that of the episodes in each
+        window_steps         episodes of so many steps, which were made one after the other, are in memory together,
+                             and as many of the next, which a thread reads meanwhile. The order of these windows is
+                             shuffled, and that of the episodes in each
         passes               how often each episode comes in a loop; None: for ever
         lookback             steps before a chunk that its episode shows, where a fragment begins within an episode
         rank, world_size     number of this process, and of all: each gets other episodes, and together they get all

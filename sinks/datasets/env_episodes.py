@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollflow.sinks.datasets.agent_tables import ids_by_text
-from rollflow.sinks.datasets.arrow_columns import empty_tree, import_pyarrow
+from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, EPISODES, DatasetFolder
 from rollflow.sinks.datasets.episode_block import Ints
 from rollflow.sinks.datasets.episode_index import EpisodeIndex, damaged, numbers_in
@@ -80,16 +80,14 @@ class EnvEpisodes:
         returns, oldest, newest = np.zeros(count), np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
         for each in self.modules:
             np.add.at(returns, each.piece, each.returns)
-            described = each.store.columns.get(Columns.POLICY_VERSION)
             for episodes in windows_of(each.store.num_steps, np.arange(len(each.piece)), _STEPS_AT_ONCE):
-                if described is None:
+                if Columns.POLICY_VERSION not in each.store.columns:
                     break
-                lengths = each.store.num_steps[episodes]
-                read = {Columns.POLICY_VERSION: empty_tree(described, int(lengths.sum()))}
-                each.store.fill(episodes, read, None)
-                pieces = np.repeat(each.piece[episodes], lengths)
-                np.minimum.at(oldest, pieces, read[Columns.POLICY_VERSION])
-                np.maximum.at(newest, pieces, read[Columns.POLICY_VERSION])
+                read = each.store.read(episodes, [Columns.POLICY_VERSION], with_last=False)
+                versions = read.taken(Columns.POLICY_VERSION)
+                pieces = np.repeat(each.piece[episodes], each.store.num_steps[episodes])
+                np.minimum.at(oldest, pieces, versions)
+                np.maximum.at(newest, pieces, versions)
         is_whole = (self.t_started == 0) & (self.index.terminated | self.index.truncated)
         return EpisodeSummary(returns, self.num_steps, self.runs, is_whole, np.minimum(oldest, newest), newest)
 

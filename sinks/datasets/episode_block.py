@@ -1,7 +1,8 @@
 """Blocks of episodes in memory, row behind row, of which fragments are views."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -10,9 +11,60 @@ from numpy.typing import NDArray
 from rollflow.sinks.datasets.arrow_columns import Description, describe_tree, empty_tree
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 Ints = NDArray[np.int64]
+
+_JOINED_BYTES = 512  # of a row: larger ones stay in their parts, since to join them takes as long as to take them
+
+
+class StoredSteps:
+    """Steps of K episodes in parts, such as row groups. What is taken is copied once, from there to where it is used.
+
+    parts       name -> the column's parts, trees of arrays any[m, ...], as many rows in each column's
+    rows        i64[S]    the row of each step, counted over all parts, episode by episode
+    last_obs    tree of arrays any[K, ...], the observation behind each episode's last step; None: not read
+    """
+
+    def __init__(self, parts: Mapping[str, Sequence[Tree]], rows: Ints, last_obs: Tree | None) -> None:
+        self.parts = {name: list(trees) for name, trees in parts.items()}
+        self.rows, self.last_obs = rows, last_obs
+        sizes = [len(leaves_of(tree)[0]) for tree in next(iter(self.parts.values()))]
+        self._firsts: Ints = np.cumsum([0, *sizes])  # of each part, and behind the last
+
+    def after(self, front: "StoredSteps") -> "StoredSteps":
+        """These steps behind others."""
+        parts = {name: [*front.parts[name], *trees] for name, trees in self.parts.items()}
+        rows = np.concatenate([front.rows, self.rows + front._firsts[-1]])
+        lasts = None if self.last_obs is None else map_tree(_joined, front.last_obs, self.last_obs)
+        return StoredSteps(parts, rows, lasts)
+
+    def join(self) -> None:
+        """Put the parts of columns with small rows end to end, from which steps are taken faster."""
+        for name, trees in self.parts.items():
+            row_bytes = sum(leaf.nbytes // max(1, len(leaf)) for leaf in leaves_of(trees[0]))
+            if len(trees) > 1 and row_bytes <= _JOINED_BYTES:
+                self.parts[name] = [map_tree(_joined, *trees)]
+
+    def write(self, name: str, steps: Ints, value: Any) -> None:
+        """Set the value of some steps, i64[n], in a column of numbers."""
+        tree = self.parts[name] = [np.concatenate(self.parts[name])]
+        tree[0][self.rows[steps]] = value
+
+    def taken(self, name: str, steps: Ints | slice = slice(None)) -> Tree:
+        """A column's values at some steps, i64[n] or a slice of all: a tree of new arrays any[n, ...]."""
+        rows, trees = self.rows[steps], self.parts[name]
+        if len(trees) == 1:
+            # All rows are there; the mode "raise" would check each of them first.
+            return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), trees[0])
+        values = map_tree(lambda leaf: np.empty((len(rows), *leaf.shape[1:]), leaf.dtype), trees[0])
+        part = np.searchsorted(self._firsts, rows, "right") - 1
+        ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(part) != 0)) + 1
+        for begin, end in pairwise([0, *ends.tolist(), len(rows)] if len(rows) else []):
+            at = int(part[begin])
+            first = int(rows[begin] - self._firsts[at])
+            map_tree(lambda leaf, value, b=begin, e=end, f=first: _copy(leaf, f, value[b:e]), trees[at], values)
+        return values
 
 
 class EpisodeStore(Protocol):
@@ -40,15 +92,38 @@ class EpisodeStore(Protocol):
     runs: Ints
     lost: Mapping[int, str]
 
-    def fill(self, episodes: Ints, columns: Mapping[str, Tree], last_obs: Tree | None) -> None:
-        """Read the steps of K episodes, one behind the other, into trees of arrays any[S, ...].
-
-        columns     name -> tree; some of the store's `columns`
-        last_obs    tree of arrays any[K, ...], for the observation behind each episode's last step; None: not read
+    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
+        """Read some of the `columns` of K episodes, i64[K], and the observations behind their last steps.
 
         Raises DatasetError, with its name, for a damaged file.
         """
         ...
+
+
+class FilledSteps(NamedTuple):
+    """Room for the steps of K episodes, one behind the other, and for their last observations.
+
+    columns     name -> tree of arrays any[S, ...]
+    last_obs    tree of arrays any[K, ...]; None: not wanted
+    stop        i64[K]    row behind each episode's last step
+    """
+
+    columns: dict[str, Tree]
+    last_obs: Tree | None
+    stop: Ints
+
+    @classmethod
+    def of(cls, store: EpisodeStore, episodes: Ints, names: Collection[str], *, with_last: bool) -> "FilledSteps":
+        """Room for some columns of these episodes, i64[K], with undefined contents."""
+        stop: Ints = np.cumsum(store.num_steps[episodes])
+        columns = {name: empty_tree(store.columns[name], int(stop[-1])) for name in names}
+        return cls(columns, empty_tree(store.columns[Columns.OBS], len(episodes)) if with_last else None, stop)
+
+    def steps(self) -> StoredSteps:
+        """The steps, once they are there."""
+        return StoredSteps(
+            {name: [tree] for name, tree in self.columns.items()}, np.arange(self.stop[-1]), self.last_obs
+        )
 
 
 def columns_of_spaces(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> dict[str, Description]:
@@ -63,45 +138,41 @@ def columns_of_spaces(observation_space: gym.Space[Any], action_space: gym.Space
 
 
 class EpisodeBlock:
-    """Steps of K episodes in R rows of memory, one episode behind the other.
+    """Steps of K episodes in memory; a row is a step, and the rows of one episode stand behind those of another.
 
     store, episodes        i64[K]
     ordinal                number of the first episode in the order of its pass
     start, stop            i64[K]    rows of each episode; `start` is below 0 where rows before were let go
-    columns                name -> tree of arrays any[R, 1, ...]; `obs` has a row more, which has no meaning
-    last_obs               tree of arrays any[K, ...]
+    num_rows               R
+    steps                  of the R rows
     terminated, truncated  bool[K]
     is_cut                 bool[K]   of episodes whose end is not stored; they count as truncated
     """
 
     def __init__(self, store: EpisodeStore, episodes: Ints, ordinal: int, rest: "BlockRest | None" = None) -> None:
         self.store = store
-        head = 0 if rest is None else rest.num_rows
-        lengths = store.num_steps[episodes]
-        stop = head + np.cumsum(lengths)
-        self.num_rows: int = int(stop[-1])
-        self.columns = {
-            name: empty_tree(each, self.num_rows + (name == Columns.OBS)) for name, each in store.columns.items()
-        }
-        behind = 0 if rest is None else len(rest.episodes)
-        self.last_obs = empty_tree(store.columns[Columns.OBS], behind + len(episodes))
-        own = {name: map_tree(lambda leaf: leaf[head : self.num_rows], tree) for name, tree in self.columns.items()}
-        store.fill(episodes, own, map_tree(lambda leaf: leaf[behind:], self.last_obs))
-        self.episodes: Ints = episodes
-        self.start: Ints = stop - lengths
-        self.stop: Ints = stop
-        self.ordinal = ordinal
+        self.steps: StoredSteps = store.read(episodes, store.columns, with_last=True)
+        stop = np.cumsum(store.num_steps[episodes])
+        start = stop - store.num_steps[episodes]
         if rest is not None:
-            rest.copy_to(self)
-        ends = self.stop - 1
-        flags = [self.columns[name] for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)]
-        self.terminated, truncated = (flag[ends] for flag in flags)
+            self.steps, ordinal = self.steps.after(rest.steps), rest.ordinal
+            episodes = np.concatenate([rest.episodes, episodes])
+            start = np.concatenate([rest.start, start + rest.num_rows])
+            stop = np.concatenate([rest.stop, stop + rest.num_rows])
+        self.episodes: Ints = episodes
+        self.start: Ints = start
+        self.stop: Ints = stop
+        self.ordinal: int = ordinal
+        self.num_rows: int = int(stop[-1])
+        self.steps.join()
+        self.terminated, truncated = (
+            self.steps.taken(name, stop - 1) for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)
+        )
         self.is_cut: NDArray[np.bool_] = ~self.terminated & ~truncated
         if rest is not None:
-            self.is_cut[:behind] = rest.is_cut  # these are marked as truncated
-        flags[1][ends[self.is_cut]] = True
+            self.is_cut[: len(rest.episodes)] = rest.is_cut  # these are marked as truncated
+        self.steps.write(Columns.TRUNCATEDS, stop[self.is_cut] - 1, True)
         self.truncated = truncated | self.is_cut
-        self.columns = {name: map_tree(lambda leaf: leaf[:, None], tree) for name, tree in self.columns.items()}
 
     def ends(self, row: int, size: int, *, whole: bool) -> list[int]:
         """The rows behind each next `size` steps from a row on, as far as there are as many.
@@ -130,9 +201,9 @@ class EpisodeBlock:
 class BlockRest:
     """Rows at the end of a block, which the next one begins with, copied so that the block itself can go.
 
-    num_rows    in all, with the rows before the first step
-    row         of the first step
-    episodes    i64[K]
+    num_rows      in all, with the rows before the first step
+    row           of the first step
+    episodes, ordinal, start, stop, is_cut, steps    as of a block
     """
 
     def __init__(self, block: EpisodeBlock, row: int, lookback: int) -> None:
@@ -141,18 +212,17 @@ class BlockRest:
         self.num_rows, self.row = block.num_rows - begin, row - begin
         self.episodes, self.start, self.stop = block.episodes[at:], block.start[at:] - begin, block.stop[at:] - begin
         self.ordinal, self.is_cut = block.ordinal + at, block.is_cut[at:]
-        self._columns = {
-            name: map_tree(lambda leaf: leaf[begin : block.num_rows, 0].copy(), tree)
-            for name, tree in block.columns.items()
-        }
-        self._last_obs = map_tree(lambda leaf: leaf[at:].copy(), block.last_obs)
+        steps = block.steps
+        self.steps = StoredSteps(
+            {name: [steps.taken(name, slice(begin, None))] for name in steps.parts},
+            np.arange(self.num_rows),
+            map_tree(lambda leaf: leaf[at:].copy(), steps.last_obs),
+        )
 
-    def copy_to(self, block: EpisodeBlock) -> None:
-        """Put the rows in front of those of a block, which has room for them."""
-        for name, tree in block.columns.items():
-            map_tree(lambda leaf, mine: leaf.__setitem__(slice(self.num_rows), mine), tree, self._columns[name])
-        map_tree(lambda leaf, mine: leaf.__setitem__(slice(len(mine)), mine), block.last_obs, self._last_obs)
-        block.episodes = np.concatenate([self.episodes, block.episodes])
-        block.start = np.concatenate([self.start, block.start])
-        block.stop = np.concatenate([self.stop, block.stop])
-        block.ordinal = self.ordinal
+
+def _copy(leaf: NDArray[Any], first: int, into: NDArray[Any]) -> None:
+    into[:] = leaf[first : first + len(into)]
+
+
+def _joined(*leaves: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate(leaves)

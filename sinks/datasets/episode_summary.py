@@ -45,8 +45,8 @@ def summary_of(store: EpisodeStore) -> EpisodeSummary:
     columns = {name: store.columns[name] for name in _NEEDED if name in store.columns}
     for episodes in windows_of(store.num_steps, np.arange(count), _STEPS_AT_ONCE):
         lengths = store.num_steps[episodes]
-        read = {name: empty_tree(each, int(lengths.sum())) for name, each in columns.items()}
-        store.fill(episodes, read, None)
+        steps = store.read(episodes, columns, with_last=False)
+        read = {name: steps.taken(name) for name in columns}
         begins, ends = np.cumsum(lengths) - lengths, np.cumsum(lengths) - 1
         returns[episodes] = np.add.reduceat(read[Columns.REWARDS].astype(np.float64), begins)
         is_whole[episodes] &= read[Columns.TERMINATEDS][ends] | read[Columns.TRUNCATEDS][ends]

@@ -7,7 +7,7 @@ ID/data/main_data.hdf5    a group `episode_N` for each episode, with a row more 
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description
 from rollflow.sinks.datasets.dataset_folder import environment_of
-from rollflow.sinks.datasets.episode_block import Ints, columns_of_spaces
+from rollflow.sinks.datasets.episode_block import FilledSteps, Ints, StoredSteps, columns_of_spaces
 from rollflow.sinks.datasets.hdf5_groups import Hdf5Groups
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
@@ -69,19 +69,19 @@ class MinariEpisodes:
         rollout = None if env is None else {"env": env}
         self.description: dict[str, Any] = {"runs": [{"metadata": plain, "rollout": rollout, "versions": {}}]}
 
-    def fill(self, episodes: Ints, columns: Mapping[str, Tree], last_obs: Tree | None) -> None:
-        """Read the steps of episodes into arrays: see `EpisodeStore`."""
-        end = 0
+    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
+        """Read the steps of episodes: see `EpisodeStore`."""
+        made = FilledSteps.of(self, episodes, names, with_last=with_last)
         try:
             for place, episode in enumerate(self._storage.get_episodes(episodes.tolist())):
-                begin, end = end, end + int(self.num_steps[episodes[place]])
-                count = end - begin
-                for name, tree in columns.items():
-                    _copy(tree, episode[_KEYS[name]], slice(begin, end), slice(count))
-                if last_obs is not None:
-                    _copy(last_obs, episode["observations"], place, count)
+                count, end = int(self.num_steps[episodes[place]]), int(made.stop[place])
+                for name, tree in made.columns.items():
+                    _copy(tree, episode[_KEYS[name]], slice(end - count, end), slice(count))
+                if made.last_obs is not None:
+                    _copy(made.last_obs, episode["observations"], place, count)
         except (OSError, ValueError, KeyError, AssertionError) as error:
             raise self._damaged(error) from error
+        return made.steps()
 
     def _damaged(self, error: Exception) -> DatasetError:
         return DatasetError(f"minari can't read {self._data}: {type(error).__name__}: {error}").see("dataset")

@@ -1,17 +1,17 @@
 """Episodes of a dataset in Parquet files, read row group by row group."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from rollflow.sinks.datasets.arrow_columns import Description, import_pyarrow, scatter, tree_of
+from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, scatter, tree_of
 from rollflow.sinks.datasets.dataset_folder import ENV_T, EPISODES, LAST_OBS, STEPS, DatasetFolder
-from rollflow.sinks.datasets.episode_block import Ints
+from rollflow.sinks.datasets.episode_block import Ints, StoredSteps
 from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, ranges
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import Tree
+from rollflow.stream.data.tree import Tree, map_tree
 
 
 class ParquetEpisodes:
@@ -35,29 +35,37 @@ class ParquetEpisodes:
         self.num_steps, self.t_started, self.ids, self.runs = index.num_steps, index.t_started, index.ids, index.runs
         self.lost: Mapping[int, str] = index.lost
 
-    def fill(self, episodes: Ints, columns: Mapping[str, Tree], last_obs: Tree | None) -> None:
-        """Read the steps of episodes into arrays: see `EpisodeStore`."""
-        index = self.index
+    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
+        """Read the steps of episodes: see `EpisodeStore`; a module's have the column `env_t` as well."""
+        index, names = self.index, list(names)
         chunks = index.chunks_of(episodes)
         lengths = index.chunk_steps[chunks]
-        begins = np.cumsum(lengths) - lengths
         order = np.argsort(chunks)  # as they lie in the files
-        chunks, lengths, begins = chunks[order], lengths[order], begins[order]
-        for number, in_file in _parts(index.file[chunks]):
+        begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
+        parts = {name: [empty_tree(self._described[name], 0)] for name in names}
+        for number, in_file in _parts(index.file[chunks[order]]):
             with self._opened(STEPS, number) as file:
-                for group, part in _parts(index.group[chunks[in_file]]):
-                    mine = slice(in_file.start + part.start, in_file.start + part.stop)
-                    rows = ranges(index.row[chunks[mine]], lengths[mine])
-                    to = ranges(begins[mine], lengths[mine])
-                    table = file.read_row_group(index.groups[group][1], columns=list(columns), use_threads=False)
-                    for name, tree in columns.items():
-                        scatter(tree_of(table.column(name), self._described[name]), rows, tree, to)
-        if last_obs is not None:
-            self._fill_last(index.last[episodes], last_obs)
+                for group, part in _parts(index.group[chunks[order[in_file]]]):
+                    mine = order[in_file][part]
+                    rows, counts = index.row[chunks[mine]], lengths[mine]
+                    table = file.read_row_group(index.groups[group][1], columns=names, use_threads=False)
+                    trees = [tree_of(table.column(name), self._described[name]) for name in names]
+                    total, wanted = table.num_rows, ranges(rows, counts)
+                    if 2 * len(wanted) < total:  # the rest is let go
+                        trees = [map_tree(lambda leaf, w=wanted: leaf.take(w, axis=0), tree) for tree in trees]
+                        total, rows = len(wanted), np.cumsum(counts) - counts
+                    begins[mine] = size + rows
+                    size += total
+                    for name, tree in zip(names, trees, strict=True):
+                        parts[name].append(tree)
+        last_obs = self._last_obs(index.last[episodes]) if with_last else None
+        parts = {name: trees[1:] or trees for name, trees in parts.items()}
+        return StoredSteps(parts, ranges(begins, lengths), last_obs)
 
-    def _fill_last(self, chunks: Ints, last_obs: Tree) -> None:
-        """Read the observation behind each of some chunks, i64[K]."""
+    def _last_obs(self, chunks: Ints) -> Tree:
+        """Read the observation behind each of some chunks, i64[K]: a tree of arrays any[K, ...]."""
         index, order = self.index, np.argsort(chunks)
+        last_obs = empty_tree(self.columns[Columns.OBS], len(chunks))
         chunks = chunks[order]
         for number, mine in _parts(index.file[chunks]):
             groups, at = np.unique(index.group[chunks[mine]], return_inverse=True)
@@ -67,6 +75,7 @@ class ParquetEpisodes:
                 read = tree_of(table.column(LAST_OBS), self.columns[Columns.OBS])
             counts = index.group_chunks[groups]
             scatter(read, index.place[chunks[mine]] + (np.cumsum(counts) - counts)[at], last_obs, order[mine])
+        return last_obs
 
     @contextmanager
     def _opened(self, kind: str, number: int) -> Iterator[Any]:
@@ -81,5 +90,5 @@ class ParquetEpisodes:
 def _parts(values: Ints) -> Iterator[tuple[int, slice]]:
     """Each value of i64[P], ascending, and where it stands."""
     found, firsts = np.unique(values, return_index=True)
-    for value, first, end in zip(found.tolist(), firsts, [*firsts[1:], len(values)], strict=True):
+    for value, first, end in zip(found.tolist(), firsts, np.append(firsts, len(values))[1:], strict=True):
         yield value, slice(int(first), int(end))

@@ -7,7 +7,7 @@ them. It is a chunk of an episode, which goes on in another row. A chunk may com
 import base64
 import io
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import DESCRIPTION
-from rollflow.sinks.datasets.episode_block import Ints, columns_of_spaces
+from rollflow.sinks.datasets.episode_block import FilledSteps, Ints, StoredSteps, columns_of_spaces
 from rollflow.sinks.datasets.episode_index import UNREADABLE, damaged
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
@@ -95,11 +95,11 @@ class RllibEpisodes:
         self.version = [[str(file.relative_to(path)) for file in files], len(self._episodes)]
         self.description: dict[str, Any] = {"runs": [{"metadata": {}, "rollout": None, "versions": {}}]}
 
-    def fill(self, episodes: Ints, columns: Mapping[str, Tree], last_obs: Tree | None) -> None:
-        """Read the steps of episodes into arrays: see `EpisodeStore`."""
-        stops = np.cumsum(self.num_steps[episodes])
+    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
+        """Read the steps of episodes: see `EpisodeStore`."""
+        made = FilledSteps.of(self, episodes, names, with_last=with_last)
         places: dict[int, dict[int, tuple[int, int, bool]]] = {}  # file -> row -> (first step here, episode, is last)
-        for place, (episode, stop) in enumerate(zip(episodes.tolist(), stops.tolist(), strict=True)):
+        for place, (episode, stop) in enumerate(zip(episodes.tolist(), made.stop.tolist(), strict=True)):
             chunks = self._episodes[episode]
             for chunk in chunks:
                 at = stop - (chunks[-1].end - chunk.begin)
@@ -108,9 +108,10 @@ class RllibEpisodes:
             for row, state in enumerate(self._states(file)):
                 try:
                     if row in rows:
-                        _read(state, columns, last_obs, *rows[row])
+                        _read(state, made.columns, made.last_obs, *rows[row])
                 except UNREADABLE as error:
                     raise damaged(self._files[file], error) from None
+        return made.steps()
 
     def _states(self, number: int) -> Iterator[dict[str, Any]]:
         """The states in a file, row by row. Raises DatasetError, with its name, where it has others."""

@@ -7,12 +7,39 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints
+from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, StoredSteps
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import Tree, map_tree, tree_at
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, tree_at
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 from rollflow.stream.fragments.fragment_records import ChunkIndex
+
+
+class StoredColumn(Column):
+    """A column that is taken from stored steps when it is first looked at; read-only.
+
+    rows    steps, i64[rows]
+    """
+
+    __slots__ = ("_rows", "_steps")
+
+    def __init__(self, name: str, steps: StoredSteps, rows: Ints) -> None:
+        self.name, self._steps, self._rows = name, steps, rows
+
+    def __getattr__(self, name: str) -> Any:
+        """What `Column` has, which is not there yet."""
+        if name not in Column.__slots__:
+            raise AttributeError(f"a column has no {name!r}")
+        super().__init__(self.name, map_tree(lambda leaf: leaf[:, None], self._steps.taken(self.name, self._rows)))
+        self.seal()
+        return getattr(self, name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the arrays."""
+        trees = self._steps.parts[self.name]
+        row_bytes: int = sum(leaf.nbytes // max(1, len(leaf)) for leaf in leaves_of(trees[0]))
+        return row_bytes * len(self._rows)
 
 
 class StoredIds:
@@ -47,9 +74,11 @@ class StoredFragment(Fragment):
         before = min(begin - max(int(starts[0]), 0), lookback)
         layout = FragmentLayout(1, end - begin, before, store.action_space, False, StoredIds(store.ids[episodes]))
         first = begin - before
-        columns = {
-            key: Column(key, tree_at(tree, slice(first, end + (key == Columns.OBS))))
-            for key, tree in block.columns.items()
+        self._steps, self._rows = block.steps, slice(begin, end)
+        rows = np.arange(first, end)
+        behind = np.append(rows, min(end, block.num_rows - 1))  # an episode's own last observation is not in the column
+        columns: dict[str, Column] = {
+            key: StoredColumn(key, block.steps, behind if key == Columns.OBS else rows) for key in block.steps.parts
         }
         none = np.zeros(1, np.int64)
         super().__init__(layout, 0, sequence, columns, episode_start=none, episode_number=none)
@@ -59,7 +88,7 @@ class StoredFragment(Fragment):
         start, stop = np.maximum(starts, begin), np.minimum(stops, end)
         is_end = stop == stops
         self._ended = np.flatnonzero(is_end)
-        self._last_obs = map_tree(lambda leaf: leaf[at][self._ended], block.last_obs)
+        self._last_obs = map_tree(lambda leaf: leaf[at][self._ended], block.steps.last_obs)
         looks_back = np.zeros_like(start)
         looks_back[0] = before
         self.chunks = ChunkIndex(
@@ -78,7 +107,11 @@ class StoredFragment(Fragment):
             for place in self._ended.tolist():
                 if (reason := store.lost.get(int(episodes[place]))) is not None:
                     self.custom_data[0, place] = {"lost": reason}
-        self.seal(end - begin)
+
+    def gather(self, name: str) -> Tree:
+        """A column's rows, one behind the other: a tree of new arrays `any[num_steps, ...]`."""
+        self._named(name)
+        return self._steps.taken(name, self._rows)
 
     def last_observations(self) -> Tree:
         """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""

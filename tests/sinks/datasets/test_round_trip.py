@@ -3,6 +3,7 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +17,7 @@ from shapes_env import FixedModule, Shapes
 
 from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline, TrainerSink
+from rollflow.sinks.datasets import episode_block, file_set
 from rollflow.stream import Graph, GraphError
 
 
@@ -80,14 +82,20 @@ def test_every_episode_is_read_once_and_whole(
     lookback=st.integers(0, 3),
     window=st.sampled_from([1, 10, 1000]),
     complete=st.booleans(),
+    group_bytes=st.sampled_from([1, 1 << 20]),
+    joined_bytes=st.sampled_from([0, 512]),
 )
 def test_chunks_join_with_their_lookback_and_batches_have_every_step_once(
-    played: Played, size: int, lookback: int, window: int, complete: bool
+    played: Played, size: int, lookback: int, window: int, complete: bool, group_bytes: int, joined_bytes: int
 ) -> None:
     options: dict[str, Any] = {
         "batch_size": size, "window_steps": window, "lookback": lookback, "complete_episodes": complete,
     }  # fmt: skip
-    with TemporaryDirectory() as folder:
+    with (
+        TemporaryDirectory() as folder,
+        patch.object(file_set, "_GROUP_BYTES", group_bytes),
+        patch.object(episode_block, "_JOINED_BYTES", joined_bytes),
+    ):
         written(played, Path(folder, "data"))
         fragments = list(DatasetSource(Path(folder, "data"), **options).fragments())
         batches = list(DatasetSource(Path(folder, "data"), **options).batches())
