@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from replayed import Played
 
@@ -55,8 +56,9 @@ def test_a_loop_that_is_left_leaves_no_thread(path: Path) -> None:
 def test_what_comes_before_a_damaged_file_is_handed_out(path: Path) -> None:
     whole = [fragment.num_steps for fragment in DatasetSource(path, batch_size=5, window_steps=20).fragments()]
     file = sorted((path / "steps").glob("*.parquet"))[-1]
-    data = bytearray(file.read_bytes())
-    data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
+    group, data = pq.ParquetFile(file).metadata.row_group(0), bytearray(file.read_bytes())
+    obs = next(each for each in map(group.column, range(group.num_columns)) if each.path_in_schema.startswith("obs"))
+    data[obs.data_page_offset : obs.data_page_offset + obs.total_compressed_size] = bytes(obs.total_compressed_size)
     file.write_bytes(data)
     handed_out: list[int] = []
     source = DatasetSource(path, batch_size=5, window_steps=20)
