@@ -1,4 +1,4 @@
-"""Trials of places, each of which runs for a moment: those that may be about as fast, and what hand-overs cost."""
+"""Trials of places, each of which runs for a moment: those that may be about as fast, and what workers cost."""
 
 import logging
 import time
@@ -23,8 +23,10 @@ _FRAGMENT_S = 0.05  # what a fragment is to take at most
 _LONGEST_START_S = 5.0  # that environments may take to be made, those of all places
 _SLOW_S = 0.1  # steps that take longer are not tried: what is expected of them is true enough
 _LONG_S = 10e-3  # a lane's step beside which a hand-over is little
-_LANES, _WORKERS = 4, 2  # that are run at most to see what a hand-over costs
-_HAND_OVERS, _HALVINGS = (1e-6, 10e-3), 14  # seconds within which hand-overs are looked for, and how closely
+_LANES, _WORKERS = 4, 2  # that are run at most to see what workers cost
+_HALVINGS = 14  # of the range in which a cost of workers is looked for
+# place -> its cost in `Machine`, and the range: seconds of a hand-over; times as long as a vector step takes
+_COSTS = {"processes": ("to_process", 1e-6, 10e-3), "rollouts": ("in_worker", 0.5, 4.0)}
 
 
 def trial_of(
@@ -163,9 +165,10 @@ def _turn_s(choice: PlacementChoice, slots: int) -> float:
     return slots / choice.steps_per_s
 
 
-class HandOvers:
-    """Costs of handing lanes over to worker processes, by short runs of some lanes in as many workers, or two.
+class WorkerCosts:
+    """Costs of worker processes, by short runs of some lanes in as many workers, or two.
 
+    Of steps there, what it takes to hand a lane over; of whole rollouts there, how much longer a vector step takes.
     Where steps are short, most of it is none of our work: when the system lets a thread go on and on which core, and
     caches that others have used meanwhile. No constant has that, and it differs with the steps.
 
@@ -178,19 +181,19 @@ class HandOvers:
         self._found: dict[Setting, float | None] = {}  # by what was run
 
     def measured(self, costs: StepCosts, setting: Setting) -> StepCosts:
-        """The costs, with the hand-over that a short run in the setting's place gives, where that is of any weight."""
+        """The costs, with that which a short run in the setting's place gives, where it is of any weight."""
         slots = -(-setting.slots // setting.lanes)
-        if setting.where != "processes" or costs.env(slots) + costs.rest(slots) > _LONG_S:
+        if setting.where not in _COSTS or costs.env(slots) + costs.rest(slots) > _LONG_S:
             return costs
         lanes, workers = min(_LANES, setting.lanes), min(_WORKERS, setting.workers)
-        tried = replace(setting, slots=lanes * slots, lanes=lanes, workers=workers)
+        tried = replace(setting, slots=lanes * slots, lanes=lanes, workers=workers, hosts=0)
         if tried not in self._found:
             self._found[tried] = self._tried(costs, tried)
         found = self._found[tried]
-        return costs if found is None else _with_hand_over(costs, found)
+        return costs if found is None else _with_cost(costs, setting.where, found)
 
     def _tried(self, costs: StepCosts, setting: Setting) -> float | None:
-        """Seconds of a hand-over with which a simulation is as fast as a run; None: it can't be run for a moment."""
+        """The cost with which a simulation is as fast as a run; None: it can't be run for a moment."""
         slots, costs = setting.slots, replace(costs, update_s=0.0)
         if slots * costs.start_s > _LONGEST_START_S:
             return None
@@ -203,16 +206,17 @@ class HandOvers:
             made, _ = race([choice], make, slots, request)
         if not made:
             return None
-        least, most = _HAND_OVERS
+        _, least, most = _COSTS[setting.where]
         for _ in range(_HALVINGS):
             between = (least * most) ** 0.5
-            is_faster = _rate(_with_hand_over(costs, between), setting) > made[0].steps_per_s
+            is_faster = _rate(_with_cost(costs, setting.where, between), setting) > made[0].steps_per_s
             least, most = (between, most) if is_faster else (least, between)
         return least
 
 
-def _with_hand_over(costs: StepCosts, hand_over: float) -> StepCosts:
-    return replace(costs, machine=replace(costs.machine, to_process=hand_over))
+def _with_cost(costs: StepCosts, where: str, cost: float) -> StepCosts:
+    changes: dict[str, Any] = {_COSTS[where][0]: cost}
+    return replace(costs, machine=replace(costs.machine, **changes))
 
 
 def _rate(costs: StepCosts, setting: Setting) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from statistics import fmean
 from typing import Any, NamedTuple, TypedDict, get_type_hints
 
@@ -16,7 +17,7 @@ from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
 from rollflow.nodes.rollout.placement_cost_model import PLACES, PlacementRequest, best_setting, refusals
 from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generators_kept, probe
-from rollflow.nodes.rollout.placement_trials import HandOvers
+from rollflow.nodes.rollout.placement_trials import WorkerCosts
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.rollout.simulation import Setting, simulate
 from rollflow.nodes.rollout.step_costs import StepCosts
@@ -152,7 +153,7 @@ class Planner:
         self, env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions, make_trial: Callable[[], Trial]
     ) -> None:
         self._env, self._envs, self._forward, self._flow = env, envs, forward, flow
-        self._make_trial, self._hand_overs = make_trial, HandOvers(env, make_trial)
+        self._make_trial, self._worker_costs = make_trial, WorkerCosts(env, make_trial)
         self._probed: ProbeResult | None = None
 
     def plan(self, environments: Any, running: Running, changes: Changes) -> Plan:
@@ -169,8 +170,9 @@ class Planner:
         probed = self._probe(most, now)
         costs = calibrated(probed.measured, now, running)
         ruled_out = refusals(self._request) | probed.ruled_out
-        of_processes = [each for each, _ in named or self._best(costs, now.slots, ["processes"], ruled_out, cores)]
-        costs = self._hand_overs.measured(costs, of_processes[0]) if of_processes else costs
+        best = (self._best(costs, now.slots, [where], ruled_out, cores) for where in PLACES)
+        for each, _ in named or chain.from_iterable(best):
+            costs = self._worker_costs.measured(costs, each)
         here = predicted(costs, now, cores)
         first = first_change(costs, here, self._neighbours(costs, now, ruled_out))
         rows = tuple(predicted(costs, *each) for each in named or self._table(costs, now, ruled_out))
@@ -283,13 +285,17 @@ def calibrated(costs: StepCosts, now: Setting, running: Running) -> StepCosts:
     Behind environments that mostly wait, an inline run's stages find caches cold, as those of other settings do not.
     """
     report = running.report
+    busy = {} if report is None else {node.name: node.busy_s / node.items for node in report.nodes if node.items}
     times = running.reader_times[1:] or running.reader_times  # the first one may have to set things up
     if times:
-        costs = replace(costs, update_s=fmean(times), update_rows=now.slots * now.fragment_length)
+        seconds = fmean(times)
+        # Batches are made by the interpreter, and updates by torch, which lets it go on elsewhere.
+        releases = 1 - min(1.0, busy.get("learner_pipeline", 0.0) / max(seconds, 1e-12))
+        rows = now.slots * now.fragment_length
+        costs = replace(costs, update_s=seconds, update_rows=rows, update_releases=releases)
     if report is None or now.where != "inline":
         return costs
     slots = max(1, now.slots // now.lanes)
-    busy = {node.name: node.busy_s / node.items for node in report.nodes if node.items and node.name != CALLER}
     if min(node.items for node in report.nodes if node.name in ("env", "module")) < now.fragment_length:
         return costs  # its first steps set things up
     env = _scaled(costs.env, busy["env"] / max(costs.env(slots), 1e-9))

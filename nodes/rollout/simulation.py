@@ -219,6 +219,8 @@ class _Ring:
 
     def _work(self, lock: Pool, cores: Pool, seconds: float, releases: float = 0.0) -> Process:
         """Work for so many seconds, a share of them without the interpreter lock."""
+        if lock is not self._main_lock:
+            seconds *= self._machine.in_worker
         locked = seconds * (1 - releases)
         slice_s = max(_SLICE_S, locked / _SLICES)
         while locked > 0:

@@ -18,6 +18,7 @@ class Machine:
     fragment     of a fragment that comes from another process
     beside       times as long as work takes while all other cores are at work for the rollout, too
     to_process   as `hand_over`, twice `wake`, where a lane goes to a worker process; None: the same
+    in_worker    times as long as the work of a vector step takes in a worker of whole rollouts
     """
 
     cores: int = 1
@@ -26,6 +27,7 @@ class Machine:
     fragment: float = 500e-6
     beside: float = 1.0
     to_process: float | None = None
+    in_worker: float = 1.0
 
     def slow_down(self, others: int) -> float:
         """Times as long as work takes beside work on so many other cores."""
@@ -86,7 +88,8 @@ class StepCosts:
 
     def on(self, cores: int, where: str) -> Machine:
         """A machine like the one that they were measured on, with so many cores, as it is for a place."""
-        machine, to_process = replace(self.machine, cores=cores), self.machine.to_process
+        in_worker = self.machine.in_worker if where == "rollouts" else 1.0
+        machine, to_process = replace(self.machine, cores=cores, in_worker=in_worker), self.machine.to_process
         if where != "processes" or to_process is None:
             return machine
         return replace(machine, hand_over=to_process, wake=to_process / 2)

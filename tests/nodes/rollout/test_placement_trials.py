@@ -15,7 +15,7 @@ from numbered_module import NumberedModule
 from rollflow.nodes import Rollout
 from rollflow.nodes.rollout import placement_trials
 from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest
-from rollflow.nodes.rollout.placement_trials import HandOvers, TrialResult, is_worth_while
+from rollflow.nodes.rollout.placement_trials import TrialResult, WorkerCosts, is_worth_while
 from rollflow.nodes.rollout.simulation import Setting, simulate
 from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
@@ -206,12 +206,12 @@ def test_a_race_leaves_everything_as_it_was() -> None:
         assert len(list(rollout.fragments())) == 2 * rollout.environments.num_lanes
 
 
-# Hand-overs
+# Costs of workers
 
 SLOW = Setting(where="processes", slots=64, lanes=8, workers=4, prefetch=1)
 
 
-def hand_overs(monkeypatch: pytest.MonkeyPatch, runs: list[Any], rate: float | None) -> HandOvers:
+def worker_costs(monkeypatch: pytest.MonkeyPatch, runs: list[Any], rate: float | None) -> WorkerCosts:
     """Those of short runs that make so many steps per second; None: nothing could be run."""
 
     def ran(choices: Any, make: Any, slots: int, request: Any) -> TrialResult:
@@ -219,7 +219,7 @@ def hand_overs(monkeypatch: pytest.MonkeyPatch, runs: list[Any], rate: float | N
         return TrialResult([] if rate is None else [replace(choices[0], steps_per_s=rate)], {})
 
     monkeypatch.setattr(placement_trials, "race", ran)
-    return HandOvers(Given, lambda: lambda *args, **options: None)
+    return WorkerCosts(Given, lambda: lambda *args, **options: None)
 
 
 def costs(env: float = 5e-6) -> StepCosts:
@@ -228,7 +228,7 @@ def costs(env: float = 5e-6) -> StepCosts:
 
 def test_a_hand_over_costs_what_makes_a_simulation_as_fast_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    found = hand_overs(monkeypatch, runs, 20_000.0)
+    found = worker_costs(monkeypatch, runs, 20_000.0)
     for _ in range(2):  # it is run once
         of = found.measured(costs(), SLOW)
     [(choice, slots)] = runs
@@ -239,8 +239,22 @@ def test_a_hand_over_costs_what_makes_a_simulation_as_fast_as_a_run(monkeypatch:
     assert simulate(of, small, of.on(4, small.where)).steps_per_s == pytest.approx(20_000, rel=0.03)
 
 
+def test_a_vector_step_in_a_worker_takes_what_makes_a_simulation_as_fast_as_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: list[Any] = []
+    there = replace(SLOW, where="rollouts")
+    of = worker_costs(monkeypatch, runs, 100_000.0).measured(costs(), there)
+    [(choice, slots)] = runs
+    assert (choice.where, choice.lanes, choice.workers, slots) == ("rollouts", 4, 2, 32)
+    assert of.machine.in_worker > 1
+    assert of.on(4, "processes").in_worker == of.on(4, "inline").in_worker == 1
+    small = replace(there, slots=32, lanes=4, workers=2)
+    assert simulate(of, small, of.on(4, small.where)).steps_per_s == pytest.approx(100_000, rel=0.03)
+
+
 def test_a_hand_over_that_can_not_be_run_costs_what_it_mostly_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hand_overs(monkeypatch, [], None).measured(costs(), SLOW).machine == Machine(4)
+    assert worker_costs(monkeypatch, [], None).measured(costs(), SLOW).machine == Machine(4)
 
 
 @pytest.mark.parametrize(
@@ -256,5 +270,5 @@ def test_nothing_is_run_where_that_takes_long_or_says_little(
     of: StepCosts, setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Any] = []
-    assert hand_overs(monkeypatch, runs, 1.0).measured(of, setting) == of
+    assert worker_costs(monkeypatch, runs, 1.0).measured(of, setting) == of
     assert runs == []

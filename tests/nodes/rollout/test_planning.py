@@ -10,7 +10,7 @@ from numbered_module import NumberedModule
 from rollflow.nodes import MultiAgentRollout, RemoteEnvs, Rollout
 from rollflow.nodes.rollout import planning, rollout_doctor
 from rollflow.nodes.rollout.placement_probe import ProbeResult
-from rollflow.nodes.rollout.placement_trials import HandOvers
+from rollflow.nodes.rollout.placement_trials import WorkerCosts
 from rollflow.nodes.rollout.planning import Plan, Planner, Running, changed, predicted
 from rollflow.nodes.rollout.simulation import Setting, VirtualClock
 from rollflow.nodes.rollout.step_costs import StepCosts
@@ -31,7 +31,7 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: StepCosts, cores: int, **options: Any) -> None:
         monkeypatch.setattr(planning, "core_count", lambda: cores)
         monkeypatch.setattr(planning, "probe", lambda *args, **kwargs: ProbeResult(of, {}))
-        monkeypatch.setattr(HandOvers, "measured", lambda self, costs, setting: costs)
+        monkeypatch.setattr(WorkerCosts, "measured", lambda self, costs, setting: costs)
         self.rollout = Rollout(Given, module=NumberedModule(), **{"num_envs": 8, **options})
 
     def __call__(self, **changes: Any) -> Plan:
@@ -227,6 +227,7 @@ def test_environments_on_hosts_are_refused() -> None:
 def test_times_of_the_run_replace_those_of_the_probe() -> None:
     now = Setting(where="inline", slots=8, fragment_length=16)
     busy = {"env": 8.0, "env_to_module": 1.0, "module": 4.0, "module_to_env": 1.0, "caller": 9.0}
+    busy["learner_pipeline"] = 150.0
     report = Report(23.0, tuple(NodeReport(name, 1000, busy_s, 0.0, 0.0) for name, busy_s in busy.items()), ())
     of = planning.calibrated(costs(env=5e-4, module=1e-3), now, Running(report, (9.0, 0.5, 0.7), 1.0))
     assert of.env(8) == pytest.approx(8e-3)  # twice as long as the probe had it
@@ -235,6 +236,7 @@ def test_times_of_the_run_replace_those_of_the_probe() -> None:
     assert of.parts["module_to_env"](8) == pytest.approx(1e-3 + 11e-3)  # of 25 ms a step, 14 are in stages
     assert of.update(8 * 16) == pytest.approx(0.6)  # but for the first one
     assert of.update(16 * 16) == pytest.approx(1.2)  # twice the rows
+    assert of.update_releases == pytest.approx(1 - 0.15 / 0.6)  # batches are made by the interpreter
     assert predicted(of, now, 2).bottleneck == "caller"
 
 
