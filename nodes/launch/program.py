@@ -19,7 +19,6 @@ def main(life: int, fds: list[int]) -> None:
 
     life    pipe at whose end this process ends
     """
-    become_worker()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
     orders, output = fds
@@ -34,6 +33,7 @@ def main(life: int, fds: list[int]) -> None:
         _become(order["command"], order["environment"] | order["variables"])
     os.environ.update(order["variables"])
     sys.argv[:] = order["command"]
+    become_worker(next((word for word in sys.argv[1:] if not word.startswith("-")), sys.argv[0]))
     scripts = entry_points(group="console_scripts", name=sys.argv[0])
     if not scripts:
         sys.exit(f"no program {sys.argv[0]} is installed for {sys.executable}, expected pip install {sys.argv[0]}")

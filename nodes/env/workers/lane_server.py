@@ -150,7 +150,7 @@ def end_with_parent(fd: int) -> None:
 
 def serve_all(life: int, servers: Sequence[LaneServer]) -> None:
     """Serve all lanes, for as long as the pipe `life` is open."""
-    become_worker()
+    become_worker("rollflow-worker")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
     threads = [threading.Thread(target=server.serve) for server in servers[1:]]

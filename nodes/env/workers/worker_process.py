@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from time import monotonic
 
 from rollflow.nodes.closing import closing_on_error
@@ -31,10 +32,15 @@ done.append(True)
 _is_worker = False  # this process
 
 
-def become_worker() -> None:
-    """Say that this process is a worker: it starts none of its own."""
+def become_worker(name: str) -> None:
+    """Say that this process is a worker: it starts none of its own.
+
+    name    that `top` and `ps` show for it, up to 15 characters
+    """
     global _is_worker
     _is_worker = True
+    with contextlib.suppress(OSError):  # there is no /proc
+        Path("/proc/self/comm").write_text(name)
 
 
 def refuse_in_worker() -> None:

@@ -1,4 +1,4 @@
-"""End of a worker process that has done its work."""
+"""What a worker process is called, and its end when it has done its work."""
 
 import atexit
 import sys
@@ -6,10 +6,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
+from rollflow.nodes import OnProcesses, RandomModule, Rollout
+
+
+@pytest.mark.parametrize("place", ["processes", OnProcesses(num_hosts=1)], ids=["worker", "host"])
+def test_lists_of_processes_say_what_one_is(place: Any) -> None:
+    before = set(psutil.pids())
+    with Rollout("CartPole-v1", where=place, module=RandomModule, fragment_length=4) as rollout:
+        next(rollout.fragments())
+        made = [each for each in psutil.process_iter() if each.pid not in before]
+        assert ("rollflow-worker" if place == "processes" else "rollout-host") in [each.name() for each in made]
 
 
 class TakenApart:
