@@ -9,11 +9,11 @@ from typing import Any
 import gymnasium as gym
 
 from rollflow.cli import arguments
+from rollflow.cli.recording import record_episodes, shares_of
 from rollflow.nodes.env.filmed_env import FilmedEnv, import_av
 from rollflow.nodes.rollout.policy_rollout import rollout_of
 from rollflow.policy import Policy
 from rollflow.sinks import DatasetSink
-from rollflow.sinks.datasets.recording import record_episodes, shares_of
 
 
 def add_to(commands: Any) -> None:

@@ -20,7 +20,7 @@ from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generator
 from rollflow.nodes.rollout.placement_trials import WorkerCosts
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.rollout.simulation import Setting, simulate
-from rollflow.nodes.rollout.step_costs import StepCosts
+from rollflow.nodes.rollout.step_costs import StepCosts, scaled
 from rollflow.stream.graph.report import CALLER, Report
 
 _SIZES = (8, 64, 512)  # numbers of slots that are measured, beside others: between them lines are straight
@@ -298,11 +298,11 @@ def calibrated(costs: StepCosts, now: Setting, running: Running) -> StepCosts:
     slots = max(1, now.slots // now.lanes)
     if min(node.items for node in report.nodes if node.name in ("env", "module")) < now.fragment_length:
         return costs  # its first steps set things up
-    env = _scaled(costs.env, busy["env"] / max(costs.env(slots), 1e-9))
+    env = scaled(costs.env, busy["env"] / max(costs.env(slots), 1e-9))
     if costs.waits > _MOSTLY:
         return replace(costs, env=env)
     stages = {
-        stage: _scaled(part, busy[stage] / max(part(slots), 1e-9))
+        stage: scaled(part, busy[stage] / max(part(slots), 1e-9))
         for stage, part in costs.parts.items()
         if stage in busy
     }
@@ -330,7 +330,7 @@ def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting
                 f"change first: {what}; {best.steps_per_s / now.steps_per_s:.1f} times the steps per second are "
                 f"predicted, {best.steps_per_s:,.0f}, held back by {best.bottleneck}"
             )
-    faster = {stage: _rate(_halved(costs, stage), now.setting, now.cores) for stage in ("env", *costs.parts, CALLER)}
+    faster = {stage: _rate(costs.halved(stage), now.setting, now.cores) for stage in ("env", *costs.parts, CALLER)}
     stage = max(faster, key=faster.__getitem__)
     name = "the reader of the batches" if stage == CALLER else f"the stage {stage} itself"
     return (
@@ -379,19 +379,6 @@ def changed(now: Setting, changes: Changes, cores: int) -> tuple[Setting, int]:
         what = "another where than 'rollouts'" if where == "rollouts" else f"at least {largest}, the slots of a lane"
         raise ValueError(f"max_batch is {then.max_batch}, expected {what}")
     return then, cores
-
-
-def _scaled(line: Callable[[int], float], factor: float) -> Callable[[int], float]:
-    return lambda count: factor * line(count)
-
-
-def _halved(costs: StepCosts, stage: str) -> StepCosts:
-    """The costs with one stage that takes half the time."""
-    if stage == CALLER:
-        return replace(costs, update_s=costs.update_s / 2)
-    if stage == "env":
-        return replace(costs, env=_scaled(costs.env, 0.5))
-    return replace(costs, stages={**costs.parts, stage: _scaled(costs.parts[stage], 0.5)})
 
 
 def _named(setting: Setting, cores: int) -> dict[str, str]:

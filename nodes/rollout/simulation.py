@@ -164,8 +164,7 @@ class _Ring:
         self._here = self._cores[-1]
         self._link = Pool(clock, 1)
         self._arrived, self._queue = Pool(clock, 0), deque[_Lane]()
-        self._fragments, self._versions = Pool(clock, 0), deque[int]()
-        self._parked: deque[_Lane] = deque()
+        self._fragments, self._versions, self._parked = Pool(clock, 0), deque[int](), deque[_Lane]()
         self._credits = lanes * (1 + setting.prefetch)
         self._busy: defaultdict[str, float] = defaultdict(float)
         self._env_s = self._turn_s = 0.0
@@ -219,8 +218,7 @@ class _Ring:
 
     def _work(self, lock: Pool, cores: Pool, seconds: float, releases: float = 0.0) -> Process:
         """Work for so many seconds, a share of them without the interpreter lock."""
-        if lock is not self._main_lock:
-            seconds *= self._machine.in_worker
+        seconds *= 1.0 if lock is self._main_lock else self._machine.in_worker
         locked = seconds * (1 - releases)
         slice_s = max(_SLICE_S, locked / _SLICES)
         while locked > 0:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.graph.report import CALLER
+
 Line = Callable[[int], float]  # rows -> seconds
 
 
@@ -93,3 +95,16 @@ class StepCosts:
         if where != "processes" or to_process is None:
             return machine
         return replace(machine, hand_over=to_process, wake=to_process / 2)
+
+    def halved(self, stage: str) -> "StepCosts":
+        """The costs with one stage, or the reader, that takes half the time."""
+        if stage == CALLER:
+            return replace(self, update_s=self.update_s / 2)
+        if stage == "env":
+            return replace(self, env=scaled(self.env, 0.5))
+        return replace(self, stages={**self.parts, stage: scaled(self.parts[stage], 0.5)})
+
+
+def scaled(line: Line, factor: float) -> Line:
+    """A line that is so many times as high."""
+    return lambda count: factor * line(count)

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.dataset_folder import ENV_T
 from rollflow.sinks.datasets.env_episodes import EnvEpisodes, ModuleEpisodes
-from rollflow.sinks.datasets.episode_block import Ints
 from rollflow.sinks.datasets.episode_index import ranges
+from rollflow.sinks.datasets.stored_steps import Ints
 from rollflow.stream.data.columns import Columns
 
 

@@ -5,6 +5,7 @@ A *description* says what a column is like, in JSON's types: `{"dtype": "float32
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -81,18 +82,39 @@ def arrow_type(description: Description) -> Any:
     return arrow_of(empty_tree(description, 0), description).type
 
 
-def whole_numbers(fields: Any, parent: str = "") -> Iterator[str]:
-    """Paths in a Parquet file of the whole numbers in an Arrow schema or struct, without those of dictionaries."""
+def whole_numbers(schema: Any) -> list[str]:
+    """Paths in a Parquet file of the whole numbers in an Arrow schema, without those of dictionaries.
+
+    Names with dots may give two columns one path, by which Parquet's writer would take both; there is none of them.
+    """
+    pa, _ = import_pyarrow()
+    leaves = list(_leaf_types(schema, ""))
+    count = Counter(path for path, _ in leaves)
+    return [path for path, kind in leaves if count[path] == 1 and pa.types.is_integer(kind)]
+
+
+def _leaf_types(fields: Any, parent: str) -> Iterator[tuple[str, Any]]:
+    """Path and Arrow type of each number, in a schema or a struct."""
     pa, _ = import_pyarrow()
     for field in fields:
         path, kind = parent + field.name, field.type
         if pa.types.is_struct(kind):
-            yield from whole_numbers(kind, f"{path}.")
-            continue
-        if pa.types.is_fixed_size_list(kind):
-            path, kind = f"{path}.list.element", kind.value_type
-        if pa.types.is_integer(kind):
-            yield path
+            yield from _leaf_types(kind, f"{path}.")
+        elif pa.types.is_fixed_size_list(kind):
+            yield f"{path}.list.element", kind.value_type
+        else:
+            yield path, kind
+
+
+def is_alike(kind: Any, other: Any) -> bool:
+    """True for Arrow types of the same form, whether or not they may have nulls, as earlier versions wrote them."""
+    pa, _ = import_pyarrow()
+    for is_nested in (pa.types.is_struct, pa.types.is_fixed_size_list):
+        if is_nested(kind) and is_nested(other) and kind.num_fields == other.num_fields:
+            pairs = [(kind.field(place), other.field(place)) for place in range(kind.num_fields)]
+            sizes = getattr(kind, "list_size", 0) == getattr(other, "list_size", 0)
+            return sizes and all(one.name == two.name and is_alike(one.type, two.type) for one, two in pairs)
+    return bool(kind == other)
 
 
 def tree_of(array: Any, description: Description) -> Tree:

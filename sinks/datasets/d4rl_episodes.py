@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description
-from rollflow.sinks.datasets.episode_block import FilledSteps, Ints, StoredSteps, columns_of_spaces
+from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces
+from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 
@@ -82,18 +83,19 @@ class D4rlEpisodes:
     def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
         """Read the steps of episodes: see `EpisodeStore`."""
         made = FilledSteps.of(self, episodes, names, with_last=with_last)
-        columns, last_obs, stops = made
+        columns = made.columns
         for name in columns.keys() & self._flags.keys():
             columns[name][:] = False
-            columns[name][stops - 1] = self._flags[name][episodes]
+            columns[name][made.stop - 1] = self._flags[name][episodes]
         with self._opened() as file:
-            for place, (episode, stop) in enumerate(zip(episodes.tolist(), stops.tolist(), strict=True)):
+            for place, (episode, stop) in enumerate(zip(episodes.tolist(), made.stop.tolist(), strict=True)):
+                check_wanted()
                 begin, count, end = self._begins[episode], self.num_steps[episode], self._ends[episode]
                 for name in columns.keys() & _KEYS.keys():
                     into = columns[name][stop - count : stop]
                     into[:] = file[_KEYS[name]][begin : begin + count].reshape(into.shape)
-                if last_obs is not None:
-                    last_obs[place] = file[_NEXT if self._has_next else "observations"][end]
+                if made.last_obs is not None:
+                    made.last_obs[place] = file[_NEXT if self._has_next else "observations"][end]
         return made.steps()
 
     @contextmanager

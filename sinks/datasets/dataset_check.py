@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.arrow_columns import arrow_type, import_pyarrow
+from rollflow.sinks.datasets.arrow_columns import arrow_type, import_pyarrow, is_alike
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, EPISODES, STEPS, DatasetFolder
 from rollflow.sinks.datasets.env_episodes import EnvEpisodes
 from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, read_chunks
@@ -65,10 +65,10 @@ def _faults_of(folder: DatasetFolder, number: int, description: dict[str, Any]) 
     steps, episodes = (_whole(folder, kind, number) for kind in (STEPS, EPISODES))
     of_steps, of_episodes = folder.file(STEPS, number), folder.file(EPISODES, number)
     for name, each in description["columns"].items():
-        expected = _without_nulls(arrow_type(each))
-        found = _without_nulls(steps.schema.field(name).type) if name in steps.column_names else "missing"
-        if found != expected:
-            yield f"{of_steps}: column {name} is {found}, expected {expected}"
+        expected = arrow_type(each)
+        found = steps.schema.field(name).type if name in steps.column_names else None
+        if found is None or not is_alike(found, expected):
+            yield f"{of_steps}: column {name} is {'missing' if found is None else found}, expected {expected}"
             return
     lengths, runs = _numbers(episodes, "num_steps"), _numbers(episodes, "run")
     if not 0 <= runs.min() <= runs.max() < len(description["runs"]):
@@ -109,11 +109,6 @@ def _whole(folder: DatasetFolder, kind: str, number: int) -> Any:
             return file.read(use_threads=False)
         except UNREADABLE as error:
             raise damaged(folder.file(kind, number), error) from None
-
-
-def _without_nulls(kind: Any) -> str:
-    """Text of a type, in which those that may have nulls, as earlier versions wrote them, are as those that may not."""
-    return str(kind).replace(" not null", "")
 
 
 def _numbers(table: Any, name: str) -> Any:

@@ -259,7 +259,7 @@ class DatasetFolder:
     def _write(self, description: dict[str, Any]) -> None:
         try:
             write_file(self.path / DESCRIPTION, json.dumps(description, indent=1).encode())
-            sync_folder(self.path)
+            sync(self.path)
         except OSError as error:
             raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
 
@@ -292,8 +292,8 @@ def no_steps(path: Path) -> DatasetError:
     ).see("dataset")
 
 
-def sync_folder(path: Path) -> None:
-    """Write a folder's names to the disk."""
+def sync(path: Path) -> None:
+    """Write a file's contents, or a folder's names, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -306,4 +306,4 @@ def make_folder(path: Path, within: Path) -> None:
     if path != within and not path.is_dir():
         make_folder(path.parent, within)
         path.mkdir()
-        sync_folder(path.parent)
+        sync(path.parent)

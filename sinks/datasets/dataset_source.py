@@ -2,12 +2,13 @@
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio.to_thread
 import gymnasium as gym
@@ -23,13 +24,14 @@ from rollflow.sinks.datasets.agents_block import AgentsBlock
 from rollflow.sinks.datasets.d4rl_episodes import D4rlEpisodes
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.sinks.datasets.env_episodes import EnvEpisodes
-from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints
+from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore
 from rollflow.sinks.datasets.episode_summary import EpisodeSummary, step_bytes, summary_of, windows_of
 from rollflow.sinks.datasets.minari_episodes import MinariEpisodes, minari_data_of
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
 from rollflow.sinks.datasets.rllib_episodes import RllibEpisodes, rllib_files_of
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
+from rollflow.sinks.datasets.stored_steps import Ints, ReadAhead
 from rollflow.sinks.trainer.trainer_side.item_maker import check_module
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.graph.channel import Outlet
@@ -45,6 +47,21 @@ class Position:
     number: int = 0
     episode: int = 0
     step: int = 0
+
+
+class _Window(NamedTuple):
+    """Episodes that are in memory together.
+
+    number      of the pass
+    ordinal     number of the first episode in the order of the pass
+    episodes    i64[K]
+    is_last     whether the pass ends with it
+    """
+
+    number: int
+    ordinal: int
+    episodes: Ints
+    is_last: bool
 
 
 class DatasetSource(IterableDataset[Any]):
@@ -168,7 +185,7 @@ class DatasetSource(IterableDataset[Any]):
         for fragment in self._fragments(1, whole=True):
             yield next(fragment.episodes()) if isinstance(fragment, StoredAgents) else fragment.chunk(0)
 
-    def fragments(self) -> Iterator[Any]:
+    def fragments(self) -> Generator[Any, None, None]:
         """Fragments of `batch_size` steps each, of one slot in which chunks of episodes stand one behind the other.
 
         Of several agents each is a `MultiAgentFragment` of one environment.
@@ -193,9 +210,9 @@ class DatasetSource(IterableDataset[Any]):
 
     async def run(self, fragments: Outlet[AnyFragment]) -> None:
         """Send the fragments of one loop, as a node of a graph: `graph.connect("source.fragments", "learner")`."""
-        made = self.fragments()
-        while (fragment := await anyio.to_thread.run_sync(next, made, None)) is not None:
-            await fragments.send(fragment)
+        with closing(self.fragments()) as made:
+            while (fragment := await anyio.to_thread.run_sync(next, made, None)) is not None:
+                await fragments.send(fragment)
 
     # Going on
 
@@ -240,16 +257,21 @@ class DatasetSource(IterableDataset[Any]):
         """The next fragments, up to the end of the loop."""
         if get_worker_info() is not None:
             self._begin_in_worker()
-        name = f"the dataset at {self._path}"
-        for number, block, row, ends in self._blocks(size, whole=whole):
-            for begin, end in pairwise([row, *ends]):
-                self._at = Position(number, *block.place_of(end))
-                options: dict[str, Any] = {"lookback": self._lookback, "sequence": self._sequence, "name": name}
-                self._sequence += 1
-                if isinstance(block, AgentsBlock):
-                    yield StoredAgents(block, begin, end, **options)
-                else:
-                    yield StoredFragment(block, begin, end, **options)
+        name, window = f"the dataset at {self._path}", None
+        with closing(self._blocks(size, whole=whole)) as blocks:
+            for window, block, row, ends in blocks:
+                for begin, end in pairwise([row, *ends]):
+                    self._at = Position(window.number, *block.place_of(end))
+                    options: dict[str, Any] = {"lookback": self._lookback, "sequence": self._sequence, "name": name}
+                    self._sequence += 1
+                    if isinstance(block, AgentsBlock):
+                        yield StoredAgents(block, begin, end, **options)
+                    else:
+                        yield StoredFragment(block, begin, end, **options)
+                if window.is_last:
+                    self._at = Position(window.number + 1)
+        if window is None:  # the place was the end of a loop, or this share has no episodes
+            self._at = Position(self._at.number + 1)
 
     def _begin_in_worker(self) -> None:
         """Go to the beginning of the pass. Raises DatasetError for a place within one, which is not of this share."""
@@ -260,42 +282,34 @@ class DatasetSource(IterableDataset[Any]):
             ).see("dataset")
         self._is_in_worker, self._at = True, Position(self._at.number)
 
-    def _blocks(self, size: int, *, whole: bool) -> Iterator[tuple[int, Any, int, list[int]]]:
+    def _blocks(self, size: int, *, whole: bool) -> Generator[tuple[_Window, Any, int, list[int]], None, None]:
         """Each window up to the end of the loop, from the present place on; a thread reads the next one meanwhile.
 
-        Gives the number of the pass, the block, the row at which its first fragment begins, and those at which they
-        end.
+        Gives the window, its steps, the row at which its first fragment begins, and the rows at which they end.
         """
         make: Any = AgentsBlock if isinstance(self._store, EnvEpisodes) else EpisodeBlock
-        thread = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
-        row, coming, windows = self._at.step, None, self._upcoming()
-        if (window := next(windows, None)) is None:  # the place was the end of a loop, or this share has no episodes
-            self._at = Position(self._at.number + 1)
+        row, windows, coming = self._at.step, self._upcoming(), None
+        window = next(windows, None)
         try:
             while window is not None:
-                number, ordinal, episodes, is_last = window
-                block = make(self._store, episodes, ordinal) if coming is None else coming.result()
-                window, coming = next(windows, None), None
+                read = partial(make, self._store, window.episodes, window.ordinal)
+                block = read() if coming is None else coming.result()
                 ends = block.ends(row, size, whole=whole)
                 end = ends[-1] if ends else row
-                if is_last and end < block.num_rows:
+                if window.is_last and end < block.num_rows:
                     ends.append(block.num_rows)
-                rest = None if is_last else block.rest(end, self._lookback)
-                if window is not None:
-                    coming = thread.submit(make, self._store, window[2], window[1], rest)
-                yield number, block, row, ends
-                if is_last:
-                    self._at = Position(number + 1)
-                row = 0 if rest is None else rest.row
+                rest = None if window.is_last else block.rest(end, self._lookback)
+                following, coming = next(windows, None), None
+                if following is not None:
+                    coming = ReadAhead(partial(make, self._store, following.episodes, following.ordinal, rest))
+                yield window, block, row, ends
+                window, row = following, 0 if rest is None else rest.row
         finally:
-            thread.shutdown(wait=False, cancel_futures=True)
+            if coming is not None:
+                coming.stop()
 
-    def _upcoming(self) -> Iterator[tuple[int, int, Ints, bool]]:
-        """The windows up to the end of the loop, from the present place on.
-
-        Gives the number of the pass, that of the window's first episode in its order, the episodes, and whether the
-        window is the pass's last.
-        """
+    def _upcoming(self) -> Iterator[_Window]:
+        """The windows up to the end of the loop, from the present place on."""
         number, first = self._at.number, self._at.episode
         while windows := self._windows(number):
             ordinal = 0
@@ -303,7 +317,7 @@ class DatasetSource(IterableDataset[Any]):
                 ordinal += len(episodes)
                 if ordinal > first:
                     left = episodes[max(0, len(episodes) - (ordinal - first)) :]
-                    yield number, ordinal - len(left), left, place == len(windows) - 1
+                    yield _Window(number, ordinal - len(left), left, place == len(windows) - 1)
             number, first = number + 1, 0
             if self.passes is not None and number % self.passes == 0:
                 return

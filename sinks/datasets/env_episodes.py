@@ -7,10 +7,10 @@ import numpy as np
 from rollflow.sinks.datasets.agent_tables import ids_by_text
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, EPISODES, DatasetFolder
-from rollflow.sinks.datasets.episode_block import Ints
 from rollflow.sinks.datasets.episode_index import EpisodeIndex, damaged, numbers_in
 from rollflow.sinks.datasets.episode_summary import EpisodeSummary, step_bytes, windows_of
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
+from rollflow.sinks.datasets.stored_steps import Ints
 from rollflow.stream.data.columns import Columns
 
 _STOPPED, _AGENT_STEPS, _RETURN = "env_t_stopped", "agent_steps", "return"

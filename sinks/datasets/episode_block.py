@@ -1,7 +1,6 @@
-"""Blocks of episodes in memory, row behind row, of which fragments are views."""
+"""Blocks of episodes in memory, row behind row, of which fragments are made."""
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
@@ -9,62 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, describe_tree, empty_tree
+from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
-
-Ints = NDArray[np.int64]
-
-_JOINED_BYTES = 512  # of a row: larger ones stay in their parts, since to join them takes as long as to take them
-
-
-class StoredSteps:
-    """Steps of K episodes in parts, such as row groups. What is taken is copied once, from there to where it is used.
-
-    parts       name -> the column's parts, trees of arrays any[m, ...], as many rows in each column's
-    rows        i64[S]    the row of each step, counted over all parts, episode by episode
-    last_obs    tree of arrays any[K, ...], the observation behind each episode's last step; None: not read
-    """
-
-    def __init__(self, parts: Mapping[str, Sequence[Tree]], rows: Ints, last_obs: Tree | None) -> None:
-        self.parts = {name: list(trees) for name, trees in parts.items()}
-        self.rows, self.last_obs = rows, last_obs
-        sizes = [len(leaves_of(tree)[0]) for tree in next(iter(self.parts.values()))]
-        self._firsts: Ints = np.cumsum([0, *sizes])  # of each part, and behind the last
-
-    def after(self, front: "StoredSteps") -> "StoredSteps":
-        """These steps behind others."""
-        parts = {name: [*front.parts[name], *trees] for name, trees in self.parts.items()}
-        rows = np.concatenate([front.rows, self.rows + front._firsts[-1]])
-        lasts = None if self.last_obs is None else map_tree(_joined, front.last_obs, self.last_obs)
-        return StoredSteps(parts, rows, lasts)
-
-    def join(self) -> None:
-        """Put the parts of columns with small rows end to end, from which steps are taken faster."""
-        for name, trees in self.parts.items():
-            row_bytes = sum(leaf.nbytes // max(1, len(leaf)) for leaf in leaves_of(trees[0]))
-            if len(trees) > 1 and row_bytes <= _JOINED_BYTES:
-                self.parts[name] = [map_tree(_joined, *trees)]
-
-    def write(self, name: str, steps: Ints, value: Any) -> None:
-        """Set the value of some steps, i64[n], in a column of numbers."""
-        tree = self.parts[name] = [np.concatenate(self.parts[name])]
-        tree[0][self.rows[steps]] = value
-
-    def taken(self, name: str, steps: Ints | slice = slice(None)) -> Tree:
-        """A column's values at some steps, i64[n] or a slice of all: a tree of new arrays any[n, ...]."""
-        rows, trees = self.rows[steps], self.parts[name]
-        if len(trees) == 1:
-            # All rows are there; the mode "raise" would check each of them first.
-            return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), trees[0])
-        values = map_tree(lambda leaf: np.empty((len(rows), *leaf.shape[1:]), leaf.dtype), trees[0])
-        part = np.searchsorted(self._firsts, rows, "right") - 1
-        ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(part) != 0)) + 1
-        for begin, end in pairwise([0, *ends.tolist(), len(rows)] if len(rows) else []):
-            at = int(part[begin])
-            first = int(rows[begin] - self._firsts[at])
-            map_tree(lambda leaf, value, b=begin, e=end, f=first: _copy(leaf, f, value[b:e]), trees[at], values)
-        return values
+from rollflow.stream.data.tree import Tree, map_tree
 
 
 class EpisodeStore(Protocol):
@@ -95,7 +42,7 @@ class EpisodeStore(Protocol):
     def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
         """Read some of the `columns` of K episodes, i64[K], and the observations behind their last steps.
 
-        Raises DatasetError, with its name, for a damaged file.
+        Calls `check_wanted` between its parts. Raises DatasetError, with its name, for a damaged file.
         """
         ...
 
@@ -171,7 +118,8 @@ class EpisodeBlock:
         self.is_cut: NDArray[np.bool_] = ~self.terminated & ~truncated
         if rest is not None:
             self.is_cut[: len(rest.episodes)] = rest.is_cut  # these are marked as truncated
-        self.steps.write(Columns.TRUNCATEDS, stop[self.is_cut] - 1, True)
+        if self.is_cut.any():
+            self.steps.write(Columns.TRUNCATEDS, stop[self.is_cut] - 1, True)
         self.truncated = truncated | self.is_cut
 
     def ends(self, row: int, size: int, *, whole: bool) -> list[int]:
@@ -218,11 +166,3 @@ class BlockRest:
             np.arange(self.num_rows),
             map_tree(lambda leaf: leaf[at:].copy(), steps.last_obs),
         )
-
-
-def _copy(leaf: NDArray[Any], first: int, into: NDArray[Any]) -> None:
-    into[:] = leaf[first : first + len(into)]
-
-
-def _joined(*leaves: NDArray[Any]) -> NDArray[Any]:
-    return np.concatenate(leaves)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, MARK, STEPS, DatasetFolder, no_steps
-from rollflow.sinks.datasets.episode_block import Ints
+from rollflow.sinks.datasets.stored_steps import Ints
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, empty_tree
-from rollflow.sinks.datasets.episode_block import EpisodeStore, Ints
+from rollflow.sinks.datasets.episode_block import EpisodeStore
+from rollflow.sinks.datasets.stored_steps import Ints
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import leaves_of
 

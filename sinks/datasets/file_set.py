@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow, whole_numbers
-from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, MARK, STEPS, DatasetFolder, make_folder, sync_folder
+from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, MARK, STEPS, DatasetFolder, make_folder, sync
 from rollflow.stream.data.columns import Columns
 
 # Columns of steps that are written with a dictionary: numbers take longer, for no less.
@@ -77,13 +77,12 @@ class FileSet:
         self._write_waiting()
         for kind, writer in self._writers.items():
             writer.close()
-            self._files[kind].flush()
-            os.fsync(self._files[kind].fileno())
             self._files[kind].close()
+            sync(self._folder.partial(kind, self.number))
         last = self._folder.last_kind
         for kind in sorted(self._writers, key=lambda kind: kind == last):
             self._folder.partial(kind, self.number).replace(self._folder.file(kind, self.number))
-            sync_folder(self._folder.path / kind)
+            sync(self._folder.path / kind)
 
     def discard(self) -> None:
         """Close the files and remove them, as far as the disk allows."""

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.episode_block import Ints
+from rollflow.sinks.datasets.stored_steps import Ints
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree
 

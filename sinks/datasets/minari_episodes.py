@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description
 from rollflow.sinks.datasets.dataset_folder import environment_of
-from rollflow.sinks.datasets.episode_block import FilledSteps, Ints, StoredSteps, columns_of_spaces
+from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces
 from rollflow.sinks.datasets.hdf5_groups import Hdf5Groups
+from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree, map_tree
@@ -74,6 +75,7 @@ class MinariEpisodes:
         made = FilledSteps.of(self, episodes, names, with_last=with_last)
         try:
             for place, episode in enumerate(self._storage.get_episodes(episodes.tolist())):
+                check_wanted()
                 count, end = int(self.num_steps[episodes[place]]), int(made.stop[place])
                 for name, tree in made.columns.items():
                     _copy(tree, episode[_KEYS[name]], slice(end - count, end), slice(count))

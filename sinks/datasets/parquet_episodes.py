@@ -8,8 +8,8 @@ import numpy as np
 
 from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, scatter, tree_of
 from rollflow.sinks.datasets.dataset_folder import ENV_T, EPISODES, LAST_OBS, STEPS, DatasetFolder
-from rollflow.sinks.datasets.episode_block import Ints, StoredSteps
 from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, ranges
+from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, map_tree
 
@@ -46,6 +46,7 @@ class ParquetEpisodes:
         for number, in_file in _parts(index.file[chunks[order]]):
             with self._opened(STEPS, number) as file:
                 for group, part in _parts(index.group[chunks[order[in_file]]]):
+                    check_wanted()
                     mine = order[in_file][part]
                     rows, counts = index.row[chunks[mine]], lengths[mine]
                     table = file.read_row_group(index.groups[group][1], columns=names, use_threads=False)

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import DESCRIPTION
-from rollflow.sinks.datasets.episode_block import FilledSteps, Ints, StoredSteps, columns_of_spaces
+from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces
 from rollflow.sinks.datasets.episode_index import UNREADABLE, damaged
+from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
@@ -105,6 +106,7 @@ class RllibEpisodes:
                 at = stop - (chunks[-1].end - chunk.begin)
                 places.setdefault(chunk.file, {})[chunk.row] = at, place, chunk is chunks[-1]
         for file, rows in places.items():
+            check_wanted()
             for row, state in enumerate(self._states(file)):
                 try:
                     if row in rows:

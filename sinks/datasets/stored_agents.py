@@ -6,7 +6,7 @@ import numpy as np
 
 from rollflow.sinks.datasets.agents_block import AgentsBlock, FragmentSteps, ModuleSteps
 from rollflow.sinks.datasets.env_episodes import EnvEpisodes
-from rollflow.sinks.datasets.episode_block import Ints
+from rollflow.sinks.datasets.stored_steps import Ints
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import map_tree

@@ -1,45 +1,66 @@
-"""Fragments made of stored episodes: views of a block of them."""
+"""Fragments made of stored episodes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, StoredSteps
+from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore
+from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree, tree_at
+from rollflow.stream.data.tree import Tree, map_tree, tree_at
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 from rollflow.stream.fragments.fragment_records import ChunkIndex
 
 
-class StoredColumn(Column):
-    """A column that is taken from stored steps when it is first looked at; read-only.
+class StoredColumns(dict[str, Column]):
+    """Columns of steps, each of which is taken and made read-only when it is first looked at. Copies have all of them.
 
-    rows    steps, i64[rows]
+    steps    that they are of
+    rows     name -> steps, i64[rows]
     """
 
-    __slots__ = ("_rows", "_steps")
-
-    def __init__(self, name: str, steps: StoredSteps, rows: Ints) -> None:
-        self.name, self._steps, self._rows = name, steps, rows
-
-    def __getattr__(self, name: str) -> Any:
-        """What `Column` has, which is not there yet."""
-        if name not in Column.__slots__:
-            raise AttributeError(f"a column has no {name!r}")
-        super().__init__(self.name, map_tree(lambda leaf: leaf[:, None], self._steps.taken(self.name, self._rows)))
-        self.seal()
-        return getattr(self, name)
+    def __init__(self, steps: StoredSteps, rows: Mapping[str, Ints]) -> None:
+        super().__init__()
+        self.steps, self._rows = steps, rows
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the arrays."""
-        trees = self._steps.parts[self.name]
-        row_bytes: int = sum(leaf.nbytes // max(1, len(leaf)) for leaf in leaves_of(trees[0]))
-        return row_bytes * len(self._rows)
+        """Bytes in the columns, once all of them are there."""
+        return sum(self.steps.row_bytes(name) * len(rows) for name, rows in self._rows.items())
+
+    def __missing__(self, name: str) -> Column:
+        taken = self.steps.taken(name, self._rows[name])
+        column = Column(name, map_tree(lambda leaf: leaf[:, None], taken))
+        column.seal()
+        return self.setdefault(name, column)  # the one that stays, if another thread has made it as well
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def keys(self) -> Any:
+        """The names."""
+        return self._rows.keys()
+
+    def values(self) -> Any:
+        """All columns."""
+        return [self[name] for name in self._rows]
+
+    def items(self) -> Any:
+        """All names and columns."""
+        return [(name, self[name]) for name in self._rows]
+
+    def __reduce__(self) -> Any:
+        return dict, (self.items(),)
 
 
 class StoredIds:
@@ -74,12 +95,12 @@ class StoredFragment(Fragment):
         before = min(begin - max(int(starts[0]), 0), lookback)
         layout = FragmentLayout(1, end - begin, before, store.action_space, False, StoredIds(store.ids[episodes]))
         first = begin - before
-        self._steps, self._rows = block.steps, slice(begin, end)
+        self._taken = slice(begin, end)
         rows = np.arange(first, end)
         behind = np.append(rows, min(end, block.num_rows - 1))  # an episode's own last observation is not in the column
-        columns: dict[str, Column] = {
-            key: StoredColumn(key, block.steps, behind if key == Columns.OBS else rows) for key in block.steps.parts
-        }
+        columns = StoredColumns(
+            block.steps, {name: behind if name == Columns.OBS else rows for name in block.steps.parts}
+        )
         none = np.zeros(1, np.int64)
         super().__init__(layout, 0, sequence, columns, episode_start=none, episode_number=none)
         self.observation_space, self.name = store.observation_space, name
@@ -110,8 +131,15 @@ class StoredFragment(Fragment):
 
     def gather(self, name: str) -> Tree:
         """A column's rows, one behind the other: a tree of new arrays `any[num_steps, ...]`."""
-        self._named(name)
-        return self._steps.taken(name, self._rows)
+        columns = self.columns
+        if not isinstance(columns, StoredColumns) or name not in columns:
+            return super().gather(name)
+        return columns.steps.taken(name, self._taken)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the columns."""
+        return self.columns.nbytes if isinstance(self.columns, StoredColumns) else super().nbytes
 
     def last_observations(self) -> Tree:
         """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""

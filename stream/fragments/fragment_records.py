@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -67,16 +67,10 @@ class EpisodeIds:
     """Ids of a lane's episodes: unique to the run, and the same in every run with one seed.
 
     prefix    of this lane and no other
-
-    An id tells the slot, and how many episodes the slot had before.
     """
 
     prefix: str
-    _lane: str = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_lane", hashlib.blake2b(self.prefix.encode(), digest_size=10).hexdigest())
 
     def __call__(self, slot: int, number: int) -> str:
         """The id of an episode of a slot that had `number` episodes before."""
-        return f"{self._lane}-{slot}-{number}"
+        return hashlib.blake2b(f"{self.prefix}/{slot}/{number}".encode(), digest_size=16).hexdigest()

@@ -14,11 +14,11 @@ from command_errors import assert_one_line
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.cli.main import main
+from rollflow.cli.recording import record_episodes
 from rollflow.nodes import DefaultModelConfig, FrameStacking, MeanStdFilter, Rollout
 from rollflow.nodes.env.filmed_env import FilmedEnv
 from rollflow.policy import Policy
 from rollflow.sinks import DatasetSink, DatasetSource
-from rollflow.sinks.datasets.recording import record_episodes
 from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import equal_trees
 

@@ -1,6 +1,5 @@
 """Rollouts of numbered agents that are drawn by chance, run in every way that there is."""
 
-import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,7 +58,7 @@ def mapping_of(drawn: Drawn) -> Callable[[Any, Any], str]:
     def module_of(agent: str, episode: Any) -> str:
         number = int(agent.split()[1])
         kind = "nested" if number < drawn.nested else "plain"
-        return f"{kind} {(number + (zlib.crc32(episode.id_.encode()) if drawn.by_episode else 0)) % 2}"
+        return f"{kind} {(number + (int(episode.id_, 16) if drawn.by_episode else 0)) % 2}"
 
     return module_of
 

@@ -1,16 +1,26 @@
 """The next window of a dataset is read while the fragments of one are handed out."""
 
+import copy
+import pickle
+import subprocess
+import sys
 import threading
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from numbered_module import NumberedEnv, NumberedModule
 from replayed import Played
 
+from rollflow.nodes import Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
-from rollflow.stream import DatasetError
+from rollflow.sinks.datasets.stored_steps import check_wanted
+from rollflow.stream import ColumnError, DatasetError, Graph
 
 IN_TIME_S = 60.0
 
@@ -27,6 +37,30 @@ def readers() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith("rollflow-dataset")]
 
 
+def source_of(path: Path, **options: Any) -> DatasetSource:
+    return DatasetSource(path, batch_size=5, window_steps=20, **options)
+
+
+class Held:
+    """Holds every read of a window but the first one, at its first part, until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.is_over: list[bool] = []
+        read, calls = ParquetEpisodes.read, count()
+
+        def held(*args: Any, **options: Any) -> Any:
+            if next(calls):
+                self.begun.set()
+                while not self.go_on.wait(1e-3):
+                    check_wanted()
+            steps = read(*args, **options)
+            self.is_over.append(True)
+            return steps
+
+        monkeypatch.setattr(ParquetEpisodes, "read", held)
+
+
 def test_a_thread_reads_the_next_window_before_it_is_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, counts = ParquetEpisodes.read, [threading.Event() for _ in range(3)]
     calls = iter(counts)
@@ -37,41 +71,97 @@ def test_a_thread_reads_the_next_window_before_it_is_asked_for(path: Path, monke
         return steps
 
     monkeypatch.setattr(ParquetEpisodes, "read", counted)
-    fragments = DatasetSource(path, batch_size=5, window_steps=20).fragments()
+    fragments = source_of(path).fragments()
     next(fragments)
     assert counts[1].wait(IN_TIME_S)
     assert not counts[2].is_set()  # no further than that
     fragments.close()
 
 
-def test_a_loop_that_is_left_leaves_no_thread(path: Path) -> None:
-    fragments = DatasetSource(path, batch_size=5, window_steps=20).fragments()
+def test_a_loop_that_is_left_reads_no_further_and_leaves_no_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    fragments = source_of(path).fragments()
     next(fragments)
-    (thread,) = readers()
+    assert held.begun.wait(IN_TIME_S)
+    assert len(readers()) == 1
     fragments.close()
-    thread.join(IN_TIME_S)
+    assert readers() == []
+    assert held.is_over == [True]  # the first window's alone
+
+
+@pytest.mark.anyio
+async def test_a_graph_that_fails_leaves_no_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, graph = Held(monkeypatch), Graph()
+
+    def fail(fragment: Any) -> None:
+        assert held.begun.wait(IN_TIME_S)
+        raise ValueError("of the reader")
+
+    graph.add(source=source_of(path), reader=fail)
+    graph.connect("source.fragments", "reader")
+    with pytest.raises(ValueError, match="of the reader"):
+        async with graph.run() as run:
+            await run.wait()
     assert readers() == []
 
 
+def test_a_program_whose_main_thread_has_ended_reads_on(path: Path) -> None:
+    program = f"""
+import threading, time
+from rollflow.sinks import DatasetSource
+source = DatasetSource({str(path)!r}, batch_size=5, window_steps=20)
+def read():
+    threading.main_thread().join()
+    print(sum(fragment.num_steps for fragment in source.fragments()) == source.num_steps)
+threading.Thread(target=read).start()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=IN_TIME_S)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 def test_what_comes_before_a_damaged_file_is_handed_out(path: Path) -> None:
-    whole = [fragment.num_steps for fragment in DatasetSource(path, batch_size=5, window_steps=20).fragments()]
+    whole = [fragment.num_steps for fragment in source_of(path).fragments()]
     file = sorted((path / "steps").glob("*.parquet"))[-1]
     group, data = pq.ParquetFile(file).metadata.row_group(0), bytearray(file.read_bytes())
     obs = next(each for each in map(group.column, range(group.num_columns)) if each.path_in_schema.startswith("obs"))
     data[obs.data_page_offset : obs.data_page_offset + obs.total_compressed_size] = bytes(obs.total_compressed_size)
     file.write_bytes(data)
     handed_out: list[int] = []
-    source = DatasetSource(path, batch_size=5, window_steps=20)
     with pytest.raises(DatasetError, match=file.name):
-        handed_out.extend(fragment.num_steps for fragment in source.fragments())
+        handed_out.extend(fragment.num_steps for fragment in source_of(path).fragments())
     assert len(handed_out) > 3
     assert handed_out == whole[: len(handed_out)]
 
 
 def test_what_is_read_of_one_fragment_is_the_readers_own(path: Path) -> None:
-    first, second = list(DatasetSource(path, batch_size=5).fragments())[:2]
+    first, second = list(source_of(path).fragments())[:2]
     before = first.gather("obs").tolist(), second.column("obs").tolist()
     first.gather("obs")[:] = 0
     assert (first.gather("obs").tolist(), second.column("obs").tolist()) == before
     with pytest.raises(ValueError, match="read-only"):
         first.column("obs")[:] = 0
+    assert first.columns["obs"] is first.columns["obs"]
+    with pytest.raises(ColumnError, match="missing"):
+        first.gather("missing")
+
+
+def test_a_copy_of_a_fragment_has_its_own_steps_alone(tmp_path: Path) -> None:
+    envs = [partial(NumberedEnv, slot) for slot in range(3)]
+    with Rollout(envs, module=NumberedModule(), fragment_length=4096, num_fragments=1, seed=0) as rollout:
+        with DatasetSink(tmp_path) as sink:
+            sink(next(rollout.fragments()))
+    fragment = next(DatasetSource(tmp_path, batch_size=8).fragments())
+    assert fragment.nbytes == sum(column.nbytes for column in copy.deepcopy(fragment).columns.values())
+    text = pickle.dumps({name: column.tree for name, column in pickle.loads(pickle.dumps(fragment)).columns.items()})
+    assert len(text) < 10 * fragment.nbytes
+    again = pickle.loads(pickle.dumps(fragment))
+    for name in fragment.columns:
+        assert np.array_equal(again.gather(name), fragment.gather(name))
+
+
+def test_few_episodes_of_a_row_group_let_the_rest_of_it_go(path: Path) -> None:
+    store: Any = DatasetSource(path)._store
+    whole = store.read(np.arange(len(store.num_steps)), ["rewards"], with_last=False)
+    few = store.read(np.array([0]), ["rewards"], with_last=False)
+    assert sum(map(len, few.parts["rewards"])) < sum(map(len, whole.parts["rewards"])) // 2
+    assert few.taken("rewards").tolist() == whole.taken("rewards", slice(int(store.num_steps[0]))).tolist()

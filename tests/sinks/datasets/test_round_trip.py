@@ -17,7 +17,7 @@ from shapes_env import FixedModule, Shapes
 
 from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline, TrainerSink
-from rollflow.sinks.datasets import episode_block, file_set
+from rollflow.sinks.datasets import file_set, stored_steps
 from rollflow.stream import Graph, GraphError
 
 
@@ -94,7 +94,7 @@ def test_chunks_join_with_their_lookback_and_batches_have_every_step_once(
     with (
         TemporaryDirectory() as folder,
         patch.object(file_set, "_GROUP_BYTES", group_bytes),
-        patch.object(episode_block, "_JOINED_BYTES", joined_bytes),
+        patch.object(stored_steps, "_JOINED_BYTES", joined_bytes),
     ):
         written(played, Path(folder, "data"))
         fragments = list(DatasetSource(Path(folder, "data"), **options).fragments())
