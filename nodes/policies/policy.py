@@ -140,6 +140,11 @@ class Policy:
         Returns an item of the action space. Raises as `act_batch` does.
         """
         space = self.observation_space
+        if isinstance(observation, tuple) and isinstance(observation[-1], dict) and isinstance(space, gym.spaces.Box):
+            raise PolicyError(
+                "act() got a tuple with a dict, as reset() and step() of an environment give it; expected its first "
+                "part, the observation"
+            )
         if isinstance(observation, list) and isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
             observation = np.array(observation, space.dtype)
         if isinstance(observation, np.ndarray):

@@ -63,7 +63,7 @@ def name_of(kind: str, thing: Any, where: str, *, found_again: bool = True) -> s
     if found_again and ("<" in qualified or module == "__main__"):
         raise PolicyError(
             f"{where}: {module}.{qualified} can't be imported by another program; {remedy}, or a {kind} on the top "
-            "level of a module that can be imported"
+            "level of a module that can be imported, or save_policy(path, program=True), which needs no class to act"
         )
     return f"{module}:{qualified}"
 

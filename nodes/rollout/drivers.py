@@ -192,13 +192,14 @@ class ThreadDriver:
             self._wait_for_some()
         finally:
             caller.end_wait()
-        caller.begin_life()
         if self._stalled is not None:
             raise self._stalled
         fragment = self._fragments[0]
         if fragment is None:
+            caller.end_life()
             self._raise()
             return None
+        caller.begin_life()
         self._fragments.popleft()
         caller.items += 1
         return fragment

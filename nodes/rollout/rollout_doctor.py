@@ -74,7 +74,7 @@ class RolloutDoctor:
         self._socket = RunSocket(snapshot, self._tracing.serve)
         self._times: deque[float] = deque(maxlen=_KEPT)  # seconds for which the reader had each of its last rounds
         self._gets: deque[int] = deque(maxlen=_KEPT)  # times when it got its last rounds, in ns, since it paused last
-        self._works_since = 0  # the last of them, or the end of a pause after it; 0: there was none
+        self._works_since = 0  # when it got the last of them, or the end of a pause after it; 0: it has none
         self._reader = 0  # its thread
         self._held: tuple[int, int, list[FragmentName]] | None = None  # given, busy time of the learner then, what
 
@@ -95,7 +95,7 @@ class RolloutDoctor:
 
     def reader_asks(self) -> None:
         """Take note that the reader asks for the next round, in its thread."""
-        self._reader = get_ident()
+        self._reader, self._works_since = get_ident(), 0
         if gets := self._gets:  # those from before a pause, if another thread has one right now
             self._times.append((clock() - gets[-1]) / 1e9)
         if self._tracing.fragments is not None:
@@ -128,7 +128,7 @@ class RolloutDoctor:
             yield
         finally:
             self._gets = deque(maxlen=_KEPT)  # another one: who looks meanwhile keeps that which he has
-            self._works_since = clock()
+            self._works_since = self._works_since and clock()
 
     def diagnose(self) -> Diagnosis:
         """What the rollout waits for right now."""

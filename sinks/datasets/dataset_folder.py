@@ -123,6 +123,8 @@ class DatasetFolder:
     def _missing(self) -> DatasetError:
         if self.path.is_file():
             return DatasetError(f"{self.path} is a file, expected the folder of a dataset")
+        if any(self.path.glob(f"*/*{_SUFFIX}")) and (self.path / _LOCK).exists():
+            return DatasetError(f"{self.path} has files of a dataset, but {DESCRIPTION} is missing").see("dataset")
         if (self.path / _LOCK).exists():
             return no_steps(self.path)
         others = "or Minari's, RLlib's or D4RL's files"
@@ -288,7 +290,7 @@ def environment_of(run: Mapping[str, Any]) -> str | None:
 def no_steps(path: Path) -> DatasetError:
     """The error for a dataset without a committed file."""
     return DatasetError(
-        f"the dataset at {path} has no steps yet: its sink has committed no file; expected one that was closed"
+        f"the dataset at {path} has no steps yet: no file is committed; expected a sink that had fragments, and closed"
     ).see("dataset")
 
 

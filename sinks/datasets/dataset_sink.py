@@ -90,6 +90,8 @@ class DatasetSink:
         self._max_s = max_file_s
         self._queue_size = checked_count("queue_size", queue_size, 1)
         self._extra = None if extra is None else tuple(extra)
+        if not isinstance(metadata, Mapping | None):
+            raise ValueError(f"metadata is {metadata!r:.80}, expected a dict of values that JSON can hold")
         self._rollout, self._metadata = checked_rollout(rollout), dict(metadata or {})
         try:
             json.dumps(self._metadata, allow_nan=False)

@@ -120,7 +120,11 @@ class ReplayTable:
         shared_data: dict[str, Any] = {}
         context: Any = steps  # which pieces for replays take in the place of episodes
         for piece in pieces:
-            batch = piece(rl_module=None, batch=batch, episodes=context, explore=False, shared_data=shared_data)
+            try:
+                batch = piece(rl_module=None, batch=batch, episodes=context, explore=False, shared_data=shared_data)
+            except Exception as error:
+                error.add_note(f"in piece {type(piece).__name__} of the replay")
+                raise
         convert = tensor_of if pieces else torch.from_numpy  # a piece's arrays may be read-only
         for name, data in batch.items():
             batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)

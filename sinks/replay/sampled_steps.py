@@ -1,6 +1,6 @@
 """Sampled steps: where the rows of a batch stand in a replay, and what stands around them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,12 @@ class SampledSteps:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ReplayError(
+            "a piece of a replay gets sampled steps in the place of episodes, and can't go through them; expected one "
+            "for replays, such as SampledNStepReturns in the place of NStepReturns"
+        ).see("replay")
 
     def read(self, name: str, positions: Ints) -> Tree:
         """A column at positions of any shape: a tree of new arrays any[*positions.shape, ...]."""

@@ -350,10 +350,16 @@ class Output(Inlet[T]):
 
     async def receive(self) -> T:
         self._caller.begin_wait()
+        is_over = False
         try:
             return await super().receive()
+        except anyio.EndOfStream:
+            is_over = True
+            raise
         finally:
             self._caller.end_wait()
+            if is_over:
+                self._caller.end_life()
 
     @property
     def is_awaited(self) -> bool:

@@ -100,7 +100,10 @@ class InlineRun:
         finally:
             self.caller.end_wait()
         self.caller.items += len(outputs)
-        self.caller.begin_life()
+        if outputs or not self.has_ended:
+            self.caller.begin_life()
+        else:
+            self._end()
         return outputs
 
     def next_outputs_unmetered(self) -> list[tuple[str, Any]]:
@@ -194,7 +197,8 @@ class InlineRun:
 
     def look(self) -> Look | None:
         """What every node and the reader do right now, for the stall doctor; None: it does not run."""
-        return look_of_inline_run(self) if self._state in ("running", "finished") else None
+        is_running = self._state in ("running", "finished") and self._ended_at is None
+        return look_of_inline_run(self) if is_running else None
 
     @property
     def traceable(self) -> Traceable:
@@ -211,9 +215,14 @@ class InlineRun:
         """Call every node's `close()`. A second call does nothing."""
         if self._state != "closed":
             self._state = "closed"
-            self.caller.end_life()
-            self._ended_at = clock()
+            self._end()
             close_nodes(self.graph)
+
+    def _end(self) -> None:
+        """Count no more; what the caller does from now on is none of this run's."""
+        if self._ended_at is None:
+            self._ended_at = clock()
+            self.caller.end_life()
 
 
 def can_run_inline(graph: Graph) -> bool:

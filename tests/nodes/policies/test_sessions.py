@@ -210,3 +210,8 @@ def test_a_function_of_a_user_may_remember_by_the_episode() -> None:
     for ids in (["a", "b"], ["b"], ["c", "a"]):
         policy.act_batch(np.stack([ITEM] * len(ids)), sessions=ids)
     assert counts[-5:] == [1, 1, 2, 1, 2]
+
+
+def test_what_reset_gives_is_no_observation() -> None:
+    with pytest.raises(PolicyError, match=r"as reset\(\) and step\(\) of an environment give it; expected"):
+        policy_with().act((ITEM, {}))

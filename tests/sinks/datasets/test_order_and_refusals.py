@@ -189,6 +189,21 @@ def test_small_fragments_share_a_row_group_and_large_ones_have_one_each(
     assert sum(fragment.num_steps for fragment in DatasetSource(tmp_path).fragments()) == sum(counts)
 
 
+def test_files_without_a_description_are_no_empty_dataset(path: Path, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path / "empty"):
+        pass
+    with pytest.raises(DatasetError, match="has no steps yet: no file is committed"):
+        DatasetSource(tmp_path / "empty")
+    (path / "dataset.json").unlink()
+    with pytest.raises(DatasetError, match=r"has files of a dataset, but dataset\.json is missing"):
+        DatasetSource(path)
+
+
+def test_metadata_of_another_type_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="metadata is 'x', expected a dict"):
+        DatasetSink(tmp_path, metadata="x")  # type: ignore[arg-type]
+
+
 def test_a_file_is_ended_when_its_time_is_over(played: Played, tmp_path: Path) -> None:
     with DatasetSink(tmp_path, max_file_s=0) as sink:
         for fragment in played.fragments:
@@ -331,7 +346,7 @@ def test_a_newer_or_a_damaged_description_is_refused(path: Path, tmp_path: Path)
 def test_a_dataset_without_a_committed_file_is_refused(played: Played, tmp_path: Path) -> None:
     with DatasetSink(tmp_path) as sink:
         sink(played.fragments[0])
-        with pytest.raises(DatasetError, match="has no steps yet: its sink has committed no file"):
+        with pytest.raises(DatasetError, match="has no steps yet: no file is committed"):
             DatasetSource(tmp_path)
 
 

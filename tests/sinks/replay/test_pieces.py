@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from replayed import Played
 
-from rollflow.nodes import RLModule, Rollout
+from rollflow.nodes import GeneralAdvantageEstimation, NStepReturns, RLModule, Rollout
 from rollflow.sinks import HindsightGoals, Replay, SampledNStepReturns, Sequences, Storage
 from rollflow.stream import ReplayError
 
@@ -107,3 +107,12 @@ def test_pieces_of_a_replay_say_where_they_belong() -> None:
     replay.insert(played.fragments[0])
     with pytest.raises(ReplayError, match="observations have no 'achieved_goal' and 'desired_goal'"):
         replay.sample(4)
+
+
+@pytest.mark.parametrize("piece", [NStepReturns(n_step=3), GeneralAdvantageEstimation()])
+def test_a_piece_that_goes_through_episodes_is_told_of_those_for_replays(piece: Any) -> None:
+    replay = Replay(100, pieces=[piece])
+    replay.insert(Played(2, 1).fragments[0])
+    with pytest.raises(ReplayError, match="such as SampledNStepReturns in the place of NStepReturns") as caught:
+        replay.sample(4)
+    assert f"in piece {type(piece).__name__} of the replay" in caught.value.__notes__
