@@ -3,9 +3,9 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from time import monotonic
 from types import TracebackType
 from typing import Any, Protocol
@@ -309,12 +309,17 @@ class PortalDriver:
     def start(self) -> None:
         """Start the thread and its event loop."""
         self.ring.validate()
-        running = RunHandle(self.ring, rules=self._rules)
         with ExitStack() as opening:
             self._portal = opening.enter_context(anyio.from_thread.start_blocking_portal())
-            self._run = opening.enter_context(self._portal.wrap_async_context_manager(running))
+            opening.enter_context(self._portal.wrap_async_context_manager(self._running()))
             self._stack = opening.pop_all()
         self._is_open = True
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Run the ring, of which there is a report from before its nodes begin on."""
+        async with RunHandle(self.ring, rules=self._rules) as self._run:
+            yield
 
     def next(self) -> Any:
         """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
