@@ -85,7 +85,7 @@ def arrow_type(description: Description) -> Any:
 def whole_numbers(schema: Any) -> list[str]:
     """Paths in a Parquet file of the whole numbers in an Arrow schema, without those of dictionaries.
 
-    Names with dots may give two columns one path, by which Parquet's writer would take both; there is none of them.
+    A path that two columns share, by names with dots, is left out: Parquet's writer would take it for both.
     """
     pa, _ = import_pyarrow()
     leaves = list(_leaf_types(schema, ""))

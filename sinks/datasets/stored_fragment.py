@@ -41,6 +41,10 @@ class StoredColumns(dict[str, Column]):
     def __contains__(self, name: object) -> bool:
         return name in self._rows
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A column, or `default` where there is none of this name."""
+        return self[name] if name in self._rows else default
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 

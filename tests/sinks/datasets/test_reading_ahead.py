@@ -140,7 +140,8 @@ def test_what_is_read_of_one_fragment_is_the_readers_own(path: Path) -> None:
     assert (first.gather("obs").tolist(), second.column("obs").tolist()) == before
     with pytest.raises(ValueError, match="read-only"):
         first.column("obs")[:] = 0
-    assert first.columns["obs"] is first.columns["obs"]
+    assert first.columns["obs"] is first.columns.get("obs") is dict(first.columns)["obs"]
+    assert first.columns.get("missing") is None
     with pytest.raises(ColumnError, match="missing"):
         first.gather("missing")
 
