@@ -197,8 +197,7 @@ class InlineRun:
 
     def look(self) -> Look | None:
         """What every node and the reader do right now, for the stall doctor; None: it does not run."""
-        is_running = self._state in ("running", "finished") and self._ended_at is None
-        return look_of_inline_run(self) if is_running else None
+        return look_of_inline_run(self) if self._state in ("running", "finished") else None
 
     @property
     def traceable(self) -> Traceable:
