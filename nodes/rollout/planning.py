@@ -170,7 +170,7 @@ class Planner:
         probed = self._probe(most, now)
         costs = calibrated(probed.measured, now, running)
         ruled_out = refusals(self._request) | probed.ruled_out
-        best = (self._best(costs, now.slots, [where], ruled_out, cores) for where in PLACES)
+        best = (self._best(costs, now.slots, [where], ruled_out, cores) for where in _WORKER_BYTES)
         for each, _ in named or chain.from_iterable(best):
             costs = self._worker_costs.measured(costs, each)
         here = predicted(costs, now, cores)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import DatasetError
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree
 
 Description = dict[str, Any]
 
@@ -108,13 +108,11 @@ def _leaf_types(fields: Any, parent: str) -> Iterator[tuple[str, Any]]:
 
 def is_alike(kind: Any, other: Any) -> bool:
     """True for Arrow types of the same form, whether or not they may have nulls, as earlier versions wrote them."""
-    pa, _ = import_pyarrow()
-    for is_nested in (pa.types.is_struct, pa.types.is_fixed_size_list):
-        if is_nested(kind) and is_nested(other) and kind.num_fields == other.num_fields:
-            pairs = [(kind.field(place), other.field(place)) for place in range(kind.num_fields)]
-            sizes = getattr(kind, "list_size", 0) == getattr(other, "list_size", 0)
-            return sizes and all(one.name == two.name and is_alike(one.type, two.type) for one, two in pairs)
-    return bool(kind == other)
+    if not kind.num_fields or (kind.id, kind.num_fields) != (other.id, other.num_fields):
+        return bool(kind == other)
+    pairs = [(kind.field(place), other.field(place)) for place in range(kind.num_fields)]
+    has_size = getattr(kind, "list_size", None) == getattr(other, "list_size", None)
+    return has_size and all(one.name == two.name and is_alike(one.type, two.type) for one, two in pairs)
 
 
 def tree_of(array: Any, description: Description) -> Tree:
@@ -151,11 +149,6 @@ def empty_tree(description: Description, count: int) -> Tree:
         trees = [empty_tree(part, count) for _, part in parts]
         return _tree_with(description, parts, trees)
     return np.empty((count, *description["shape"]), description["dtype"])
-
-
-def scatter(items: Tree, rows: NDArray[np.int64], target: Tree, to: NDArray[np.int64]) -> None:
-    """Copy the items at `rows`, i64[K], of any[n, ...] to `to`, i64[K], in a tree of arrays any[S, ...]."""
-    map_tree(lambda leaf, into: into.__setitem__(to, leaf[rows]), items, target)
 
 
 def first_difference(ours: Any, others: Any, where: str) -> str | None:

@@ -123,10 +123,10 @@ class DatasetFolder:
     def _missing(self) -> DatasetError:
         if self.path.is_file():
             return DatasetError(f"{self.path} is a file, expected the folder of a dataset")
-        if any(self.path.glob(f"*/*{_SUFFIX}")) and (self.path / _LOCK).exists():
-            return DatasetError(f"{self.path} has files of a dataset, but {DESCRIPTION} is missing").see("dataset")
         if (self.path / _LOCK).exists():
-            return no_steps(self.path)
+            if not any(self.path.glob(f"*/*{_SUFFIX}")):
+                return no_steps(self.path)
+            return DatasetError(f"{self.path} has files of a dataset, but {DESCRIPTION} is missing").see("dataset")
         others = "or Minari's, RLlib's or D4RL's files"
         return DatasetError(f"there is no dataset at {self.path}, expected a folder with {DESCRIPTION}, {others}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, scatter, tree_of
+from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, tree_of
 from rollflow.sinks.datasets.dataset_folder import ENV_T, EPISODES, LAST_OBS, STEPS, DatasetFolder
 from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, ranges
 from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
@@ -65,18 +65,21 @@ class ParquetEpisodes:
 
     def _last_obs(self, chunks: Ints) -> Tree:
         """Read the observation behind each of some chunks, i64[K]: a tree of arrays any[K, ...]."""
-        index, order = self.index, np.argsort(chunks)
-        last_obs = empty_tree(self.columns[Columns.OBS], len(chunks))
-        chunks = chunks[order]
-        for number, mine in _parts(index.file[chunks]):
+        index, order, described = self.index, np.argsort(chunks), self.columns[Columns.OBS]
+        rows, parts, size = np.empty_like(chunks), [empty_tree(described, 0)], 0
+        for number, in_file in _parts(index.file[chunks[order]]):
+            mine = order[in_file]
             groups, at = np.unique(index.group[chunks[mine]], return_inverse=True)
             with self._opened(EPISODES, number) as file:
-                in_file = [index.groups[group][1] for group in groups.tolist()]
-                table = file.read_row_groups(in_file, columns=[LAST_OBS], use_threads=False)
-                read = tree_of(table.column(LAST_OBS), self.columns[Columns.OBS])
+                numbers = [index.groups[group][1] for group in groups.tolist()]
+                table = file.read_row_groups(numbers, columns=[LAST_OBS], use_threads=False)
+                parts.append(tree_of(table.column(LAST_OBS), described))
             counts = index.group_chunks[groups]
-            scatter(read, index.place[chunks[mine]] + (np.cumsum(counts) - counts)[at], last_obs, order[mine])
-        return last_obs
+            rows[mine] = size + index.place[chunks[mine]] + (np.cumsum(counts) - counts)[at]
+            size += table.num_rows
+        steps = StoredSteps({LAST_OBS: parts[1:] or parts}, rows, None)
+        steps.join()
+        return steps.taken(LAST_OBS)
 
     @contextmanager
     def _opened(self, kind: str, number: int) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
 
 Ints = NDArray[np.int64]
 T = TypeVar("T")
@@ -36,14 +36,14 @@ class StoredSteps:
         """These steps behind others."""
         parts = {name: [*front.parts[name], *trees] for name, trees in self.parts.items()}
         rows = np.concatenate([front.rows, self.rows + front._firsts[-1]])
-        lasts = None if self.last_obs is None else map_tree(_joined, front.last_obs, self.last_obs)
+        lasts = None if self.last_obs is None else concatenate_trees([front.last_obs, self.last_obs])
         return StoredSteps(parts, rows, lasts)
 
     def join(self) -> None:
         """Put the parts of columns with small rows end to end, from which steps are taken faster."""
         for name, trees in self.parts.items():
             if len(trees) > 1 and self.row_bytes(name) <= _JOINED_BYTES:
-                self.parts[name] = [map_tree(_joined, *trees)]
+                self.parts[name] = [concatenate_trees(trees)]
 
     def row_bytes(self, name: str) -> int:
         """Bytes of one step in a column."""
@@ -123,7 +123,3 @@ def check_wanted() -> None:
 
 def _copy(leaf: NDArray[Any], first: int, into: NDArray[Any]) -> None:
     into[:] = leaf[first : first + len(into)]
-
-
-def _joined(*leaves: NDArray[Any]) -> NDArray[Any]:
-    return np.concatenate(leaves)

@@ -349,17 +349,15 @@ class Output(Inlet[T]):
         return item
 
     async def receive(self) -> T:
-        self._caller.begin_wait()
-        is_over = False
         try:
-            return await super().receive()
+            self._caller.begin_wait()
+            try:
+                return await super().receive()
+            finally:
+                self._caller.end_wait()
         except anyio.EndOfStream:
-            is_over = True
+            self._caller.end_life()
             raise
-        finally:
-            self._caller.end_wait()
-            if is_over:
-                self._caller.end_life()
 
     @property
     def is_awaited(self) -> bool:
