@@ -137,15 +137,19 @@ def end_with_parent(fd: int) -> None:
     """End this process's group when the other end of a pipe is closed, whatever it is doing then.
 
     The kernel sends the signal, so that it comes through even where the interpreter never gets its turn, and to what
-    environments have forked as well.
+    environments have forked as well. On Linux it is SIGKILL, which ends a process that is stopped too.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
+    ending: int = signal.SIGIO
+    if hasattr(fcntl, "F_SETSIG"):
+        ending = signal.SIGKILL
+        fcntl.fcntl(fd, fcntl.F_SETSIG, ending)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)  # to be killed by it
     poll = select.poll()
     poll.register(fd, 0)
     if poll.poll(0):  # it was closed before anybody was asked to tell
-        os.killpg(0, signal.SIGIO)
+        os.killpg(0, ending)
 
 
 def serve_all(life: int, servers: Sequence[LaneServer]) -> None:

@@ -163,6 +163,38 @@ def test_nor_where_its_workers_have_been_frozen(where: str, tmp_path: Path) -> N
     program.await_end()
 
 
+def test_a_process_that_is_stopped_ends_with_the_pipe_it_watches() -> None:
+    """Nothing wakes it: the one that started it is still there, so that its process group is not an orphaned one."""
+    source = """
+import sys, time
+from rollflow.nodes.env.workers.lane_server import end_with_parent
+
+end_with_parent(int(sys.argv[1]))
+print("running", flush=True)
+time.sleep(100)
+"""
+    life, ours = os.pipe()
+    program = subprocess.Popen(
+        [sys.executable, "-c", source, str(life)], stdout=subprocess.PIPE, pass_fds=[life], process_group=0
+    )
+    os.close(life)
+    assert program.stdout is not None
+    assert program.stdout.readline() == b"running\n"
+    program.send_signal(signal.SIGSTOP)
+    await_stopped(program.pid)
+    os.close(ours)
+    program.communicate(timeout=60)
+    assert program.returncode == -signal.SIGKILL
+
+
+def await_stopped(pid: int) -> None:
+    """Return once a process has stopped."""
+    until = time.monotonic() + 60
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_workers_end_with_a_process_that_is_killed_and_has_a_child() -> None:
     """The child has copies of all that the process had; the workers end all the same."""
     told = 'print("running", flush=True)'
