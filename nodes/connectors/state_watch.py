@@ -209,7 +209,7 @@ def _fingerprints(piece: Any, *, filled_alone: bool = False) -> dict[str, Finger
         for name, value in list(vars(piece).items())
         if name not in _BOOKKEEPING
         and not (filled_alone and (value is None or (isinstance(value, _CONTAINERS) and not value)))
-        and not isinstance(getattr(type(piece), name, None), functools.cached_property)
+        and not isinstance(getattr(type(piece), name, None), functools.cached_property)  # noqa: TID251 - a piece's own
     }
 
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from rollflow.nodes.env.environments import Environments
@@ -32,6 +31,7 @@ from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.offloaded.rollout_report import LaneCount, LaneProgress, RolloutReport, account_of, progress_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.sockets import quoted

@@ -1,7 +1,6 @@
 """Fragments made of stored episodes."""
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore
 from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, map_tree, tree_at

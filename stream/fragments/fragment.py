@@ -14,7 +14,6 @@ an end only resets: it is *dead*, no transition.
 """
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import gymnasium as gym
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.array_table import array_table
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError

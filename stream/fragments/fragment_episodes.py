@@ -1,12 +1,12 @@
 """FragmentEpisodes: the chunks of fragments as a sequence of episodes."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 

@@ -1,12 +1,12 @@
 """Live episodes of agents: the ongoing episodes of agent slots, as views that move on with their lane."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees

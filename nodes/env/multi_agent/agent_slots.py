@@ -5,13 +5,13 @@ after the other, `number = first number of the part + environment * A + place in
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.multi_agent.agent_part import AgentPart
 

@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.multi_agent.agent_part import AgentPart, Spaces, parts_of
 

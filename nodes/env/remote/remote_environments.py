@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 from rollflow.nodes.env.environments import Environments, actions_of, record_taken
@@ -15,6 +14,7 @@ from rollflow.nodes.env.workers.agent_codec import InfoCodec, RemoteAgentEnvs
 from rollflow.nodes.env.workers.carrier import Carried
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.agent_lane import AgentLane

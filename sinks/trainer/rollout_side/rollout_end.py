@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import gymnasium as gym
@@ -26,6 +25,7 @@ from rollflow.sinks.trainer.rollout_side.pace_gate import Ask, BatchCredits, Lan
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.sinks.trainer.rollout_side.trainer_trace import TrainerTrace
 from rollflow.stream import wire
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import GraphError, ModuleError
 from rollflow.stream.data.loss_ledger import Origin, origins_of
 from rollflow.stream.data.space_codec import describe_space

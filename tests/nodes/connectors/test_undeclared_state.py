@@ -111,7 +111,7 @@ class Caches(ConnectorV2):
         self.random = np.random.default_rng(0)
         self.env, self.me = env, [self]
 
-    @functools.cached_property
+    @functools.cached_property  # noqa: TID251
     def once(self) -> Any:
         return np.ones(2)
 
