@@ -323,8 +323,7 @@ class _Ring:
             self._emit(lane)
 
     def _emit(self, lane: _Lane) -> None:
-        lane.row = 0
-        lane.may_begin = False
+        lane.row, lane.may_begin = 0, False
         self._versions.append(lane.version)
         self._fragments.give()
 
@@ -339,9 +338,8 @@ class _Ring:
         return True
 
     def _start_turns(self) -> None:
-        setting = self._setting
-        hosts = max(1, setting.hosts)
-        locks = [Pool(self._clock, 1) for _ in range(min(setting.workers * hosts, len(self._lanes)))]
+        hosts = max(1, self._setting.hosts)
+        locks = [Pool(self._clock, 1) for _ in range(min(self._setting.workers * hosts, len(self._lanes)))]
         for index, lane in enumerate(self._lanes):
             place = index * len(locks) // len(self._lanes)
             self._clock.go_on(self._turns(lane, locks[place], self._cores[place * hosts // len(locks)]))
@@ -376,10 +374,13 @@ class _Ring:
         """Takes a round of fragments, works on them, and gives their credits back."""
         lanes, rows = len(self._lanes), self._setting.slots * self._setting.fragment_length
         seconds = self._costs.update(rows) * self._scale
-        goes_on = self._ask if self._setting.where == "rollouts" else self._arrive
+        is_ring = self._setting.where != "rollouts"
+        goes_on = self._arrive if is_ring else self._ask
+        taking_s = self._machine.fragment * self._scale if is_ring and self._setting.prefetch else 0.0
         while True:
             for _ in range(lanes):
                 yield self._fragments
+                yield from self._work(self._main_lock, self._here, taking_s)
             self._lag += sum(self._updates - self._versions.popleft() for _ in range(lanes)) / lanes
             began = self._clock.now
             if not self._setting.prefetch:
@@ -396,5 +397,4 @@ class _Ring:
 
 def _from(draws: Any, rng: np.random.Generator) -> Iterator[float]:
     """The draws again and again, from some one on."""
-    at = int(rng.integers(len(draws)))
-    return cycle([*map(float, draws[at:]), *map(float, draws[:at])])
+    return cycle(np.roll(draws, -rng.integers(len(draws))).tolist())

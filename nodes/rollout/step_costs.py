@@ -17,7 +17,7 @@ class Machine:
 
     hand_over    of a lane, to another thread or process and back, in the ring's thread; half as long in the other one
     wake         from the hand-over to the beginning of what is to be done
-    fragment     of a fragment that comes from another process
+    fragment     of a fragment that comes from another process, or from a thread that goes on meanwhile
     beside       times as long as work takes while all other cores are at work for the rollout, too
     to_process   as `hand_over`, twice `wake`, where a lane goes to a worker process; None: the same
     in_worker    times as long as the work of a vector step takes in a worker of whole rollouts

@@ -130,6 +130,14 @@ def test_lanes_that_take_uneven_times_wait_for_each_other_at_the_end_of_a_round(
     assert simulated(uneven, **setting | {"prefetch": 4}).steps_per_s > 1.1 * simulated(uneven, **setting).steps_per_s
 
 
+def test_a_reader_that_has_a_thread_of_its_own_takes_the_lock_for_every_fragment() -> None:
+    machine = Machine(cores=64, hand_over=0.0, wake=0.0, fragment=8e-3)
+    of = costs(3e-3, 1e-3)
+    for prefetch, seconds in (0, 32 * 4e-3), (1, 32 * 4e-3 + 8e-3):
+        found = simulated(of, machine, where="inline", prefetch=prefetch)
+        assert found.steps_per_s == pytest.approx(32 / seconds, rel=0.01)
+
+
 def test_a_fragment_from_another_process_takes_its_time_here() -> None:
     found = simulated(costs(3e-3, 1e-3), Machine(64, 0.0, 0.0, 0.064), where="rollouts", lanes=8, workers=8)
     assert found.steps_per_s == pytest.approx(500, rel=0.15)  # 32 steps in 64 ms of this process
