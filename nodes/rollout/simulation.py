@@ -232,7 +232,7 @@ class _Ring:
             cores.give()
             lock.give()
             locked -= part
-        if releases:
+        if releases and seconds:
             yield cores
             yield seconds * releases * self._slow_down(self._machine.cores - 1 - cores.free)
             cores.give()
@@ -376,11 +376,11 @@ class _Ring:
         seconds = self._costs.update(rows) * self._scale
         is_ring = self._setting.where != "rollouts"
         goes_on = self._arrive if is_ring else self._ask
-        taking_s = self._machine.fragment * self._scale if is_ring and self._setting.prefetch else 0.0
+        taking_s = self._machine.fragment * lanes * self._scale if is_ring and self._setting.prefetch else 0.0
         while True:
             for _ in range(lanes):
                 yield self._fragments
-                yield from self._work(self._main_lock, self._here, taking_s)
+            yield from self._work(self._main_lock, self._here, taking_s)
             self._lag += sum(self._updates - self._versions.popleft() for _ in range(lanes)) / lanes
             began = self._clock.now
             if not self._setting.prefetch:
