@@ -8,7 +8,7 @@ import gzip
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
@@ -22,11 +22,12 @@ logger = logging.getLogger(__name__)
 
 Record = Callable[[int, int], None]  # (begin, end) of a span, in ns on the clock `perf_counter_ns`
 
-MOST_SPANS = 1 << 18  # that wait to be written
+MOST_SPANS = 1 << 19  # that wait to be written
 MOST_ARROWS = 4096  # fragments, or items made of them, whose arrows may still begin or end
 MOST_BYTES = 1 << 30  # of a trace, before it is compressed: a browser hardly opens a larger one
 _FIELDS = 3
-_EVERY_S, _END_S = 0.25, 5.0
+_AT_ONCE = 1 << 17  # spans that are made text in one go, which takes some 50 MB
+_EVERY_S, _END_S = 1.0, 5.0
 _OTHERS = 1 << 22  # processes elsewhere have numbers from here on: above those of any process of a system
 _BLANKS = 1000  # from its row for a number of three digits to that with blanks for zeros in front
 _THREE_DIGITS = np.frombuffer(
@@ -90,10 +91,10 @@ class Trace:
         process    elsewhere, that the track is of; empty: it is of this one
         """
         place = self._track(track, process)._asdict()
-        head = json.dumps({"ph": "X", **place, "name": name, "cat": kind, "ts": 0})
+        head = json.dumps({"ph": "X", **place, "name": name, "cat": kind})
         with self._making:
             number_of_kind = len(self._heads)
-            self._heads.append(head[:-2].encode())
+            self._heads.append(f"{head[:-1]}, ".encode())
         spans, extend, most = self._spans, self._spans.extend, _FIELDS * self._most
 
         def record(begin: int, end: int) -> None:
@@ -219,10 +220,14 @@ class Trace:
                 {"ph": "i", "s": "g", "pid": self._pid, "tid": 0, "ts": self._us(perf_counter_ns()), "name": name}
             )
         text = b"".join(json.dumps(event).encode() + b",\n" for event in events)
-        table = np.fromiter(spans, np.int64, len(spans)).reshape(-1, _FIELDS)
-        for kind in np.flatnonzero(np.bincount(table[:, 0])):
-            begin, end = np.maximum(table[table[:, 0] == kind, 1:].T - self.began, 0)
-            text += span_lines(self._heads[kind], begin, end - begin)
+        self._write(text)
+        for at in range(0, len(spans), _FIELDS * _AT_ONCE):
+            part = spans[at : at + _FIELDS * _AT_ONCE]
+            kind, begin, end = np.fromiter(part, np.int64, len(part)).reshape(-1, _FIELDS).T
+            begin, end = np.maximum((begin, end), self.began) - self.began
+            self._write(span_lines(self._heads, kind, np.stack([begin, end - begin])))
+
+    def _write(self, text: bytes) -> None:
         if text:
             self._file.write(text)
             self._file.flush()
@@ -244,21 +249,36 @@ def check_trace(path: Any) -> None:
         raise ValueError(f"trace is {path!r}, expected a file in a folder that is there, such as 'run.trace'")
 
 
-def span_lines(head: bytes, begin: NDArray[np.int64], duration: NDArray[np.int64]) -> bytes:
-    """The lines of spans that differ in their times alone, i64[n], in ns; `head` is what stands before a time.
+def span_lines(heads: Sequence[bytes], kind: NDArray[np.int64], times: NDArray[np.int64]) -> bytes:
+    """The lines of spans.
 
-    It works on columns, since a text for each span by itself would take a run's interpreter ten times as long.
+    It works on columns, since a text for each span by itself would take a run's interpreter ten times as long; and in
+    few calls, since each lets the interpreter go, and has to get it back.
+
+    heads    of every kind of span: what stands before the times
+    kind     i64[n], of each span
+    times    i64[2, n]: begin and duration, in ns
     """
+    width = max(map(len, heads))
+    padded = np.frombuffer(b"".join(head.ljust(width) for head in heads), np.uint8).reshape(-1, width)
+    begin, duration = _microseconds(times)
+    parts = (
+        padded.take(kind, axis=0),
+        _same(b'"ts": ', kind),
+        begin,
+        _same(b', "dur": ', kind),
+        duration,
+        _same(b"},\n", kind),
+    )
+    return np.hstack(parts).tobytes()
 
-    def same(text: bytes) -> NDArray[np.uint8]:
-        return np.broadcast_to(np.frombuffer(text, np.uint8), (len(begin), len(text)))
 
-    times = _microseconds(begin), same(b', "dur": '), _microseconds(duration)
-    return np.hstack([same(head), *times, same(b"},\n")]).tobytes()
+def _same(text: bytes, each: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.broadcast_to(np.frombuffer(text, np.uint8), (len(each), len(text)))
 
 
 def _microseconds(ns: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Numbers as text, u8[n, ...], in microseconds with three decimals, behind as many blanks as make them equal."""
+    """Numbers as text, u8[*ns.shape, ...], in microseconds with three decimals, behind blanks that make them equal."""
     columns: list[NDArray[np.uint8]] = []
     while len(columns) < 2 or ns.any():
         rest = ns // 1000
@@ -267,7 +287,7 @@ def _microseconds(ns: NDArray[np.int64]) -> NDArray[np.uint8]:
             row += _BLANKS * (rest == 0)
         if len(columns) > 1:
             row += _BLANKS * (ns == 0)
-        texts = _THREE_DIGITS[row].view(np.uint8).reshape(len(ns), 4)
-        columns.insert(0, texts[:, 1:] if columns else texts)
+        texts = _THREE_DIGITS[row].view(np.uint8).reshape(*ns.shape, 4)
+        columns.insert(0, texts[..., 1:] if columns else texts)
         ns = rest
-    return np.hstack(columns)
+    return np.concatenate(columns, axis=-1)

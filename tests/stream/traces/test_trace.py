@@ -36,13 +36,13 @@ class Held(io.BytesIO):
         super().close()
 
 
-@given(st.lists(st.tuples(NS, NS), min_size=1, max_size=20))
-def test_a_line_has_the_very_nanoseconds(times: list[tuple[int, int]]) -> None:
-    begin, duration = np.array(times, np.int64).T
-    lines = span_lines(b'{"ts": ', begin, duration).splitlines()
+@given(st.lists(st.tuples(st.integers(0, 1), NS, NS), min_size=1, max_size=20))
+def test_a_line_has_its_kind_and_the_very_nanoseconds(spans: list[tuple[int, int, int]]) -> None:
+    kind, *times = np.array(spans, np.int64).T
+    lines = span_lines([b'{"name": "env", ', b'{"name": "module", '], kind, np.array(times)).splitlines()
     assert len({len(line) for line in lines}) == 1
     found = [json.loads(line.rstrip(b",")) for line in lines]
-    assert [(round(each["ts"] * 1000), round(each["dur"] * 1000)) for each in found] == times
+    assert [(each["name"] == "module", round(each["ts"] * 1000), round(each["dur"] * 1000)) for each in found] == spans
 
 
 @pytest.mark.parametrize("name", ["run.trace", "run.trace.gz"])
