@@ -104,6 +104,10 @@ class Replay:
         """Number of steps that may be sampled."""
         return sum(table.rows.num_live for table in self._tables.values())
 
+    def __repr__(self) -> str:
+        kinds = f"{type(self.sampler).__name__}, {type(self.remover).__name__}"
+        return f"<Replay {len(self):,} steps, capacity {self.capacity:,}: {kinds}>"
+
     @property
     def module_ids(self) -> list[Any]:
         """Ids of the modules whose steps are there; of one agent there is none."""
@@ -292,6 +296,7 @@ class Replay:
         kinds = self._kinds()  # which older states don't name
         for name, own in {**self._sizes(), **kinds}.items():
             if (found := state.get(name, kinds.get(name))) != own:
+                found, own = found or "<one without a state>", own or "one without a state, such as the default"
                 raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
             try:

@@ -201,6 +201,15 @@ def test_a_replay_that_is_restored_goes_on_exactly(make: Callable[[], Sampler], 
     assert first.report() == second.report()
 
 
+def test_a_state_of_another_sampler_is_refused_by_name() -> None:
+    plain, weighed = Replay(20), Replay(20, sampler=Prioritized())
+    assert repr(weighed) == "<Replay 0 steps, capacity 20: Prioritized, Oldest>"
+    with pytest.raises(ReplayError, match="with sampler=<one without a state>, expected Prioritized"):
+        weighed.set_state(plain.get_state())
+    with pytest.raises(ReplayError, match="with sampler=Prioritized, expected one without a state, such as"):
+        plain.set_state(weighed.get_state())
+
+
 def test_a_replay_of_another_size_does_not_take_a_checkpoint(tmp_path: Path) -> None:
     Replay(60, seed=0).save(tmp_path / "replay")
     with pytest.raises(ReplayError, match="capacity=60, expected 61"):
