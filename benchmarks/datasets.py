@@ -3,11 +3,12 @@
 Rows are those of CartPole, and of four stacked frames of 84 x 84 bytes as one observation. A rollout that trains has
 its policy learn from each fragment, in four passes; the other one's reader does nothing. `write, pyarrow` stands beside
 pyarrow that writes the same tables, made before anything is measured, into one file, with the same compression.
-`read, pyarrow` makes train batches in a shuffled order; beside it pyarrow reads the same columns in theirs. Bytes are
-those of the tables in memory. `to Minari` converts a dataset of CartPole to one of Minari's: once of random actions,
-with episodes of about 21 steps, once of a rule that balances for some hundred. Beside it Minari's own collector plays
-the same, step by step. The aim is of converting alone; `played` plays and writes the dataset first. Both
-are left out where Minari can't collect.
+`read, pyarrow` makes train batches in a shuffled order; beside it pyarrow reads the same columns in theirs. `read, by
+hand` has beside it what one would write oneself: the whole file in memory, and batches of the same size of its steps in
+a random order. Bytes are those of the tables in memory. `to Minari` converts a dataset of CartPole to one of Minari's:
+once of random actions, with episodes of about 21 steps, once of a rule that balances for some hundred. Beside it
+Minari's own collector plays the same, step by step. The aim is of converting alone; `played` plays and writes the
+dataset first. Both are left out where Minari can't collect.
 
     python -m benchmarks.datasets [--quick]
 """
@@ -27,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.command import run
 from benchmarks.pairs import Record, Sizes, in_turns, paired, record, steps_per_s
@@ -43,6 +46,10 @@ from rollflow.stream import Fragment
 FRAGMENT_LENGTH, COUNT, AGAIN = 64, {"CartPole": 16, "pixels": 4}, {"CartPole": 8, "pixels": 1}
 AIM, WRITING_AIM, MINARI_AIM = 0.7, 0.97, 20.0
 MINARI_STEPS = 64 * 512  # of a dataset
+OF_EPISODES, BATCH_SIZE = (
+    ("run", "eps_id", "t"),
+    2048,
+)  # columns that no batch has; rows of a batch as a source makes it
 
 
 class Balance(RLModule):
@@ -109,8 +116,12 @@ def measured(kind: str, fragments: list[Fragment], folder: Path, sizes: Sizes) -
     def read_tables() -> int:
         return sum(len(pq.read_table(path, use_threads=False)) for path in files[:1])
 
-    for name, ours, beside in (("write", write, write_tables), ("read", read, read_tables)):
-        line = paired(f"{kind}, {name}, pyarrow", SLOTS, ours, beside, aim=AIM, sizes=sizes, beside_name="pyarrow")
+    for name, ours, beside, other, aim in (
+        ("write", write, write_tables, "pyarrow", AIM),
+        ("read", read, read_tables, "pyarrow", AIM),
+        ("read", read, partial(read_by_hand, files[0]), "by hand", None),
+    ):
+        line = paired(f"{kind}, {name}, {other}", SLOTS, ours, beside, aim=aim, sizes=sizes, beside_name=other)
         per_step = nbytes / num_steps / 1e6
         line["mb_per_s"] = [round(line[side] * per_step, 1) for side in ("steps_per_s", "beside")]
         records.append(line)
@@ -215,6 +226,28 @@ def updating(module: Any) -> Callable[[Fragment], None]:
                 optimizer.step()
 
     return update
+
+
+def read_by_hand(path: Path) -> int:
+    """Read all columns of a file, and make batches of its steps in a random order."""
+    table = pq.read_table(path, columns=[name for name in pq.read_schema(path).names if name not in OF_EPISODES])
+    columns = {name: items_of(table[name].combine_chunks()) for name in table.column_names}
+    order = np.random.default_rng(0).permutation(len(table))
+    steps = 0
+    for begin in range(0, len(order), BATCH_SIZE):
+        rows = order[begin : begin + BATCH_SIZE]
+        batch = {name: torch.from_numpy(items[rows]) for name, items in columns.items()}
+        steps += len(batch["rewards"])
+    return steps
+
+
+def items_of(column: pa.Array) -> NDArray[Any]:
+    """The items of a column, any[n, ...]."""
+    if pa.types.is_fixed_size_binary(column.type):
+        return np.frombuffer(column.buffers()[1], np.uint8).reshape(len(column), -1)
+    if pa.types.is_fixed_size_list(column.type):
+        return column.flatten().to_numpy().reshape(len(column), -1)
+    return column.to_numpy(zero_copy_only=False)
 
 
 def table_groups(path: Path) -> list[pa.Table]:
