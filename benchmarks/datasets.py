@@ -243,11 +243,14 @@ def read_by_hand(path: Path) -> int:
 
 def items_of(column: pa.Array) -> NDArray[Any]:
     """The items of a column, any[n, ...]."""
+    items: NDArray[Any]
     if pa.types.is_fixed_size_binary(column.type):
-        return np.frombuffer(column.buffers()[1], np.uint8).reshape(len(column), -1)
-    if pa.types.is_fixed_size_list(column.type):
-        return column.flatten().to_numpy().reshape(len(column), -1)
-    return column.to_numpy(zero_copy_only=False)
+        items = np.frombuffer(column.buffers()[1], np.uint8).reshape(len(column), -1)
+    elif pa.types.is_fixed_size_list(column.type):
+        items = column.flatten().to_numpy().reshape(len(column), -1)
+    else:
+        items = column.to_numpy(zero_copy_only=False)
+    return items
 
 
 def table_groups(path: Path) -> list[pa.Table]:

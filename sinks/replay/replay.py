@@ -105,8 +105,7 @@ class Replay:
         return sum(table.rows.num_live for table in self._tables.values())
 
     def __repr__(self) -> str:
-        kinds = f"{type(self.sampler).__name__}, {type(self.remover).__name__}"
-        return f"<Replay {len(self):,} steps, capacity {self.capacity:,}: {kinds}>"
+        return f"<Replay {len(self):,} steps, capacity {self.capacity:,}, sampler {type(self.sampler).__name__}>"
 
     @property
     def module_ids(self) -> list[Any]:
@@ -296,7 +295,8 @@ class Replay:
         kinds = self._kinds()  # which older states don't name
         for name, own in {**self._sizes(), **kinds}.items():
             if (found := state.get(name, kinds.get(name))) != own:
-                found, own = found or "<one without a state>", own or "one without a state, such as the default"
+                if name in kinds:
+                    found, own = found or "<one without a state>", own or "one without a state, such as the default"
                 raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
             try:

@@ -203,7 +203,7 @@ def test_a_replay_that_is_restored_goes_on_exactly(make: Callable[[], Sampler], 
 
 def test_a_state_of_another_sampler_is_refused_by_name() -> None:
     plain, weighed = Replay(20), Replay(20, sampler=Prioritized())
-    assert repr(weighed) == "<Replay 0 steps, capacity 20: Prioritized, Oldest>"
+    assert repr(weighed) == "<Replay 0 steps, capacity 20, sampler Prioritized>"
     with pytest.raises(ReplayError, match="with sampler=<one without a state>, expected Prioritized"):
         weighed.set_state(plain.get_state())
     with pytest.raises(ReplayError, match="with sampler=Prioritized, expected one without a state, such as"):
