@@ -46,10 +46,8 @@ from rollflow.stream import Fragment
 FRAGMENT_LENGTH, COUNT, AGAIN = 64, {"CartPole": 16, "pixels": 4}, {"CartPole": 8, "pixels": 1}
 AIM, WRITING_AIM, MINARI_AIM = 0.7, 0.97, 20.0
 MINARI_STEPS = 64 * 512  # of a dataset
-OF_EPISODES, BATCH_SIZE = (
-    ("run", "eps_id", "t"),
-    2048,
-)  # columns that no batch has; rows of a batch as a source makes it
+OF_EPISODES = ("run", "eps_id", "t")  # columns that no batch has
+BATCH_SIZE = 2048  # of a source that is not told another
 
 
 class Balance(RLModule):

@@ -221,10 +221,10 @@ class Trace:
             )
         text = b"".join(json.dumps(event).encode() + b",\n" for event in events)
         self._write(text)
-        for at in range(0, len(spans), _FIELDS * _AT_ONCE):
-            part = spans[at : at + _FIELDS * _AT_ONCE]
-            kind, begin, end = np.fromiter(part, np.int64, len(part)).reshape(-1, _FIELDS).T
-            begin, end = np.maximum((begin, end), self.began) - self.began
+        table = np.fromiter(spans, np.int64, len(spans)).reshape(-1, _FIELDS)
+        for at in range(0, len(table), _AT_ONCE):
+            kind, *times = table[at : at + _AT_ONCE].T
+            begin, end = np.maximum(times, self.began) - self.began
             self._write(span_lines(self._heads, kind, np.stack([begin, end - begin])))
 
     def _write(self, text: bytes) -> None:

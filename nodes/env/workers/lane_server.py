@@ -140,12 +140,13 @@ def end_with_parent(fd: int) -> None:
     environments have forked as well. On Linux it is SIGKILL, which ends a process that is stopped too.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
-    ending: int = signal.SIGIO
     if hasattr(fcntl, "F_SETSIG"):
-        ending = signal.SIGKILL
+        ending: int = signal.SIGKILL
         fcntl.fcntl(fd, fcntl.F_SETSIG, ending)
+    else:
+        ending = signal.SIGIO
+        signal.signal(ending, signal.SIG_DFL)  # to be killed by it
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    signal.signal(signal.SIGIO, signal.SIG_DFL)  # to be killed by it
     poll = select.poll()
     poll.register(fd, 0)
     if poll.poll(0):  # it was closed before anybody was asked to tell

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from held_envs import LONGEST_S, Held, await_held
+from held_envs import LONGEST_S, Held, await_held, await_that
 from leftovers import held_here, named_memory, shared_mappings
 from numbered_module import NumberedEnv, NumberedModule
 
@@ -181,18 +181,10 @@ time.sleep(100)
     assert program.stdout is not None
     assert program.stdout.readline() == b"running\n"
     program.send_signal(signal.SIGSTOP)
-    await_stopped(program.pid)
+    await_that(lambda: psutil.Process(program.pid).status() == psutil.STATUS_STOPPED)
     os.close(ours)
     program.communicate(timeout=60)
     assert program.returncode == -signal.SIGKILL
-
-
-def await_stopped(pid: int) -> None:
-    """Return once a process has stopped."""
-    until = time.monotonic() + 60
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_workers_end_with_a_process_that_is_killed_and_has_a_child() -> None:
