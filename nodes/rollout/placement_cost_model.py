@@ -22,7 +22,10 @@ _PAST_IT, _FAR = 0.75, 4  # of the fastest, and times its lanes: still more lane
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """Options that a place has to keep to: see `Rollout`."""
+    """Options that a place has to keep to: see `Rollout`.
+
+    makes_batches    whether the reader makes train batches of the fragments
+    """
 
     lanes: int | None = None
     workers: int | None = None
@@ -33,6 +36,7 @@ class PlacementRequest:
     fragment_length: int = 128
     metrics: Any = None
     device: Any = None
+    makes_batches: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Trials of places, each of which runs for a moment: those that may be about as fast, and what workers cost."""
+"""Trials of places, each of which runs for a moment: those that may be about as fast, and what they cost."""
 
 import logging
 import time
@@ -23,10 +23,14 @@ _FRAGMENT_S = 0.05  # what a fragment is to take at most
 _LONGEST_START_S = 5.0  # that environments may take to be made, those of all places
 _SLOW_S = 0.1  # steps that take longer are not tried: what is expected of them is true enough
 _LONG_S = 10e-3  # a lane's step beside which a hand-over is little
-_LANES, _WORKERS = 4, 2  # that are run at most to see what workers cost
-_HALVINGS = 14  # of the range in which a cost of workers is looked for
-# place -> its cost in `Machine`, and the range: seconds of a hand-over; times as long as a vector step takes
-_COSTS = {"processes": ("to_process", 1e-6, 10e-3), "rollouts": ("in_worker", 0.5, 4.0)}
+_LANES, _WORKERS = 4, 2  # that are run at most to see what a place costs
+_HALVINGS = 14  # of the range in which a cost is looked for
+# place -> its cost in `Machine`, and the range: seconds of a hand-over, or times as long as a vector step takes
+_COSTS = {
+    "inline": ("fragment", 1e-6, 10e-3),
+    "processes": ("to_process", 1e-6, 10e-3),
+    "rollouts": ("in_worker", 0.5, 4.0),
+}
 
 
 def trial_of(
@@ -102,10 +106,10 @@ def _run(
     with ExitStack() as opened:
         for choice in choices:
             with _failing(choice, failed):
-                length = max(1, min(request.fragment_length, int(_FRAGMENT_S / _turn_s(choice, slots))))
+                length = _fragment_length(choice, slots, request)
                 rollout = make(where=choice.where, lanes=choice.lanes, workers=choice.workers, fragment_length=length)
                 opened.enter_context(_running(rollout))
-                runners.append(_Runner(choice, rollout, request.prefetch))
+                runners.append(_Runner(choice, rollout, length, request))
         for runner in _ROUNDS * runners:
             if runner.choice.where not in failed:
                 with _failing(runner.choice, failed):
@@ -137,27 +141,36 @@ def _failing(choice: PlacementChoice, failed: dict[str, str]) -> Iterator[None]:
 class _Runner:
     """A rollout that makes fragments while they are taken, as many more as it may, and then stands still."""
 
-    def __init__(self, choice: PlacementChoice, rollout: Any, prefetch: int) -> None:
+    def __init__(self, choice: PlacementChoice, rollout: Any, length: int, request: PlacementRequest) -> None:
         self.choice = choice
         self._rates: list[float] = []
-        self._fragments = iter(rollout.fragments())
-        self._waiting = rollout.environments.num_lanes * (prefetch + 1)
-        next(self._fragments)  # starts whatever there is to be started
+        environments, self._waiting = rollout.environments, request.prefetch + 1
+        if request.makes_batches:  # each of a fragment from every lane
+            self._taken = (environments.num_envs * length for _ in rollout.batches())
+        else:
+            self._taken = (fragment.num_steps for fragment in rollout.fragments())
+            self._waiting *= environments.num_lanes
+        next(self._taken)  # starts whatever there is to be started
 
     def run(self) -> None:
         for _ in range(self._waiting):
-            next(self._fragments)  # made while others ran
-        steps, fragments, taken, began = 0, 0, 0.0, time.perf_counter()
+            next(self._taken)  # made while others ran
+        steps, times, taken, began = 0, 0, 0.0, time.perf_counter()
         while taken < _ROUND_S:
-            steps += next(self._fragments).num_steps
-            fragments += 1
+            steps += next(self._taken)
+            times += 1
             taken = time.perf_counter() - began
         self._rates.append(steps / taken)
-        time.sleep(self._waiting * taken / fragments)  # it runs ahead once more
+        time.sleep(self._waiting * taken / times)  # it runs ahead once more
 
     def found(self) -> PlacementChoice:
         """The choice with the steps a second that it made."""
         return replace(self.choice, steps_per_s=median(self._rates))
+
+
+def _fragment_length(choice: PlacementChoice, slots: int, request: PlacementRequest) -> int:
+    """Vector steps in a fragment of a trial, which is to take a moment."""
+    return max(1, min(request.fragment_length, int(_FRAGMENT_S / _turn_s(choice, slots))))
 
 
 def _turn_s(choice: PlacementChoice, slots: int) -> float:
@@ -165,12 +178,13 @@ def _turn_s(choice: PlacementChoice, slots: int) -> float:
     return slots / choice.steps_per_s
 
 
-class WorkerCosts:
-    """Costs of worker processes, by short runs of some lanes in as many workers, or two.
+class TriedCosts:
+    """Costs of places, by short runs of some lanes in as many workers, or two.
 
-    Of steps there, what it takes to hand a lane over; of whole rollouts there, how much longer a vector step takes.
-    Where steps are short, most of it is none of our work: when the system lets a thread go on and on which core, and
-    caches that others have used meanwhile. No constant has that, and it differs with the steps.
+    Of steps in worker processes, what it takes to hand a lane over; of whole rollouts there, how much longer a vector
+    step takes; and of a rollout that goes on in a thread while its reader works, what a fragment takes of the
+    interpreter lock. Where steps are short, most of it is none of our work: when the system lets a thread go on and on
+    which core, and caches that others have used meanwhile. No constant has that, and it differs with the steps.
 
     env           what a rollout was given
     make_trial    gives what makes rollouts with copies of its module and connectors
@@ -178,38 +192,47 @@ class WorkerCosts:
 
     def __init__(self, env: Any, make_trial: Callable[[], Callable[..., Any]]) -> None:
         self._env, self._make_trial = env, make_trial
-        self._found: dict[Setting, float | None] = {}  # by what was run
+        self._found: dict[Any, float | None] = {}  # by what was run
 
     def measured(self, costs: StepCosts, setting: Setting) -> StepCosts:
         """The costs, with that which a short run in the setting's place gives, where it is of any weight."""
         slots = -(-setting.slots // setting.lanes)
         if setting.where not in _COSTS or costs.env(slots) + costs.rest(slots) > _LONG_S:
             return costs
+        if setting.where == "inline" and not setting.prefetch:
+            return costs
         lanes, workers = min(_LANES, setting.lanes), min(_WORKERS, setting.workers)
         tried = replace(setting, slots=lanes * slots, lanes=lanes, workers=workers, hosts=0)
-        if tried not in self._found:
-            self._found[tried] = self._tried(costs, tried)
-        found = self._found[tried]
+        # What of the reader's work holds the interpreter lock is the making of batches.
+        batch_s = costs.update_s * (1 - costs.update_releases) if setting.where == "inline" else 0.0
+        if (key := (tried, batch_s > 0)) not in self._found:
+            of = replace(costs, update_s=batch_s, update_releases=0.0)
+            self._found[key] = self._tried(of, tried, makes_batches=batch_s > 0)
+        found = self._found[key]
         return costs if found is None else _with_cost(costs, setting.where, found)
 
-    def _tried(self, costs: StepCosts, setting: Setting) -> float | None:
+    def _tried(self, costs: StepCosts, setting: Setting, *, makes_batches: bool) -> float | None:
         """The cost with which a simulation is as fast as a run; None: it can't be run for a moment."""
-        slots, costs = setting.slots, replace(costs, update_s=0.0)
+        slots = setting.slots
         if slots * costs.start_s > _LONGEST_START_S:
             return None
         env = self._env[:slots] if isinstance(self._env, list | tuple) else self._env
-        choice = PlacementChoice(setting.where, setting.lanes, setting.workers, _rate(costs, setting))
-        request = PlacementRequest(prefetch=setting.prefetch, fragment_length=setting.fragment_length)
+        workers = setting.workers if setting.has_workers else None
+        choice = PlacementChoice(setting.where, setting.lanes, workers, _rate(costs, setting))
+        request = PlacementRequest(
+            prefetch=setting.prefetch, fragment_length=setting.fragment_length, makes_batches=makes_batches
+        )
         with generators_kept():
             options = {"num_envs": slots, "prefetch": setting.prefetch, "max_batch": setting.max_batch}
             make = partial(self._make_trial(), env, **options)
             made, _ = race([choice], make, slots, request)
         if not made:
             return None
+        ran = replace(setting, fragment_length=_fragment_length(choice, slots, request))
         _, least, most = _COSTS[setting.where]
         for _ in range(_HALVINGS):
             between = (least * most) ** 0.5
-            is_faster = _rate(_with_cost(costs, setting.where, between), setting) > made[0].steps_per_s
+            is_faster = _rate(_with_cost(costs, setting.where, between), ran) > made[0].steps_per_s
             least, most = (between, most) if is_faster else (least, between)
         return least
 

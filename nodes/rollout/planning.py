@@ -17,7 +17,7 @@ from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
 from rollflow.nodes.rollout.placement_cost_model import PLACES, PlacementRequest, best_setting, refusals
 from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generators_kept, probe
-from rollflow.nodes.rollout.placement_trials import WorkerCosts
+from rollflow.nodes.rollout.placement_trials import TriedCosts
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.rollout.simulation import Setting, simulate
 from rollflow.nodes.rollout.step_costs import StepCosts, scaled
@@ -137,9 +137,9 @@ class Running(NamedTuple):
     round_s: float | None
 
     @classmethod
-    def of(cls, drive: Any, doctor: RolloutDoctor) -> "Running":
-        """By the driver of a loop, where there is one, and the doctor that watches it."""
-        return cls(None if drive is None else drive.report(), doctor.reader_times, doctor.round_s)
+    def of(cls, report: Report | None, doctor: RolloutDoctor) -> "Running":
+        """By a report, where there is one, and the doctor that watches the rollout."""
+        return cls(report, doctor.reader_times, doctor.round_s)
 
 
 class Planner:
@@ -153,7 +153,7 @@ class Planner:
         self, env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions, make_trial: Callable[[], Trial]
     ) -> None:
         self._env, self._envs, self._forward, self._flow = env, envs, forward, flow
-        self._make_trial, self._worker_costs = make_trial, WorkerCosts(env, make_trial)
+        self._make_trial, self._tried_costs = make_trial, TriedCosts(env, make_trial)
         self._probed: ProbeResult | None = None
 
     def plan(self, environments: Any, running: Running, changes: Changes) -> Plan:
@@ -172,7 +172,7 @@ class Planner:
         ruled_out = refusals(self._request) | probed.ruled_out
         best = (self._best(costs, now.slots, [where], ruled_out, cores) for where in _WORKER_BYTES)
         for each, _ in named or chain.from_iterable(best):
-            costs = self._worker_costs.measured(costs, each)
+            costs = self._tried_costs.measured(costs, each)
         here = predicted(costs, now, cores)
         first = first_change(costs, here, self._neighbours(costs, now, ruled_out))
         rows = tuple(predicted(costs, *each) for each in named or self._table(costs, now, ruled_out))

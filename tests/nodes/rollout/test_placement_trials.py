@@ -15,7 +15,7 @@ from numbered_module import NumberedModule
 from rollflow.nodes import Rollout
 from rollflow.nodes.rollout import placement_trials
 from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest
-from rollflow.nodes.rollout.placement_trials import TrialResult, WorkerCosts, is_worth_while
+from rollflow.nodes.rollout.placement_trials import TrialResult, TriedCosts, is_worth_while
 from rollflow.nodes.rollout.simulation import Setting, simulate
 from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
@@ -211,15 +211,15 @@ def test_a_race_leaves_everything_as_it_was() -> None:
 SLOW = Setting(where="processes", slots=64, lanes=8, workers=4, prefetch=1)
 
 
-def worker_costs(monkeypatch: pytest.MonkeyPatch, runs: list[Any], rate: float | None) -> WorkerCosts:
+def worker_costs(monkeypatch: pytest.MonkeyPatch, runs: list[Any], rate: float | None) -> TriedCosts:
     """Those of short runs that make so many steps per second; None: nothing could be run."""
 
     def ran(choices: Any, make: Any, slots: int, request: Any) -> TrialResult:
-        runs.append((*choices, slots))
+        runs.append((*choices, slots, request))
         return TrialResult([] if rate is None else [replace(choices[0], steps_per_s=rate)], {})
 
     monkeypatch.setattr(placement_trials, "race", ran)
-    return WorkerCosts(Given, lambda: lambda *args, **options: None)
+    return TriedCosts(Given, lambda: lambda *args, **options: None)
 
 
 def costs(env: float = 5e-6) -> StepCosts:
@@ -231,7 +231,7 @@ def test_a_hand_over_costs_what_makes_a_simulation_as_fast_as_a_run(monkeypatch:
     found = worker_costs(monkeypatch, runs, 20_000.0)
     for _ in range(2):  # it is run once
         of = found.measured(costs(), SLOW)
-    [(choice, slots)] = runs
+    [(choice, slots, _)] = runs
     assert (choice.where, choice.lanes, choice.workers, slots) == ("processes", 4, 2, 32)
     assert of.machine.to_process > 2 * Machine().hand_over  # type: ignore[operator]
     assert of.on(4, "threads").hand_over == Machine().hand_over
@@ -245,12 +245,46 @@ def test_a_vector_step_in_a_worker_takes_what_makes_a_simulation_as_fast_as_a_ru
     runs: list[Any] = []
     there = replace(SLOW, where="rollouts")
     of = worker_costs(monkeypatch, runs, 100_000.0).measured(costs(), there)
-    [(choice, slots)] = runs
+    [(choice, slots, _)] = runs
     assert (choice.where, choice.lanes, choice.workers, slots) == ("rollouts", 4, 2, 32)
     assert of.machine.in_worker > 1
     assert of.on(4, "processes").in_worker == of.on(4, "inline").in_worker == 1
     small = replace(there, slots=32, lanes=4, workers=2)
     assert simulate(of, small, of.on(4, small.where)).steps_per_s == pytest.approx(100_000, rel=0.03)
+
+
+@pytest.mark.parametrize("releases", [1.0, 0.25], ids=["fragments", "batches"])
+def test_a_fragment_of_a_rollout_in_a_thread_takes_what_makes_a_simulation_as_fast_as_a_run(
+    releases: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Any] = []
+    there = replace(SLOW, where="inline", workers=1)
+    of = replace(costs(), update_s=8e-3, update_rows=8192, update_releases=releases)
+    found = worker_costs(monkeypatch, runs, 60_000.0).measured(of, there)
+    [(choice, slots, request)] = runs
+    assert (choice.where, choice.lanes, choice.workers, slots) == ("inline", 4, None, 32)
+    assert request.makes_batches == (releases < 1)
+    assert found.machine.fragment > Machine().fragment
+    small, alone = (
+        replace(there, slots=32, lanes=4),
+        replace(found, update_s=8e-3 * (1 - releases), update_releases=0.0),
+    )
+    assert simulate(alone, small, found.on(4, "inline")).steps_per_s == pytest.approx(60_000, rel=0.03)
+
+
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize("makes_batches", [False, True])
+def test_a_trial_takes_what_its_reader_takes(makes_batches: bool) -> None:
+    make, _ = running(Given, prefetch=1)
+    request, asked = PlacementRequest(prefetch=1, fragment_length=4, makes_batches=makes_batches), []
+    batches, fragments = Rollout.batches, Rollout.fragments
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollout, "batches", lambda self: asked.append("batches") or batches(self))
+        patch.setattr(Rollout, "fragments", lambda self: asked.append("fragments") or fragments(self))
+        made, failed = placement_trials.race([replace(THREADS, where="inline")], make, 4, request)
+    assert failed == {}
+    assert made[0].steps_per_s > 0
+    assert asked[0] == ("batches" if makes_batches else "fragments")
 
 
 def test_a_hand_over_that_can_not_be_run_costs_what_it_mostly_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,10 +295,11 @@ def test_a_hand_over_that_can_not_be_run_costs_what_it_mostly_does(monkeypatch: 
     ("of", "setting"),
     [
         (costs(), replace(SLOW, where="threads")),
+        (costs(), replace(SLOW, where="inline", prefetch=0)),
         (costs(env=1e-2), SLOW),
         (replace(costs(), start_s=10.0), SLOW),
     ],
-    ids=["no process", "long steps", "long starts"],
+    ids=["threads", "inline, none ahead", "long steps", "long starts"],
 )
 def test_nothing_is_run_where_that_takes_long_or_says_little(
     of: StepCosts, setting: Setting, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from numbered_module import NumberedModule
 from rollflow.nodes import MultiAgentRollout, RemoteEnvs, Rollout
 from rollflow.nodes.rollout import planning, rollout_doctor
 from rollflow.nodes.rollout.placement_probe import ProbeResult
-from rollflow.nodes.rollout.placement_trials import WorkerCosts
+from rollflow.nodes.rollout.placement_trials import TriedCosts
 from rollflow.nodes.rollout.planning import Plan, Planner, Running, changed, predicted
 from rollflow.nodes.rollout.simulation import Setting, VirtualClock
 from rollflow.nodes.rollout.step_costs import StepCosts
@@ -31,7 +31,7 @@ class Asked:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, of: StepCosts, cores: int, **options: Any) -> None:
         monkeypatch.setattr(planning, "core_count", lambda: cores)
         monkeypatch.setattr(planning, "probe", lambda *args, **kwargs: ProbeResult(of, {}))
-        monkeypatch.setattr(WorkerCosts, "measured", lambda self, costs, setting: costs)
+        monkeypatch.setattr(TriedCosts, "measured", lambda self, costs, setting: costs)
         self.rollout = Rollout(Given, module=NumberedModule(), **{"num_envs": 8, **options})
 
     def __call__(self, **changes: Any) -> Plan:
@@ -238,6 +238,23 @@ def test_times_of_the_run_replace_those_of_the_probe() -> None:
     assert of.update(16 * 16) == pytest.approx(1.2)  # twice the rows
     assert of.update_releases == pytest.approx(1 - 0.15 / 0.6)  # batches are made by the interpreter
     assert predicted(of, now, 2).bottleneck == "caller"
+
+
+def test_the_making_of_batches_counts_as_work_of_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[StepCosts] = []
+
+    def seen(*args: Any) -> StepCosts:
+        found.append(calibrated(*args))
+        return found[-1]
+
+    calibrated = planning.calibrated
+    monkeypatch.setattr(planning, "calibrated", seen)
+    with Rollout(Given, module=NumberedModule(), num_envs=4, fragment_length=8, seed=0) as rollout:
+        batches = rollout.batches()
+        for _ in range(4):
+            next(batches)
+        rollout.what_if(lanes=2)
+    assert 0 <= found[0].update_releases < 1
 
 
 def test_a_rollout_that_runs_measures_itself_and_leaves_out_the_time_of_the_plan() -> None:
