@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import gymnasium as gym
+import torch
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
@@ -60,6 +61,11 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
         raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
     if _makes_modules(module):
         module = _made(module, observation_space, action_space)
+    if isinstance(module, torch.nn.Module) and "_modules" not in vars(module):
+        name = type(module).__name__
+        raise ModuleError(f"{name}.__init__ did not call super().__init__(), expected that before all else").see(
+            "module"
+        )
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):
             raise ModuleError(

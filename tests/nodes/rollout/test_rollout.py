@@ -519,6 +519,11 @@ def left_behind(known: tuple[threading.Thread, ...]) -> tuple[int, int]:
     return sum(thread.is_alive() for thread in others), len(os.listdir("/proc/self/fd"))
 
 
+class WithoutInit(RLModule):
+    def __init__(self) -> None:
+        self.hidden = 8
+
+
 class Breaks(ConnectorV2):
     """Raises at its tenth call, or when told to."""
 
@@ -692,6 +697,11 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
             r"env_to_module_connector is <Breaks>, expected a function .* such as lambda env: MyPiece\(\)",
         ),
         ({"module": object()}, ModuleError, "module is object, which has no method forward_exploration"),
+        (
+            {"module": WithoutInit()},
+            ModuleError,
+            r"WithoutInit.__init__ did not call super\(\).__init__\(\), expected that before all else",
+        ),
         ({"max_batch": 2}, ValueError, "max_batch is 2, expected at least 3: a lane's slots go together"),
         ({"on_excess": "shrug"}, ValueError, "on_excess is 'shrug', expected 'drop' or 'pace'"),
         ({"on_excess": "pace"}, ValueError, "on_excess='pace' is for fragments older than max_lag, expected max_lag="),
