@@ -63,9 +63,7 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
         module = _made(module, observation_space, action_space)
     if isinstance(module, torch.nn.Module) and "_modules" not in vars(module):
         name = type(module).__name__
-        raise ModuleError(f"{name}.__init__ did not call super().__init__(), expected that before all else").see(
-            "module"
-        )
+        raise ModuleError(f"{name}.__init__ did not call super().__init__(), expected that first").see("module")
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):
             raise ModuleError(

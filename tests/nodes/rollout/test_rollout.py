@@ -700,7 +700,7 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
         (
             {"module": WithoutInit()},
             ModuleError,
-            r"WithoutInit.__init__ did not call super\(\).__init__\(\), expected that before all else",
+            r"WithoutInit.__init__ did not call super\(\).__init__\(\), expected that first",
         ),
         ({"max_batch": 2}, ValueError, "max_batch is 2, expected at least 3: a lane's slots go together"),
         ({"on_excess": "shrug"}, ValueError, "on_excess is 'shrug', expected 'drop' or 'pace'"),
