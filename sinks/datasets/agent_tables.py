@@ -1,6 +1,6 @@
 """Fragments of several agents as Arrow tables: of each module's steps and chunks, and of the environments' episodes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import array_of, import_pyarrow, table_of
-from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, MODULES, STEPS
-from rollflow.sinks.datasets.fragment_tables import AgentTimes, tables_of
+from rollflow.sinks.datasets.dataset_folder import MODULES
+from rollflow.sinks.datasets.fragment_tables import AgentTimes, FragmentRows
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.multi_agent.agent_fragment import ModuleFragment
@@ -88,17 +88,18 @@ class EnvChunks:
         return np.searchsorted(self.env * most + self.end, envs * most + seen), seen
 
 
-def agent_tables_of(
+def agent_rows_of(
     fragment: MultiAgentFragment, columns: Mapping[str, Mapping[str, Any]], runs: NDArray[np.int32]
-) -> Iterator[tuple[str, Any]]:
-    """Kinds of files and the Arrow tables that a fragment adds to them, each module's chunks before its steps.
+) -> tuple[dict[str, FragmentRows], Any]:
+    """What is stored of each module's steps, by its folder, and the Arrow table of the environments' chunks.
 
-    columns    name of the module's folder -> name -> description of what is written
+    columns    name of the module's folder -> name -> description of what is stored
     runs       i32[M]    number of the run of each of `EnvChunks`, or i32[1] of all
     """
     envs = EnvChunks(fragment)
     runs = np.ascontiguousarray(np.broadcast_to(runs, len(envs.env)))
     ids, agent_steps = envs.ids(), np.zeros(len(envs.env), np.int64)
+    rows: dict[str, FragmentRows] = {}
     for name, part in modules_of(fragment).items():
         chunks, (of, stopped) = part.chunks, envs.of(part)
         lengths = chunks.stop - chunks.start
@@ -107,15 +108,13 @@ def agent_tables_of(
         module_id = part.module_ids[int(part.chunk_modules[0])]
         times = AgentTimes(
             [checked_id("agent", part.part.agents[place]) for place in (chunks.slot % len(part.part.agents)).tolist()],
-            str(module_id),
+            [str(module_id)] * len(lengths),
             [ids[each] for each in of.tolist()],
             seen - np.repeat(envs.start[of], lengths),
             stopped - envs.start[of],
         )
-        steps, episodes = tables_of(part, columns[name], runs[of], times)
-        yield f"{MODULES}/{name}/{EPISODES}", episodes
-        yield f"{MODULES}/{name}/{STEPS}", steps
-    yield ENV_EPISODES, _env_table(fragment, envs, ids, runs, agent_steps)
+        rows[f"{MODULES}/{name}/"] = FragmentRows(part, columns[name], runs[of], times)
+    return rows, _env_table(fragment, envs, ids, runs, agent_steps)
 
 
 def _env_table(

@@ -6,9 +6,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.policies.space_text import described
-from rollflow.sinks.datasets.agent_tables import agent_tables_of, ids_by_text, modules_of
+from rollflow.sinks.datasets.agent_tables import agent_rows_of, ids_by_text, modules_of
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, EPISODES, STEPS, DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder
 from rollflow.sinks.datasets.file_set import FileSet
-from rollflow.sinks.datasets.fragment_tables import tables_of
+from rollflow.sinks.datasets.fragment_tables import FragmentRows
 from rollflow.sinks.datasets.run_record import AnyRollout, checked_rollout, run_record, version_of
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
@@ -30,7 +31,11 @@ from rollflow.stream.data.tree import kind_of, map_tree
 from rollflow.stream.fragments.fragment import RECORDED, Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 
+# Of a fragment that is copied at once: the thread would wait for the interpreter longer than it takes.
+_SMALL_BYTES = 1 << 20
 RESERVED = ("run", Columns.EPS_ID, Columns.T, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID, ENV_T)
+
+_Rows = tuple[dict[str, FragmentRows], dict[str, Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -128,13 +133,14 @@ class DatasetSink:
             raise DatasetError(f"the sink to {self._folder.path} is closed, expected a new one").see("dataset")
         if fragment.is_empty:
             return
-        runs = self._runs_of(fragment)
+        made = partial(self._rows_of, fragment, self._runs_of(fragment))
+        rows = made() if isinstance(fragment, Fragment) and fragment.nbytes <= _SMALL_BYTES else made
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
         self._room.acquire()
         self._steps.handed_over += fragment.num_steps
         self._pending = [each for each in self._pending if not each.done()]
-        self._pending.append(self._executor.submit(self._write, fragment, runs))
+        self._pending.append(self._executor.submit(self._write, rows, fragment.num_steps))
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
         """Find the rollout among the nodes that lead to the sink, unless it was an argument; no node changes."""
@@ -293,33 +299,32 @@ class DatasetSink:
 
     # Inside: in the thread that writes
 
-    def _write(self, fragment: AnyFragment, runs: NDArray[np.int32]) -> None:
+    def _write(self, rows: _Rows | Callable[[], _Rows], num_steps: int) -> None:
         try:
             if self._failure is not None:
-                self._steps.unwritten += fragment.num_steps
+                self._steps.unwritten += num_steps
                 return
-            self._steps.under_way += fragment.num_steps
+            self._steps.under_way += num_steps
             try:
-                self._write_fragment(fragment, runs)
+                if self._files is None:
+                    self._files, self._opened_at = FileSet(self._folder, self._next_number), time.monotonic()
+                    self._next_number += 1
+                self._files.write(*(rows() if callable(rows) else rows))
             except Exception as error:
                 self._fail(error)
                 return
         finally:
             self._room.release()
-        assert self._files is not None
         if self._files.nbytes >= self._max_bytes or time.monotonic() - self._opened_at >= self._max_s:
             self._commit()
 
-    def _write_fragment(self, fragment: AnyFragment, runs: NDArray[np.int32]) -> None:
-        if self._files is None:
-            self._files, self._opened_at = FileSet(self._folder, self._next_number), time.monotonic()
-            self._next_number += 1
+    def _rows_of(self, fragment: AnyFragment, runs: NDArray[np.int32]) -> _Rows:
+        """What is stored of a fragment, as `FileSet.write` takes it."""
         columns = {name: kind["columns"] for name, kind in self._kinds.items()}
         if isinstance(fragment, Fragment):
-            steps, episodes = tables_of(fragment, columns[""], runs)
-            self._files.write([(EPISODES, episodes), (STEPS, steps)])
-        else:
-            self._files.write(agent_tables_of(fragment, columns, runs))
+            return {"": FragmentRows(fragment, columns[""], runs)}, {}
+        rows, table = agent_rows_of(fragment, columns, runs)
+        return rows, {ENV_EPISODES: table}
 
     def _commit(self) -> None:
         files = self._files

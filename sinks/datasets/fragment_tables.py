@@ -1,6 +1,7 @@
 """Fragments as Arrow tables: a row for each step, and a row for each chunk of an episode."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,74 +10,123 @@ from numpy.typing import NDArray
 from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, import_pyarrow, table_of
 from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, LAST_OBS
 from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.tree import concatenate_trees, leaves_of
 from rollflow.stream.fragments.fragment import Fragment
 
 
 class AgentTimes(NamedTuple):
     """The agents that the chunks of a module's fragment are of, and the times of their environments.
 
-    agents, module    text of each chunk's agent, and of the module
-    env_ids           id of each chunk's environment's episode
-    env_t             i64[n]    steps of the environment's episode before each step's observation, in chunk order
-    env_t_stopped     i64[C]    and before the observation behind each chunk's last step
+    agents, modules    text of each chunk's agent, and of its module
+    env_ids            id of each chunk's environment's episode
+    env_t              i64[n]    steps of the environment's episode before each step's observation, in chunk order
+    env_t_stopped      i64[C]    and before the observation behind each chunk's last step
     """
 
     agents: Sequence[str]
-    module: str
+    modules: Sequence[str]
     env_ids: Sequence[str]
     env_t: NDArray[np.int64]
     env_t_stopped: NDArray[np.int64]
 
 
-def tables_of(
-    fragment: Fragment, columns: Mapping[str, Any], runs: Any, times: AgentTimes | None = None
-) -> tuple[Any, Any]:
-    """Arrow tables of a fragment's steps, a row each in chunk order, and of its chunks, a row each.
+class FragmentRows:
+    """What is stored of a fragment's C chunks, copied from it.
 
-    columns    name -> description of what is written
-    runs       i32[C]    number of each chunk's run, or i32[1]: of all
-    times      of a module's fragment; None: the fragment is of one agent
+        columns    name -> description of what is stored of each step
+        runs       i32[C]    number of each chunk's run, or i32[1]: of all
+        times      of a module's fragment; None: the fragment is of one agent
 
-    A chunk that another dataset has cut is written without the end that it has not reached.
+        lengths, t_started       i64[C]
+        terminated, truncated    bool[C]
+        lost                     why an environment was lost, for each chunk that ended so, or None: C of them
+        trees                    name -> tree of arrays any[n, ...], of the steps in chunk order
+        last_obs                 tree of arrays any[C, ...]
+        nbytes                   of these
+
+    A chunk that another dataset has cut is stored without the end that it has not reached.
     """
+
+    def __init__(
+        self, fragment: Fragment, columns: Mapping[str, Any], runs: NDArray[np.int32], times: AgentTimes | None = None
+    ) -> None:
+        chunks = fragment.chunks
+        self.columns, self.times, self.lane = columns, times, fragment.lane
+        self.lengths, self.t_started = chunks.stop - chunks.start, chunks.t_started
+        self.terminated, self.truncated = chunks.terminated, chunks.truncated
+        self.runs = np.broadcast_to(runs, len(self.lengths))
+        self.slots = np.asarray(fragment.env_slots(chunks.slot, chunks.number), np.int64)
+        self._episode_id, self._keys = fragment.layout.episode_id, (chunks.slot.tolist(), chunks.number.tolist())
+        self.trees = {name: fragment.gather(name) for name in columns}
+        self.last_obs = fragment.last_observations()
+        self.lost: list[str | None] = [None] * len(self.lengths)
+        if fragment.custom_data:
+            custom = [fragment.custom_data.get(key, {}) for key in zip(*self._keys, strict=True)]
+            self.truncated = self.truncated & np.array(["cut" not in each for each in custom])
+            self.trees[Columns.TRUNCATEDS][np.cumsum(self.lengths) - 1] = self.truncated
+            self.lost = [each.get("lost") for each in custom]
+        self.nbytes = sum(leaf.nbytes for tree in (*self.trees.values(), self.last_obs) for leaf in leaves_of(tree))
+
+    def ids(self) -> list[str]:
+        """Ids of the chunks' episodes, C of them."""
+        return list(map(self._episode_id, *self._keys))
+
+
+def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
+    """Arrow tables of the steps of some fragments, a row each in chunk order, and of their chunks, a row each."""
     pa, _ = import_pyarrow()
-    chunks = fragment.chunks
-    lengths = chunks.stop - chunks.start
-    count, total = len(lengths), int(lengths.sum())
-    runs = np.ascontiguousarray(np.broadcast_to(runs, count))
-    slots, numbers = chunks.slot.tolist(), chunks.number.tolist()
-    ids = pa.array(list(map(fragment.layout.episode_id, slots, numbers)), pa.string())
-    firsts = np.cumsum(lengths) - lengths
-    trees = {name: fragment.gather(name) for name in columns}
-    truncated, lost = chunks.truncated, pa.nulls(count, pa.string())
-    if fragment.custom_data:
-        custom = [fragment.custom_data.get(key, {}) for key in zip(slots, numbers, strict=True)]
-        truncated = truncated & np.array(["cut" not in each for each in custom])
-        trees[Columns.TRUNCATEDS][firsts + lengths - 1] = truncated
-        lost = pa.array([each.get("lost") for each in custom], pa.string())
-    of_step = np.repeat(np.arange(count, dtype=np.int32), lengths)
+    columns = rows[0].columns
+    lengths, t_started, slots, runs, terminated, truncated = (
+        np.concatenate([getattr(each, name) for each in rows])
+        for name in ("lengths", "t_started", "slots", "runs", "terminated", "truncated")
+    )
+    trees = {name: concatenate_trees([each.trees[name] for each in rows]) for name in columns}
+    ids = pa.array(chain.from_iterable(each.ids() for each in rows), pa.string())
+    count, total, firsts = len(lengths), int(lengths.sum()), np.cumsum(lengths) - lengths
+    of_step = np.repeat(np.arange(count), lengths)
+
+    def repeated(texts: Any) -> Any:
+        """The text of each step's chunk: Arrow array of `total` items, which holds each text once."""
+        texts = texts.dictionary_encode()
+        return pa.DictionaryArray.from_arrays(array_of(texts.indices.to_numpy()[of_step]), texts.dictionary)
+
     step = {
         "run": array_of(runs[of_step]),
-        Columns.EPS_ID: pa.DictionaryArray.from_arrays(array_of(of_step), ids),
-        Columns.T: array_of(np.arange(total) - np.repeat(firsts - chunks.t_started, lengths)),
+        Columns.EPS_ID: repeated(ids),
+        Columns.T: array_of(np.arange(total) - np.repeat(firsts - t_started, lengths)),
     }
     episode = {"run": array_of(runs), Columns.EPS_ID: ids}
-    if times is not None:
-        names = {Columns.AGENT_ID: times.agents, Columns.MODULE_ID: [times.module] * count, ENV_EPS_ID: times.env_ids}
-        texts = {name: pa.array(each, pa.string()).dictionary_encode() for name, each in names.items()}
-        step |= {name: each.take(array_of(of_step)) for name, each in texts.items()}
+    if (times := _joined([each.times for each in rows if each.times is not None])) is not None:
+        names = (Columns.AGENT_ID, times.agents), (Columns.MODULE_ID, times.modules), (ENV_EPS_ID, times.env_ids)
+        texts = {name: pa.array(each, pa.string()) for name, each in names}
+        step |= {name: repeated(each) for name, each in texts.items()}
         step[ENV_T] = array_of(times.env_t)
-        episode |= texts | {"env_t_stopped": array_of(times.env_t_stopped)}
+        encoded = {name: each.dictionary_encode() for name, each in texts.items()}
+        episode |= encoded | {"env_t_stopped": array_of(times.env_t_stopped)}
     step |= {name: arrow_of(trees[name], description) for name, description in columns.items()}
     episode |= {
-        "lane": array_of(np.full(count, fragment.lane)),
-        "slot": array_of(np.asarray(fragment.env_slots(chunks.slot, chunks.number), np.int64)),
-        "t_started": array_of(chunks.t_started),
+        "lane": array_of(np.repeat([each.lane for each in rows], [len(each.lengths) for each in rows])),
+        "slot": array_of(slots),
+        "t_started": array_of(t_started),
         "num_steps": array_of(lengths),
         "return": array_of(np.add.reduceat(trees[Columns.REWARDS].astype(np.float64), firsts)),
-        "terminated": array_of(chunks.terminated),
+        "terminated": array_of(terminated),
         "truncated": array_of(truncated),
-        "lost": lost,
-        LAST_OBS: arrow_of(fragment.last_observations(), columns[Columns.OBS]),
+        "lost": pa.array(chain.from_iterable(each.lost for each in rows), pa.string()),
+        LAST_OBS: arrow_of(concatenate_trees([each.last_obs for each in rows]), columns[Columns.OBS]),
     }
     return table_of(step), table_of(episode, optional=["lost"])
+
+
+def _joined(times: Sequence[AgentTimes]) -> AgentTimes | None:
+    """The times of several fragments, one behind the other; None: of none."""
+    if not times:
+        return None
+
+    def texts(name: str) -> list[str]:
+        return [*chain.from_iterable(getattr(each, name) for each in times)]
+
+    def numbers(name: str) -> NDArray[np.int64]:
+        return np.concatenate([getattr(each, name) for each in times])
+
+    return AgentTimes(texts("agents"), texts("modules"), texts("env_ids"), numbers("env_t"), numbers("env_t_stopped"))

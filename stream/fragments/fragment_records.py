@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
@@ -70,7 +70,16 @@ class EpisodeIds:
     """
 
     prefix: str
+    _begun: Any = field(init=False, repr=False, compare=False)  # hash of what they all begin with
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_begun", hashlib.blake2b(f"{self.prefix}/".encode(), digest_size=16))
 
     def __call__(self, slot: int, number: int) -> str:
         """The id of an episode of a slot that had `number` episodes before."""
-        return hashlib.blake2b(f"{self.prefix}/{slot}/{number}".encode(), digest_size=16).hexdigest()
+        whole = self._begun.copy()
+        whole.update(b"%d/%d" % (slot, number))
+        return str(whole.hexdigest())
+
+    def __reduce__(self) -> Any:
+        return EpisodeIds, (self.prefix,)

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
-from rollflow.sinks.datasets import dataset_sink, dataset_source
+from rollflow.sinks.datasets import dataset_source
+from rollflow.sinks.datasets.file_set import FileSet
 from rollflow.stream import DatasetError, Fragment
 from rollflow.stream.data.tree import leaves_of
 
@@ -38,7 +39,7 @@ def played() -> Played:
 @pytest.fixture
 def path(played: Played, tmp_path: Path) -> Path:
     """A dataset of several files."""
-    with DatasetSink(tmp_path / "data", max_file_bytes=20_000, metadata={"env": "numbered", "seed": 5}) as sink:
+    with DatasetSink(tmp_path / "data", max_file_bytes=10_000, metadata={"env": "numbered", "seed": 5}) as sink:
         for fragment in played.fragments:
             sink(fragment)
     return tmp_path / "data"
@@ -418,13 +419,13 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
 
 
 def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, tables_of = threading.Event(), dataset_sink.tables_of
+    may_write, write = threading.Event(), FileSet.write
 
-    def held_back(*args: Any) -> Any:
+    def held_back(*args: Any) -> None:
         assert may_write.wait(30)
-        return tables_of(*args)
+        write(*args)
 
-    monkeypatch.setattr(dataset_sink, "tables_of", held_back)
+    monkeypatch.setattr(FileSet, "write", held_back)
     with DatasetSink(tmp_path, queue_size=2) as sink:
         sink(played.fragments[0])
         sink(played.fragments[1])
