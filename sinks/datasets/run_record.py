@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata as packages
 from typing import Any
 
@@ -21,6 +22,7 @@ def run_record(metadata: Mapping[str, Any], rollout: AnyRollout | None) -> dict[
     return {"metadata": dict(metadata), "rollout": described, "versions": versions}
 
 
+@cache
 def version_of(package: str) -> str:
     """The version of an installed package; "unknown" for one that is only on the path."""
     try:
