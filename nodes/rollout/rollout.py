@@ -295,8 +295,7 @@ class Rollout(RolloutLoop[Fragment]):
         Its first call measures environments and module apart for a second or two, beside times of the run, and maybe
         worker processes; a table takes some more. Raises ValueError for what can't be, and for ready environments.
         """
-        is_run = self._drive is not None or self._async_drive is not None
-        running = Running.of(self.report() if is_run else None, self._doctor)
+        running = Running.of(self.report() if self._drive or self._async_drive else None, self._doctor)
         with self._doctor.pausing():
             return self._planner.plan(self.environments, running, changes)
 
