@@ -38,6 +38,7 @@ class FragmentRows:
         times      of a module's fragment; None: the fragment is of one agent
 
         lengths, t_started       i64[C]
+        slots                    i64[C]    of the lane
         terminated, truncated    bool[C]
         lost                     why an environment was lost, for each chunk that ended so, or None: C of them
         trees                    name -> tree of arrays any[n, ...], of the steps in chunk order
@@ -86,23 +87,21 @@ def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
     of_step = np.repeat(np.arange(count), lengths)
 
     def repeated(texts: Any) -> Any:
-        """The text of each step's chunk: Arrow array of `total` items, which holds each text once."""
-        texts = texts.dictionary_encode()
+        """The text of each step's chunk, by a dictionary; from the chunks' texts, by a dictionary."""
         return pa.DictionaryArray.from_arrays(array_of(texts.indices.to_numpy()[of_step]), texts.dictionary)
 
     step = {
         "run": array_of(runs[of_step]),
-        Columns.EPS_ID: repeated(ids),
+        Columns.EPS_ID: repeated(ids.dictionary_encode()),
         Columns.T: array_of(np.arange(total) - np.repeat(firsts - t_started, lengths)),
     }
     episode = {"run": array_of(runs), Columns.EPS_ID: ids}
     if (times := _joined([each.times for each in rows if each.times is not None])) is not None:
         names = (Columns.AGENT_ID, times.agents), (Columns.MODULE_ID, times.modules), (ENV_EPS_ID, times.env_ids)
-        texts = {name: pa.array(each, pa.string()) for name, each in names}
+        texts = {name: pa.array(each, pa.string()).dictionary_encode() for name, each in names}
         step |= {name: repeated(each) for name, each in texts.items()}
         step[ENV_T] = array_of(times.env_t)
-        encoded = {name: each.dictionary_encode() for name, each in texts.items()}
-        episode |= encoded | {"env_t_stopped": array_of(times.env_t_stopped)}
+        episode |= texts | {"env_t_stopped": array_of(times.env_t_stopped)}
     step |= {name: arrow_of(trees[name], description) for name, description in columns.items()}
     episode |= {
         "lane": array_of(np.repeat([each.lane for each in rows], [len(each.lengths) for each in rows])),
