@@ -92,8 +92,16 @@ def _show(args: argparse.Namespace) -> int:
     print(f"episodes      {len(mine := summary.is_whole)}, {np.count_nonzero(~mine)} without beginning or end")
     print(f"steps         {summary.lengths.sum()}")
     for name, values in (("return", summary.returns), ("length", summary.lengths)):
-        print(f"{name:<13} mean {values.mean():.2f}, deviation {values.std():.2f}, median {np.median(values):.2f}")
-        print("\n".join(histogram(values)))
+        finite = values[np.isfinite(values)]
+        others = (
+            f" of {len(finite)}; {len(values) - len(finite)} are NaN or infinite" if len(finite) < len(values) else ""
+        )
+        if len(finite):
+            middle = f"mean {finite.mean():.2f}, deviation {finite.std():.2f}, median {np.median(finite):.2f}"
+            print(f"{name:<13} {middle}{others}")
+        else:
+            print(f"{name:<13} none{others}")
+        print("\n".join(histogram(finite)))
     return 0
 
 

@@ -1,6 +1,7 @@
 """Text files as destinations of a log: CSV and JSON lines."""
 
 import csv
+import fcntl
 import json
 import math
 import os
@@ -43,11 +44,12 @@ class CsvFile(_TextFile):
     A file that is there is added to. Where a new name comes up the file is written anew, with one more column, in which
     the rows before have nothing.
 
-    Raises MetricsError where the file can't be written, or has other columns.
+    Raises MetricsError where the file can't be written, has other columns, or another log writes to it.
     """
 
     def __init__(self, target: str) -> None:
         super().__init__(target, "csv")
+        self._target = target
         self._names: list[str] = []
         line = self._first_line()
         if line and not line.startswith(_BEGINNING):
@@ -58,8 +60,15 @@ class CsvFile(_TextFile):
 
     def open(self) -> None:
         """Open the file, with a header where it is new."""
-        self._names = next(csv.reader([self._first_line()]), [])
         super().open()
+        assert self._file is not None
+        if not _locked(self._file, self._path):
+            self.close()
+            raise MetricsError(
+                f"log='csv:{self._target}': another run writes to this file, and each would lose rows of the other; "
+                "expected a file for each"
+            )
+        self._names = next(csv.reader([self._first_line()]), [])
         if not self._names:
             self._names = list(PLACE)
             self._write(self._names)
@@ -80,15 +89,17 @@ class CsvFile(_TextFile):
 
     def _widen(self, names: list[str]) -> None:
         """Write the file anew with more columns; a kill leaves the old one or the new one."""
-        self.close()
-        wider = self._path.with_name(f"{self._path.name}.new")
+        wider, before = self._path.with_name(f"{self._path.name}.new"), self._file
         with self._path.open(newline="") as old, wider.open("w", newline="") as new:
             lines, rows = csv.writer(new), csv.reader(old)
             next(rows)
             lines.writerow(names)
             lines.writerows([*row, *[""] * (len(names) - len(row))] for row in rows)
+        self._names, self._file = names, _appended(wider)
+        _locked(self._file, wider)
         os.replace(wider, self._path)
-        self._names, self._file = names, _appended(self._path)
+        assert before is not None
+        before.close()  # held until now, so that nobody else takes the file meanwhile
 
     def _write(self, fields: list[Any]) -> None:
         assert self._file is not None
@@ -130,6 +141,17 @@ def checked_path(target: str, kind: str, *, is_folder: bool = False) -> Path:
     if not os.access(there, os.W_OK):
         raise MetricsError(f"log='{kind}:{target}': {there} may not be written, {expected}")
     return path.absolute()
+
+
+def _locked(file: TextIO, path: Path) -> bool:
+    """Lock a file for as long as it is open; False where another one has, or has put a new one in its place."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a disk that has no locks
+        return True
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _appended(path: Path) -> TextIO:

@@ -1,9 +1,10 @@
 """Silent faults that fragments show: values that never change or are no numbers, weights and lanes left behind, memory.
 
-Every fragment is counted. The columns of one are read only where the doctor has asked for it since the last one, twice
-a second at most, and then of some transitions.
+Every fragment is counted, and its rewards are read up to the first one that is no finite number. The other columns are
+read only where the doctor has asked for it since the last one, twice a second at most, and then of some transitions.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
@@ -34,6 +35,9 @@ _MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
 _NOUNS = {Columns.ACTIONS: "actions", Columns.REWARDS: "rewards", Columns.OBS: "observations"}
 
 
+logger = logging.getLogger(__name__)
+
+
 class _Same(NamedTuple):
     """A value that a column has had since some look."""
 
@@ -57,6 +61,8 @@ class FragmentChecks:
         self._behind: dict[int, int] = {}  # lane -> fragments that it gave, which are few
         self._usual = ""  # what the others gave meanwhile
         self._nan = {Columns.REWARDS: 0.0, Columns.OBS: 0.0}  # looks; actions that are NaN raise an error
+        self._are_finite = True  # all rewards so far
+        self._outside = ""  # what is told of an action that its space has not
         self._same: dict[str, _Same] = {}
         self._version = -1  # newest that acted in a fragment
         self._looked_at = 0  # fragments up to the one that was looked at last
@@ -70,7 +76,11 @@ class FragmentChecks:
         self._count += 1
         parts: Any = getattr(fragment, "parts", (fragment,))
         self._held[self._count] = root_of(parts[0].columns[Columns.REWARDS].tree)
-        if self._is_asked and (acted := [part for part in parts if not part.is_empty]):
+        acted = [part for part in parts if not part.is_empty]
+        for part in acted if self._are_finite else ():
+            if not np.isfinite(part.columns[Columns.REWARDS].tree).all():
+                self._check_rewards(part)
+        if self._is_asked and acted:
             self._is_asked = False
             self._look_at(acted)
 
@@ -94,6 +104,25 @@ class FragmentChecks:
 
     # Inside
 
+    def _check_rewards(self, part: Fragment) -> None:
+        """Log the first reward of a fragment that is no finite number, if one is."""
+        rewards, chunks = part.gather(Columns.REWARDS), part.chunks
+        is_finite = np.isfinite(rewards)
+        if is_finite.all():
+            return  # it was a row that is no step's
+        self._are_finite = False
+        at, ends = int(np.argmin(is_finite)), np.cumsum(chunks.stop - chunks.start)
+        chunk = int(np.searchsorted(ends, at, side="right"))
+        step = int(chunks.t_started[chunk] + chunks.stop[chunk] - chunks.start[chunk] - (ends[chunk] - at))
+        logger.warning(
+            "lane %d, episode '%s', step %d: the reward is %s, expected a finite number. What learns from it becomes "
+            "NaN; no later one is told",
+            part.lane,
+            part.layout.episode_id(int(chunks.slot[chunk]), int(chunks.number[chunk])),
+            step,
+            rewards[at],
+        )
+
     def _look_at(self, parts: list[Any]) -> None:
         self._looked_at = self._count
         self._bytes = sum(
@@ -108,6 +137,7 @@ class FragmentChecks:
                 has_nan = any(leaf.dtype.kind == "f" and np.isnan(leaf).any() for leaf in values)
                 looks = self._nan[name]
                 self._nan[name] = min(_MOST_NAN, looks + 1) if has_nan else max(0.0, looks - _FADE)
+        self._outside = next((text for each in sampled if (text := _outside(*each))), "")
         is_sure = all(_is_sure(*each) for each in sampled)
         self._note("entropy", [np.ones(1)] if is_sure else [])
 
@@ -128,6 +158,8 @@ class FragmentChecks:
         for name, looks in self._nan.items():
             if looks >= _NAN:
                 yield Sign(f"{name} nan", f"{_NOUNS[name]} are NaN in fragment after fragment")
+        if self._outside:
+            yield Sign("actions outside", self._outside)
         for name, same in self._same.copy().items():
             versions = self._version - same.version
             if same.looks < _LOOKS or versions < _VERSIONS:
@@ -199,6 +231,16 @@ def _is_one_by_nature(part: Fragment, name: str) -> bool:
     if name == Columns.OBS:
         return bool((chunks.t_started + chunks.stop - chunks.start).max() == 1)
     return bool((chunks.terminated | chunks.truncated).any())  # then returns are looked at
+
+
+def _outside(part: Fragment, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> str:
+    """What is told of actions that their Discrete space has not; "": there are none."""
+    space = part.layout.action_space
+    if not isinstance(space, gym.spaces.Discrete):
+        return ""
+    [actions] = _values(part, rows, slots, Columns.ACTIONS)
+    outside = actions[(actions < space.start) | (actions >= space.start + space.n)]
+    return f"the module's actions are outside of {space}: {outside[0]} is one of them" if outside.size else ""
 
 
 def _is_sure(part: Fragment, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> bool:

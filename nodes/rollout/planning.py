@@ -327,15 +327,15 @@ def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting
             texts = _named(now.setting, now.cores)
             what = ", ".join(text for name, text in _named(best.setting, now.cores).items() if texts.get(name) != text)
             return (
-                f"change first: {what}; {best.steps_per_s / now.steps_per_s:.1f} times the steps per second are "
-                f"predicted, {best.steps_per_s:,.0f}, held back by {best.bottleneck}"
+                f"change first: {what}; {best.steps_per_s / now.steps_per_s:.1f} times the steps per second of now "
+                f"are predicted, {best.steps_per_s:,.0f}, held back by {best.bottleneck}"
             )
     faster = {stage: _rate(costs.halved(stage), now.setting, now.cores) for stage in ("env", *costs.parts, CALLER)}
     stage = max(faster, key=faster.__getitem__)
     name = "the reader of the batches" if stage == CALLER else f"the stage {stage} itself"
     return (
         f"change first: {name}, for no other numbers or place give much more here; if it took half the time, "
-        f"{faster[stage] / before:.1f} times the steps per second are predicted"
+        f"{faster[stage] / before:.1f} times the steps per second of now are predicted"
     )
 
 

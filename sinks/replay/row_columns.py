@@ -1,5 +1,6 @@
 """Row columns: the memory of a replay, one array per column leaf, in RAM or in a file mapped into memory."""
 
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ _PACKED = ""  # which is no column's name
 class Storage:
     """How a replay keeps steps.
 
-    path      file to map into memory, made anew: for more than fits into RAM; None: in RAM. Of several agents each
-              module has a file of its own, with its id behind the name
+    path      of a new file to map into memory, for more than fits into RAM; None: in RAM. Its room on the disk is
+              reserved, and it has no name once it is there: it goes with the process. Of several agents each module
+              has a file of its own, with its id behind the name
     frames    newest observations that stand in each item of `obs` and `new_obs`, any[B, frames, ...], oldest first;
               zeros before the episode's first. They are put together when sampled. 1: the observation itself
     extra     names of the module's outputs to be kept; None: all
@@ -45,10 +47,12 @@ class RowColumns:
     items       name -> tree of arrays any[...] that one item is like
     num_rows    rows of every column
     spare       further rows of `obs`
-    path        file to map into memory, which is made anew; None: in RAM
+    path        of a new file to map into memory; None: in RAM
 
     trees       name -> tree of arrays any[num_rows, ...]
     apart       names of the columns that are not packed
+
+    Raises ReplayError where there is a file at the path, or none can be made.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class RowColumns:
         sizes = {name: (items[name], num_rows + (spare if name == Columns.OBS else 0)) for name in self.apart}
         layout = BlockLayout(sizes | {_PACKED: (record, num_rows)})
         size = max(layout.size, 1)
-        block = PrivateBlock(size).array() if path is None else np.asarray(np.memmap(path, np.uint8, "w+", 0, (size,)))
+        block = PrivateBlock(size).array() if path is None else _mapped(path, size)
         trees = {name: column.tree for name, column in layout.columns(block).items()}
         self._records, self._packed = trees.pop(_PACKED), [name for name, _, _ in fields]
         self.trees = {name: trees[name] if name in trees else self._records[name] for name in items}
@@ -146,6 +150,23 @@ class RowColumns:
     def _block(self, rows: slice) -> dict[str, Tree]:
         """A copy of rows, with all columns."""
         return {name: map_tree(lambda leaf: leaf[rows].copy(), tree) for name, tree in self.trees.items()}
+
+
+def _mapped(path: str | os.PathLike[str], size: int) -> NDArray[np.uint8]:
+    """Memory u8[size] of a new file, which no longer has a name. Raises ReplayError where none can be made."""
+    try:
+        with open(path, "x+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full later would end the process
+                return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+            finally:
+                os.unlink(path)
+    except FileExistsError:
+        text = f"Storage(path={os.fspath(path)!r}): a file is there already, expected a path where nothing is"
+        raise ReplayError(text).see("replay") from None
+    except OSError as error:
+        text = f"Storage(path={os.fspath(path)!r}): a file of {size:,} bytes can't be made: {error.strerror}"
+        raise ReplayError(text).see("replay") from error
 
 
 def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tree]:

@@ -25,6 +25,7 @@ Record = Callable[[int, int], None]  # (begin, end) of a span, in ns on the cloc
 MOST_SPANS = 1 << 19  # that wait to be written
 MOST_ARROWS = 4096  # fragments, or items made of them, whose arrows may still begin or end
 MOST_BYTES = 1 << 30  # of a trace, before it is compressed: a browser hardly opens a larger one
+_BEGIN = b'[\n{"ph": "M"'  # of a file: names come first
 _FIELDS = 3
 _AT_ONCE = 1 << 17  # spans that are made text in one go, which takes some 50 MB
 _EVERY_S, _END_S = 1.0, 5.0
@@ -240,13 +241,26 @@ def open_trace(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_trace(path: Any) -> None:
-    """Raise ValueError for what is neither None nor a file's path in a folder that is there."""
+    """Raise ValueError for what is neither None nor the path of a new file or a trace, in a folder that is there."""
     if path is None:
         return
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"trace is {path!r}, expected a file's path such as 'run.trace'")
     if not os.fspath(path) or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
         raise ValueError(f"trace is {path!r}, expected a file in a folder that is there, such as 'run.trace'")
+    if Path(path).exists() and not _is_trace(Path(path)):
+        raise ValueError(f"trace is {path!r}, where another file is, expected a new file, or an older trace's")
+
+
+def _is_trace(path: Path) -> bool:
+    """True for a file that is empty, or begins as a trace does."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return _BEGIN.startswith(file.read(len(_BEGIN)))
+    except EOFError:  # it was cut off before its first line
+        return True
+    except OSError:  # it is not compressed, or may not be read
+        return False
 
 
 def span_lines(heads: Sequence[bytes], kind: NDArray[np.int64], times: NDArray[np.int64]) -> bytes:

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import gymnasium as gym
 import minari
 import numpy as np
 import pyarrow as pa
@@ -14,7 +16,7 @@ from replayed import Played
 from serial_module import SerialModule
 
 from rollflow.cli.main import main
-from rollflow.nodes import MultiAgentRollout
+from rollflow.nodes import MultiAgentRollout, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
 
 
@@ -59,6 +61,28 @@ def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, capsys: pyt
     assert f"length        mean {np.mean(lengths):.2f}, deviation {np.std(lengths):.2f}, median" in shown
     *_, bars = shown.partition("length  ")
     assert sum(int(line.rsplit(maxsplit=1)[-1]) for line in bars.splitlines()[1:]) == episodes
+
+
+def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [0]
+
+    class Sick(gym.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> Any:
+            steps[0] += 1
+            seen, reward, *ends = super().step(action)
+            return seen, np.nan if steps[0] == 5 else reward, *ends
+
+    with Rollout(lambda: Sick(gym.make("CartPole-v1")), fragment_length=128, num_fragments=1, seed=0) as rollout:
+        with DatasetSink(tmp_path / "data") as sink:
+            for fragment in rollout.fragments():
+                sink(fragment)
+    returns = DatasetSource(tmp_path / "data").summary().returns
+    assert main(["dataset", "show", str(tmp_path / "data")]) == 0
+    shown = capsys.readouterr().out
+    assert f"return        mean {np.nanmean(returns):.2f}, " in shown
+    assert f" of {len(returns) - 1}; 1 are NaN or infinite" in shown
 
 
 def test_check_finds_nothing_in_whole_files(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,21 @@ def test_csv_that_is_there_is_added_to_also_behind_a_cut_line(tmp_path: Path) ->
     ]
 
 
+def test_csv_that_another_log_writes_to_is_refused_until_that_ends(tmp_path: Path) -> None:
+    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}", "steps") for _ in range(2))
+    one.open()
+    with pytest.raises(MetricsError, match="another run writes to this file, and each would lose rows of the other"):
+        other.open()
+    one.write(row_of(10, a=1.5))  # puts a wider file in its place
+    with pytest.raises(MetricsError, match="another run writes to this file"):
+        other.open()
+    one.close()
+    other.open()
+    other.write(row_of(20, b=3.0))
+    other.close()
+    assert [(row["a"], row["b"]) for row in csv_rows(tmp_path / "run.csv")] == [("1.5", ""), ("", "3.0")]
+
+
 @pytest.mark.parametrize("data", [b"when,what\n1,2\n", b"\x89PNG\xff\x00", b"\x00" * (2 << 20)])
 def test_csv_of_somebody_else_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "other.csv").write_bytes(data)

@@ -126,6 +126,34 @@ def test_what_the_doctor_has_found_is_given_to_those_who_ask() -> None:
         assert rollout.diagnose().notes == ("rewards are NaN in fragment after fragment",)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_the_first_reward_that_is_no_number_is_told_once_with_its_place(
+    value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(RandomEnv):
+        steps = 0
+
+        def step(self, action: Any) -> Any:
+            seen, reward, *ends = super().step(action)
+            self.steps += 1
+            return seen, value if self.steps in (73, 90) else reward, *ends
+
+    with Rollout(lambda: Late(length=10), module=EVEN, fragment_length=8, num_fragments=20, seed=0) as rollout:
+        fragments = list(rollout.fragments())
+    told = [record.getMessage() for record in caplog.records if "the reward is" in record.getMessage()]
+    [place] = [
+        (episode.id_, episode.t_started + int(np.argmin(np.isfinite(episode.get_rewards()))))
+        for fragment in fragments
+        for episode in fragment.episodes()
+        if not np.isfinite(episode.get_rewards()).all()
+    ][:1]
+    assert place[1] == 2  # the 73rd step is the third one of its episode
+    assert told == [
+        f"lane 0, episode '{place[0]}', step 2: the reward is {value}, expected a finite number. What learns from it "
+        "becomes NaN; no later one is told"
+    ]
+
+
 def test_a_single_fragment_with_nan_says_nothing() -> None:
     class Once(RandomEnv):
         steps = 0
@@ -166,6 +194,14 @@ def test_rewards_that_never_change_where_no_episode_ends_are_named() -> None:
 def test_actions_that_never_change_are_named() -> None:
     [text] = said(RandomEnv, Logits(0.0, 0.5, 0.0, chosen=2), num_envs=2)
     assert text.startswith("actions were all 2 in 30 fragments that were looked at, through ")
+
+
+def test_actions_outside_of_their_space_are_named() -> None:
+    class Wild(RLModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return {"actions": torch.full((len(batch["obs"]),), 7)}
+
+    assert said(RandomEnv, Wild(), num_envs=2)[0] == "the module's actions are outside of Discrete(3): 7 is one of them"
 
 
 def test_an_entropy_of_zero_is_named() -> None:

@@ -1,5 +1,7 @@
 """What is sampled from a replay is what was inserted."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,7 +226,39 @@ def test_a_file_mapped_into_memory_gives_the_same_batches(tmp_path: Path) -> Non
         there.insert(fragment)
         ours, theirs = here.sample(32), there.sample(32)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert (tmp_path / "rows").stat().st_size >= there.nbytes
+    assert not list(tmp_path.iterdir())  # it goes with the process
+
+
+def test_a_file_of_somebody_else_is_not_taken_for_rows(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print()")
+    replay = Replay(50, storage=Storage(path=tmp_path / "train.py"))
+    with pytest.raises(ReplayError, match=r"train.py'\): a file is there already, expected a path where nothing is"):
+        replay.insert(Played(3, 1).fragments[0])
+    assert (tmp_path / "train.py").read_text() == "print()"
+    with pytest.raises(ReplayError, match=r"a file of [0-9,]+ bytes can't be made: No such file or directory"):
+        Replay(50, storage=Storage(path=tmp_path / "none" / "rows")).insert(Played(3, 1).fragments[0])
+
+
+def test_two_replays_with_one_path_have_rows_of_their_own(tmp_path: Path) -> None:
+    one, other = (Replay(50, seed=1, storage=Storage(path=tmp_path / "rows")) for _ in range(2))
+    first, second = Played(3, 2).fragments
+    one.insert(first)
+    other.insert(second)
+    assert {tuple(each) for each in one.sample(32)["obs"].tolist()} <= {
+        tuple(each) for each in first.gather("obs").tolist()
+    }
+
+
+def test_a_disk_without_room_for_all_rows_is_told_when_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ReplayError, match=r"a file of [0-9,]+ bytes can't be made: No space left on device"):
+        Replay(50, storage=Storage(path=tmp_path / "rows")).insert(Played(3, 1).fragments[0])
+    assert not list(tmp_path.iterdir())
 
 
 class Pixels(gym.Env[Any, Any]):

@@ -126,6 +126,23 @@ def test_a_path_that_can_not_be_is_refused(path: Any) -> None:
         check_trace(path)
 
 
+@pytest.mark.parametrize("name", ["train.py", "train.gz"])
+def test_a_file_of_somebody_else_is_not_taken_for_a_trace(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("print()\n")
+    with pytest.raises(ValueError, match=f"{name}'.*, where another file is, expected a new file, or an older trace's"):
+        check_trace(path)
+
+
+@pytest.mark.parametrize("name", ["run.trace", "run.trace.gz"])
+def test_an_older_trace_makes_way(tmp_path: Path, name: str) -> None:
+    for _ in range(2):
+        check_trace(tmp_path / name)
+        Trace(open_trace(tmp_path / name), "mine", lambda: None).close()
+    (tmp_path / name).write_bytes(b"")  # of one that was killed
+    check_trace(tmp_path / name)
+
+
 def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_path: Path) -> None:
     asker, answers = socket.socketpair()
     serving = threading.Thread(target=lambda: tracing.serve(answers))
