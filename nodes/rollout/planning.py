@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from statistics import fmean
 from typing import Any, NamedTuple, TypedDict, get_type_hints
 
@@ -28,6 +28,7 @@ _COMPARED_STEPS = 256  # of lanes, in a round that is simulated, where many sett
 _MOSTLY, _WORTH = 0.5, 1.1  # share of the environments' time; how many times as fast a change to be named must be
 _WORKER_BYTES = {"processes": 60 << 20, "rollouts": 220 << 20}  # that a worker process takes for itself
 _TIMES_SLOTS, _TIMES_CORES, _HOSTS = (1, 2, 4), (2, 4), (2, 4)  # of the table
+_LINKS = (125e6, 12.5e6)  # bytes per second from all hosts: 1 Gbit/s, and a tenth
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Prediction:
 
     cores           of each machine
     steps_per_s     float: transitions
-    bottleneck      the stage that the others would wait for, by its name in reports
+    bottleneck      the stage that the others would wait for, by its name in reports, or "link"
     lag             float: policy versions that a batch would be old, where each batch makes one
     memory_bytes    int: of the fragments that are alive, and of worker processes
     """
@@ -85,8 +86,8 @@ class Plan:
     def __str__(self) -> str:
         made = "" if self.measured is None else f"; measured: {self.measured:,.0f} steps/s"
         rows = [
-            f"{'where':<10} {'lanes':>5} {'workers':>7} {'hosts':>5} {'cores':>5} {'slots':>6} {'ahead':>5} "
-            f"{'steps/s':>11}  {'held back by':<13} {'lag':>4} {'memory':>10}",
+            f"{'where':<10} {'lanes':>5} {'workers':>7} {'hosts':>5} {'Mbit/s':>6} {'cores':>5} {'slots':>6} "
+            f"{'ahead':>5} {'steps/s':>11}  {'held back by':<13} {'lag':>4} {'memory':>10}",
             f"{self._row(self.now)}  now{made}",
             *map(self._row, self.predictions),
         ]
@@ -100,18 +101,20 @@ class Plan:
     def _row(self, each: Prediction) -> str:
         setting = each.setting
         workers, mark = setting.workers if setting.has_workers else "-", " *" if self._is_elsewhere(each) else ""
+        link = f"{8e-6 * setting.link_bytes_s:.0f}" if setting.hosts else "-"
         return (
-            f"{setting.where:<10} {setting.lanes:>5} {workers:>7} {setting.hosts or '-':>5} {each.cores:>5} "
+            f"{setting.where:<10} {setting.lanes:>5} {workers:>7} {setting.hosts or '-':>5} {link:>6} {each.cores:>5} "
             f"{setting.slots:>6} {setting.prefetch:>5} {each.steps_per_s:>11,.0f}  {each.bottleneck:<13} "
             f"{each.lag:>4.1f} {each.memory_bytes / 1e6:>7,.1f} MB{mark}"
         )
 
 
 class Changes(TypedDict, total=False):
-    """Changes to a rollout's setting: arguments of `Rollout`, but `slots`, which are its `num_envs`, and two more.
+    """Changes to a rollout's setting: arguments of `Rollout`, but `slots`, which are its `num_envs`, and three more.
 
-    cores    of each machine
-    hosts    machines like this one that do whole rollouts, each with `workers` of them
+    cores           of each machine
+    hosts           machines like this one that do whole rollouts, each with `workers` of them
+    link_bytes_s    bytes per second that come from all hosts together; else those of 1 Gbit/s
     """
 
     where: str
@@ -122,6 +125,7 @@ class Changes(TypedDict, total=False):
     max_batch: int
     cores: int
     hosts: int
+    link_bytes_s: int
 
 
 class Running(NamedTuple):
@@ -238,12 +242,9 @@ class Planner:
                 yield from self._best(costs, now.slots * times, [where], ruled_out, cores)
         for times in _TIMES_CORES:
             yield from self._best(costs, now.slots, PLACES, ruled_out, cores * times)
-        for hosts in _HOSTS if "rollouts" not in ruled_out else ():
-            lanes = min(now.slots, cores) * hosts
-            yield (
-                replace(now, where="rollouts", hosts=hosts, slots=now.slots * hosts, lanes=lanes, workers=cores),
-                cores,
-            )
+        for hosts, link in product(_HOSTS, _LINKS) if "rollouts" not in ruled_out else ():
+            there: dict[str, Any] = {"where": "rollouts", "hosts": hosts, "workers": cores, "link_bytes_s": link}
+            yield replace(now, **there, slots=now.slots * hosts, lanes=min(now.slots, cores) * hosts), cores
 
     def _best(
         self, costs: StepCosts, slots: int, places: Sequence[str], ruled_out: Mapping[str, str], cores: int
@@ -360,6 +361,8 @@ def changed(now: Setting, changes: Changes, cores: int) -> tuple[Setting, int]:
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, PLACES))}")
     if hosts and where != "rollouts":
         raise ValueError(f"hosts is {hosts} and where is '{where}', expected where='rollouts': hosts do whole rollouts")
+    if "link_bytes_s" in given and not hosts:
+        raise ValueError(f"link_bytes_s is {given['link_bytes_s']}, but nothing comes over a link; expected hosts=…")
     workers = given.get("workers", cores)
     if "workers" in given and where not in _WORKER_BYTES:
         raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
@@ -390,4 +393,6 @@ def _named(setting: Setting, cores: int) -> dict[str, str]:
     for name in ("prefetch", "max_batch", "hosts"):
         if getattr(setting, name):
             texts[name] = f"{name}={getattr(setting, name)}"
+    if setting.hosts:
+        texts["link_bytes_s"] = f"link_bytes_s={setting.link_bytes_s:.0f}"
     return texts | {"cores": f"{cores} cores"}

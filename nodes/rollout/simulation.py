@@ -115,7 +115,7 @@ class Simulated:
     """What a simulated run gave.
 
     steps_per_s    float: transitions
-    bottleneck     the stage that the others wait for, by its name in reports
+    bottleneck     the stage that the others wait for, by its name in reports, or "link"
     busy           stage -> share of the time, 0 to 1, in which it is at work, or waits for a core
     lag            float: policy versions that a batch is old when it is handed out, where each batch makes one
     """
@@ -177,8 +177,7 @@ class _Ring:
     def run(self) -> Simulated:
         """Run until enough rounds are over, or two of them were about as fast."""
         setting, clock = self._setting, self._clock
-        start = self._start_turns if setting.where == "rollouts" else self._start_steps
-        start()
+        (self._start_turns if setting.where == "rollouts" else self._start_steps)()
         clock.go_on(self._reader())
         clock.run(lambda: self._updates >= setting.prefetch)
         before = self._round()
@@ -363,8 +362,9 @@ class _Ring:
             self._turn_s += self._clock.now - began
             if setting.hosts:
                 yield self._link
-                yield self._costs.step_bytes * lane.slots * self._length / setting.link_bytes_s
+                yield (seconds := self._costs.step_bytes * lane.slots * self._length / setting.link_bytes_s)
                 self._link.give()
+                self._busy["link"] += seconds
             yield from self._work(self._main_lock, self._here, machine.fragment * self._scale)
             lane.row = 0
             self._emit(lane)

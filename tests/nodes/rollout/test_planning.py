@@ -96,12 +96,27 @@ def test_what_other_machines_would_give_is_marked(asked: Any) -> None:
     assert mark.startswith("*: another machine")
 
 
+def test_a_slow_link_holds_back_what_hosts_make(asked: Any) -> None:
+    of, links = costs(env=1e-3, module=1e-4, step_bytes=1000.0), ({}, {"link_bytes_s": 1_000_000})
+    fast, slow = (asked(of, 2)(hosts=4, prefetch=1, **link).then for link in links)
+    assert fast.bottleneck == "env"
+    assert slow.bottleneck == "link"
+    assert slow.steps_per_s == pytest.approx(1000, rel=0.05)  # a kilobyte each
+    assert fast.steps_per_s > 2 * slow.steps_per_s
+    assert "hosts=4, link_bytes_s=1000000" in str(slow)
+
+
 def test_without_a_setting_there_is_a_table(asked: Any) -> None:
     plan = asked(costs(env=1e-3, module=1e-4), 2)()
     assert {each.setting.where for each in plan.predictions} == {"inline", "threads", "processes", "rollouts"}
     assert {each.setting.slots for each in plan.predictions if not each.setting.hosts} == {8, 16, 32}
     assert {each.cores for each in plan.predictions} == {2, 4, 8}
-    assert max(each.setting.hosts for each in plan.predictions) == 4
+    assert [(each.setting.hosts, each.setting.link_bytes_s) for each in plan.predictions if each.setting.hosts] == [
+        (2, 125e6),
+        (2, 12.5e6),
+        (4, 125e6),
+        (4, 12.5e6),
+    ]
 
 
 def test_a_table_for_many_slots_simulates_few_events_for_each(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +212,7 @@ def test_lanes_and_workers_are_those_that_a_rollout_would_have(
         ({"lanes": 9}, "lanes is 9, expected at most the slots, which are 8"),
         ({"max_batch": 1}, "max_batch is 1, expected at least 2, the slots of a lane"),
         ({"max_batch": 8, "where": "rollouts"}, "max_batch is 8, expected another where than 'rollouts'"),
+        ({"link_bytes_s": 8}, "link_bytes_s is 8, but nothing comes over a link; expected hosts="),
         ({"num_envs": 8}, "what_if has no num_envs, expected where, lanes, "),
     ],
 )
