@@ -5,7 +5,6 @@ read only where the doctor has asked for it since the last one, twice a second a
 """
 
 import logging
-import os
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from rollflow.stream.data.blocks import root_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.doctor.machine_checks import memory_bound
 from rollflow.stream.doctor.rules import median
 from rollflow.stream.doctor.waits import Sign
 from rollflow.stream.fragments.fragment import Fragment
@@ -31,7 +31,7 @@ _LANES, _USUAL, _FEW = 3, 50, 0.2  # lanes; fragments of the middle one; share o
 _SURE = 1.0 - 1e-6  # probability of an action from which on it has no entropy
 _HELD, _HELD_SHARE = 100, 0.9  # fragments in memory, and share of all
 _MEMORY_SHARE = 0.1
-_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
+_MEMORY = memory_bound()
 _NOUNS = {Columns.ACTIONS: "actions", Columns.REWARDS: "rewards", Columns.OBS: "observations"}
 
 

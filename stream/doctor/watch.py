@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.stream.doctor.diagnosis import Diagnosis, diagnosed
+from rollflow.stream.doctor.machine_checks import MachineChecks
 from rollflow.stream.doctor.rules import AGAIN_S, CallTimes, StallRules
 from rollflow.stream.doctor.stacks import is_debugged_now
 from rollflow.stream.doctor.waits import Look, Probe, Sign, Wait, Way, way_from
@@ -42,12 +43,20 @@ class StallWatch:
         probe          gives the looks
         rules          when and how it speaks
         is_debugged    whether a debugger holds this process
+        machine        finds silent faults of this process and its machine
 
     It keeps no thread and reads no time but that of the rules' clock. `look` is to be called every `rules.look_s`.
     """
 
-    def __init__(self, probe: Probe, rules: StallRules, is_debugged: Callable[[], bool] = is_debugged_now) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        rules: StallRules,
+        is_debugged: Callable[[], bool] = is_debugged_now,
+        machine: MachineChecks | None = None,
+    ) -> None:
         self._probe, self._rules, self._is_debugged = probe, rules, is_debugged
+        self._machine = MachineChecks() if machine is None else machine
         self._after = 5.0 if rules.after is None else rules.after
         self._times = CallTimes()
         self._seen: dict[str, _Seen] = {}
@@ -94,7 +103,7 @@ class StallWatch:
             return self.finish(), None
         self._follow(look, now)
         gone = now - AGAIN_S[0]  # what was there later than that is told already
-        self._signs = self._probe.signs()
+        self._signs = [*self._probe.signs(), *self._machine.signs(now)]
         texts = [sign.text for sign in self._signs if self._notes.get(sign.kind, gone) <= gone]
         self._notes.update((sign.kind, now) for sign in self._signs)
         found = self._stalled(look, now)
