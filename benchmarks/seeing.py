@@ -4,7 +4,7 @@ Logs write a row each second; Prometheus is scraped each second, by a process of
 rollout that is looked at gives `rollflow top`, in a process of its own, a snapshot each second.
 
 Environment and module do nothing, so that what a step costs is rollflow's own; and CartPole with a small network. A
-trace's aim is of CartPole: it costs some 2 µs for a vector step, and one in which nothing is done takes 13 µs.
+trace's aim is of CartPole: a trace takes some 2 µs of a vector step, and one in which nothing is done has 13 µs.
 
     python -m benchmarks.seeing [--quick]
 """

@@ -92,15 +92,12 @@ def _show(args: argparse.Namespace) -> int:
     print(f"episodes      {len(mine := summary.is_whole)}, {np.count_nonzero(~mine)} without beginning or end")
     print(f"steps         {summary.lengths.sum()}")
     for name, values in (("return", summary.returns), ("length", summary.lengths)):
-        finite = values[np.isfinite(values)]
-        others = (
-            f" of {len(finite)}; {len(values) - len(finite)} are NaN or infinite" if len(finite) < len(values) else ""
-        )
+        finite, count = values[np.isfinite(values)], len(values)
+        text = f"all {count} are NaN or infinite"
         if len(finite):
-            middle = f"mean {finite.mean():.2f}, deviation {finite.std():.2f}, median {np.median(finite):.2f}"
-            print(f"{name:<13} {middle}{others}")
-        else:
-            print(f"{name:<13} none{others}")
+            text = f"mean {finite.mean():.2f}, deviation {finite.std():.2f}, median {np.median(finite):.2f}"
+            text += f" of {len(finite)}; NaN or infinite: {count - len(finite)}" if len(finite) < count else ""
+        print(f"{name:<13} {text}")
         print("\n".join(histogram(finite)))
     return 0
 

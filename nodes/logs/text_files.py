@@ -5,6 +5,7 @@ import fcntl
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -65,8 +66,8 @@ class CsvFile(_TextFile):
         if not _locked(self._file, self._path):
             self.close()
             raise MetricsError(
-                f"log='csv:{self._target}': another run writes to this file, and each would lose rows of the other; "
-                "expected a file for each"
+                f"log='csv:{self._target}': another run, or one that was not closed, writes to this file, and each "
+                "would lose rows of the other; expected a file for each"
             )
         self._names = next(csv.reader([self._first_line()]), [])
         if not self._names:
@@ -80,6 +81,12 @@ class CsvFile(_TextFile):
             self._widen([*self._names, *new])
         fields = {**row.place, **row.values}
         self._write([fields.get(name, "") for name in self._names])
+
+    def close(self) -> None:
+        """Close the file, and let others write to it, also where a process that was forked still has it."""
+        if self._file is not None and not self._file.closed:
+            _unlock(self._file)
+        super().close()
 
     def _first_line(self) -> str:
         if not self._path.exists():
@@ -99,7 +106,8 @@ class CsvFile(_TextFile):
         _locked(self._file, wider)
         os.replace(wider, self._path)
         assert before is not None
-        before.close()  # held until now, so that nobody else takes the file meanwhile
+        _unlock(before)  # held until now, so that nobody else takes the file meanwhile
+        before.close()
 
     def _write(self, fields: list[Any]) -> None:
         assert self._file is not None
@@ -152,6 +160,11 @@ def _locked(file: TextIO, path: Path) -> bool:
     except OSError:  # a disk that has no locks
         return True
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
+def _unlock(file: TextIO) -> None:
+    with suppress(OSError):  # a disk that has no locks
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _appended(path: Path) -> TextIO:

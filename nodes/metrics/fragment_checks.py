@@ -4,7 +4,6 @@ Every fragment is counted, and its rewards are read up to the first one that is 
 read only where the doctor has asked for it since the last one, twice a second at most, and then of some transitions.
 """
 
-import logging
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -35,9 +34,6 @@ _MEMORY = memory_bound()
 _NOUNS = {Columns.ACTIONS: "actions", Columns.REWARDS: "rewards", Columns.OBS: "observations"}
 
 
-logger = logging.getLogger(__name__)
-
-
 class _Same(NamedTuple):
     """A value that a column has had since some look."""
 
@@ -60,8 +56,8 @@ class FragmentChecks:
         self._base: dict[int, int] = {}  # lane -> fragments, when lanes were compared last; of those at work ever since
         self._behind: dict[int, int] = {}  # lane -> fragments that it gave, which are few
         self._usual = ""  # what the others gave meanwhile
-        self._nan = {Columns.REWARDS: 0.0, Columns.OBS: 0.0}  # looks; actions that are NaN raise an error
-        self._are_finite = True  # all rewards so far
+        self._nan = 0.0  # looks that found observations NaN; actions that are NaN raise an error
+        self._reward = ""  # what is told of the first one that is no finite number
         self._outside = ""  # what is told of an action that its space has not
         self._same: dict[str, _Same] = {}
         self._version = -1  # newest that acted in a fragment
@@ -77,9 +73,9 @@ class FragmentChecks:
         parts: Any = getattr(fragment, "parts", (fragment,))
         self._held[self._count] = root_of(parts[0].columns[Columns.REWARDS].tree)
         acted = [part for part in parts if not part.is_empty]
-        for part in acted if self._are_finite else ():
+        for part in () if self._reward else acted:
             if not np.isfinite(part.columns[Columns.REWARDS].tree).all():
-                self._check_rewards(part)
+                self._reward = self._reward or _not_finite(part)
         if self._is_asked and acted:
             self._is_asked = False
             self._look_at(acted)
@@ -104,25 +100,6 @@ class FragmentChecks:
 
     # Inside
 
-    def _check_rewards(self, part: Fragment) -> None:
-        """Log the first reward of a fragment that is no finite number, if one is."""
-        rewards, chunks = part.gather(Columns.REWARDS), part.chunks
-        is_finite = np.isfinite(rewards)
-        if is_finite.all():
-            return  # it was a row that is no step's
-        self._are_finite = False
-        at, ends = int(np.argmin(is_finite)), np.cumsum(chunks.stop - chunks.start)
-        chunk = int(np.searchsorted(ends, at, side="right"))
-        step = int(chunks.t_started[chunk] + chunks.stop[chunk] - chunks.start[chunk] - (ends[chunk] - at))
-        logger.warning(
-            "lane %d, episode '%s', step %d: the reward is %s, expected a finite number. What learns from it becomes "
-            "NaN; no later one is told",
-            part.lane,
-            part.layout.episode_id(int(chunks.slot[chunk]), int(chunks.number[chunk])),
-            step,
-            rewards[at],
-        )
-
     def _look_at(self, parts: list[Any]) -> None:
         self._looked_at = self._count
         self._bytes = sum(
@@ -133,10 +110,9 @@ class FragmentChecks:
         for name in _NOUNS:
             values = [leaf for each in sampled for leaf in _values(*each, name)]
             self._note(name, [] if any(_is_one_by_nature(part, name) for part in parts) else values)
-            if name in self._nan:
+            if name == Columns.OBS:
                 has_nan = any(leaf.dtype.kind == "f" and np.isnan(leaf).any() for leaf in values)
-                looks = self._nan[name]
-                self._nan[name] = min(_MOST_NAN, looks + 1) if has_nan else max(0.0, looks - _FADE)
+                self._nan = min(_MOST_NAN, self._nan + 1) if has_nan else max(0.0, self._nan - _FADE)
         self._outside = next((text for each in sampled if (text := _outside(*each))), "")
         is_sure = all(_is_sure(*each) for each in sampled)
         self._note("entropy", [np.ones(1)] if is_sure else [])
@@ -155,11 +131,12 @@ class FragmentChecks:
             self._same[name] = _Same(value, text, self._version)
 
     def _of_values(self) -> Iterator[Sign]:
-        for name, looks in self._nan.items():
-            if looks >= _NAN:
-                yield Sign(f"{name} nan", f"{_NOUNS[name]} are NaN in fragment after fragment")
-        if self._outside:
-            yield Sign("actions outside", self._outside)
+        if self._nan >= _NAN:
+            yield Sign("obs nan", "observations are NaN in fragment after fragment")
+        if self._reward:
+            yield Sign("reward", self._reward)
+        if outside := self._outside:
+            yield Sign("actions outside", outside)
         for name, same in self._same.copy().items():
             versions = self._version - same.version
             if same.looks < _LOOKS or versions < _VERSIONS:
@@ -231,6 +208,24 @@ def _is_one_by_nature(part: Fragment, name: str) -> bool:
     if name == Columns.OBS:
         return bool((chunks.t_started + chunks.stop - chunks.start).max() == 1)
     return bool((chunks.terminated | chunks.truncated).any())  # then returns are looked at
+
+
+def _not_finite(part: Fragment) -> str:
+    """What is told of a fragment's first reward that is no finite number; "": all are, but for rows without a step."""
+    rewards, chunks = part.gather(Columns.REWARDS), part.chunks
+    lengths = chunks.stop - chunks.start
+    places, ends = np.flatnonzero(~np.isfinite(rewards)), np.cumsum(lengths)
+    if not len(places):
+        return ""
+    chunk = np.searchsorted(ends, places, side="right")
+    steps = places - (ends - lengths)[chunk]
+    first = int(np.argmin(chunks.start[chunk] + steps))
+    of = int(chunk[first])
+    episode = part.layout.episode_id(int(chunks.slot[of]), int(chunks.number[of]))
+    return (
+        f"lane {part.lane}, episode '{episode}', step {chunks.t_started[of] + steps[first]}: the reward is "
+        f"{rewards[places[first]]}, expected a finite number; what learns from it becomes NaN, and no later one is told"
+    )
 
 
 def _outside(part: Fragment, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> str:

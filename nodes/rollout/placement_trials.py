@@ -27,7 +27,7 @@ _LANES, _WORKERS = 4, 2  # that are run at most to see what a place costs
 _HALVINGS = 14  # of the range in which a cost is looked for
 # place -> its cost in `Machine`, and the range: seconds of a hand-over, or times as long as a vector step takes
 _COSTS = {
-    "inline": ("fragment", 1e-6, 10e-3),
+    "inline": ("to_reader", 1e-6, 10e-3),
     "processes": ("to_process", 1e-6, 10e-3),
     "rollouts": ("in_worker", 0.5, 4.0),
 }
@@ -46,6 +46,7 @@ def trial_of(
         explore=forward.explore,
         env_to_module_connector=copied_pieces(policy.env_to_module_connector),
         module_to_env_connector=copied_pieces(policy.module_to_env_connector),
+        learner_connector=copied_pieces(policy.learner_connector),
         flat_forward=forward.flat,
         forward_threads=forward.threads,
         device=forward.device,
@@ -155,13 +156,13 @@ class _Runner:
     def run(self) -> None:
         for _ in range(self._waiting):
             next(self._taken)  # made while others ran
-        steps, times, taken, began = 0, 0, 0.0, time.perf_counter()
+        steps, count, taken, began = 0, 0, 0.0, time.perf_counter()
         while taken < _ROUND_S:
             steps += next(self._taken)
-            times += 1
+            count += 1
             taken = time.perf_counter() - began
         self._rates.append(steps / taken)
-        time.sleep(self._waiting * taken / times)  # it runs ahead once more
+        time.sleep(self._waiting * taken / count)  # it runs ahead once more
 
     def found(self) -> PlacementChoice:
         """The choice with the steps a second that it made."""
@@ -192,7 +193,7 @@ class TriedCosts:
 
     def __init__(self, env: Any, make_trial: Callable[[], Callable[..., Any]]) -> None:
         self._env, self._make_trial = env, make_trial
-        self._found: dict[Any, float | None] = {}  # by what was run
+        self._found: dict[tuple[Setting, bool], float | None] = {}  # by what was run, and whether with batches
 
     def measured(self, costs: StepCosts, setting: Setting) -> StepCosts:
         """The costs, with that which a short run in the setting's place gives, where it is of any weight."""
@@ -206,8 +207,8 @@ class TriedCosts:
         # What of the reader's work holds the interpreter lock is the making of batches.
         batch_s = costs.update_s * (1 - costs.update_releases) if setting.where == "inline" else 0.0
         if (key := (tried, batch_s > 0)) not in self._found:
-            of = replace(costs, update_s=batch_s, update_releases=0.0)
-            self._found[key] = self._tried(of, tried, makes_batches=batch_s > 0)
+            with_batches = replace(costs, update_s=batch_s, update_releases=0.0)
+            self._found[key] = self._tried(with_batches, tried, makes_batches=batch_s > 0)
         found = self._found[key]
         return costs if found is None else _with_cost(costs, setting.where, found)
 

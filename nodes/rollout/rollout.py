@@ -292,8 +292,8 @@ class Rollout(RolloutLoop[Fragment]):
 
         changes    see `Changes`; none: a table of what is worth a look
 
-        Its first call measures environments and module apart for a second or two, beside times of the run, and maybe
-        worker processes; a table takes some more. Raises ValueError for what can't be, and for ready environments.
+        Its first call measures environments and module apart for a second or two, beside times of the run, and runs
+        some settings a moment; a table takes more. Raises ValueError for what can't be, and for ready environments.
         """
         running = Running.of(self.report() if self._drive or self._async_drive else None, self._doctor)
         with self._doctor.pausing():

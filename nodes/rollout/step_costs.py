@@ -18,6 +18,7 @@ class Machine:
     hand_over    of a lane, to another thread or process and back, in the ring's thread; half as long in the other one
     wake         from the hand-over to the beginning of what is to be done
     fragment     of a fragment that comes from another process, or from a thread that goes on meanwhile
+    to_reader    as `fragment`, of an inline rollout that goes on in a thread; None: the same
     beside       times as long as work takes while all other cores are at work for the rollout, too
     to_process   as `hand_over`, twice `wake`, where a lane goes to a worker process; None: the same
     in_worker    times as long as the work of a vector step takes in a worker of whole rollouts
@@ -29,6 +30,7 @@ class Machine:
     fragment: float = 500e-6
     beside: float = 1.0
     to_process: float | None = None
+    to_reader: float | None = None
     in_worker: float = 1.0
 
     def slow_down(self, others: int) -> float:
@@ -92,6 +94,8 @@ class StepCosts:
         """A machine like the one that they were measured on, with so many cores, as it is for a place."""
         in_worker = self.machine.in_worker if where == "rollouts" else 1.0
         machine, to_process = replace(self.machine, cores=cores, in_worker=in_worker), self.machine.to_process
+        if where == "inline" and machine.to_reader is not None:
+            return replace(machine, fragment=machine.to_reader)
         if where != "processes" or to_process is None:
             return machine
         return replace(machine, hand_over=to_process, wake=to_process / 2)

@@ -1,7 +1,7 @@
 """Folder of a dataset: its files, its description in `dataset.json`, and the lock of the sink that writes.
 
     dataset.json                format, spaces, columns, and a record of each run that has written
-    steps/000001.parquet        a row for each step; a row group for each fragment
+    steps/000001.parquet        a row for each step; a row group for each large fragment, or some
     episodes/000001.parquet     a row for each chunk of an episode, with its last observation; row groups as above
     .lock                       held by the sink that writes
 
@@ -22,6 +22,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,8 @@ class DatasetFolder:
     def unlock(self) -> None:
         """Let other sinks write."""
         if self._lock is not None:
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # also where a process that was forked still has it
             os.close(self._lock)
             self._lock = None
 

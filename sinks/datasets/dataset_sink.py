@@ -31,7 +31,7 @@ from rollflow.stream.data.tree import kind_of, map_tree
 from rollflow.stream.fragments.fragment import RECORDED, Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 
-# Of a fragment that is copied at once: the thread would wait for the interpreter longer than it takes.
+# Fragments up to this size are copied in the caller's thread: another one would wait longer for the interpreter.
 _SMALL_BYTES = 1 << 20
 RESERVED = ("run", Columns.EPS_ID, Columns.T, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID, ENV_T)
 
@@ -133,8 +133,8 @@ class DatasetSink:
             raise DatasetError(f"the sink to {self._folder.path} is closed, expected a new one").see("dataset")
         if fragment.is_empty:
             return
-        made = partial(self._rows_of, fragment, self._runs_of(fragment))
-        rows = made() if isinstance(fragment, Fragment) and fragment.nbytes <= _SMALL_BYTES else made
+        make_rows = partial(self._rows_of, fragment, self._runs_of(fragment))
+        rows = make_rows() if isinstance(fragment, Fragment) and fragment.nbytes <= _SMALL_BYTES else make_rows
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
         self._room.acquire()

@@ -13,6 +13,8 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import concatenate_trees, leaves_of
 from rollflow.stream.fragments.fragment import Fragment
 
+_LEAST_BYTES = 4096  # of a fragment of one step, about
+
 
 class AgentTimes(NamedTuple):
     """The agents that the chunks of a module's fragment are of, and the times of their environments.
@@ -43,7 +45,7 @@ class FragmentRows:
         lost                     why an environment was lost, for each chunk that ended so, or None: C of them
         trees                    name -> tree of arrays any[n, ...], of the steps in chunk order
         last_obs                 tree of arrays any[C, ...]
-        nbytes                   of these
+        nbytes                   of these, with what a fragment takes beside its arrays
 
     A chunk that another dataset has cut is stored without the end that it has not reached.
     """
@@ -66,7 +68,8 @@ class FragmentRows:
             self.truncated = self.truncated & np.array(["cut" not in each for each in custom])
             self.trees[Columns.TRUNCATEDS][np.cumsum(self.lengths) - 1] = self.truncated
             self.lost = [each.get("lost") for each in custom]
-        self.nbytes = sum(leaf.nbytes for tree in (*self.trees.values(), self.last_obs) for leaf in leaves_of(tree))
+        leaves = [leaf for tree in (*self.trees.values(), self.last_obs) for leaf in leaves_of(tree)]
+        self.nbytes = _LEAST_BYTES + sum(leaf.nbytes for leaf in leaves)
 
     def ids(self) -> list[str]:
         """Ids of the chunks' episodes, C of them."""

@@ -156,11 +156,9 @@ def _mapped(path: str | os.PathLike[str], size: int) -> NDArray[np.uint8]:
     """Memory u8[size] of a new file, which no longer has a name. Raises ReplayError where none can be made."""
     try:
         with open(path, "x+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full later would end the process
-                return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-            finally:
-                os.unlink(path)
+            os.unlink(path)
+            os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full later would end the process
+            return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
     except FileExistsError:
         text = f"Storage(path={os.fspath(path)!r}): a file is there already, expected a path where nothing is"
         raise ReplayError(text).see("replay") from None

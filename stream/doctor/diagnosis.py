@@ -10,7 +10,7 @@ from rollflow.stream.doctor.waits import READER, Look, Sign, Wait, Way
 
 _SLOW_READER = 10.0  # times its median
 _REMEDIES = {
-    "call": "look at the line above: it has to return, for only the end of the program ends it",
+    "call": "look at the line above: it has to return; on_stall='raise' breaks off what the main thread is in alone",
     "works": "nothing: it works. prefetch=1 lets the environments step meanwhile",
     "holds back": "nothing here: look at the trainer",
     "away": "start it, or look at its address and its log",

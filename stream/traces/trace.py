@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -248,7 +249,7 @@ def check_trace(path: Any) -> None:
         raise ValueError(f"trace is {path!r}, expected a file's path such as 'run.trace'")
     if not os.fspath(path) or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
         raise ValueError(f"trace is {path!r}, expected a file in a folder that is there, such as 'run.trace'")
-    if Path(path).exists() and not _is_trace(Path(path)):
+    if Path(path).is_file() and not _is_trace(Path(path)):  # a pipe is none
         raise ValueError(f"trace is {path!r}, where another file is, expected a new file, or an older trace's")
 
 
@@ -259,7 +260,7 @@ def _is_trace(path: Path) -> bool:
             return _BEGIN.startswith(file.read(len(_BEGIN)))
     except EOFError:  # it was cut off before its first line
         return True
-    except OSError:  # it is not compressed, or may not be read
+    except (OSError, zlib.error):  # it is not compressed, or may not be read
         return False
 
 

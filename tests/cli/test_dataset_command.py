@@ -63,8 +63,9 @@ def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, capsys: pyt
     assert sum(int(line.rsplit(maxsplit=1)[-1]) for line in bars.splitlines()[1:]) == episodes
 
 
+@pytest.mark.parametrize("all_are", [False, True])
 def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    all_are: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [0]
 
@@ -72,7 +73,7 @@ def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
         def step(self, action: Any) -> Any:
             steps[0] += 1
             seen, reward, *ends = super().step(action)
-            return seen, np.nan if steps[0] == 5 else reward, *ends
+            return seen, np.nan if all_are or steps[0] == 5 else reward, *ends
 
     with Rollout(lambda: Sick(gym.make("CartPole-v1")), fragment_length=128, num_fragments=1, seed=0) as rollout:
         with DatasetSink(tmp_path / "data") as sink:
@@ -81,8 +82,11 @@ def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
     returns = DatasetSource(tmp_path / "data").summary().returns
     assert main(["dataset", "show", str(tmp_path / "data")]) == 0
     shown = capsys.readouterr().out
-    assert f"return        mean {np.nanmean(returns):.2f}, " in shown
-    assert f" of {len(returns) - 1}; 1 are NaN or infinite" in shown
+    if all_are:
+        assert f"return        all {len(returns)} are NaN or infinite\n" in shown
+    else:
+        assert f"return        mean {np.nanmean(returns):.2f}, " in shown
+        assert f" of {len(returns) - 1}; NaN or infinite: 1\n" in shown
 
 
 def test_check_finds_nothing_in_whole_files(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Faults that fragments show: rollouts that have one are told of it once, and those that have none of nothing."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.stream import Graph
 
 ROUNDS = 45  # more than the looks after which values are said never to change
+
+
+NAN = "observations are NaN in fragment after fragment"
 
 
 class RandomEnv(gym.Env[Any, Any]):
@@ -100,14 +104,16 @@ def test_a_run_without_a_fault_is_told_of_none(module: Any, num_envs: int) -> No
 
 @pytest.mark.parametrize("name", ["obs", "reward"])
 def test_values_that_are_no_numbers_are_named_once(name: str) -> None:
-    noun = {"obs": "observations", "reward": "rewards"}[name]
-    texts = said(lambda: RandomEnv(**{name: np.nan}), num_envs=2, after=lambda rollout: None)  # type: ignore[arg-type]
-    assert texts == [f"{noun} are NaN in fragment after fragment"]
+    [text] = said(lambda: RandomEnv(**{name: np.nan}), num_envs=2, after=lambda rollout: None)  # type: ignore[arg-type]
+    if name == "obs":
+        assert text == NAN
+    else:
+        assert re.match(r"lane 0, episode '\w+', step 0: the reward is nan, expected a finite number; ", text)
 
 
 def test_those_who_ask_have_nothing_looked_at_and_are_told_what_was_found() -> None:
     options: Any = {"fragment_length": 4, "num_fragments": 36, "seed": 0, "stall_after": None}
-    with Rollout(lambda: RandomEnv(reward=np.nan), module=EVEN, **options) as rollout:
+    with Rollout(lambda: RandomEnv(obs=np.nan), module=EVEN, **options) as rollout:
         looking = Looking(rollout._doctor)
         texts: list[str] = []
         for number, _ in enumerate(rollout.fragments()):
@@ -115,42 +121,45 @@ def test_those_who_ask_have_nothing_looked_at_and_are_told_what_was_found() -> N
             rollout.snapshot()
             texts += looking.once() if number % 4 == 0 else ()  # at the end, ten have been looked at
         assert texts == []
-        assert looking.once() == [*looking.watch.diagnose().notes] == ["rewards are NaN in fragment after fragment"]
+        assert (
+            looking.once() == [*looking.watch.diagnose().notes] == ["observations are NaN in fragment after fragment"]
+        )
 
 
 def test_what_the_doctor_has_found_is_given_to_those_who_ask() -> None:
     options: Any = {"fragment_length": 4, "seed": 0, "stall_after": 0.1}  # a look every 10 ms
-    with Rollout(lambda: RandomEnv(reward=np.nan), module=EVEN, **options) as rollout:
+    with Rollout(lambda: RandomEnv(obs=np.nan), module=EVEN, **options) as rollout:
         fragments = rollout.fragments()
         await_that(lambda: bool(next(fragments) and rollout.diagnose().notes))
-        assert rollout.diagnose().notes == ("rewards are NaN in fragment after fragment",)
+        assert rollout.diagnose().notes == (NAN,)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_the_first_reward_that_is_no_number_is_told_once_with_its_place(
-    value: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_reward_that_is_no_number_is_told_once_with_its_place(value: float) -> None:
+    """The first in time: those of another slot come before it in the order of the chunks."""
+
     class Late(RandomEnv):
-        steps = 0
+        def __init__(self, at: tuple[int, ...]) -> None:
+            super().__init__(length=10)
+            self._at, self._steps = at, 0
 
         def step(self, action: Any) -> Any:
             seen, reward, *ends = super().step(action)
-            self.steps += 1
-            return seen, value if self.steps in (73, 90) else reward, *ends
+            self._steps += 1
+            return seen, value if self._steps in self._at else reward, *ends
 
-    with Rollout(lambda: Late(length=10), module=EVEN, fragment_length=8, num_fragments=20, seed=0) as rollout:
-        fragments = list(rollout.fragments())
-    told = [record.getMessage() for record in caplog.records if "the reward is" in record.getMessage()]
-    [place] = [
-        (episode.id_, episode.t_started + int(np.argmin(np.isfinite(episode.get_rewards()))))
-        for fragment in fragments
-        for episode in fragment.episodes()
-        if not np.isfinite(episode.get_rewards()).all()
-    ][:1]
-    assert place[1] == 2  # the 73rd step is the third one of its episode
-    assert told == [
-        f"lane 0, episode '{place[0]}', step 2: the reward is {value}, expected a finite number. What learns from it "
-        "becomes NaN; no later one is told"
+    envs = [lambda at=at: Late(at) for at in ((79,), (73, 90))]
+    texts, found = [], []
+    with Rollout(envs, module=EVEN, fragment_length=32, num_fragments=9, seed=0, stall_after=None) as rollout:
+        looking = Looking(rollout._doctor)
+        for fragment in rollout.fragments():
+            texts += looking.once()
+            found += [each for each in fragment.episodes() if not np.isfinite(each.get_rewards()).all()]
+    episode = found[1]  # of the second slot, in the first fragment that has one
+    assert episode.t_started + np.argmin(np.isfinite(episode.get_rewards())) == 2  # its 73rd step
+    assert texts == [
+        f"lane 0, episode '{episode.id_}', step 2: the reward is {value}, expected a finite number; what learns from "
+        "it becomes NaN, and no later one is told"
     ]
 
 
@@ -356,20 +365,20 @@ async def test_a_rollout_in_a_graph_is_told_of_as_well() -> None:
     texts: list[str] = []
     options: Any = {"fragment_length": 4, "num_fragments": ROUNDS, "num_envs": 2, "seed": 0}
     graph = Graph()
-    graph.add(rollout=Rollout(lambda: RandomEnv(reward=np.nan), module=EVEN, **options))
+    graph.add(rollout=Rollout(lambda: RandomEnv(obs=np.nan), module=EVEN, **options))
     graph.output("fragments", "rollout.fragments")
     async with graph.run(stall_after=None) as run:
         looking = Looking(run.doctor)
         async for _ in run["fragments"]:
             texts += await anyio.to_thread.run_sync(looking.once)
-    assert texts == ["rollout: rewards are NaN in fragment after fragment"]
+    assert texts == [f"rollout: {NAN}"]
 
 
 @pytest.mark.anyio
 async def test_nothing_is_looked_at_in_a_graph_for_those_who_ask() -> None:
     options: Any = {"fragment_length": 4, "num_fragments": ROUNDS, "seed": 0}
     graph = Graph()
-    graph.add(rollout=Rollout(lambda: RandomEnv(reward=np.nan), module=EVEN, **options))
+    graph.add(rollout=Rollout(lambda: RandomEnv(obs=np.nan), module=EVEN, **options))
     graph.output("fragments", "rollout.fragments")
     async with graph.run(stall_after=None) as run:
         async for _ in run["fragments"]:

@@ -264,7 +264,8 @@ def test_a_fragment_of_a_rollout_in_a_thread_takes_what_makes_a_simulation_as_fa
     [(choice, slots, request)] = runs
     assert (choice.where, choice.lanes, choice.workers, slots) == ("inline", 4, None, 32)
     assert request.makes_batches == (releases < 1)
-    assert found.machine.fragment > Machine().fragment
+    assert found.on(4, "inline").fragment > Machine().fragment
+    assert found.on(4, "rollouts").fragment == found.on(4, "threads").fragment == Machine().fragment
     small, alone = (
         replace(there, slots=32, lanes=4),
         replace(found, update_s=8e-3 * (1 - releases), update_releases=0.0),

@@ -1,12 +1,14 @@
 """Order, shares and resuming of a source; what a sink and a source refuse, and what their files look like."""
 
 import errno
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,7 +172,7 @@ def test_the_files_can_be_understood_without_rollflow(path: Path, played: Played
     assert (rewards.compression, "RLE_DICTIONARY" in rewards.encodings) == ("ZSTD", False)
 
 
-@pytest.mark.parametrize("least", [1, 5000, 1 << 20])
+@pytest.mark.parametrize("least", [1, 20_000, 1 << 20])
 def test_small_fragments_share_a_row_group_and_large_ones_have_one_each(
     least: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +438,26 @@ def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, monke
         may_write.set()
         third.join(30)
     assert sink.num_steps == sum(fragment.num_steps for fragment in played.fragments[:3])
+
+
+def test_a_small_fragment_is_copied_in_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, write = threading.Event(), FileSet.write
+
+    def held_back(*args: Any) -> None:
+        assert may_write.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(FileSet, "write", held_back)
+    fragment = Played(slots=3, fragments=1, seed=5, fragment_length=8).fragments.pop()
+    steps, rewards = fragment.num_steps, weakref.ref(fragment.columns["rewards"].tree)
+    with DatasetSink(tmp_path) as sink:
+        sink(fragment)
+        del fragment
+        gc.collect()
+        is_gone = rewards() is None
+        may_write.set()
+    assert is_gone
+    assert sink.num_steps == steps
 
 
 def test_fragments_of_workers_are_written_as_they_were(tmp_path: Path) -> None:

@@ -189,6 +189,14 @@ def test_modules_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
     assert replay.report().inserted == first.num_steps
 
 
+def test_each_module_has_a_file_with_its_id_behind_the_name(tmp_path: Path) -> None:
+    (tmp_path / "steps.b").write_text("mine")
+    replay = Replay(400, storage=Storage(path=tmp_path / "steps"), seed=0)
+    with pytest.raises(ReplayError, match=r"steps.b'\): a file is there already"):
+        replay(of_two_modules("a", "b")[0])
+    assert (tmp_path / "steps.b").read_text() == "mine"
+
+
 def test_a_checkpoint_goes_on_with_every_modules_steps_and_draws(tmp_path: Path) -> None:
     fragments = fragments_of()
 

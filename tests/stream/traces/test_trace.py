@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import socket
 import threading
 from pathlib import Path
@@ -141,6 +142,17 @@ def test_an_older_trace_makes_way(tmp_path: Path, name: str) -> None:
         Trace(open_trace(tmp_path / name), "mine", lambda: None).close()
     (tmp_path / name).write_bytes(b"")  # of one that was killed
     check_trace(tmp_path / name)
+
+
+def test_a_pipe_takes_a_trace(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check_trace(tmp_path / "pipe")
+
+
+def test_a_file_that_is_hardly_compressed_is_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "mine.gz").write_bytes(b"\x1f\x8b\x08\x00" + bytes(range(60)))
+    with pytest.raises(ValueError, match="where another file is"):
+        check_trace(tmp_path / "mine.gz")
 
 
 def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_path: Path) -> None:
