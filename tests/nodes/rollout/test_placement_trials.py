@@ -12,7 +12,7 @@ import torch
 from idle_env import Given
 from numbered_module import NumberedModule
 
-from rollflow.nodes import Rollout
+from rollflow.nodes import NStepReturns, Rollout
 from rollflow.nodes.rollout import placement_trials
 from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest
 from rollflow.nodes.rollout.placement_trials import TrialResult, TriedCosts, is_worth_while
@@ -286,6 +286,21 @@ def test_a_trial_takes_what_its_reader_takes(makes_batches: bool) -> None:
     assert failed == {}
     assert made[0].steps_per_s > 0
     assert asked[0] == ("batches" if makes_batches else "fragments")
+
+
+def test_a_trial_has_the_learner_pieces_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+
+    def seen(choices: Any, make: Any, slots: int, request: Any) -> TrialResult:
+        found.append(make(where="inline", lanes=1, workers=None, fragment_length=4).has_learner_pieces)
+        return TrialResult([], {})
+
+    monkeypatch.setattr(placement_trials, "race", seen)
+    pieces: dict[str, Any] = {"learner_connector": lambda obs_space, act_space: NStepReturns(gamma=0.9, n_step=2)}
+    with Rollout(Given, module=NumberedModule(), num_envs=4, fragment_length=8, seed=0, **pieces) as rollout:
+        next(rollout.batches())
+        rollout.what_if(prefetch=1)
+    assert found == [True]
 
 
 def test_a_hand_over_that_can_not_be_run_costs_what_it_mostly_does(monkeypatch: pytest.MonkeyPatch) -> None:
