@@ -1,12 +1,21 @@
 """The programs that a user would write run as they are."""
 
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _no_false_alarms(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The doctor says nothing of an example, but that another process is awaited."""
+    yield
+    texts = [record.getMessage() for record in caplog.get_records("call") if record.name == "rollflow.doctor"]
+    assert [text for text in texts if not any(who in text for who in ("host", "trainer", "client"))] == []
 
 
 def example(name: str) -> dict[str, Any]:
