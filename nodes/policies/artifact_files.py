@@ -97,7 +97,7 @@ def write_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.parent / f".{path.name}.{os.getpid()}.new"
     try:
-        with made.open("wb") as file:
+        with noted(f"while {path} was written; what was there stays"), made.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """Checkpoints of a replay: little is written for a little change, and a kill or an altered file costs nothing else."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -213,6 +214,30 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, p
     assert found.count(1) > 1  # also while older files were removed
     assert len(list((tmp_path / "replay").glob("index-*"))) == 1  # and nothing that is half done stays
     assert not list((tmp_path / "replay").glob(".*"))
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(
+    tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = prioritized()
+    replay.insert(played.fragments[0])
+    replay.save(tmp_path / "replay")
+    replay.insert(played.fragments[1])
+    taken = len(replay)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left on device") as raised:
+            replay.save(tmp_path / "replay")
+    [note] = raised.value.__notes__
+    assert note.startswith(f"while {tmp_path}/replay/")
+    assert note.endswith(" was written; what was there stays")
+    again = prioritized()
+    again.load(tmp_path / "replay")
+    assert 0 < len(again) < taken
 
 
 def test_an_altered_file_is_refused_by_its_name(tmp_path: Path, played: Played) -> None:
