@@ -206,7 +206,7 @@ class _Ring:
             turns = {stage: seconds for stage, seconds in self._busy.items() if stage in self._parts}
             total = max(sum(turns.values()) + self._env_s, 1e-12)
             shares = {stage: seconds / total for stage, seconds in (turns | {"env": self._env_s}).items()}
-            at_work = self._turn_s / elapsed / setting.lanes
+            at_work = min(1.0, self._turn_s / elapsed / setting.lanes)  # turns that began before count as a whole
             shares = {stage: share * at_work for stage, share in shares.items()}
             rest = {stage: seconds / elapsed for stage, seconds in self._busy.items() if stage not in turns}
             return shares | rest

@@ -20,7 +20,7 @@ ARGUMENTS = ["plan", "--env", "CartPole-v1", "--num-envs", "2", "--fragment-leng
 def test_it_prints_a_table_that_says_what_to_change_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--seconds", "0.2"]) == 0
     head, now, *rows, _, last = capsys.readouterr().out.splitlines()
-    assert head.split()[:6] == ["where", "lanes", "workers", "hosts", "cores", "slots"]
+    assert head.split()[:6] == ["where", "lanes", "workers", "hosts", "Mbit/s", "cores"]
     assert "  now; measured: " in now
     assert {row.split()[0] for row in rows} >= {"inline", "threads", "processes", "rollouts"}
     assert last.startswith("change first: ")

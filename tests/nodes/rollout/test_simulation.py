@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.nodes.rollout.simulation import Pool, Setting, Simulated, VirtualClock, simulate
@@ -157,6 +157,7 @@ def test_a_fragment_from_another_process_takes_its_time_here() -> None:
     prefetch=st.integers(0, 2),
     cores=st.integers(1, 8),
 )
+@example(env=3 * 2**-9, rest=3e-5, waits=0.0, where="rollouts", lanes=7, workers=3, prefetch=1, cores=4)
 def test_no_setting_is_faster_than_its_parts_allow(
     env: float, rest: float, waits: float, where: str, lanes: int, workers: int, prefetch: int, cores: int
 ) -> None:
