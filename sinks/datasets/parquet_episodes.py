@@ -1,7 +1,8 @@
 """Episodes of a dataset in Parquet files, read row group by row group."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, tree_of
 from rollflow.sinks.datasets.dataset_folder import ENV_T, EPISODES, LAST_OBS, STEPS, DatasetFolder
 from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, ranges
-from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
+from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, in_pairs
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, map_tree
 
@@ -43,13 +44,13 @@ class ParquetEpisodes:
         order = np.argsort(chunks)  # as they lie in the files
         begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
         parts = {name: [empty_tree(self._described[name], 0)] for name in names}
-        for number, in_file in _parts(index.file[chunks[order]]):
-            with self._opened(STEPS, number) as file:
-                for group, part in _parts(index.group[chunks[order[in_file]]]):
-                    check_wanted()
-                    mine = order[in_file][part]
+        groups = [(group, order[part]) for group, part in _parts(index.group[chunks[order]])]
+        with ExitStack() as files:
+            readers = [_Reader(self._folder, index, names, files) for _ in range(2)]
+            reads = [partial(readers[at % 2].table, *index.groups[group]) for at, (group, _) in enumerate(groups)]
+            with closing(in_pairs(reads)) as tables:
+                for (_, mine), table in zip(groups, tables, strict=True):
                     rows, counts = index.row[chunks[mine]], lengths[mine]
-                    table = file.read_row_group(index.groups[group][1], columns=names, use_threads=False)
                     trees = [tree_of(table.column(name), self._described[name]) for name in names]
                     total, wanted = table.num_rows, ranges(rows, counts)
                     if 2 * len(wanted) < total:  # the rest is let go
@@ -89,6 +90,29 @@ class ParquetEpisodes:
                 yield file
             except UNREADABLE as error:
                 raise damaged(self._folder.file(kind, number), error) from None
+
+
+class _Reader:
+    """Reads row groups of steps, in one thread at a time.
+
+    files    closes what it opens
+    """
+
+    def __init__(self, folder: DatasetFolder, index: EpisodeIndex, names: Sequence[str], files: ExitStack) -> None:
+        self._folder, self._index, self._names, self._files = folder, index, names, files
+        self._number = -1
+        self._file: Any = None
+
+    def table(self, number: int, group: int) -> Any:
+        """The table of a row group of a file. Raises DatasetError, with its name, where it can't be read."""
+        if number != self._number:
+            footer = self._index.footers[number][STEPS]
+            self._file = self._files.enter_context(open_file(self._folder, STEPS, number, footer))
+            self._number = number
+        try:
+            return self._file.read_row_group(group, columns=self._names, use_threads=False)
+        except UNREADABLE as error:
+            raise damaged(self._folder.file(STEPS, number), error) from None
 
 
 def _parts(values: Ints) -> Iterator[tuple[int, slice]]:

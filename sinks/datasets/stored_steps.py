@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -119,6 +119,20 @@ def check_wanted() -> None:
     thread = threading.current_thread()
     if isinstance(thread, ReadAhead) and not thread.is_wanted:
         raise _NotWanted
+
+
+def in_pairs(reads: Sequence[Callable[[], T]]) -> Generator[T, None, None]:
+    """What each of some functions gives, in their order. Two at a time are at work, every second one in a thread."""
+    for at in range(0, len(reads), 2):
+        check_wanted()
+        beside = ReadAhead(reads[at + 1]) if at + 1 < len(reads) else None
+        try:
+            yield reads[at]()
+            if beside is not None:
+                yield beside.result()
+        finally:
+            if beside is not None:
+                beside.stop()
 
 
 def _copy(leaf: NDArray[Any], first: int, into: NDArray[Any]) -> None:

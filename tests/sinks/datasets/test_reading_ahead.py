@@ -19,7 +19,7 @@ from replayed import Played
 from rollflow.nodes import Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
-from rollflow.sinks.datasets.stored_steps import check_wanted
+from rollflow.sinks.datasets.stored_steps import check_wanted, in_pairs
 from rollflow.stream import ColumnError, DatasetError, Graph
 
 IN_TIME_S = 60.0
@@ -166,3 +166,35 @@ def test_few_episodes_of_a_row_group_let_the_rest_of_it_go(path: Path) -> None:
     few = store.read(np.array([0]), ["rewards"], with_last=False)
     assert sum(map(len, few.parts["rewards"])) < sum(map(len, whole.parts["rewards"])) // 2
     assert few.taken("rewards").tolist() == whole.taken("rewards", slice(int(store.num_steps[0]))).tolist()
+
+
+def test_two_parts_are_read_at_a_time_and_come_in_their_order() -> None:
+    both = threading.Barrier(2, timeout=IN_TIME_S)
+
+    def read(number: int) -> int:
+        if number < 4:  # the last one is alone
+            both.wait()
+        return number
+
+    assert list(in_pairs([partial(read, number) for number in range(5)])) == [0, 1, 2, 3, 4]
+    assert list(in_pairs([])) == []
+
+
+def test_an_error_in_either_of_two_parts_is_raised_when_both_are_over() -> None:
+    over: list[str] = []
+
+    def fail(name: str) -> str:
+        over.append(name)
+        raise DatasetError(f"{name} is damaged")
+
+    def read(name: str) -> str:
+        over.append(name)
+        return name
+
+    with pytest.raises(DatasetError, match="first is damaged"):
+        list(in_pairs([partial(fail, "first"), partial(read, "second")]))
+    assert sorted(over) == ["first", "second"]
+    parts = in_pairs([partial(read, "third"), partial(fail, "fourth")])
+    assert next(parts) == "third"
+    with pytest.raises(DatasetError, match="fourth is damaged"):
+        next(parts)
