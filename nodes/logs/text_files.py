@@ -1,16 +1,15 @@
 """Text files as destinations of a log: CSV and JSON lines."""
 
 import csv
-import fcntl
 import json
 import math
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from rollflow.nodes.logs.figures import PLACE, Row
 from rollflow.stream.data.errors import MetricsError
+from rollflow.stream.data.file_locks import lock_file, unlock_file
 
 _BEGINNING = ",".join(PLACE)
 _LONGEST = 1 << 20  # a header, in characters
@@ -85,7 +84,7 @@ class CsvFile(_TextFile):
     def close(self) -> None:
         """Close the file, and let others write to it, also where a process that was forked still has it."""
         if self._file is not None and not self._file.closed:
-            _unlock(self._file)
+            unlock_file(self._file)
         super().close()
 
     def _first_line(self) -> str:
@@ -106,7 +105,7 @@ class CsvFile(_TextFile):
         _locked(self._file, wider)
         os.replace(wider, self._path)
         assert before is not None
-        _unlock(before)  # held until now, so that nobody else takes the file meanwhile
+        unlock_file(before)  # held until now, so that nobody else takes the file meanwhile
         before.close()
 
     def _write(self, fields: list[Any]) -> None:
@@ -153,18 +152,7 @@ def checked_path(target: str, kind: str, *, is_folder: bool = False) -> Path:
 
 def _locked(file: TextIO, path: Path) -> bool:
     """Lock a file for as long as it is open; False where another one has, or has put a new one in its place."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a disk that has no locks
-        return True
-    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-
-
-def _unlock(file: TextIO) -> None:
-    with suppress(OSError):  # a disk that has no locks
-        fcntl.flock(file, fcntl.LOCK_UN)
+    return lock_file(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def _appended(path: Path) -> TextIO:

@@ -73,9 +73,9 @@ class FragmentChecks:
         parts: Any = getattr(fragment, "parts", (fragment,))
         self._held[self._count] = root_of(parts[0].columns[Columns.REWARDS].tree)
         acted = [part for part in parts if not part.is_empty]
-        for part in () if self._reward else acted:
-            if not np.isfinite(part.columns[Columns.REWARDS].tree).all():
-                self._reward = self._reward or _not_finite(part)
+        for part in acted:
+            if not self._reward and not np.isfinite(part.columns[Columns.REWARDS].tree).all():
+                self._reward = _not_finite(part)
         if self._is_asked and acted:
             self._is_asked = False
             self._look_at(acted)

@@ -17,12 +17,10 @@ A file is written under a name that begins with a dot, which Parquet's readers p
 whole. The file of episodes is renamed first: the file of steps, which comes after it, commits both.
 """
 
-import fcntl
 import json
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.sinks.datasets.arrow_columns import first_difference
 from rollflow.stream.data.errors import DatasetError, PolicyError
+from rollflow.stream.data.file_locks import lock_file, unlock_file
 
 FORMAT, VERSION = "rollflow dataset", 1
 AGENTS_VERSION = 2  # of a dataset of several agents
@@ -158,17 +157,14 @@ class DatasetFolder:
             fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(fd):
             os.close(fd)
             raise DatasetError(
                 f"another sink writes to {self.path}, expected one at a time: close it, or use another folder"
-            ).see("dataset") from None
+            ).see("dataset")
         self._lock = fd
-        self._check_is_dataset()
 
-    def _check_is_dataset(self) -> None:
+    def check_is_own(self) -> None:
         """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
         if (self.path / DESCRIPTION).exists():
             return
@@ -182,8 +178,7 @@ class DatasetFolder:
     def unlock(self) -> None:
         """Let other sinks write."""
         if self._lock is not None:
-            with suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # also where a process that was forked still has it
+            unlock_file(self._lock)
             os.close(self._lock)
             self._lock = None
 

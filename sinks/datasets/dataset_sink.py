@@ -19,7 +19,7 @@ from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.policies.space_text import described
 from rollflow.sinks.datasets.agent_tables import agent_rows_of, ids_by_text, modules_of
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, DatasetFolder
 from rollflow.sinks.datasets.file_set import FileSet
 from rollflow.sinks.datasets.fragment_tables import FragmentRows
 from rollflow.sinks.datasets.run_record import AnyRollout, checked_rollout, run_record, version_of
@@ -35,7 +35,7 @@ from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiA
 _SMALL_BYTES = 1 << 20
 RESERVED = ("run", Columns.EPS_ID, Columns.T, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID, ENV_T)
 
-_Rows = tuple[dict[str, FragmentRows], dict[str, Any]]
+_Rows = tuple[dict[str, FragmentRows], Any]  # as `FileSet.write` takes them
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +229,7 @@ class DatasetSink:
         """Lock the folder, and remove what a killed sink has left; the number of the next file."""
         self._folder.lock()
         try:
+            self._folder.check_is_own()
             if self._folder.has_agents:
                 description = self._folder.read()
                 self._agents = ids_by_text("agent", description["agents"])
@@ -319,12 +320,11 @@ class DatasetSink:
             self._commit()
 
     def _rows_of(self, fragment: AnyFragment, runs: NDArray[np.int32]) -> _Rows:
-        """What is stored of a fragment, as `FileSet.write` takes it."""
+        """What is stored of a fragment."""
         columns = {name: kind["columns"] for name, kind in self._kinds.items()}
         if isinstance(fragment, Fragment):
-            return {"": FragmentRows(fragment, columns[""], runs)}, {}
-        rows, table = agent_rows_of(fragment, columns, runs)
-        return rows, {ENV_EPISODES: table}
+            return {"": FragmentRows(fragment, columns[""], runs)}, None
+        return agent_rows_of(fragment, columns, runs)
 
     def _commit(self) -> None:
         files = self._files

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow, whole_numbers
 from rollflow.sinks.datasets.dataset_folder import (
+    ENV_EPISODES,
     ENV_EPS_ID,
     EPISODES,
     MARK,
@@ -40,7 +41,7 @@ class FileSet:
         self._files: dict[str, Any] = {}
         self._writers: dict[str, Any] = {}
         self._rows: dict[str, list[FragmentRows]] = {}
-        self._tables: dict[str, list[Any]] = {}
+        self._env_episodes: list[Any] = []
         self._waiting_bytes = self._written_bytes = 0
         self._mark = secrets.token_hex(8)  # of the set: steps are not read with episodes of another one
 
@@ -49,18 +50,18 @@ class FileSet:
         """Bytes of all files, and of what waits for them."""
         return self._waiting_bytes + self._written_bytes
 
-    def write(self, rows: Mapping[str, FragmentRows], tables: Mapping[str, Any]) -> None:
+    def write(self, rows: Mapping[str, FragmentRows], env_episodes: Any | None) -> None:
         """Write what is stored of a fragment, or let it wait for others.
 
-        rows      by the folder of their steps and episodes, such as "" or "modules/red/"
-        tables    kind of file -> Arrow table
+        rows            by the folder of their steps and episodes, such as "" or "modules/red/"
+        env_episodes    Arrow table of the environments' chunks; None: of one agent
         """
         for folder, each in rows.items():
             self._rows.setdefault(folder, []).append(each)
             self._waiting_bytes += each.nbytes
-        for kind, table in tables.items():
-            self._tables.setdefault(kind, []).append(table)
-            self._waiting_bytes += table.get_total_buffer_size()
+        if env_episodes is not None:
+            self._env_episodes.append(env_episodes)
+            self._waiting_bytes += env_episodes.get_total_buffer_size()
         if self._waiting_bytes >= _GROUP_BYTES:
             self._write_waiting()
 
@@ -71,9 +72,9 @@ class FileSet:
             steps, episodes = tables_of(rows)
             self._write_table(folder + EPISODES, episodes)
             self._write_table(folder + STEPS, steps)
-        for kind, tables in self._tables.items():
-            self._write_table(kind, pa.concat_tables(tables))
-        self._rows, self._tables, self._waiting_bytes = {}, {}, 0
+        if self._env_episodes:
+            self._write_table(ENV_EPISODES, pa.concat_tables(self._env_episodes))
+        self._rows, self._env_episodes, self._waiting_bytes = {}, [], 0
         self._written_bytes = sum(file.tell() for file in self._files.values())
 
     def _write_table(self, kind: str, table: Any) -> None:

@@ -361,6 +361,10 @@ def test_files_of_somebody_else_are_left_alone(kind: str, played: Played, tmp_pa
     with pytest.raises(DatasetError, match=rf"has {kind}/000009.parquet but no dataset.json"):
         DatasetSink(tmp_path)(played.fragments[0])
     assert theirs.read_text() == "theirs"
+    theirs.unlink()
+    with DatasetSink(tmp_path) as sink:  # which the refused one no longer holds
+        sink(played.fragments[0])
+    assert sink.num_steps == played.fragments[0].num_steps
 
 
 def test_a_committed_file_of_steps_that_is_missing_is_named(played: Played, tmp_path: Path) -> None:
