@@ -1,6 +1,8 @@
 """Checks of plain arguments: numbers, seconds, True or False, seeds."""
 
 import math
+import operator
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import numpy as np
 from rollflow.stream.graph.seeding import fresh_seed, joint_seed
 
 _MOST_SEED = 2**63 - 1
-_SECONDS = ("max_wait", "step_timeout", "reset_timeout", "join_timeout", "linger", "retry_s")
+_SECONDS = ("step_timeout", "reset_timeout", "join_timeout", "linger", "retry_s")
 
 
 def is_whole(number: Any) -> bool:
@@ -16,18 +18,62 @@ def is_whole(number: Any) -> bool:
     return type(number) is int or (isinstance(number, int | np.integer) and not isinstance(number, bool))
 
 
+def checked_count(name: str, count: Any, least: int) -> int:
+    """Return a whole number as an int. Raises ValueError for anything else, a bool, or one below `least`."""
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = least - 1
+    if isinstance(count, bool) or number < least:
+        raise ValueError(f"{name} is {count!r}, expected a whole number from {least} on")
+    return number
+
+
+def checked_number(
+    name: str,
+    number: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    noun: str = "a number",
+    why: str = "",
+) -> float:
+    """Return a number as a float. Raises ValueError for anything else, and outside the bounds.
+
+    least    may be the number; `above` may not. One of them is given
+    most     may be the number; None: any finite one. `math.inf` lets infinity pass
+    noun     what was expected
+    why      the reason
+    """
+    is_number = isinstance(number, Real) and not isinstance(number, bool | np.bool_)
+    lowest = above if least is None else least
+    assert lowest is not None
+    is_within = is_number and lowest <= number <= (math.inf if most is None else most)
+    if not is_within or number == above or (most is None and number == math.inf):
+        end = " on" if most in (None, math.inf) else f" to {most:g}"
+        if least is None:
+            end = "" if most in (None, math.inf) else f", up to {most:g}"
+        beginning = "above" if least is None else "from"
+        raise ValueError(f"{name} is {number!r}, expected {noun} {beginning} {lowest:g}{end}{why and f': {why}'}")
+    return float(number)
+
+
+def checked_fraction(name: str, number: Any) -> float:
+    """Return a number from 0 to 1 as a float. Raises ValueError for anything else."""
+    return checked_number(name, number, least=0, most=1)
+
+
 def check_numbers(**numbers: tuple[float | None, int]) -> None:
-    """Raise ValueError for a number that is not whole, or below the least allowed; None is let pass.
+    """Raise ValueError for a number that is not whole, or is below the least allowed; None is let pass.
 
     numbers    name -> (number, least). Names of seconds may be fractions
     """
     for name, (number, least) in numbers.items():
-        if number is None:
-            continue
-        if not is_whole(number) and not (name in _SECONDS and isinstance(number, float) and math.isfinite(number)):
-            raise ValueError(f"{name} is {number!r}, expected {'seconds' if name in _SECONDS else 'a whole number'}")
-        if number < least:
-            raise ValueError(f"{name} is {number}, expected at least {least}")
+        if number is not None and name in _SECONDS:
+            checked_number(name, number, least=least, noun="seconds")
+        elif number is not None:
+            checked_count(name, number, least)
 
 
 def check_flags(**flags: Any) -> None:

@@ -3,12 +3,14 @@
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
+from math import inf
 from time import monotonic
 from typing import Any, Self
 
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.env.remote.software import software
 from rollflow.policy.served_policy import ServedPolicy, actions_of, count_of, policy_of
@@ -64,7 +66,11 @@ class PolicyClient:
         target, known = wire.parse_address(address), secret_bytes(secret)
         wire.check_secret(target, known)
         check_tls(target, tls)
-        self.address, self.policy, self.timeout = str(target), policy, timeout
+        self.address, self.policy, self.timeout = (
+            str(target),
+            policy,
+            checked_number("timeout", timeout, above=0, most=inf, noun="seconds"),
+        )
         self._policies: dict[str, ServedPolicy] = {}
         self._begun: set[_Key] = set()  # sessions whose next observation goes on with an episode
         self._unknown: set[_Key] = set()  # sessions with a request whose answer never came

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Space
 from rollflow.stream.data.errors import ConnectorError
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.stream.data.errors import ModuleError
 
 DEFAULT_MAX_SEQ_LEN = 20

@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, lane_makers
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
@@ -83,7 +84,7 @@ class Environments(LaneSource):
             self._check_slot_seeds(self.num_envs)
             for index, vector in enumerate(self.envs):
                 self._check_spaces(vector, index)
-        self.set_lookback(lookback)
+        self.set_lookback(checked_count("lookback", lookback, 0))
 
     def set_lookback(self, lookback: int) -> None:
         """Set the steps of the fragment before that each fragment begins with (H). Before the first step only."""

@@ -6,6 +6,7 @@ from itertools import accumulate
 from threading import get_ident
 from typing import Any
 
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.closing import close_all
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Turn, seeds_for
@@ -68,8 +69,10 @@ class LaneSource(abc.ABC):
         first_lane: int = 0,
         first_slot: int = 0,
     ) -> None:
-        self.seed, self.fragment_length, self.slot_seeds = seed, fragment_length, slot_seeds
-        self._name, self._first_lane, self._first_slot = name, first_lane, first_slot
+        self.seed, self.slot_seeds, self._name = checked_count("seed", seed, 0), slot_seeds, name
+        self.fragment_length = checked_count("fragment_length", fragment_length, 1)
+        self._first_lane = checked_count("first_lane", first_lane, 0)
+        self._first_slot = checked_count("first_slot", first_slot, 0)
         self.is_started = self.is_closed = False
         self.unrecorded_steps = self.interrupted_steps = 0
         self.deviations = Deviations()

@@ -97,6 +97,8 @@ class OnRay:
         _ = self.hosts
         if self.strategy not in get_args(_Strategy):
             raise ValueError(f"strategy is {self.strategy!r}, expected 'spread' or 'pack'")
+        if not isinstance(self.resources, Mapping | None):
+            raise ValueError(f"resources is {self.resources!r:.80}, expected a dict: name -> amount")
         amounts = self._amounts()
         if not all(isinstance(each, int | float) and each >= 0 for each in amounts.values()) or not any(
             amounts.values()

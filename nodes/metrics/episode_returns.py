@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
@@ -47,7 +48,7 @@ class EpisodeWindow:
     def __init__(self, window: int = 100) -> None:
         self.count = 0
         self.on_finished: Callable[[FinishedEpisode], None] | None = None
-        self._window = window
+        self._window = window = checked_count("window", window, 1)
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import gymnasium as gym
 
-from rollflow.nodes.argument_checks import check_flags, check_numbers
+from rollflow.nodes.argument_checks import check_flags, check_numbers, checked_count, checked_number
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.env.env_source import Autoreset
 from rollflow.nodes.launch.on_hosts import OnHosts
@@ -45,8 +45,8 @@ class EnvOptions:
     slot_seeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        checked_count("fragment_length", self.fragment_length, 1)
         check_numbers(
-            fragment_length=(self.fragment_length, 1),
             workers=(self.workers, 1),
             step_timeout=(self.step_timeout, 0),
             reset_timeout=(self.reset_timeout, 0),
@@ -87,7 +87,8 @@ class ForwardOptions:
     is_debugged: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(max_batch=(self.max_batch, 1), max_wait=(self.max_wait, 0), forward_threads=(self.threads, 1))
+        check_numbers(max_batch=(self.max_batch, 1), forward_threads=(self.threads, 1))
+        checked_number("max_wait", self.max_wait, least=0, noun="seconds")
         check_flags(forward_in_thread=self.in_thread, flat_forward=self.flat is not None and self.flat)
         if not isinstance(self.compiled, bool | Mapping):
             raise ValueError(
@@ -179,12 +180,8 @@ class FlowOptions:
     log: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:
-        check_numbers(
-            lookback=(self.lookback, 0),
-            num_fragments=(self.num_fragments, 1),
-            prefetch=(self.prefetch, 0),
-            max_lag=(self.max_lag, 0),
-        )
+        checked_count("prefetch", self.prefetch, 0)
+        check_numbers(lookback=(self.lookback, 0), num_fragments=(self.num_fragments, 1), max_lag=(self.max_lag, 0))
         check_staleness(self.max_lag, self.on_excess)
 
     def debugged(self) -> "FlowOptions":

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.policies.space_text import described
 from rollflow.sinks.datasets.agent_tables import agent_rows_of, ids_by_text, modules_of
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
@@ -90,9 +91,7 @@ class DatasetSink:
     ) -> None:
         import_pyarrow()
         self._max_bytes = checked_count("max_file_bytes", max_file_bytes, 1)
-        if not max_file_s >= 0:
-            raise ValueError(f"max_file_s is {max_file_s!r}, expected seconds from 0 on")
-        self._max_s = max_file_s
+        self._max_s = checked_number("max_file_s", max_file_s, least=0, most=inf, noun="seconds")
         self._queue_size = checked_count("queue_size", queue_size, 1)
         self._extra = None if extra is None else tuple(extra)
         if not isinstance(metadata, Mapping | None):

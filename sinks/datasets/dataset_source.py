@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful

@@ -2,11 +2,12 @@
 
 import ssl
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, Self
 
 import numpy as np
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.sinks.replay.host_link import HostLink, HostOptions
@@ -59,6 +60,7 @@ class ReplayClient:
         addresses = [address] if isinstance(address, str) else list(address)
         if not addresses or len(set(addresses)) < len(addresses):
             raise ReplayError(f"addresses are {addresses}, expected one or more, each once").see("replay")
+        checked_number("timeout", timeout, above=0, most=inf, noun="seconds")
         options = HostOptions(secret, tls, timeout, name, limits or wire.Limits())
         targets = [options.target_at(each) for each in addresses]  # all of them are checked before one is dialled
         self.timeout = timeout

@@ -3,6 +3,7 @@
 import logging
 import ssl
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -13,6 +14,7 @@ import anyio.to_thread
 from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
 
+from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.replay import Replay
@@ -71,8 +73,7 @@ class ReplayHost:
         every: float = 30.0,
         limits: wire.Limits | None = None,
     ) -> None:
-        if not every > 0:
-            raise ValueError(f"every is {every}, expected seconds, above 0")
+        every = checked_number("every", every, above=0, most=inf, noun="seconds")
         check_server_tls(tls)
         self.replay = replay
         self.trainers = wire.parse_address(trainers) if isinstance(trainers, str) else trainers

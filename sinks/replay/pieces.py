@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.checked import checked_count, checked_gamma
+from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.sinks.replay.sampled_steps import SampledSteps
 from rollflow.stream.data.columns import Columns
@@ -37,7 +37,7 @@ class SampledNStepReturns(ConnectorV2):
 
     def __init__(self, *, n_step: int, gamma: float = 0.99) -> None:
         super().__init__()
-        self.n_step, self.gamma = checked_count("n_step", n_step, 1), checked_gamma(gamma)
+        self.n_step, self.gamma = checked_count("n_step", n_step, 1), checked_fraction("gamma", gamma)
 
     def __call__(self, *, batch: Batch, episodes: Any, **kwargs: Any) -> Batch:
         steps = sampled_steps(self.name, episodes)
@@ -80,9 +80,7 @@ class HindsightGoals(ConnectorV2):
 
     def __init__(self, compute_reward: Rewards, *, share: float = 0.8) -> None:
         super().__init__()
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"share is {share}, expected 0 … 1")
-        self.compute_reward, self.share = compute_reward, share
+        self.compute_reward, self.share = compute_reward, checked_fraction("share", share)
 
     def __call__(self, *, batch: Batch, episodes: Any, **kwargs: Any) -> Batch:
         steps = sampled_steps(self.name, episodes)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import checked_fraction, checked_number
 from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.sinks.replay.row_index import RowIndex
 from rollflow.sinks.replay.samplers import Draw, Sampler
@@ -24,11 +25,10 @@ class Prioritized(Sampler):
     """
 
     def __init__(self, alpha: float = 0.6, beta: float = 0.4, epsilon: float = 1e-6) -> None:
-        if not 0 <= alpha <= 1 or not 0 <= beta <= 1:
-            raise ValueError(f"alpha is {alpha} and beta is {beta}, expected 0 … 1")
-        if not epsilon > 0:
-            raise ValueError(f"epsilon is {epsilon}, expected above 0: steps with the value 0 would never be drawn")
-        self.alpha, self.beta, self.epsilon = alpha, beta, epsilon
+        self.alpha = checked_fraction("alpha", alpha)
+        self.beta = checked_fraction("beta", beta)
+        why = "steps with the value 0 would never be drawn"
+        self.epsilon = checked_number("epsilon", epsilon, above=0, why=why)
         self._largest = 1.0
         self._tree: SumTree | None = None
 

@@ -16,6 +16,7 @@ Where a replay is one of several shards, I, D and S are those of all of them, as
 from dataclasses import dataclass
 from typing import Any
 
+from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.stream.data.errors import ReplayError
 
 
@@ -36,10 +37,10 @@ class SamplesPerInsert:
     error_buffer: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio < float("inf"):
-            raise ValueError(f"ratio is {self.ratio}, expected above 0: steps sampled for each step inserted")
-        if isinstance(self.min_size, bool) or not isinstance(self.min_size, int) or self.min_size < 1:
-            raise ValueError(f"min_size is {self.min_size!r}, expected a whole number from 1 on")
+        checked_number("ratio", self.ratio, above=0, why="steps sampled for each step inserted")
+        checked_count("min_size", self.min_size, 1)
+        if self.error_buffer is not None:
+            checked_number("error_buffer", self.error_buffer, least=0)
         self.check(1, 1)
 
     def needed(self, inserts: int, samples: int) -> float:

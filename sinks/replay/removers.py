@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.sinks.replay.row_index import RowIndex
 from rollflow.sinks.replay.samplers import Draw, Sampler
@@ -53,9 +53,7 @@ class LowestPriority(Remover):
     """
 
     def __init__(self, spare: float = 1.0) -> None:
-        if not spare > 0:
-            raise ValueError(f"spare is {spare}, expected above 0: the oldest steps would always go first")
-        self.spare = spare
+        self.spare = checked_number("spare", spare, above=0, why="the oldest steps would always go first")
         self._capacity = 0
 
     def num_rows(self, capacity: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import check_numbers, checked_count
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
@@ -80,7 +80,7 @@ class Replay:
         self.pieces = [pieces] if isinstance(pieces, ConnectorV2) else list(pieces)
         check_parts(self.sampler, self.remover, rate, self.pieces)
         self._storage = Storage() if storage is None else storage
-        checked_count("frames", self._storage.frames, 1)
+        check_numbers(seed=(seed, 0))
         num_rows = self.remover.num_rows(capacity)
         if num_rows >= 2**31 - 1:
             raise ValueError(f"capacity is {capacity}, expected fewer than 2**31 rows")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.stream.data.blocks import BlockLayout, PrivateBlock
 from rollflow.stream.data.columns import Columns
@@ -31,11 +32,16 @@ class Storage:
     frames    newest observations that stand in each item of `obs` and `new_obs`, any[B, frames, ...], oldest first;
               zeros before the episode's first. They are put together when sampled. 1: the observation itself
     extra     names of the module's outputs to be kept; None: all
+
+    Raises ValueError for a number of frames that is none, or below 1.
     """
 
     path: str | os.PathLike[str] | None = None
     frames: int = 1
     extra: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        checked_count("frames", self.frames, 1)
 
 
 class RowColumns:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.sinks.replay.ring import read_ring
 from rollflow.sinks.replay.row_index import Bools, RowIndex

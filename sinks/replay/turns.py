@@ -3,10 +3,13 @@
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from time import monotonic
 from typing import Literal, TypeVar
 
 import anyio
+
+from rollflow.nodes.argument_checks import checked_number
 
 Side = Literal["insert", "sample"]
 T = TypeVar("T")
@@ -57,6 +60,8 @@ class Turns:
 
         wait_s    seconds after which that may be false; None: any time
         """
+        if wait_s is not None and wait_s != 0.0:
+            checked_number("wait_s", wait_s, least=0, most=inf, noun="seconds")
         found = admits()
         if found or wait_s == 0.0:
             return found

@@ -107,7 +107,7 @@ class TrainerSink:
     ) -> None:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
-        check_numbers(max_bytes=(max_bytes, 1), linger=(linger, 0), retry_s=(retry_s, 0))
+        check_numbers(linger=(linger, 0), retry_s=(retry_s, 0))
         target = wire.parse_trainer_address(address)
         wire.check_secret(target, secret_bytes(secret))
         check_shared(target, tls)

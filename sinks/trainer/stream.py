@@ -123,7 +123,7 @@ class TrainerStream:
         trace: str | PathLike[str] | None = None,
     ) -> None:
         check_numbers(fragments_per_batch=(fragments_per_batch, 1), sources=(sources, 1))
-        check_numbers(join_timeout=(join_timeout, 0), prefetch=(prefetch, 0), max_lag=(max_lag, 0))
+        check_numbers(join_timeout=(join_timeout, 0), max_lag=(max_lag, 0))
         check_available(compression)
         check_choices(yields, on_excess, ack, count=fragments_per_batch, max_lag=max_lag, taught=learner_connector)
         check_module(module)

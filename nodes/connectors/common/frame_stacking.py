@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.connectors.common.by_module import module_by_module
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space

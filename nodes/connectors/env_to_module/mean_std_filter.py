@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.list_form import rewrite_last
 from rollflow.nodes.connectors.spaces import check_has_numbers, map_space, space_by_agents
@@ -128,8 +129,8 @@ class MeanStdFilter(ConnectorV2):
         clip_by_value: float | None = 10.0,
         update_stats: bool = True,
     ) -> None:
-        if clip_by_value is not None and not clip_by_value > 0:
-            raise ValueError(f"clip_by_value is {clip_by_value}, expected more than 0, or None")
+        if clip_by_value is not None:
+            checked_number("clip_by_value", clip_by_value, above=0, most=np.inf, noun="None, or a number")
         super().__init__(input_observation_space, input_action_space)
         self.multi_agent = multi_agent
         self.de_mean_to_zero = de_mean_to_zero

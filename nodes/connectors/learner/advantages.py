@@ -1,11 +1,12 @@
 """Pieces that estimate advantages and value targets, by GAE (arXiv:1506.02438) and V-trace (arXiv:1802.01561)."""
 
+from math import inf
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.checked import checked_gamma
+from rollflow.nodes.argument_checks import checked_fraction, checked_number
 from rollflow.nodes.connectors.connector_v2 import Space
 from rollflow.nodes.connectors.learner.train_steps import Floats, StepsConnector, TrainSteps, tensors_of
 from rollflow.nodes.connectors.learner.values import (
@@ -54,10 +55,8 @@ class GeneralAdvantageEstimation(StepsConnector):
         normalize_advantages: bool = True,
     ) -> None:
         super().__init__(input_observation_space, input_action_space)
-        if not 0.0 <= lambda_ <= 1.0:
-            raise ValueError(f"lambda_ is {lambda_}, expected 0 … 1")
-        self.gamma = checked_gamma(gamma)
-        self.lambda_ = lambda_
+        self.gamma = checked_fraction("gamma", gamma)
+        self.lambda_ = checked_fraction("lambda_", lambda_)
         self.normalize_advantages = normalize_advantages
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
@@ -126,14 +125,11 @@ class VTrace(StepsConnector):
         c_clip: float = 1.0,
         pg_rho_clip: float = 1.0,
     ) -> None:
-        for name, clip in (("rho_clip", rho_clip), ("c_clip", c_clip), ("pg_rho_clip", pg_rho_clip)):
-            if not clip >= 0.0:
-                raise ValueError(f"{name} is {clip}, expected 0 or more")
         super().__init__(input_observation_space, input_action_space)
-        self.gamma = checked_gamma(gamma)
-        self.rho_clip = rho_clip
-        self.c_clip = c_clip
-        self.pg_rho_clip = pg_rho_clip
+        self.gamma = checked_fraction("gamma", gamma)
+        self.rho_clip = checked_number("rho_clip", rho_clip, least=0, most=inf)
+        self.c_clip = checked_number("c_clip", c_clip, least=0, most=inf)
+        self.pg_rho_clip = checked_number("pg_rho_clip", pg_rho_clip, least=0, most=inf)
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         if is_stateful(rl_module):

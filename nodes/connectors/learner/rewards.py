@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.connectors.checked import checked_count, checked_gamma
+from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Space
 from rollflow.nodes.connectors.learner.train_steps import StepsConnector, TrainSteps
 from rollflow.nodes.connectors.learner.values import discounted_sums
@@ -68,7 +68,7 @@ class ComputeReturnsToGo(StepsConnector):
         gamma: float = 0.99,
     ) -> None:
         super().__init__(input_observation_space, input_action_space)
-        self.gamma = checked_gamma(gamma)
+        self.gamma = checked_fraction("gamma", gamma)
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         discounts = np.full(len(steps), self.gamma, np.float32)
@@ -107,7 +107,7 @@ class NStepReturns(StepsConnector):
     ) -> None:
         super().__init__(input_observation_space, input_action_space)
         self.n_step = checked_count("n_step", n_step, 1)
-        self.gamma = checked_gamma(gamma)
+        self.gamma = checked_fraction("gamma", gamma)
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         if self.n_step > 1 and is_stateful(rl_module):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
@@ -219,9 +220,7 @@ class OrnsteinUhlenbeckNoise(GaussianNoise):
         schedule: float | Schedule,
         theta: float = 0.15,
     ) -> None:
-        if not 0.0 < theta <= 1.0:
-            raise ValueError(f"theta is {theta}, expected above 0 and up to 1")
-        self.theta = theta
+        self.theta = checked_number("theta", theta, above=0, most=1)
         super().__init__(input_observation_space, input_action_space, schedule=schedule)
 
     def _noise(self, batch: Batch, episodes: Episodes, draws: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.wire import Fragment, FrameDecoder, SourceSession, decode, encode
@@ -108,7 +109,7 @@ class ResendBuffer:
 
     def __init__(self, max_bytes: int, spill: SpillFolder | None = None) -> None:
         self.nbytes, self.needs = 0, 1
-        self.max_bytes, self._spill = max_bytes, spill
+        self.max_bytes, self._spill = checked_count("max_bytes", max_bytes, 1), spill
         self._count = 0  # of those in memory
         self._first = 1  # number of the oldest
         self._entries: deque[_Entry] = deque()

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from rollflow.nodes.argument_checks import checked_count
 from rollflow.sinks.trainer.messages.by_module import batches_in
 from rollflow.sinks.trainer.messages.item_message import Batch
 from rollflow.sinks.trainer.messages.message_batching import MOST_ALIKE
@@ -131,7 +132,8 @@ class FlowWindows:
         self, staleness: StalenessBound, yields: Yields, prefetch: int, count: int | None, *, stays: bool = False
     ) -> None:
         self.held, self._stays = 0, stays
-        self._staleness, self._yields, self._prefetch, self._count = staleness, yields, prefetch, count
+        self._staleness, self._yields, self._count = staleness, yields, count
+        self._prefetch = checked_count("prefetch", prefetch, 0)
 
     def of(self, source: RolloutPeer) -> FlowWindow:
         """Window of a rollout. Raises WireError where the trainer can't take what the rollout sends."""

@@ -115,7 +115,7 @@ def test_other_values_out_of_bounds_are_refused(piece_type: Any, schedule: float
 
 @pytest.mark.parametrize("theta", [0.0, 1.5])
 def test_a_theta_out_of_bounds_is_refused(theta: float) -> None:
-    with pytest.raises(ValueError, match="expected above 0 and up to 1"):
+    with pytest.raises(ValueError, match="expected a number above 0, up to 1"):
         OrnsteinUhlenbeckNoise(schedule=0.1, theta=theta)
 
 

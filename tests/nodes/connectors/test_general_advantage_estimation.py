@@ -209,7 +209,7 @@ def test_rewards_that_a_piece_before_has_changed_are_the_ones_that_count(in_colu
 
 
 def test_discounts_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gamma is 1\.1, expected 0 … 1"):
+    with pytest.raises(ValueError, match=r"gamma is 1\.1, expected a number from 0 to 1"):
         GeneralAdvantageEstimation(gamma=1.1)
-    with pytest.raises(ValueError, match=r"lambda_ is -0\.1, expected 0 … 1"):
+    with pytest.raises(ValueError, match=r"lambda_ is -0\.1, expected a number from 0 to 1"):
         GeneralAdvantageEstimation(lambda_=-0.1)

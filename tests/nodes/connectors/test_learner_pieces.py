@@ -417,18 +417,18 @@ def test_read_only_episodes_that_are_in_no_list_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: ComputeReturnsToGo(gamma=1.5), "gamma is 1.5, expected 0 … 1"),
-        (lambda: NStepReturns(n_step=2, gamma=-0.1), "gamma is -0.1, expected 0 … 1"),
-        (lambda: VTrace(gamma=math.nan), "gamma is nan, expected 0 … 1"),
+        (lambda: ComputeReturnsToGo(gamma=1.5), "gamma is 1.5, expected a number from 0 to 1"),
+        (lambda: NStepReturns(n_step=2, gamma=-0.1), "gamma is -0.1, expected a number from 0 to 1"),
+        (lambda: VTrace(gamma=math.nan), "gamma is nan, expected a number from 0 to 1"),
         (lambda: NStepReturns(n_step=0), "n_step is 0, expected a whole number from 1 on"),
         (lambda: NStepReturns(n_step=1.5), "n_step is 1.5, expected a whole number from 1 on"),  # type: ignore[arg-type]
         (lambda: ClipRewards(), "neither low nor high nor sign is given"),
         (lambda: ClipRewards(low=1, sign=True), "sign=True leaves nothing to clip, but low is 1 and high is None"),
         (lambda: ClipRewards(low=2, high=1), "low is 2 and high is 1, expected low < high"),
         (lambda: ClipRewards(high=math.nan), "high is nan, expected low < high"),
-        (lambda: VTrace(rho_clip=-1), "rho_clip is -1, expected 0 or more"),
-        (lambda: VTrace(c_clip=math.nan), "c_clip is nan, expected 0 or more"),
-        (lambda: VTrace(pg_rho_clip=-1), "pg_rho_clip is -1, expected 0 or more"),
+        (lambda: VTrace(rho_clip=-1), "rho_clip is -1, expected a number from 0 on"),
+        (lambda: VTrace(c_clip=math.nan), "c_clip is nan, expected a number from 0 on"),
+        (lambda: VTrace(pg_rho_clip=-1), "pg_rho_clip is -1, expected a number from 0 on"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(make: Callable[[], ConnectorV2], told: str) -> None:

@@ -247,7 +247,7 @@ def test_a_state_of_another_piece_is_refused() -> None:
 def test_a_space_without_numbers_and_a_clip_that_leaves_nothing_are_refused() -> None:
     with pytest.raises(ConnectorError, match=r"MeanStdFilter can't filter observations in Text"):
         MeanStdFilter(spaces.Text(5)).observation_space  # noqa: B018
-    with pytest.raises(ValueError, match="clip_by_value is 0, expected more than 0, or None"):
+    with pytest.raises(ValueError, match="clip_by_value is 0, expected None, or a number above 0"):
         MeanStdFilter(FLAT, clip_by_value=0)
     with pytest.raises(ConnectorError, match="no input observation space"):
         filtered(MeanStdFilter(), [[1.0]])

@@ -203,10 +203,10 @@ def test_lanes_and_workers_are_those_that_a_rollout_would_have(
     ("changes", "text"),
     [
         ({"where": "moon"}, "where is 'moon', expected 'inline', 'threads', 'processes', 'rollouts'"),
-        ({"workers": 0}, "workers is 0, expected at least 1"),
+        ({"workers": 0}, "workers is 0, expected a whole number from 1 on"),
         ({"lanes": 2.5}, "lanes is 2.5, expected a whole number"),
-        ({"prefetch": -1}, "prefetch is -1, expected at least 0"),
-        ({"cores": 0}, "cores is 0, expected at least 1"),
+        ({"prefetch": -1}, "prefetch is -1, expected a whole number from 0 on"),
+        ({"cores": 0}, "cores is 0, expected a whole number from 1 on"),
         ({"where": "threads", "workers": 2}, "workers is 2, but where='threads' has none"),
         ({"hosts": 2, "where": "inline"}, "hosts is 2 and where is 'inline', expected where='rollouts'"),
         ({"lanes": 9}, "lanes is 9, expected at most the slots, which are 8"),

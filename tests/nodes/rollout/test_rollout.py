@@ -666,9 +666,9 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
-        ({"fragment_length": 0}, ValueError, "fragment_length is 0, expected at least 1"),
-        ({"lookback": -1}, ValueError, "lookback is -1, expected at least 0"),
-        ({"prefetch": -1}, ValueError, "prefetch is -1, expected at least 0"),
+        ({"fragment_length": 0}, ValueError, "fragment_length is 0, expected a whole number from 1 on"),
+        ({"lookback": -1}, ValueError, "lookback is -1, expected a whole number from 0 on"),
+        ({"prefetch": -1}, ValueError, "prefetch is -1, expected a whole number from 0 on"),
         ({"lanes": 9}, EnvError, "lanes is 9, expected at most num_envs, which is 3"),
         ({"num_envs": 4}, EnvError, "num_envs is 4, expected 3: one for each callable given"),
         (

@@ -165,7 +165,7 @@ def test_a_buffer_that_is_too_small_would_stand_still() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: SamplesPerInsert(0.0), "ratio is 0.0, expected above 0"),
+        (lambda: SamplesPerInsert(0.0), "ratio is 0.0, expected a number above 0"),
         (lambda: SamplesPerInsert(1.0, 0), "min_size is 0, expected a whole number from 1 on"),
         (lambda: SamplesPerInsert(4.0, 10, 1.0), "error_buffer is 1, but inserts of 1 steps and samples of 1 .* 4"),
         (lambda: Replay(10, rate=SamplesPerInsert(1.0, 11)), "min_size is 11, but the capacity is 10"),

@@ -248,7 +248,7 @@ def test_a_host_that_is_gone_is_named_once_the_time_is_over(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"every": 0.0}, "every is 0.0, expected seconds, above 0"),
+        ({"every": 0.0}, "every is 0.0, expected seconds above 0"),
         ({"checkpoint": "/nowhere/replay"}, "expected a path in a folder that is there"),
         ({"trainers": "udp:1"}, "udp"),
         ({"rollouts": "tcp://0.0.0.0:0"}, "secret"),

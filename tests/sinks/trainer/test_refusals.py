@@ -93,7 +93,7 @@ def test_what_a_stream_can_not_work_with_is_refused_when_it_is_made(options: dic
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"linger": -1}, "linger is -1, expected at least 0"),
+        ({"linger": -1}, "linger is -1, expected seconds from 0 on"),
         ({"secret": 5}, "secret is of type int, expected text or bytes"),
         ({"rollout": "CartPole-v1"}, "rollout is 'CartPole-v1', expected a Rollout or a MultiAgentRollout"),
         ({"address": None}, "address None, expected a string: .*'shm:/path'"),

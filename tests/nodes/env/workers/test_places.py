@@ -186,7 +186,7 @@ def test_bad_numbers_are_refused() -> None:
         Rollout("CartPole-v1", where="here")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="workers is 2, but where='threads' has none"):
         Rollout("CartPole-v1", where="threads", workers=2)
-    with pytest.raises(ValueError, match="workers is 0, expected at least 1"):
+    with pytest.raises(ValueError, match="workers is 0, expected a whole number from 1 on"):
         Rollout("CartPole-v1", where="processes", workers=0)
 
 

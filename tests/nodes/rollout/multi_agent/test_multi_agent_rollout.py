@@ -300,8 +300,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "an instance": (Talk(), {}, EnvError, "expected a callable that makes an environment"),
     "a list with an instance": ([Talk, Talk()], {}, EnvError, "expected a callable that makes an environment"),
     "another number": ([Talk, Talk], {"num_envs": 3}, EnvError, "num_envs is 3, but there are 2 callables"),
-    "no environments": (Talk, {"num_envs": 0}, ValueError, "num_envs is 0, expected at least 1"),
-    "no rows": (Talk, {"fragment_length": 0}, ValueError, "fragment_length is 0, expected at least 1"),
+    "no environments": (Talk, {"num_envs": 0}, ValueError, "num_envs is 0, expected a whole number from 1 on"),
+    "no rows": (Talk, {"fragment_length": 0}, ValueError, "fragment_length is 0, expected a whole number from 1 on"),
     "half a row": (Talk, {"fragment_length": 1.5}, ValueError, "fragment_length is 1.5, expected a whole number"),
     "more lanes": (Talk, {"lanes": 2}, EnvError, "lanes"),
     "several parts": (

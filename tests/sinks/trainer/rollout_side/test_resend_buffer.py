@@ -120,5 +120,5 @@ def test_a_rollout_whose_trainer_never_acknowledges_stands_still_at_the_bound() 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"spill is '.*missing', expected a folder that is there"):
         graph_of("tcp://127.0.0.1:1", (0,), sink={"spill": tmp_path / "missing"})
-    with pytest.raises(ValueError, match="max_bytes is 0, expected at least 1"):
+    with pytest.raises(ValueError, match="max_bytes is 0, expected a whole number from 1 on"):
         graph_of("tcp://127.0.0.1:1", (0,), sink={"max_bytes": 0})

@@ -151,5 +151,5 @@ def test_wrong_choices_are_refused() -> None:
         trainer(on_excess="mask", yields="episodes")
     with pytest.raises(ValueError, match="a batch is one fragment of every lane, expected no fragments_per_batch"):
         trainer(on_excess="pace", fragments_per_batch=3)
-    with pytest.raises(ValueError, match="max_lag is -1, expected at least 0"):
+    with pytest.raises(ValueError, match="max_lag is -1, expected a whole number from 0 on"):
         trainer(max_lag=-1)

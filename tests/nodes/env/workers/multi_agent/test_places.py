@@ -221,7 +221,7 @@ def test_what_can_not_be_worked_with_is_refused() -> None:
         MultiAgentRollout(make, where="threads", workers=2)
     with pytest.raises(ValueError, match="workers is 2, but where='inline' has none; expected 'processes'"):
         MultiAgentRollout(make, workers=2)
-    with pytest.raises(ValueError, match="workers is 0, expected at least 1"):
+    with pytest.raises(ValueError, match="workers is 0, expected a whole number from 1 on"):
         MultiAgentRollout(make, where="processes", workers=0)
     with pytest.raises(ValueError, match="step_timeout is '1', expected seconds"):
         MultiAgentRollout(make, where="processes", step_timeout="1")  # type: ignore[arg-type]
