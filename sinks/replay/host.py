@@ -73,6 +73,8 @@ class ReplayHost:
         every: float = 30.0,
         limits: wire.Limits | None = None,
     ) -> None:
+        if not isinstance(replay, Replay):
+            raise ValueError(f"replay is {replay!r:.80}, expected a Replay()")
         every = checked_number("every", every, above=0, most=inf, noun="seconds")
         check_server_tls(tls)
         self.replay = replay

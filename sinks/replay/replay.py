@@ -78,8 +78,8 @@ class Replay:
         self.batch_size = checked_count("batch_size", batch_size, 1)
         self.sampler, self.remover = Uniform() if sampler is None else sampler, Oldest() if remover is None else remover
         self.pieces = [pieces] if isinstance(pieces, ConnectorV2) else list(pieces)
-        check_parts(self.sampler, self.remover, rate, self.pieces)
         self._storage = Storage() if storage is None else storage
+        check_parts(self.sampler, self.remover, rate, self.pieces, self._storage)
         check_numbers(seed=(seed, 0))
         num_rows = self.remover.num_rows(capacity)
         if num_rows >= 2**31 - 1:

@@ -123,11 +123,16 @@ class Mixture(Sampler):
 
         parts    (sampler, share) for each; shares add up to 1
 
-    Shares are rounded to whole rows, the largest remainders up. Raises ValueError for other shares.
+    Shares are rounded to whole rows, the largest remainders up. Raises ValueError for other parts and shares.
     """
 
     def __init__(self, parts: Sequence[tuple[Sampler, float]]) -> None:
-        self.parts = [(sampler, float(share)) for sampler, share in parts]
+        try:
+            self.parts = [(sampler, float(share)) for sampler, share in parts]
+        except (TypeError, ValueError):
+            raise ValueError(f"parts is {parts!r:.80}, expected (sampler, share) for each") from None
+        for sampler, _ in self.parts:
+            _check_sampler("parts", sampler)
         shares = [share for _, share in self.parts]
         if not shares or min(shares) <= 0 or not np.isclose(sum(shares), 1.0):
             raise ValueError(f"shares are {shares}, expected numbers above 0 that add up to 1")
@@ -200,11 +205,14 @@ class Sequences(Sampler):
 
     A row has the steps one after the other, padded behind to burn_in + length. `loss_mask` is True at the steps to be
     trained on. A stateful module's `state_in` is the state stored for the row's first step.
+
+    Raises ValueError for numbers out of bounds, and for what is no sampler.
     """
 
     def __init__(self, length: int, burn_in: int = 0, *, of: Sampler | None = None) -> None:
         self.length, self.burn_in = checked_count("length", length, 1), checked_count("burn_in", burn_in, 0)
         self.of = Uniform() if of is None else of
+        _check_sampler("of", self.of)
 
     @property
     def steps(self) -> int:
@@ -278,6 +286,11 @@ class Episodes(Sampler):
         chunks = rows.chunks
         lengths: Ints = chunks.read("t_started", last) + chunks.read("stop", last) - chunks.read("first", last)
         return lengths
+
+
+def _check_sampler(name: str, sampler: Any) -> None:
+    if not isinstance(sampler, Sampler):
+        raise ValueError(f"{name}: got {sampler!r:.80}, expected a sampler such as Uniform()")
 
 
 def counts_of(shares: Sequence[float], count: int) -> list[int]:

@@ -79,11 +79,12 @@ class TableMaker:
         )
 
 
-def check_parts(sampler: Any, remover: Any, rate: Any, pieces: Iterable[Any]) -> None:
+def check_parts(sampler: Any, remover: Any, rate: Any, pieces: Iterable[Any], storage: Any) -> None:
     """Raise ReplayError for an argument of a replay that is of another kind."""
     expected = [
         ("sampler", sampler, Sampler, "a sampler such as Prioritized()"),
         ("remover", remover, Remover, "a remover such as Oldest()"),
+        ("storage", storage, Storage, "a Storage(), or None"),
         *(("pieces", piece, ConnectorV2, "connector pieces such as SampledNStepReturns()") for piece in pieces),
     ]
     if rate is not None:

@@ -366,6 +366,10 @@ def test_a_sampler_of_ones_own_needs_one_method() -> None:
         (lambda: Replay(10, pieces=[3]), "pieces is 3, expected connector pieces"),  # type: ignore[list-item]
         (lambda: Replay(10, remover=LowestPriority()), "LowestPriority needs priorities, and Uniform has none"),
         (lambda: Mixture([(Uniform(), 0.5)]), r"shares are \[0.5\], expected numbers above 0 that add up to 1"),
+        (lambda: Mixture([Uniform(), Newest()]), r"parts is \[<.*, expected \(sampler, share\) for each"),  # type: ignore[list-item]
+        (lambda: Mixture([("uniform", 1.0)]), "parts: got 'uniform', expected a sampler"),  # type: ignore[list-item]
+        (lambda: Sequences(4, of=Uniform), "of: got <class .*, expected a sampler"),  # type: ignore[arg-type]
+        (lambda: Replay(10, storage="rows.bin"), "storage is 'rows.bin', expected a Storage"),  # type: ignore[arg-type]
         (lambda: Prioritized(alpha=2), "alpha is 2"),
         (lambda: Sequences(0), "length is 0"),
     ],

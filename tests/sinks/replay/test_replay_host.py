@@ -260,6 +260,11 @@ def test_a_host_that_can_not_be_is_refused(tmp_path: Path, options: dict[str, An
         pass
 
 
+def test_what_is_no_replay_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="replay is 'replay', expected a Replay"), serving("replay", tmp_path):  # type: ignore[arg-type]
+        pass
+
+
 def test_what_is_held_back_when_the_host_ends_is_counted_as_undelivered(tmp_path: Path) -> None:
     replay = Replay(4096, rate=SamplesPerInsert(1.0, min_size=32), batch_size=8, seed=0)
     rollout: Any = rollout_of([0, 1])
