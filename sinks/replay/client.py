@@ -132,10 +132,7 @@ class ReplayClient:
 
     def close(self) -> None:
         """Say goodbye; calls under way raise ReplayError."""
-        for each in self._hosts:
-            each.close()
-        if self._shards is not None:
-            self._shards.close()
+        (self._shards or self._hosts[0]).close()
 
     def __enter__(self) -> Self:
         return self

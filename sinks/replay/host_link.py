@@ -38,9 +38,9 @@ class HostLink:
     """Replay host elsewhere, asked from any number of threads.
 
     address       of the host
-    known         what its last report of each module said, by name: the fields of a `ReplayReport`, and of a shard
-                  those of `Replay.shard_report`; the module None: of one agent, or of all together
-    known_at      when it said so, on the clock `monotonic`
+    known         module id -> what its last report as a shard said: the fields of `Replay.shard_report`, by name; the
+                  module None: of one agent
+    known_at      module id -> when it said so, on the clock `monotonic`
     module_ids    modules that have steps there, as far as it has said; None: it has not
     """
 
@@ -104,12 +104,15 @@ class HostLink:
         """
         values = {"module_id": module_id} | ({} if elsewhere is None else {"elsewhere": asdict(elsewhere)})
         report = self.asked("report", values, until=until).values
-        self.note(report, module_id)
+        self.module_ids = report.get("module_ids", ())
+        if elsewhere is not None:
+            self.note(report, module_id)
         return ReplayReport(**{each.name: report[each.name] for each in fields(ReplayReport)})
 
     def note(self, report: Mapping[str, Any], module_id: Any) -> None:
-        """Take a report of a module, which the answer to a sample has as well."""
-        self.known[module_id], self.known_at[module_id] = report, monotonic()
+        """Take a shard's report of a module, which the answer to a sample has as well."""
+        self.known_at[module_id] = monotonic()  # first: another thread that finds a report looks for its time
+        self.known[module_id] = report
         self.module_ids = report.get("module_ids", ())
 
     def close(self) -> None:

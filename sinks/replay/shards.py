@@ -57,7 +57,7 @@ class ReplayShards:
         self._threads = ThreadPoolExecutor(_THREADS * len(hosts), "rollflow replay shards")
         self._generator = np.random.default_rng()
         self._away: set[HostLink] = set()
-        self._has_begun = False
+        self._has_begun = self._is_closed = False
 
     def sample(self, count: int | None, wait_s: float) -> dict[Any, Any]:
         """The columns of a batch; of several agents module id -> columns, of the modules that the rate lets be sampled.
@@ -90,7 +90,7 @@ class ReplayShards:
         parts: list[_Part] = []
         left, waits_until = count, monotonic() + patience
         while left is None or left > 0:
-            hosts = self._told(module_id, answered, _FRESH_S)
+            hosts = self._reported(module_id, answered, _FRESH_S)
             if module_id not in self._module_ids(answered):  # the first steps have come, and are of several agents
                 return None, ""
             left = int(hosts[0].known[module_id]["batch_size"]) if left is None else left
@@ -135,7 +135,7 @@ class ReplayShards:
 
         there = self._there(until)
         self._check_module(module_id, until)
-        self._asked_all([each for each in there if "first_id" in each.known.get(module_id, ())], update)
+        self._asked_all([each for each in there if module_id in each.known], update)
 
     def publish(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> int:
         """Send weights to all hosts that are there; the largest of their policy versions."""
@@ -156,7 +156,7 @@ class ReplayShards:
         if module_id is not None:
             self._check_module(module_id, until)
         modules = self._module_ids(until) if module_id is None else [module_id]
-        there = [self._told(each, until) for each in modules][-1]
+        there = [self._reported(each, until) for each in modules][-1]
         counts, known = [self._counts(each) for each in modules], [host.known[modules[-1]] for host in there]
         beyond = sum(max(0, each.inserted - known[0]["min_size"]) for each in counts)
         sampled = sum(each.sampled for each in counts)
@@ -172,17 +172,19 @@ class ReplayShards:
         )
 
     def close(self) -> None:
-        """End the threads; the hosts' links are closed."""
+        """Say goodbye to the hosts, and end the threads; calls under way raise ReplayError."""
+        self._is_closed = True
+        for each in self._hosts:
+            each.close()
         self._threads.shutdown()
 
     # Inside
 
-    def _told(self, module_id: Any, until: float, fresh_s: float = 0.0) -> list[HostLink]:
+    def _reported(self, module_id: Any, until: float, fresh_s: float = 0.0) -> list[HostLink]:
         """The hosts that are there, with reports of the last `fresh_s` seconds. Raises ReplayError where none is."""
 
         def report(host: HostLink) -> None:
-            known = host.known.get(module_id, ())
-            if "held" not in known or monotonic() - host.known_at[module_id] >= fresh_s:
+            if module_id not in host.known or monotonic() - host.known_at[module_id] >= fresh_s:
                 host.report(self._counts(module_id, but=host), until, module_id)
 
         there = list(self._asked_all(self._there(until), report))
@@ -239,6 +241,8 @@ class ReplayShards:
                 host.wait_connected(until)
             self._has_begun = True
         while not (there := [each for each in self._hosts if each.is_connected]):
+            if self._is_closed:
+                raise ReplayError("this client is closed")
             left = until - monotonic()
             if left <= 0:
                 raise ReplayError(self._nobody()).see("replay")

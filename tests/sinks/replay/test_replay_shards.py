@@ -3,6 +3,7 @@
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -155,6 +156,30 @@ def test_wrong_calls_of_several_hosts_are_refused(played: Played, tmp_path: Path
         pytest.raises(ReplayError, match=r"nobody 0 has not answered within 0\.3 s"),
     ):
         client.sample(8)
+
+
+def test_any_number_of_threads_may_make_the_first_calls(played: Played, tmp_path: Path) -> None:
+    threads = 6
+    with shards(filled(Uniform, played), tmp_path) as (hosts, _), ThreadPoolExecutor(threads) as pool:
+        for _ in range(20):
+            with ReplayClient([str(host.trainers) for host in hosts], timeout=30.0) as client:
+                client.publish({})  # all hosts are there
+                meet = threading.Barrier(threads)
+
+                def call(number: int, client: ReplayClient = client, meet: threading.Barrier = meet) -> int:
+                    meet.wait(30)
+                    return len(client.sample(8)["ids"]) if number % 3 else client.report().inserted
+
+                assert set(pool.map(call, range(threads))) == {8, 100}
+
+
+def test_a_client_that_is_closed_says_so_at_once(played: Played, tmp_path: Path) -> None:
+    with shards(filled(Uniform, played), tmp_path) as (_, client):
+        client.sample(8)
+        client.close()
+        for call in (lambda: client.sample(8), client.report):
+            with pytest.raises(ReplayError, match="this client is closed"):
+                call()
 
 
 def test_the_rate_holds_over_all_hosts_also_where_only_one_is_fed(tmp_path: Path) -> None:
