@@ -273,7 +273,7 @@ class Replay:
                     return
                 await batches.send(self.sample())
 
-        await run_both(insert_all, send_all)
+        await run_both(insert_all, send_all, beside=self.turns.relay)
 
     # Checkpoints
 

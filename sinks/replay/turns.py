@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import anyio
 
 from rollflow.nodes.argument_checks import checked_number
+from rollflow.stream.graph.wakeup import Wakeup
 
 Side = Literal["insert", "sample"]
 T = TypeVar("T")
@@ -26,7 +27,8 @@ class Turns:
         self._noted = threading.Condition(self.lock)
         self._waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # by waits that are over
         self._waiting: list[tuple[Side, float]] = []  # since when
-        self._changed: anyio.Event | None = None  # where a graph runs
+        self._changed: anyio.Event | None = None  # where tasks wait
+        self._loop_thread, self._bell = 0, Wakeup()  # rung by other threads than the event loop's
 
     @property
     def waiting(self) -> Side | None:
@@ -39,16 +41,27 @@ class Turns:
         return self._waited[side] + sum(now - began for each, began in self._waiting if each == side)
 
     def enter_loop(self) -> None:
-        """Let tasks of the event loop wait, from now on."""
-        self._changed = anyio.Event()
+        """Let tasks of this event loop wait, from now on; `relay` is one of them."""
+        self._changed, self._loop_thread = anyio.Event(), threading.get_ident()
+
+    async def relay(self) -> None:
+        """Have tasks look again whenever another thread has changed something; until this is cancelled."""
+        while True:
+            await anyio.wait_readable(self._bell.fileno())
+            self._bell.silence()
+            self.look_again()
 
     def notify(self) -> None:
-        """Have those that wait look again. The lock is held; where tasks wait, in their loop's thread."""
+        """Have those that wait look again; in any thread. The lock is held."""
         if self._waiting:
             self._noted.notify_all()
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = anyio.Event()
+        if self._changed is None:
+            return
+        if self._loop_thread != threading.get_ident():
+            self._bell.ring()
+            return
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def look_again(self) -> None:
         """Have those that wait look again. The lock is not held."""
@@ -90,19 +103,26 @@ class Turns:
             self._waited[side] += monotonic() - wait[1]
 
 
-async def run_both(*parts: Callable[[], Awaitable[None]]) -> None:
-    """Run the parts side by side. What one of them raises ends the others, and is raised as it is, in no group."""
+async def run_both(*parts: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
+    """Run the parts side by side, and `beside` until they have ended.
+
+    What one of them raises ends the others, and is raised as it is, in no group.
+    """
     raised: Exception | None = None
+    left = len(parts)
     async with anyio.create_task_group() as tasks:
 
         async def work(part: Callable[[], Awaitable[None]]) -> None:
-            nonlocal raised
+            nonlocal raised, left
             try:
                 await part()
             except Exception as error:
                 raised = error
+            left -= 1
+            if raised is not None or not left:
                 tasks.cancel_scope.cancel()
 
+        tasks.start_soon(beside)
         for part in parts:
             tasks.start_soon(work, part)
     if raised is not None:

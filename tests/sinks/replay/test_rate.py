@@ -296,6 +296,33 @@ async def test_a_reader_waits_for_environments_that_stall() -> None:
     assert len(taken) == (96 - 50 + 20) // 16
 
 
+async def test_a_thread_that_samples_beside_a_graph_lets_its_inserts_go_on() -> None:
+    replay = Replay(5000, rate=SamplesPerInsert(1.0, min_size=50), batch_size=16, seed=0)
+    rollout, graph = in_graph(replay, num_fragments=8)
+    async with graph.run() as run:  # whose batches nobody takes yet: the thread alone samples
+        with anyio.fail_after(60):
+            while replay.report().inserted < 192:
+                await wait_all_tasks_blocked()
+                if replay.may_sample():
+                    await anyio.to_thread.run_sync(replay.sample)
+        async for _ in run["batches"]:
+            pass
+    assert replay.report().inserted == rollout.num_steps == 192
+
+
+async def test_a_thread_that_inserts_beside_tasks_wakes_those_that_wait_for_steps() -> None:
+    played, replay = Played(2, 1), Replay(500, rate=SamplesPerInsert(1.0), batch_size=1, seed=0)
+    replay.turns.enter_loop()
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(replay.turns.relay)
+            await wait_all_tasks_blocked()
+            tasks.start_soon(anyio.to_thread.run_sync, lambda: replay.insert(played.fragments[0]))
+            await replay.turns.wait_in_loop("sample", replay.may_sample)
+            tasks.cancel_scope.cancel()
+    assert len(replay.sample()["ids"]) == 1
+
+
 async def test_an_error_in_a_replay_ends_the_run_by_name() -> None:
     replay = Replay(10, batch_size=16)
     _, graph = in_graph(replay)
