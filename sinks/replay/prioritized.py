@@ -12,6 +12,8 @@ from rollflow.sinks.replay.samplers import Draw, Sampler
 from rollflow.sinks.replay.sum_tree import SumTree
 from rollflow.stream.data.errors import ReplayError
 
+_MOST = 1e100  # magnitude of a value: sums of priorities stay finite
+
 
 class Prioritized(Sampler):
     """Draws steps with probability (|value| + epsilon)**alpha over the sum of all, with replacement.
@@ -80,14 +82,15 @@ class Prioritized(Sampler):
     def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
         """Set the priorities of the steps `ids`, i64[B], from values f[B], such as TD errors.
 
-        Steps that have gone are passed over. Raises ReplayError for values that are not finite.
+        Steps that have gone are passed over. Raises ReplayError for values that are not finite, or above 1e100.
         """
         magnitudes = np.abs(np.asarray(values, np.float64)) + self.epsilon
-        if not np.isfinite(magnitudes).all():
-            bad = int(np.argmin(np.isfinite(magnitudes)))
+        is_sound = magnitudes <= _MOST  # False for NaN
+        if not is_sound.all():
+            bad = int(np.argmin(is_sound))
             raise ReplayError(
-                f"update_priorities: value {bad} is {np.asarray(values)[bad]}, expected finite numbers: with it no "
-                "step could be drawn any more"
+                f"update_priorities: value {bad} is {np.asarray(values)[bad]}, expected finite numbers, up to {_MOST:g}"
+                ": with it no step could be drawn any more"
             )
         priorities = magnitudes**self.alpha
         kept = rows.is_kept(ids)

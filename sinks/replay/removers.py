@@ -7,7 +7,7 @@ import numpy as np
 from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.sinks.replay.row_index import RowIndex
-from rollflow.sinks.replay.samplers import Draw, Sampler
+from rollflow.sinks.replay.samplers import Draw, Sampler, Sequences
 from rollflow.stream.data.errors import ReplayError
 
 _NONE = np.empty(0, np.int64)
@@ -71,7 +71,7 @@ class LowestPriority(Remover):
 
 
 class AfterSamples(Remover):
-    """Removes a step once it has been drawn so many times."""
+    """Removes a step once it has been drawn so many times. Goes with samplers of single steps, and of episodes."""
 
     def __init__(self, times: int) -> None:
         self.times = checked_count("times", times, 1)
@@ -107,6 +107,11 @@ def check_goes_with(remover: Remover, sampler: Sampler, ratio: float | None) -> 
                 f"LowestPriority needs priorities, and {type(sampler).__name__} has none; expected "
                 "sampler=Prioritized(), or remover=Oldest()"
             ).see("replay")
+    elif isinstance(remover, AfterSamples) and isinstance(sampler, Sequences):
+        raise ReplayError(
+            "AfterSamples removes single steps, which Sequences would draw again beside others; expected another "
+            "sampler, or remover=Oldest()"
+        ).see("replay")
     elif isinstance(remover, AfterSamples) and ratio is not None and remover.times < ratio:
         raise ReplayError(
             f"AfterSamples({remover.times}) removes steps before they have been sampled {ratio:g} times, as the rate "

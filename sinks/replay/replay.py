@@ -295,8 +295,7 @@ class Replay:
         kinds = self._kinds()  # which older states don't name
         for name, own in {**self._sizes(), **kinds}.items():
             if (found := state.get(name, kinds.get(name))) != own:
-                if name in kinds:
-                    found, own = found or "<one without a state>", own or "one without a state, such as the default"
+                found, own = found or "<one without a state>", own or "one without a state, such as the default"
                 raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
             try:
@@ -331,11 +330,12 @@ class Replay:
     def _sizes(self) -> dict[str, int]:
         return {"capacity": self.capacity, "frames": self._storage.frames}
 
-    def _kinds(self) -> dict[str, str | None]:
-        """Class names of sampler and remover; None for one without a state, which goes with any other such."""
+    def _kinds(self) -> dict[str, Any]:
+        """Rows, and class names of sampler and remover: None for one without a state, as for any other such."""
         parts: dict[str, Any] = {"sampler": (self.sampler, Sampler), "remover": (self.remover, Remover)}
         has_state = {name: type(part).get_state is not base.get_state for name, (part, base) in parts.items()}
-        return {name: type(part).__name__ if has_state[name] else None for name, (part, _) in parts.items()}
+        kinds = {name: type(part).__name__ if has_state[name] else None for name, (part, _) in parts.items()}
+        return kinds | {"num_rows": self.remover.num_rows(self.capacity)}
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
         """Tables with these states: new ones of modules; the one that is there of one agent."""

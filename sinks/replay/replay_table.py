@@ -75,13 +75,15 @@ class ReplayTable:
     def admits_insert(self, steps: int) -> bool:
         """True if the rate lets so many steps be inserted. Raises ReplayError where it never can."""
         self.rate.check(inserts=steps)
-        return self.rate.admits_insert(steps, self.rows.inserted, self.rows.removed)
+        may = self.rate.admits_insert(steps, self.rows.inserted, self.rows.removed)
+        return may or bool(self.sampler.waits_for(self.rows))
 
     def admits_sample(self, count: int) -> bool:
         """True if the rate lets so many rows be sampled. Raises ReplayError where it never can."""
         steps = count * self.sampler.steps
         self.rate.check(samples=steps)
-        return self.rate.admits_sample(steps, self.rows.inserted, self.rows.removed)
+        may = self.rate.admits_sample(steps, self.rows.inserted, self.rows.removed)
+        return may and not self.sampler.waits_for(self.rows)
 
     def checked(self, fragment: Fragment) -> Insertion:
         """A fragment that can be inserted now. Raises ReplayError for one of another kind, and one that is too large.
@@ -111,8 +113,6 @@ class ReplayTable:
     def drawn(self, count: int, pieces: Sequence[ConnectorV2]) -> tuple[Batch, Draw]:
         """A batch of `count` rows that `pieces` have changed, and the draw, which is not counted yet."""
         rows = self.rows
-        if not rows.num_live:
-            raise ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
         assert self._columns is not None
         draw = self.sampler.draw(rows, count, self._generator)
         steps = SampledSteps(rows, self._columns, draw, self._storage.frames, self._generator)
@@ -211,6 +211,11 @@ def held_back(
     side: Side, tables: Mapping[Any, ReplayTable], rate: SamplesPerInsert | None, wait_s: float | None
 ) -> ReplayError:
     """The error of a side that the rate of these tables, by module, holds back, after so many seconds of waiting."""
+    awaited = {table.sampler.waits_for(table.rows) for table in tables.values() if table.rows.num_live} - {""}
+    if side == "sample" and awaited:
+        return ReplayError(f"the replay has no {awaited.pop()} yet, expected more inserts before a sample").see(
+            "replay"
+        )
     if rate is None:
         return ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
     held = [

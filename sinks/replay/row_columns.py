@@ -179,6 +179,8 @@ def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tre
     extra    names of the extra model outputs to be kept; None: all of them
 
     A stateful module's `state_out` becomes `state_in`: the state before each step, zeros at an episode's first.
+
+    Raises ReplayError for an output that is not there, and for states without the step before.
     """
     kept = fragment.extra_columns if extra is None else [*extra, Columns.POLICY_VERSION]
     names = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, *kept)
@@ -189,6 +191,11 @@ def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tre
         )
     columns = {name: fragment.columns[name].tree for name in names}
     if Columns.STATE_OUT in columns:
+        if ((fragment.chunks.start == 0) & (fragment.chunks.t_started > 0)).any():
+            raise ReplayError(
+                "the fragment has no step before its first ones, whose states are to be kept; expected a lookback of 1 "
+                "or more: DatasetSource(path, lookback=1)"
+            ).see("replay")
         columns[Columns.STATE_IN] = map_tree(lambda leaf: _shifted(leaf, fragment), columns.pop(Columns.STATE_OUT))
     return columns
 

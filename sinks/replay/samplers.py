@@ -60,6 +60,13 @@ class Sampler(abc.ABC):
         """
         return float(rows.num_live)
 
+    def waits_for(self, rows: RowIndex) -> str:
+        """What has to come, beside steps, before there is anything to draw, as a noun; "": nothing.
+
+        Until it has come samples wait, and inserts don't.
+        """
+        return ""
+
     @abc.abstractmethod
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         """Draw `count` rows of a batch from a replay that has steps. Called in one thread at a time."""
@@ -146,6 +153,9 @@ class Mixture(Sampler):
             raise ReplayError("a Mixture with priorities can't be drawn from several hosts, expected Prioritized()")
         return super().mass(rows)
 
+    def waits_for(self, rows: RowIndex) -> str:
+        return next((text for sampler, _ in self.parts if (text := sampler.waits_for(rows))), "")
+
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         draws = [
             sampler.draw(rows, size, generator)
@@ -225,6 +235,9 @@ class Sequences(Sampler):
     def mass(self, rows: RowIndex) -> float:
         return self.of.mass(rows)
 
+    def waits_for(self, rows: RowIndex) -> str:
+        return self.of.waits_for(rows)
+
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         drawn = self.of.draw(rows, count, generator)
         if drawn.positions.ndim != 1:
@@ -264,21 +277,35 @@ class Episodes(Sampler):
     def mass(self, rows: RowIndex) -> float:
         raise ReplayError("Episodes can't be drawn from several hosts, expected Sequences()")
 
+    def __init__(self) -> None:
+        self._whole: tuple[Ints, Ints] = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._counts = (0, 0)  # of the steps that had come and gone when they were found
+
+    def waits_for(self, rows: RowIndex) -> str:
+        # Where steps have gone already, more of them would not help: `draw` raises.
+        return "" if rows.removed or len(self._found(rows)[0]) else "episode that has ended"
+
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
-        chunks, last = rows.chunks, rows.chunks.numbers()
-        is_there = chunks.read("stop", last) > rows.begin  # else only the last observation is left
-        last = last[chunks.read("has_ended", last) & chunks.read("is_whole", last) & is_there]
-        lengths = self._lengths(rows, last)
-        newest = chunks.read("stop", last) - 1
-        firsts, _ = rows.back(newest, int(lengths.max(initial=1)) - 1)
-        kept = np.flatnonzero(rows.episode_step(firsts) == 0)
-        if not len(kept):
+        firsts, lengths = self._found(rows)
+        if not len(firsts):
             raise ReplayError(
                 "no episode that has ended is there as a whole: expected a larger min_size, or a larger capacity"
             ).see("replay")
-        chosen = kept[generator.integers(len(kept), size=count)]
+        chosen = generator.integers(len(firsts), size=count)
         positions = rows.forward(firsts[chosen], int(lengths[chosen].max()))
         return Draw(positions, positions[:, 0], None, positions >= 0)
+
+    def _found(self, rows: RowIndex) -> tuple[Ints, Ints]:
+        """The first steps of the episodes that may be drawn, i64[E], and their lengths."""
+        if (counts := (rows.inserted, rows.removed)) != self._counts:
+            chunks, last = rows.chunks, rows.chunks.numbers()
+            is_there = chunks.read("stop", last) > rows.begin  # else only the last observation is left
+            last = last[chunks.read("has_ended", last) & chunks.read("is_whole", last) & is_there]
+            lengths = self._lengths(rows, last)
+            firsts, _ = rows.back(chunks.read("stop", last) - 1, int(lengths.max(initial=1)) - 1)
+            kept = (rows.episode_step(firsts) == 0) & rows.is_kept(firsts)
+            self._whole, self._counts = (firsts[kept], lengths[kept]), counts
+        return self._whole
 
     @staticmethod
     def _lengths(rows: RowIndex, last: Ints) -> Ints:

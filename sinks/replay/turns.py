@@ -1,11 +1,11 @@
 """Turns of a replay's two sides, inserts and samples: who waits for the other, and for how long."""
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from math import inf
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 
@@ -103,7 +103,7 @@ class Turns:
             self._waited[side] += monotonic() - wait[1]
 
 
-async def run_both(*parts: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
+async def run_both(*parts: Callable[[], Awaitable[None]], beside: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run the parts side by side, and `beside` until they have ended.
 
     What one of them raises ends the others, and is raised as it is, in no group.

@@ -15,7 +15,7 @@ from property_examples import examples
 from replayed import Played
 
 from rollflow.nodes import Rollout
-from rollflow.sinks import AfterSamples, Replay, SamplesPerInsert, Sequences
+from rollflow.sinks import AfterSamples, Episodes, Replay, SamplesPerInsert, Sequences
 from rollflow.sinks.replay.rate import RateLimiter
 from rollflow.stream import Graph, ReplayError
 
@@ -294,6 +294,16 @@ async def test_a_reader_waits_for_environments_that_stall() -> None:
                 await checkpoint()
     assert rollout.num_steps == 96
     assert len(taken) == (96 - 50 + 20) // 16
+
+
+async def test_whole_episodes_come_from_a_graph_as_soon_as_there_are_some() -> None:
+    replay = Replay(5000, sampler=Episodes(), rate=SamplesPerInsert(0.5, min_size=1), batch_size=2, seed=0)
+    rollout, graph = in_graph(replay, num_fragments=20)
+    async with graph.run() as run:
+        batches = [batch async for batch in run["batches"]]
+    assert batches
+    assert replay.report().inserted == rollout.num_steps
+    assert all(batch["seq_lens"].min() > 0 for batch in batches)
 
 
 async def test_a_thread_that_samples_beside_a_graph_lets_its_inserts_go_on() -> None:
