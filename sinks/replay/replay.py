@@ -285,17 +285,18 @@ class Replay:
         with self._lock:
             begins = zip(self._tables.items(), chain(since, repeat(0)), strict=False)
             states = [[each, table.get_state(begin)] for (each, table), begin in begins]
-            return {**self._sizes(), **self._kinds(), "tables": states}
+            return {**self._arguments(), "tables": states}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave, of a replay made with the same arguments; it goes on exactly as that one.
 
         Raises ReplayError where the arguments differ. Steps of several agents that were there before stay then.
         """
-        kinds = self._kinds()  # which older states don't name
-        for name, own in {**self._sizes(), **kinds}.items():
-            if (found := state.get(name, kinds.get(name))) != own:
-                found, own = found or "<one without a state>", own or "one without a state, such as the default"
+        for name, own in self._arguments().items():
+            # Older states name sizes alone, and not all of them.
+            if (found := state.get(name, None if name in ("capacity", "frames") else own)) != own:
+                if name in ("sampler", "remover"):
+                    found, own = found or "<one without a state>", own or "one without a state, such as the default"
                 raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
             try:
@@ -327,15 +328,13 @@ class Replay:
 
     # Inside
 
-    def _sizes(self) -> dict[str, int]:
-        return {"capacity": self.capacity, "frames": self._storage.frames}
-
-    def _kinds(self) -> dict[str, Any]:
-        """Rows, and class names of sampler and remover: None for one without a state, as for any other such."""
+    def _arguments(self) -> dict[str, Any]:
+        """Sizes, and class names of sampler and remover: None for one without a state, as for any other such."""
         parts: dict[str, Any] = {"sampler": (self.sampler, Sampler), "remover": (self.remover, Remover)}
         has_state = {name: type(part).get_state is not base.get_state for name, (part, base) in parts.items()}
         kinds = {name: type(part).__name__ if has_state[name] else None for name, (part, _) in parts.items()}
-        return kinds | {"num_rows": self.remover.num_rows(self.capacity)}
+        sizes = {"capacity": self.capacity, "frames": self._storage.frames}
+        return sizes | {"num_rows": self.remover.num_rows(self.capacity)} | kinds
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
         """Tables with these states: new ones of modules; the one that is there of one agent."""
