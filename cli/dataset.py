@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.dataset_check import check_dataset
-from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of
+from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of, whole_folder
 from rollflow.sinks.datasets.episode_summary import EpisodeSummary, histogram
 from rollflow.sinks.datasets.lerobot_episodes import write_lerobot
 from rollflow.sinks.datasets.minari_episodes import minari_data_of, write_minari
@@ -225,11 +226,21 @@ def _source(path: Path, episodes: Any = None) -> DatasetSource:
 
 
 def _write(sources: list[DatasetSource], out: Path) -> int:
-    """Write the episodes of sources to a dataset, with a line on what it has now; the exit status."""
-    with DatasetSink(out) as sink:
-        for source in sources:
-            for fragment in source.fragments():
-                sink(fragment)
+    """Write the episodes of sources to a dataset, with a line on what it has now; the exit status.
+
+    After an error a new dataset is not there at all, and the error says what one that was there has more.
+    """
+    with nullcontext(out) if out.exists() else whole_folder(out) as folder:
+        sink = DatasetSink(folder)
+        try:
+            with sink:
+                for source in sources:
+                    for fragment in source.fragments():
+                        sink(fragment)
+        except DatasetError as error:
+            if folder == out:
+                raise DatasetError(f"{error}; by then {out} has {sink.num_steps} steps more") from error
+            raise
     of = "steps" if sources[0].agents is None else "agents' steps"
     new, there = sum(each.num_episodes for each in sources), DatasetSource(out).num_episodes
     in_all = f"; {there} in all" if there > new else ""

@@ -66,6 +66,8 @@ def _run(args: argparse.Namespace) -> int:
             record_episodes(rollout, sink, args.episodes, _show if sys.stderr.isatty() else None)
         finally:
             sink.close()
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # behind the number of episodes
             if sink.num_steps:
                 print(f"{args.out} has {sink.num_steps} steps more, with seed {rollout.seed}", flush=True)
     return 0

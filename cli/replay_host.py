@@ -8,6 +8,8 @@ from typing import Any
 from rollflow.cli import arguments
 from rollflow.sinks import Prioritized, Replay, ReplayHost, SamplesPerInsert
 
+_OPTIONS = ("capacity", "batch_size", "ratio", "min_size", "error_buffer", "prioritized", "seed")  # of the replay
+
 
 def add_to(commands: Any) -> None:
     """Add the command to those of `rollflow`."""
@@ -30,14 +32,16 @@ def add_to(commands: Any) -> None:
         metavar="ADDRESS",
         help="where to listen for trainers: as --rollouts, but for shm:",
     )
-    parser.add_argument("--capacity", type=int, default=100_000, metavar="ROWS", help="rows that are kept (100000)")
-    parser.add_argument("--batch-size", type=int, default=256, metavar="B", help="rows of a batch (256)")
+    parser.add_argument("--capacity", type=int, metavar="ROWS", help="rows that are kept (100000)")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="rows of a batch (256)")
     parser.add_argument("--ratio", type=float, help="steps sampled for each one inserted (any number)")
-    parser.add_argument("--min-size", type=int, default=1, metavar="M", help="steps before the first sample (1)")
+    parser.add_argument("--min-size", type=int, metavar="M", help="steps before the first sample (1)")
     parser.add_argument(
         "--error-buffer", type=float, metavar="B", help="sampled steps by which either side may be ahead (the fewest)"
     )
-    parser.add_argument("--prioritized", action="store_true", help="draw steps in proportion to their priorities")
+    parser.add_argument(
+        "--prioritized", action="store_true", default=None, help="draw steps in proportion to their priorities"
+    )
     parser.add_argument("--seed", type=int, help="of what is drawn (a fresh one)")
     parser.add_argument(
         "--replay",
@@ -76,16 +80,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _replay_of(args: argparse.Namespace) -> Replay:
     """The replay for the arguments."""
-    make = arguments.object_of(args.replay, "--replay")
-    if make is not None:
+    given = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
+    if args.replay is not None and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--replay makes the replay by itself, expected it without {names}")
+    if (make := arguments.object_of(args.replay, "--replay")) is not None:
         made = make()
         if not isinstance(made, Replay):
             raise ValueError(f"--replay {args.replay} has made a {type(made).__name__}, expected a Replay")
         return made
-    rate = None
-    if args.ratio is not None:
-        rate = SamplesPerInsert(args.ratio, args.min_size, args.error_buffer)
-    elif args.error_buffer is not None or args.min_size != 1:
+    of_rate = {name: given.pop(name) for name in ("ratio", "min_size", "error_buffer") if name in given}
+    if of_rate and "ratio" not in of_rate:
         raise ValueError("--min-size and --error-buffer are of the rate, expected --ratio as well")
-    sampler = Prioritized() if args.prioritized else None
-    return Replay(args.capacity, sampler=sampler, rate=rate, batch_size=args.batch_size, seed=args.seed)
+    rate = SamplesPerInsert(**of_rate) if of_rate else None
+    sampler = Prioritized() if given.pop("prioritized", False) else None
+    return Replay(**{"capacity": 100_000, **given}, sampler=sampler, rate=rate)

@@ -49,7 +49,7 @@ def main(seed: int = 0) -> float:
     offline, online = make_replay(seed), make_replay(seed, SamplesPerInsert(SAMPLES_PER_INSERT, min_size=MIN_SIZE))
     with tempfile.TemporaryDirectory() as path:
         expert = record(path, seed)
-        for fragment in DatasetSource(path).fragments():
+        for fragment in DatasetSource(path, complete_episodes=True).fragments():
             offline.insert(fragment)
     explores = EpsilonGreedy(schedule=Linear(0.5, 0.04, EXPLORATION_STEPS))
     settings = {"num_envs": NUM_ENVS, "fragment_length": FRAGMENT_LENGTH, "seed": seed}

@@ -61,7 +61,7 @@ _IN_FILES = ("csv", "jsonl", "tensorboard")  # kinds whose targets are paths
 def place_of(text: str) -> tuple[str, str]:
     """Kind and target of a destination; the same for two spellings of one path."""
     kind, _, target = text.partition(":")
-    return kind, str(Path(target).resolve()) if kind in _IN_FILES else target
+    return kind, str(Path(target).expanduser().resolve()) if kind in _IN_FILES else target
 
 
 def destination_of(text: str, axis: Axis) -> Destination:

@@ -170,8 +170,8 @@ def busiest_stage(values: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def check_own_name(name: object) -> None:
-    """Raise MetricsError for a name that is none, or that the table has."""
-    if not isinstance(name, str) or not name:
+    """Raise MetricsError for a name that is none, that has more than one line, or that the table has."""
+    if not isinstance(name, str) or not name or not name.isprintable():
         raise MetricsError(f"the name {name!r} was to be logged, expected a text such as 'train/loss'")
     if figure_of(name) is not OWN or name in (*PLACE, GLOBAL_STEP):
         raise MetricsError(f"'{name}' was to be logged, which rollflow logs itself; expected another name")

@@ -122,6 +122,8 @@ def _bools(file: Any, name: str) -> NDArray[np.bool_]:
 def _space_of(array: Any) -> gym.spaces.Box:
     """Box of one item of any[R, ...], with all values that its dtype allows."""
     dtype: Any = array.dtype
+    if dtype == np.bool_:
+        return gym.spaces.Box(0, 1, array.shape[1:], dtype)
     if np.issubdtype(dtype, np.integer):
         bounds = np.iinfo(dtype)
         return gym.spaces.Box(bounds.min, bounds.max, array.shape[1:], dtype)

@@ -20,7 +20,9 @@ whole. The file of episodes is renamed first: the file of steps, which comes aft
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +301,24 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which gets the name `folder` at the end of the block; after an error nothing stays.
+
+    Raises DatasetError where there is one of this name.
+    """
+    if folder.exists():
+        raise DatasetError(f"{folder} is there already, expected another name").see("dataset")
+    partial = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def make_folder(path: Path, within: Path) -> None:

@@ -113,7 +113,7 @@ class DatasetSink:
         self._opened_at = 0.0
         self._failure: Exception | None = None
         self._steps = _StepCounts()
-        self._is_reported = False
+        self._is_reported = self._is_ending = False
         self._folder = DatasetFolder(path)
         self._next_number = self._opened()
         self._abandon: Any = weakref.finalize(self, _abandon, self._folder, self._steps)  # while the sink is open
@@ -128,7 +128,7 @@ class DatasetSink:
         if not isinstance(fragment, Fragment | MultiAgentFragment):
             raise DatasetError(f"a dataset takes fragments, got {type(fragment).__name__}").see("dataset")
         self._raise_failure()
-        if not self._abandon.alive:
+        if self._is_ending or not self._abandon.alive:
             raise DatasetError(f"the sink to {self._folder.path} is closed, expected a new one").see("dataset")
         if fragment.is_empty:
             return
@@ -170,8 +170,10 @@ class DatasetSink:
         if not self._abandon.alive:
             return
         if self._executor is not None:
-            self._pending.append(self._executor.submit(self._commit))
-            self._executor.shutdown()
+            if not self._is_ending:
+                self._is_ending = True
+                self._pending.append(self._executor.submit(self._commit))
+            self._executor.shutdown()  # which Ctrl-C breaks off: the next call goes on waiting
             self._executor = None
         self._abandon.detach()
         self._folder.unlock()

@@ -76,12 +76,12 @@ def histogram(values: NDArray[Any], bins: int = 10, width: int = 40) -> Iterator
     if not len(values):
         return
     low, high = values.min(), values.max()
-    if np.all(values == np.round(values)):
+    if np.all(values == np.round(values)) and max(abs(low), abs(high)) < 2**53:
         size = int((high - low) // bins + 1)
         edges = np.arange(low, high + size + 1, size)
         names = [f"{first:.0f}" + (f" … {first + size - 1:.0f}" if size > 1 else "") for first in edges[:-1]]
     else:
-        edges = np.linspace(low, high, bins + 1)
+        edges = np.linspace(low / 2, high / 2, bins + 1) * 2  # between the largest numbers is more than a float holds
         names = [f"{first:.4g} … {second:.4g}" for first, second in pairwise(edges)]
     counts, _ = np.histogram(values, edges)
     wide = max(map(len, names))

@@ -8,7 +8,6 @@ data/chunk-000/file-000.parquet                 a row for each step, a row group
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
+from rollflow.sinks.datasets.dataset_folder import whole_folder
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
@@ -71,19 +71,10 @@ def write_lerobot(episodes: Iterable[SingleAgentEpisode], folder: Path, *, task:
 
     Raises DatasetError without the package pyarrow, where the folder is there, and for features that can't be held.
     """
-    if folder.exists():
-        raise DatasetError(f"{folder} is there already, expected another folder").see("dataset")
     if not 0 < fps < float("inf"):
         raise DatasetError(f"fps is {fps}, expected steps in a second, above 0").see("dataset")
-    partial = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        counts = _write(episodes, partial, task, fps)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return counts
+    with whole_folder(folder) as partial:
+        return _write(episodes, partial, task, fps)
 
 
 def _write(episodes: Iterable[SingleAgentEpisode], folder: Path, task: str, fps: float) -> tuple[int, int]:
@@ -160,8 +151,14 @@ def _columns_of(episode: SingleAgentEpisode, number: int, begin: int, fps: float
     """The columns of an episode by LeRobot's names, any[n, *shape]; scalars are of the shape [1], as it has them."""
     count = len(episode)
     is_last = np.arange(count) == count - 1
-    columns = dict(_flat("observation", episode.get_observations(slice(0, count)), "observation.state"))
-    columns |= _flat("action", episode.get_actions(), "action")
+    flat = [
+        *_flat("observation", episode.get_observations(slice(0, count)), "observation.state"),
+        *_flat("action", episode.get_actions(), "action"),
+    ]
+    columns = dict(flat)
+    if len(columns) < len(flat):
+        name = next(name for place, (name, _) in enumerate(flat) if name in dict(flat[:place]))
+        raise DatasetError(f"two parts of a space are called {name}, expected other keys of the Dicts").see("dataset")
     columns["next.reward"] = np.asarray(episode.get_rewards(), np.float32)
     columns["next.done"], columns["next.terminated"] = is_last, is_last & episode.is_terminated
     places = np.arange(count)

@@ -6,7 +6,6 @@ ID/data/main_data.hdf5    a group `episode_N` for each episode, with a row more 
 
 import json
 import re
-import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description
-from rollflow.sinks.datasets.dataset_folder import environment_of
+from rollflow.sinks.datasets.dataset_folder import environment_of, whole_folder
 from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces
 from rollflow.sinks.datasets.hdf5_groups import Hdf5Groups
 from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
@@ -116,16 +115,13 @@ def write_minari(
 
         root = get_dataset_path()
     folder = root.absolute() / dataset_id  # Minari joins a path that is not absolute to itself
-    if folder.exists():
-        raise DatasetError(f"{folder} is there already, expected another id, or another folder")
-    partial = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / _DATA).mkdir(parents=True)
-    env_spec = _env_spec_of(description)
-    storage = storage_class.new(partial / _DATA, *spaces, env_spec, data_format="hdf5", jpeg_encoding=False)
-    total_episodes, total_steps = _write_arrays(partial / _DATA / _ARRAYS, fragments)
-    storage.update_metadata(_facts_of(dataset_id, total_episodes, total_steps, storage.get_size()))
-    partial.rename(folder)
+    with whole_folder(folder) as partial:
+        data = partial / _DATA
+        data.mkdir()
+        env_spec = _env_spec_of(description)
+        storage = storage_class.new(data, *spaces, env_spec, data_format="hdf5", jpeg_encoding=False)
+        total_episodes, total_steps = _write_arrays(data / _ARRAYS, fragments)
+        storage.update_metadata(_facts_of(dataset_id, total_episodes, total_steps, storage.get_size()))
     return folder
 
 

@@ -1,6 +1,7 @@
 """`rollflow dataset`: datasets are shown, checked, merged, filtered and converted."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from serial_module import SerialModule
 from rollflow.cli.main import main
 from rollflow.nodes import MultiAgentRollout, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets.episode_summary import histogram
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +176,33 @@ def test_merge_keeps_episodes_and_runs_apart(
     assert main(["dataset", "merge", str(one), "--out", str(tmp_path / "other" / ".." / "one")]) == 1
     assert_one_line(error := capsys.readouterr().err)
     assert "is read as well, expected another folder" in error
+
+
+def test_a_merge_that_fails_leaves_nothing_or_says_what_it_has_left(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = write(tmp_path / "one", played), write(tmp_path / "other", played)
+    last = sorted((other / "steps").glob("*.parquet"))[-1]
+    last.write_bytes((data := last.read_bytes())[:64] + bytes(200) + data[264:])  # of a page
+    new, old = tmp_path / "new", write(tmp_path / "old", played)
+    before = DatasetSource(old).num_steps
+    assert main(["dataset", "merge", str(one), "--out", str(new)]) == 0
+    shutil.rmtree(new)
+    for out in (new, old):
+        assert main(["dataset", "merge", str(one), str(other), "--out", str(out)]) == 1
+        assert_one_line(error := capsys.readouterr().err)
+        assert str(last) in error
+    assert not new.exists()
+    assert not list(tmp_path.glob(".*"))
+    more = DatasetSource(old).num_steps - before
+    assert more >= DatasetSource(one).num_steps
+    assert f"by then {old} has {more} steps more" in error
+
+
+@pytest.mark.parametrize("values", [[1e17], [-1e308, 1e308], [2.0**60, 3.5, -7.0], [1e308, 1e308]])
+def test_a_histogram_has_every_value_however_large(values: list[float]) -> None:
+    counts = [int(line.split()[-1]) for line in histogram(np.array(values))]
+    assert sum(counts) == len(values)
 
 
 def test_merge_refuses_datasets_of_several_kinds_before_it_writes(

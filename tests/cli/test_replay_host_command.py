@@ -68,9 +68,10 @@ def test_a_replay_of_ones_own_is_served_until_the_command_is_told_to_end(tmp_pat
     ("arguments", "error"),
     [
         (["--min-size", "5"], "expected --ratio as well"),
-        (["--ratio", "0"], "ratio is 0.0, expected above 0"),
+        (["--ratio", "0"], "ratio is 0.0, expected a number above 0"),
         (["--ratio", "1", "--min-size", "200000"], "nothing could ever be sampled"),
         (["--replay", "collections:OrderedDict"], "has made a OrderedDict, expected a Replay"),
+        (["--replay", "a:b", "--seed", "0", "--batch-size", "8"], "expected it without --batch-size, --seed"),
         (["--replay", "nowhere:made"], "No module named 'nowhere'"),
         (["--checkpoint", "/nowhere/replay"], "expected a path in a folder that is there"),
         (["--checkpoint", __file__], "expected a replay's checkpoint"),

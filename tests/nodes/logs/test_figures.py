@@ -81,7 +81,7 @@ def test_names_of_the_table_are_refused_for_ones_own(name: str) -> None:
         check_own_name(name)
 
 
-@pytest.mark.parametrize("name", ["", None, ("train", "loss")])
+@pytest.mark.parametrize("name", ["", None, ("train", "loss"), "train\nloss"])
 def test_what_is_no_name_is_refused(name: object) -> None:
     with pytest.raises(MetricsError, match="expected a text such as 'train/loss'"):
         check_own_name(name)

@@ -94,6 +94,11 @@ def test_whole_numbers_below_zero_are_no_discrete_actions(tmp_path: Path) -> Non
     assert DatasetSource(path).action_space == gym.spaces.Box(-128, 127, (), np.int8)
 
 
+def test_flags_as_observations_are_a_box_of_flags(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.h5", observations=np.ones((7, 2), np.bool_))
+    assert DatasetSource(path).observation_space == gym.spaces.Box(0, 1, (2,), np.bool_)
+
+
 def test_an_episode_of_one_step_that_nothing_follows_is_left_out(tmp_path: Path) -> None:
     path = written(tmp_path / "a.hdf5", timeouts=np.array([0, 0, 0, 0, 0, 1, 0], bool))  # row 6 alone is the third
     assert [len(each) for each in DatasetSource(path).episodes()] == [3, 2]

@@ -4,14 +4,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from replayed import Played, numbers_of
 
 from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets.file_set import FileSet
 from rollflow.stream import DatasetError
 
 
@@ -157,6 +161,34 @@ def test_two_sinks_on_one_folder_are_refused(played: Played, tmp_path: Path) -> 
         with pytest.raises(DatasetError, match=f"another sink writes to {tmp_path}, expected one at a time"):
             DatasetSink(tmp_path)
         sink(played.fragments[0])
+    with DatasetSink(tmp_path) as other:
+        other(played.fragments[0])
+    assert len(check(tmp_path, played)) == 2
+
+
+def test_a_sink_whose_end_was_broken_off_is_ended_by_the_next_call(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = threading.Event(), FileSet.write
+
+    def held_back(*args: Any) -> None:
+        assert may_write.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(FileSet, "write", held_back)
+    sink = DatasetSink(tmp_path)
+    sink(played.fragments[0])
+    with monkeypatch.context() as patched:  # as Ctrl-C does while the thread writes
+        patched.setattr(ThreadPoolExecutor, "shutdown", lambda self: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            sink.close()
+    with pytest.raises(DatasetError, match="is closed, expected a new one"):
+        sink(played.fragments[1])
+    with pytest.raises(DatasetError, match="another sink writes to"):
+        DatasetSink(tmp_path)
+    may_write.set()
+    sink.close()
+    assert sink.num_steps == played.fragments[0].num_steps
     with DatasetSink(tmp_path) as other:
         other(played.fragments[0])
     assert len(check(tmp_path, played)) == 2

@@ -171,6 +171,7 @@ def test_what_lerobot_can_not_hold_is_refused_and_nothing_stays(
     for episodes, fps, error in (
         ([episode_of(deep)], 30, r"observation.state has items of the shape \[1, 1, 1, 1, 1, 2\], expected 1 to 5"),
         ([episode_of([{"a/b": 1.0}, {"a/b": 2.0}])], 30, "observation.a/b has a '/'"),
+        ([episode_of([{"a": {"b": 1.0}, "a.b": 2.0}] * 2)], 30, "two parts of a space are called observation.a.b"),
         ([], 30, "there is no episode"),
         ([], 0, "fps is 0, expected steps in a second"),
     ):

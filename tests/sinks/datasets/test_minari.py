@@ -157,6 +157,20 @@ def test_ids_and_folders_that_can_not_be_are_refused(tmp_path: Path, root: Path)
     assert [each.name for each in root.iterdir()] == ["mine-v0"]
 
 
+def test_what_can_not_be_read_to_its_end_leaves_nothing(tmp_path: Path, root: Path) -> None:
+    with DatasetSink(tmp_path / "data") as sink:
+        sink(Played(slots=1, fragments=1).fragments[0])
+    source = whole_episodes(tmp_path / "data")
+
+    def fragments() -> Any:
+        yield from source.fragments()
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        write_minari(fragments(), (source.observation_space, source.action_space), source.description, "mine-v0")
+    assert not list(root.iterdir())
+
+
 def test_without_minari_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DatasetSink(tmp_path / "data") as sink:
         sink(Played(slots=1, fragments=1).fragments[0])
