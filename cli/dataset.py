@@ -239,7 +239,7 @@ def _write(sources: list[DatasetSource], out: Path) -> int:
                         sink(fragment)
         except DatasetError as error:
             if folder == out:
-                raise DatasetError(f"{error}; by then {out} has {sink.num_steps} steps more") from error
+                raise DatasetError(f"{out} has {sink.num_steps} steps more, but not all: {error}") from error
             raise
     of = "steps" if sources[0].agents is None else "agents' steps"
     new, there = sum(each.num_episodes for each in sources), DatasetSource(out).num_episodes

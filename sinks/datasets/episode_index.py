@@ -148,9 +148,9 @@ def open_file(folder: DatasetFolder, kind: str, number: int, footer: Any = None)
 
 def damaged(path: Any, error: object) -> DatasetError:
     """The error for a file that can't be read as the sink has written it."""
-    return DatasetError(f"{path} can't be read: {error}; it was truncated or altered, or is of another kind").see(
-        "dataset"
-    )
+    reason = " ".join(str(error).split())  # some of pyarrow's have several lines
+    text = f"{path} can't be read: {reason}; it was truncated or altered, or is of another kind"
+    return DatasetError(text).see("dataset")
 
 
 def read_chunks(
