@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from rollflow.nodes.logs.figures import Axis, Row
+from rollflow.nodes.logs.figures import Row
 from rollflow.nodes.logs.otlp import Otlp
 from rollflow.nodes.logs.progress import Progress
 from rollflow.nodes.logs.prometheus import Prometheus
@@ -33,17 +33,17 @@ class Destination(Protocol):
         ...
 
 
-KINDS: Mapping[str, Callable[[str, Axis], Destination]] = {
-    "csv": lambda target, axis: CsvFile(target),
-    "jsonl": lambda target, axis: JsonLines(target),
+KINDS: Mapping[str, Callable[[str], Destination]] = {
+    "csv": CsvFile,
+    "jsonl": JsonLines,
     "mlflow": Mlflow,
-    "otlp": lambda target, axis: Otlp(target),
-    "progress": lambda target, axis: Progress(target),
-    "prometheus": lambda target, axis: Prometheus(target),
+    "otlp": Otlp,
+    "progress": Progress,
+    "prometheus": Prometheus,
     "tensorboard": TensorBoard,
     "wandb": Wandb,
 }
-"""Kind -> maker of a destination from its target and the x axis."""
+"""Kind -> maker of a destination from its target."""
 
 _PACKAGES = {  # kind -> package, and the extra that has it
     "mlflow": ("mlflow", "mlflow"),
@@ -64,7 +64,7 @@ def place_of(text: str) -> tuple[str, str]:
     return kind, str(Path(target).expanduser().resolve()) if kind in _IN_FILES else target
 
 
-def destination_of(text: str, axis: Axis) -> Destination:
+def destination_of(text: str) -> Destination:
     """The destination that a text names as KIND:TARGET, not opened yet.
 
     Raises MetricsError for an unknown kind, a target that can't be worked with and a missing package.
@@ -74,7 +74,7 @@ def destination_of(text: str, axis: Axis) -> Destination:
         raise MetricsError(
             f"log is {text!r}, expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: {', '.join(KINDS)}"
         )
-    destination = KINDS[kind](target, axis)
+    destination = KINDS[kind](target)
     package, extra = _PACKAGES.get(kind, ("", ""))
     if package and not _is_there(package):
         raise MetricsError(f"log={text!r} takes the package {package}: pip install 'rollflow[{extra}]'")

@@ -19,7 +19,7 @@ class Figure:
     """One line of the table of names.
 
     name        as it is logged; `{label}` stands for one name of many: a stage, a cause, a module
-    exported    as Prometheus has it, where the label is a label; a counter's ends in `_total` there
+    exported    as Prometheus has it, where the label is a label, and a counter's name ends in `_total`
     kind        "counter": it only grows; "gauge": it goes up and down
     text        the meaning, with its unit
     """
@@ -119,6 +119,7 @@ class Row:
     time          seconds since 1970
     elapsed_s     seconds since the log began
     of_updates    updates after which the run ends; None: nobody knows
+    axis          the x axis
     """
 
     steps: int
@@ -127,15 +128,17 @@ class Row:
     elapsed_s: float
     values: Mapping[str, float]
     of_updates: int | None = None
+    axis: Axis = "steps"
 
     @property
     def place(self) -> dict[str, float]:
         """Where it stands, by the names of `PLACE`."""
         return dict(zip(PLACE, (self.steps, self.updates, self.time), strict=True))
 
-    def x(self, axis: Axis) -> int:
+    @property
+    def x(self) -> int:
         """The place on the x axis: a number of steps, of updates, or of whole seconds."""
-        return {"steps": self.steps, "updates": self.updates, "time": int(self.elapsed_s)}[axis]
+        return {"steps": self.steps, "updates": self.updates, "time": int(self.elapsed_s)}[self.axis]
 
 
 def figures_of(now: Counts, before: Counts) -> dict[str, float]:

@@ -55,4 +55,4 @@ class LogOptions:
 
     def made(self) -> list[Destination]:
         """The destinations, not opened yet."""
-        return [destination_of(text, self.axis) for text in self.texts]
+        return [destination_of(text) for text in self.texts]

@@ -109,4 +109,4 @@ class Otlp:
         data = sdk.Gauge(points)
         if figure.kind == "counter":
             data = sdk.Sum(points, sdk.AggregationTemporality.CUMULATIVE, is_monotonic=True)
-        return sdk.Metric(figure.exported.removesuffix("_total"), figure.text, "", data)
+        return sdk.Metric(figure.exported, figure.text, "", data)

@@ -107,7 +107,7 @@ class RunLog(abc.ABC):
         """
         if self._is_closed or any(writer.text == text for writer in self.writers):
             return
-        writer = RowWriter(text, destination_of(text, self._options.axis))
+        writer = RowWriter(text, destination_of(text))
         if self._has_begun:
             writer.destination.open()
             writer.start()
@@ -157,7 +157,8 @@ class RunLog(abc.ABC):
             own, self._own = self._own, {}
         self._before = now
         values |= {name: total / count for name, (total, count) in own.items()}
-        row = Row(now.steps, now.updates, time.time(), now.elapsed_s, values, self._options.of_updates)
+        options = self._options
+        row = Row(now.steps, now.updates, time.time(), now.elapsed_s, values, options.of_updates, options.axis)
         for writer in self.writers:
             writer.put(row)
 

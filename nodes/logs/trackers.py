@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from rollflow.nodes.logs.figures import GLOBAL_STEP, Axis, Row
+from rollflow.nodes.logs.figures import GLOBAL_STEP, Row
 from rollflow.nodes.logs.text_files import checked_path
 from rollflow.stream.data.errors import MetricsError
 
@@ -16,8 +16,8 @@ class TensorBoard:
     Each row has its time beside its place on the x axis. Raises MetricsError where the folder can't be written.
     """
 
-    def __init__(self, target: str, axis: Axis) -> None:
-        self._folder, self._axis = checked_path(target, "tensorboard", is_folder=True), axis
+    def __init__(self, target: str) -> None:
+        self._folder = checked_path(target, "tensorboard", is_folder=True)
         self._writer: Any = None
 
     def open(self) -> None:
@@ -27,7 +27,7 @@ class TensorBoard:
     def write(self, row: Row) -> None:
         """Write a scalar for each figure."""
         for name, value in row.values.items():
-            self._writer.add_scalar(name, value, row.x(self._axis), walltime=row.time)
+            self._writer.add_scalar(name, value, row.x, walltime=row.time)
         self._writer.flush()
 
     def close(self) -> None:
@@ -44,9 +44,8 @@ class Wandb:
     The x axis is `global_step`.
     """
 
-    def __init__(self, target: str, axis: Axis) -> None:
+    def __init__(self, target: str) -> None:
         self._project, _, self._name = target.partition("/")
-        self._axis = axis
         self._run: Any = None
         self._is_own = True
 
@@ -61,7 +60,7 @@ class Wandb:
 
     def write(self, row: Row) -> None:
         """Log the figures of the row together."""
-        self._run.log({**row.values, GLOBAL_STEP: row.x(self._axis)})
+        self._run.log({**row.values, GLOBAL_STEP: row.x})
 
     def close(self) -> None:
         """Finish the run, where it was begun here."""
@@ -77,11 +76,10 @@ class Mlflow:
     A run whose last row was written is FINISHED, also after an error of the program.
     """
 
-    def __init__(self, target: str, axis: Axis) -> None:
+    def __init__(self, target: str) -> None:
         self._experiment, _, self._name = target.partition("/")
         if not self._experiment:
             raise MetricsError(f"log='mlflow:{target}' names no experiment, expected 'mlflow:EXPERIMENT'")
-        self._axis = axis
         self._client: Any = None
         self._metric: Any = None
         self._run_id = ""
@@ -97,7 +95,7 @@ class Mlflow:
 
     def write(self, row: Row) -> None:
         """Log the figures of the row together, at most a thousand at a time, as MLflow takes them."""
-        when, step = int(row.time * 1000), row.x(self._axis)
+        when, step = int(row.time * 1000), row.x
         metrics = [self._metric(name, value, when, step) for name, value in row.values.items()]
         for first in range(0, len(metrics), _MLFLOW_MOST):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + _MLFLOW_MOST])

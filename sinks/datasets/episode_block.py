@@ -73,6 +73,11 @@ class FilledSteps(NamedTuple):
         )
 
 
+def copy_rows(target: Tree, source: Tree, to: Any, rows: Any) -> None:
+    """Copy rows of a tree of arrays any[n, ...], as another library reads them, to places of one any[S, ...]."""
+    map_tree(lambda leaf, values: leaf.__setitem__(to, np.reshape(values[rows], leaf[to].shape)), target, source)
+
+
 def columns_of_spaces(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> dict[str, Description]:
     """The columns of a store that has observations, actions, rewards and flags alone."""
     spaces = {Columns.OBS: observation_space, Columns.ACTIONS: action_space}

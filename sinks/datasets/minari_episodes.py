@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description
 from rollflow.sinks.datasets.dataset_folder import environment_of, whole_folder
-from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces
+from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces, copy_rows
 from rollflow.sinks.datasets.hdf5_groups import Hdf5Groups
 from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
 _DATA, _METADATA, _ARRAYS = "data", "metadata.json", "main_data.hdf5"
@@ -77,9 +77,9 @@ class MinariEpisodes:
                 check_wanted()
                 count, end = int(self.num_steps[episodes[place]]), int(made.stop[place])
                 for name, tree in made.columns.items():
-                    _copy(tree, episode[_KEYS[name]], slice(end - count, end), slice(count))
+                    copy_rows(tree, episode[_KEYS[name]], slice(end - count, end), slice(count))
                 if made.last_obs is not None:
-                    _copy(made.last_obs, episode["observations"], place, count)
+                    copy_rows(made.last_obs, episode["observations"], place, count)
         except (OSError, ValueError, KeyError, AssertionError) as error:
             raise self._damaged(error) from error
         return made.steps()
@@ -146,11 +146,6 @@ def _write_arrays(path: Path, fragments: Iterable[Fragment]) -> tuple[int, int]:
             file.add([f"episode_{each}" for each in numbers], columns, rows, id=numbers, total_steps=lengths)
             number, steps = number + len(lengths), steps + fragment.num_steps
     return number, steps
-
-
-def _copy(target: Tree, source: Tree, to: Any, rows: Any) -> None:
-    """Copy rows of a tree of arrays any[n, ...], which Minari has read, into a tree of arrays any[S, ...]."""
-    map_tree(lambda leaf, values: leaf.__setitem__(to, np.reshape(values[rows], leaf[to].shape)), target, source)
 
 
 def _facts_of(dataset_id: str, total_episodes: int, total_steps: int, size: float) -> dict[str, Any]:

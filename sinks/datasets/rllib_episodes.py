@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import DESCRIPTION
-from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces
+from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces, copy_rows
 from rollflow.sinks.datasets.episode_index import UNREADABLE, damaged
 from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
@@ -142,12 +142,12 @@ def _read(
     """Copy the steps of a chunk to the rows from `at` on, and what follows its episode's last chunk to `place`."""
     count = state["t"] - state["t_started"]
     for name in columns.keys() & _BUFFERS.keys():
-        _copy(columns[name], slice(at, at + count), _items_of(state[_BUFFERS[name]]), slice(count))
+        copy_rows(columns[name], _items_of(state[_BUFFERS[name]]), slice(at, at + count), slice(count))
     for name in columns.keys() & _FLAGS.keys():
         columns[name][at : at + count] = False
         columns[name][at + count - 1] = bool(state[_FLAGS[name]])
     if is_last and last_obs is not None:
-        _copy(last_obs, place, _items_of(state[_BUFFERS[Columns.OBS]]), count)
+        copy_rows(last_obs, _items_of(state[_BUFFERS[Columns.OBS]]), place, count)
 
 
 def _joined(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
@@ -189,11 +189,6 @@ def _items_of(buffer: Mapping[str, Any]) -> Tree:
     data = buffer["data"]
     items: Any = data if buffer["finalized"] else stack_trees([map_tree(np.asarray, each) for each in data])
     return map_tree(lambda leaf: leaf[buffer["lookback"] :], items)
-
-
-def _copy(target: Tree, to: Any, source: Tree, rows: Any) -> None:
-    """Copy rows of a tree of arrays any[n, ...] into a tree of arrays any[S, ...]."""
-    map_tree(lambda leaf, values: leaf.__setitem__(to, values[rows]), target, source)
 
 
 def _space_of(record: Any) -> gym.Space[Any]:

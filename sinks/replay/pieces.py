@@ -11,7 +11,6 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.sinks.replay.sampled_steps import SampledSteps
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
-from rollflow.stream.data.tree import map_tree
 
 Rewards = Callable[[NDArray[Any], NDArray[Any], Any], Any]
 _GOAL, _ACHIEVED = "desired_goal", "achieved_goal"
@@ -97,8 +96,7 @@ class HindsightGoals(ConnectorV2):
         goals = steps.next_observations(later)[_ACHIEVED]
         obs[_GOAL][chosen] = goals
         new_obs[_GOAL][chosen] = goals
-        reached = map_tree(lambda leaf: leaf[chosen], new_obs[_ACHIEVED])
-        batch[Columns.REWARDS][chosen] = self.compute_reward(reached, goals, {})
+        batch[Columns.REWARDS][chosen] = self.compute_reward(new_obs[_ACHIEVED][chosen], goals, {})
         return batch
 
 

@@ -59,12 +59,7 @@ class SampledSteps:
         if self._frames == 1:
             return self.read(Columns.OBS, positions)
         at, there = self._frames_before(positions)
-
-        def stacked(leaf: NDArray[Any]) -> NDArray[Any]:
-            leaf[~there] = 0
-            return leaf
-
-        return map_tree(stacked, self.read(Columns.OBS, at))
+        return _zeroed(self.read(Columns.OBS, at), ~there)
 
     def next_observations(self, positions: Ints) -> Tree:
         """The observations after the steps at positions, with their frames."""
@@ -74,12 +69,7 @@ class SampledSteps:
         at, there = self._frames_before(positions)
         at = np.concatenate([self.rows.rows(at[..., 1:]), following[..., None]], axis=-1)
         there = np.concatenate([there[..., 1:], np.ones((*positions.shape, 1), np.bool_)], axis=-1)
-
-        def stacked(leaf: NDArray[Any]) -> NDArray[Any]:
-            leaf[~there] = 0
-            return leaf
-
-        return map_tree(stacked, self.columns.read(Columns.OBS, at))
+        return _zeroed(self.columns.read(Columns.OBS, at), ~there)
 
     def goes_on(self, positions: Ints) -> tuple[Ints, NDArray[np.bool_]]:
         """One step on in each episode: (positions, whether the replay has that step); else the same position."""
@@ -115,7 +105,7 @@ class SampledSteps:
         assert padding is not None
         for name, tree in batch.items():
             if name != Columns.STATE_IN:
-                map_tree(lambda leaf: leaf.__setitem__(padding, 0), tree)
+                _zeroed(tree, padding)
         batch[Columns.SEQ_LENS] = (~padding).sum(1)
         batch[Columns.LOSS_MASK] = ~padding if self._draw.trained is None else self._draw.trained
 
@@ -128,6 +118,12 @@ class SampledSteps:
         there = np.stack([*(gone for _, gone in found), np.zeros(len(flat), np.int64)], axis=-1) == wanted
         shape = (*positions.shape, self._frames)
         return at.reshape(shape), there.reshape(shape)
+
+
+def _zeroed(tree: Tree, places: NDArray[np.bool_]) -> Tree:
+    """A tree of arrays any[*places.shape, ...], in which the items at some places are made zeros."""
+    map_tree(lambda leaf: leaf.__setitem__(places, 0), tree)
+    return tree
 
 
 def check_size(batch: Mapping[str, Tree], max_bytes: int | None) -> None:

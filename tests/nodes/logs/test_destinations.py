@@ -23,12 +23,12 @@ from rollflow.nodes.logs.prometheus import Prometheus
 from rollflow.stream.data.errors import MetricsError
 
 
-def row_of(steps: int, **values: float) -> Row:
-    return Row(steps, steps // 10, 1000.5 + steps, steps / 4, values)
+def row_of(steps: int, axis: Any = "steps", **values: float) -> Row:
+    return Row(steps, steps // 10, 1000.5 + steps, steps / 4, values, axis=axis)
 
 
-def write(text: str, *rows: Row, axis: Any = "steps") -> None:
-    destination = destination_of(text, axis)
+def write(text: str, *rows: Row) -> None:
+    destination = destination_of(text)
     destination.open()
     for row in rows:
         destination.write(row)
@@ -63,7 +63,7 @@ def test_csv_that_is_there_is_added_to_also_behind_a_cut_line(tmp_path: Path) ->
 
 
 def test_csv_that_another_log_writes_to_is_refused_until_that_ends(tmp_path: Path) -> None:
-    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}", "steps") for _ in range(2))
+    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}") for _ in range(2))
     one.open()
     with pytest.raises(MetricsError, match="writes to this file, and each would lose rows of the other"):
         other.open()
@@ -80,7 +80,7 @@ def test_csv_that_another_log_writes_to_is_refused_until_that_ends(tmp_path: Pat
 def test_a_csv_log_that_comes_when_another_has_put_a_wider_file_in_place_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}", "steps") for _ in range(2))
+    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}") for _ in range(2))
     one.open()
     appended = text_files._appended
 
@@ -97,7 +97,7 @@ def test_a_csv_log_that_comes_when_another_has_put_a_wider_file_in_place_is_refu
 
 
 def test_a_csv_log_is_free_once_it_is_closed_also_where_a_child_still_has_the_file(tmp_path: Path) -> None:
-    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}", "steps") for _ in range(2))
+    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}") for _ in range(2))
     one.open()
     child = os.fork()
     if not child:
@@ -142,9 +142,8 @@ def test_tensorboard_has_a_scalar_for_each_figure(tmp_path: Path, axis: Any, pla
 
     write(
         f"tensorboard:{tmp_path}/runs/1",
-        row_of(10, **{"train/loss": 0.5}),
-        row_of(20, **{"train/loss": 0.25}),
-        axis=axis,
+        row_of(10, axis, **{"train/loss": 0.5}),
+        row_of(20, axis, **{"train/loss": 0.25}),
     )
     events = EventAccumulator(f"{tmp_path}/runs/1")
     events.Reload()

@@ -65,7 +65,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     """Destinations of the kind `kept`: of an options' own check, and of the log."""
     made: list[Kept] = []
 
-    def make(target: str, axis: Any) -> Kept:
+    def make(target: str) -> Kept:
         made.append(Kept())
         return made[-1]
 

@@ -238,7 +238,7 @@ async def test_other_tasks_go_on_while_a_log_is_written_to_its_end(monkeypatch: 
         await to_thread.run_sync(is_writing.wait)
         other_went_on.set()
 
-    monkeypatch.setattr(destinations, "KINDS", {"patient": lambda target, axis: Patient()})
+    monkeypatch.setattr(destinations, "KINDS", {"patient": lambda target: Patient()})
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(other)
         async with Rollout("CartPole-v1", num_fragments=1, seed=0, log="patient:", log_every=SELDOM) as rollout:
