@@ -127,7 +127,7 @@ class RateLimiter:
     def admits_insert(self, steps: int, inserted: int, removed: int) -> bool:
         """True if so many steps may be inserted."""
         rate, balance = self.rate, self._balance(inserted)
-        if rate is None or self._there(inserted, removed) < rate.min_size:
+        if rate is None or self._num_kept(inserted, removed) < rate.min_size:
             return True
         return balance + steps * rate.ratio <= rate.min_size * rate.ratio + self._buffer(steps)
 
@@ -140,7 +140,7 @@ class RateLimiter:
         rate = self.rate
         if rate is None:
             return inserted > removed
-        if self._there(inserted, removed) < rate.min_size or inserted == removed:
+        if self._num_kept(inserted, removed) < rate.min_size or inserted == removed:
             return False
         least = min(steps - self._buffer(), self._buffer() - self.most_inserts * rate.ratio)
         return self._balance(inserted) - rate.min_size * rate.ratio >= least
@@ -149,7 +149,7 @@ class RateLimiter:
         """Steps inserted beyond the minimum, with those of the other shards."""
         return max(0, inserted + self.elsewhere.inserted - (0 if self.rate is None else self.rate.min_size))
 
-    def _there(self, inserted: int, removed: int) -> int:
+    def _num_kept(self, inserted: int, removed: int) -> int:
         return inserted - removed + self.elsewhere.inserted - self.elsewhere.removed
 
     def _balance(self, inserted: int) -> float:

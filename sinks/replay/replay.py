@@ -357,7 +357,7 @@ class Replay:
         return table
 
     def _announced(self, fragment: AnyFragment) -> Parts:
-        """What a fragment that comes has for each table; samples that wait look again. The lock is held."""
+        """The parts of a fragment by table, whose sizes the rates take note of; samples that wait look again."""
         if isinstance(fragment, Fragment):
             if None not in self._tables:
                 raise ReplayError("the replay has steps of several agents, got a fragment of one").see("replay")

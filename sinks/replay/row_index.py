@@ -31,9 +31,9 @@ class Room:
 
     opened    the episodes that the lane's slots are in
     before    i64[C]   number of the chunk that each one goes on, or -1
-    freed     spare rows behind these
+    freed     the spare rows behind those chunks, which become free
     alone     bool[C]  whether a chunk's last observation has a row of its own
-    sizes     i64[C]   rows
+    sizes     i64[C]   number of rows that each chunk takes
     """
 
     lane: str

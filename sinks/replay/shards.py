@@ -65,7 +65,7 @@ class ReplayShards:
         Raises ReplayError where no batch has all of its rows within `wait_s` seconds.
         """
         until, answered = monotonic() + wait_s, monotonic() + self._timeout
-        pause = 0.0  # for the first row of each of several modules: at first none, so that none waits for another
+        pause = 0.0  # seconds that each of several modules is waited for: in the first round none
         while True:
             modules, batches, problem = self._module_ids(answered), {}, ""
             for each in modules:
