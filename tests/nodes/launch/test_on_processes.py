@@ -181,7 +181,7 @@ def test_a_program_that_hosts_import_does_not_start_hosts_in_them(tmp_path: Path
 
 
 def test_wrong_numbers_of_hosts_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_hosts is 0, expected at least 1"):
+    with pytest.raises(ValueError, match="num_hosts is 0, expected a whole number from 1 on"):
         OnProcesses(num_hosts=0)
     with pytest.raises(ValueError, match="join_timeout is 'long', expected seconds"):
         OnProcesses(join_timeout="long")  # type: ignore[arg-type]
