@@ -83,6 +83,12 @@ def check_flags(**flags: Any) -> None:
             raise ValueError(f"{name} is {flag!r}, expected True or False")
 
 
+def check_names(name: str, names: Any) -> None:
+    """Raise ValueError unless `names` is None, or a list or tuple of texts."""
+    if names is not None and not (isinstance(names, list | tuple) and all(isinstance(each, str) for each in names)):
+        raise ValueError(f"{name} is {names!r:.80}, expected None, or a list of names")
+
+
 def seeds_of(seed: Any) -> tuple[int, tuple[int, ...] | None]:
     """The seed of all that a rollout draws, and one for each slot where `seed` is a list of them, else None.
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import checked_count, checked_number
+from rollflow.nodes.argument_checks import check_names, checked_count, checked_number
 from rollflow.nodes.policies.space_text import described
 from rollflow.sinks.datasets.agent_tables import agent_rows_of, ids_by_text, modules_of
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
@@ -93,6 +93,7 @@ class DatasetSink:
         self._max_bytes = checked_count("max_file_bytes", max_file_bytes, 1)
         self._max_s = checked_number("max_file_s", max_file_s, least=0, most=inf, noun="seconds")
         self._queue_size = checked_count("queue_size", queue_size, 1)
+        check_names("extra", extra)
         self._extra = None if extra is None else tuple(extra)
         if not isinstance(metadata, Mapping | None):
             raise ValueError(f"metadata is {metadata!r:.80}, expected a dict of values that JSON can hold")

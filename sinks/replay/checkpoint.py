@@ -10,13 +10,15 @@ that the last checkpoint went up to. They go into new files, and files that the 
 another manifest has taken its place: after a kill at any moment, the last whole checkpoint stands.
 """
 
+import errno
 import hashlib
 import io
 import json
 import os
 import secrets
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import numpy as np
 from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.plain_values import ArraysByName, from_plain, to_plain
 from rollflow.stream.data.errors import PolicyError, ReplayError
+from rollflow.stream.data.file_locks import lock_file, unlock_file
 
 MANIFEST = "manifest.json"
 _FORMAT = "rollflow replay 2"
@@ -35,12 +38,13 @@ _OURS = "index-*.npz", "rows-*.npz", ".*.new"
 class CheckpointFolder:
     """Folder with the newest checkpoint of a replay, which one replay at a time writes.
 
-    path    of the folder, which is made where its parent is there
+    path    of the folder, which is made
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._newest: dict[str, Any] | None = None  # the manifest that was written or read last
+        self._held: int | None = None  # descriptor of the folder, while it is locked
 
     @property
     def is_there(self) -> bool:
@@ -58,14 +62,41 @@ class CheckpointFolder:
             return []
         return [int(table["end"]) for table in known["tables"]] if known == self._newest else []
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep others from writing here in a block. Raises ReplayError where another one does, or for a file."""
+        if self._held is not None:
+            yield
+            return
+        if self.path.is_file():
+            raise ReplayError(f"{self.path} is a file, expected a replay's checkpoint, which is a folder, or nothing")
+        self.path.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if not lock_file(folder):
+                text = f"another replay, or a replay host, writes to {self.path}, expected a folder for each"
+                raise ReplayError(text).see("replay")
+            self._held = folder
+            try:
+                yield
+            finally:
+                self._held = None
+                unlock_file(folder)
+        finally:
+            os.close(folder)
+
     def write(self, state: Mapping[str, Any]) -> None:
         """Write a state of plain values and arrays, as `Replay.get_state(since())` gave it.
 
-        Raises OSError, and ReplayError for a path with a file; what was there stays then.
+        Raises OSError, and ReplayError as `held` does; what was there stays then.
         """
-        if self.path.is_file():
-            raise ReplayError(f"{self.path} is a file, expected a replay's checkpoint, which is a folder, or nothing")
-        self.path.mkdir(exist_ok=True)
+        with self.held():
+            self._write(state)
+
+    def _write(self, state: Mapping[str, Any]) -> None:
+        assert self._held is not None
+        if not os.path.samestat(os.fstat(self._held), os.stat(self.path)):  # a disk may have gone, or come
+            raise OSError(errno.ESTALE, "it is no longer the folder that it was", os.fspath(self.path))
         token, made = secrets.token_hex(8), list[str]()
 
         def written(name: str, part: Any) -> dict[str, str]:
@@ -100,11 +131,20 @@ class CheckpointFolder:
     def read(self) -> dict[str, Any]:
         """The state that was written last. Raises ReplayError, with its name, for a file that is missing or altered."""
         manifest = self._manifest()
+        try:
+            state = self._state_of(manifest)
+        except ReplayError:
+            if self._manifest() == manifest:
+                raise
+            return self.read()  # another one was written meanwhile, and the files of this one are gone
+        self._newest = manifest
+        return state
+
+    def _state_of(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self._part(manifest["index"])
         for (_, table), record in zip(state["tables"], manifest["tables"], strict=True):
             if table["columns"] is not None:
                 table["columns"]["blocks"] = dict(enumerate(map(self._part, record["blocks"])))
-        self._newest = manifest
         return state
 
     def _manifest(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class ReplayHost:
     it by a `ReplayClient` alone.
 
     Raises ValueError for arguments that don't fit, RunError where an address can't be listened on, ReplayError for a
-    checkpoint of another replay.
+    checkpoint of another replay, and where another host or replay writes to its folder.
     """
 
     def __init__(
@@ -99,9 +99,13 @@ class ReplayHost:
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._checkpoint is not None:
-            self._go_on_from(self._checkpoint)
         with ExitStack() as stack:
+            if self._checkpoint is not None:
+                if not self._checkpoint.path.parent.is_dir():
+                    text = f"checkpoint is {self._checkpoint.path}, expected a path in a folder that is there"
+                    raise ValueError(text)
+                stack.enter_context(self._checkpoint.held())
+                self._go_on_from(self._checkpoint)
             self._portal = stack.enter_context(start_blocking_portal())
             self._served, self._leaving = self._portal.start_task(self._serve)
             self._closing = stack.pop_all()
@@ -196,8 +200,6 @@ class ReplayHost:
 
     def _go_on_from(self, folder: CheckpointFolder) -> None:
         if not folder.is_there:
-            if not folder.path.parent.is_dir():
-                raise ValueError(f"checkpoint is {folder.path}, expected a path in a folder that is there")
             return
         state = folder.read()
         self.replay.set_state(state)

@@ -108,9 +108,11 @@ class Prioritized(Sampler):
 
     def get_state(self) -> dict[str, Any]:
         values = None if self._tree is None else self._tree.values.copy()
-        return {"largest": self._largest, "beta": self.beta, "values": values}
+        return {"largest": self._largest, "alpha": self.alpha, "beta": self.beta, "values": values}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        if (alpha := state.get("alpha", self.alpha)) != self.alpha:  # older states don't name it
+            raise ReplayError(f"the state is of a sampler with alpha={alpha}, expected {self.alpha}").see("replay")
         self._largest, self.beta = state["largest"], state["beta"]
         if state["values"] is not None:
             self._sums.set(np.arange(len(state["values"])), state["values"])

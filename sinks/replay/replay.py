@@ -389,7 +389,7 @@ class Replay:
 
     def _wait(self, side: Side, admits: Callable[[], T], wait_s: float | None) -> T:
         """What `admits` returns once a side may go on; the lock is held. Raises ReplayError once `wait_s` is over."""
-        if found := self.turns.wait(side, admits, wait_s):
+        if found := self.turns.wait(side, admits, wait_s, self.report):
             return found
         raise held_back(side, self._tables, self._rate, wait_s)
 

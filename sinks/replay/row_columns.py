@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import checked_count
+from rollflow.nodes.argument_checks import check_names, checked_count
 from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.stream.data.blocks import BlockLayout, PrivateBlock
 from rollflow.stream.data.columns import Columns
@@ -33,7 +33,8 @@ class Storage:
               zeros before the episode's first. They are put together when sampled. 1: the observation itself
     extra     names of the module's outputs to be kept; None: all
 
-    Raises ValueError for a number of frames that is none, or below 1.
+    Raises ValueError for a number of frames that is none, or below 1, and where `extra` is no tuple of names; TypeError
+    for what is no path.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -42,6 +43,9 @@ class Storage:
 
     def __post_init__(self) -> None:
         checked_count("frames", self.frames, 1)
+        if self.path is not None:
+            os.fspath(self.path)
+        check_names("extra", self.extra)
 
 
 class RowColumns:

@@ -1,8 +1,9 @@
 """Samplers: which of a replay's steps go into a batch."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,15 @@ class Draw:
 
 
 class Sampler(abc.ABC):
-    """Base of samplers; a subclass overrides `draw`, and whatever else it needs."""
+    """Base of samplers; a subclass overrides `draw`, and whatever else it needs.
+
+    A draw of a sampler of one's own is refused, by ReplayError, where a position holds no step that may be sampled.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "draw" in vars(cls) and not cls.__module__.startswith("rollflow."):
+            cls.draw = _checked(cls.draw)  # type: ignore[method-assign]
 
     @property
     def steps(self) -> int:
@@ -313,6 +322,31 @@ class Episodes(Sampler):
         chunks = rows.chunks
         lengths: Ints = chunks.read("t_started", last) + chunks.read("stop", last) - chunks.read("first", last)
         return lengths
+
+
+def _checked(draw: Callable[..., Any]) -> Callable[..., Draw]:
+    """A sampler's `draw` that raises ReplayError for what is no draw, or has positions without a step."""
+
+    @wraps(draw)
+    def checked(self: Sampler, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
+        drawn = draw(self, rows, count, generator)
+        name = f"{type(self).__name__}.draw"
+        if not isinstance(drawn, Draw):
+            raise ReplayError(f"{name} has returned {drawn!r:.80}, expected a Draw(positions, ids)").see("replay")
+        for field in ("positions", "ids"):
+            if not isinstance(each := getattr(drawn, field), np.ndarray) or each.dtype != np.int64 or not len(each):
+                raise ReplayError(f"{name} has {field} {each!r:.80}, expected an array i64[B, ...], not empty")
+        if len(drawn.positions) != len(drawn.ids):
+            raise ReplayError(f"{name} has {len(drawn.positions)} rows and {len(drawn.ids)} ids, expected one for each")
+        inside = drawn.positions if drawn.positions.ndim == 1 else drawn.positions[drawn.positions >= 0]
+        if len(wrong := inside[~rows.is_kept(inside)]):
+            raise ReplayError(
+                f"{name} has drawn position {wrong[0]}, which holds no step that may be sampled; expected those that "
+                "rows.is_kept(positions) is True for"
+            ).see("replay")
+        return drawn
+
+    return checked
 
 
 def _check_sampler(name: str, sampler: Any) -> None:

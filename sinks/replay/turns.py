@@ -1,5 +1,6 @@
 """Turns of a replay's two sides, inserts and samples: who waits for the other, and for how long."""
 
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ import anyio
 
 from rollflow.nodes.argument_checks import checked_number
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net.backoff import Reminder
+
+logger = logging.getLogger(__name__)
 
 Side = Literal["insert", "sample"]
 T = TypeVar("T")
@@ -68,18 +72,25 @@ class Turns:
         with self.lock:
             self.notify()
 
-    def wait(self, side: Side, admits: Callable[[], T], wait_s: float | None) -> T:
+    def wait(self, side: Side, admits: Callable[[], T], wait_s: float | None, report: Callable[[], object]) -> T:
         """Wait, with the lock held, until a side may go on: what `admits` returned last.
 
         wait_s    seconds after which that may be false; None: any time
+        report    what is logged at growing intervals, from 5 s on
         """
         if wait_s is not None and wait_s != 0.0:
             checked_number("wait_s", wait_s, least=0, most=inf, noun="seconds")
         found = admits()
         if found or wait_s == 0.0:
             return found
+        began = monotonic()
+        ends, reminder = began + (inf if wait_s is None else wait_s), Reminder(began)
         with self._counted(side):
-            return self._noted.wait_for(admits, wait_s)
+            while not found and (left := ends - monotonic()) > 0:
+                found = self._noted.wait_for(admits, min(left, reminder.left_s(monotonic())))
+                if not found and reminder.is_due(monotonic()):
+                    logger.warning("%s() waits for %.0f s: %s", side, monotonic() - began, report())
+        return found
 
     async def wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:
         """Wait in a task, without the lock, until a side may go on."""

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import RollflowError, WireError
+from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted
@@ -139,13 +140,17 @@ class RequestLink:
 
     def wait(self, until: float, is_there: Callable[[], bool]) -> None:
         """Wait, with the lock held, until something is there. Raises what has ended the link, or that it is late."""
+        reminder = Reminder(monotonic())
         while not is_there() or self._fatal is not None or self._is_closing:
             if self._fatal is not None:
                 raise self._fatal
             if self._is_closing:
                 raise self._closed()
-            if not self.changed.wait(_left(until)):
+            if monotonic() >= until:
                 raise self._unanswered()
+            self.changed.wait(min(_left(until), reminder.left_s(monotonic())))
+            if reminder.is_due(monotonic()):
+                logger.warning("waiting for %.0f s: %s", monotonic() - reminder.since, self._server("is away"))
 
     def close(self) -> None:
         """Say goodbye; requests under way raise `closed`."""

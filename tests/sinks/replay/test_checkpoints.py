@@ -18,7 +18,7 @@ from replayed import Played, rows_of
 
 from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, Storage
 from rollflow.sinks.replay import row_columns
-from rollflow.sinks.replay.checkpoint import MANIFEST
+from rollflow.sinks.replay.checkpoint import MANIFEST, CheckpointFolder
 from rollflow.stream import ReplayError
 
 BLOCK = 2048  # bytes: some rows of numbered environments
@@ -238,6 +238,43 @@ def test_a_disk_that_is_full_is_told_with_the_file(
     again = prioritized()
     again.load(tmp_path / "replay")
     assert 0 < len(again) < taken
+
+
+def test_one_replay_at_a_time_writes_to_a_folder(tmp_path: Path, played: Played) -> None:
+    replay, other = prioritized(), prioritized()
+    with CheckpointFolder(tmp_path / "new" / "replay").held():  # as a host does, in this process or in another
+        with pytest.raises(
+            ReplayError, match=r"another replay, or a replay host, writes to .*, expected a folder for each"
+        ):
+            replay.save(tmp_path / "new" / "replay")
+    for each in (replay, other, replay):
+        each.insert(played.fragments[0])
+        each.save(tmp_path / "new" / "replay")
+        again = prioritized()
+        again.load(tmp_path / "new" / "replay")
+        assert len(again) == len(each)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_anew(
+    tmp_path: Path, played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = prioritized(), prioritized()
+    older.insert(played.fragments[0])
+    older.save(tmp_path / "replay")
+    for fragment in played.fragments[:2]:
+        newer.insert(fragment)
+    read = CheckpointFolder._manifest
+
+    def meanwhile(folder: CheckpointFolder) -> Any:
+        manifest = read(folder)
+        monkeypatch.undo()
+        newer.save(tmp_path / "replay")
+        return manifest
+
+    again = prioritized()
+    monkeypatch.setattr(CheckpointFolder, "_manifest", meanwhile)
+    again.load(tmp_path / "replay")
+    assert len(again) == len(newer) > len(older)
 
 
 def test_an_altered_file_is_refused_by_its_name(tmp_path: Path, played: Played) -> None:

@@ -18,6 +18,7 @@ from rollflow.nodes import Rollout
 from rollflow.sinks import AfterSamples, Episodes, Replay, SamplesPerInsert, Sequences
 from rollflow.sinks.replay.rate import RateLimiter
 from rollflow.stream import Graph, ReplayError
+from rollflow.stream.net import backoff
 
 pytestmark = pytest.mark.anyio
 
@@ -241,6 +242,18 @@ def test_threads_wait_for_each_other_and_all_is_done(remover: Any) -> None:
     with pytest.raises(ReplayError, match="the rate holds this sample back"):
         while True:
             replay.sample(wait_s=0.01)
+
+
+def test_a_wait_is_logged_from_some_seconds_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backoff, "FIRST_WORD_S", 0.01)
+    replay = Replay(500, rate=SamplesPerInsert(1.0), batch_size=1, seed=0)
+    with pytest.raises(ReplayError, match=r"in 0.2 s no other thread did"):
+        replay.sample(wait_s=0.2)
+    assert "sample() waits for 0 s: 0 steps inserted, 0 removed, 0 sampled" in caplog.text
+    assert "samples wait for inserts" in caplog.text
+    assert 1 < len(caplog.records) < 10  # at intervals that double
 
 
 def in_graph(replay: Replay, envs: int = 4, **options: Any) -> tuple[Rollout, Graph]:

@@ -210,6 +210,8 @@ def test_a_state_of_another_sampler_is_refused_by_name() -> None:
         weighed.set_state(plain.get_state())
     with pytest.raises(ReplayError, match="with sampler=Prioritized, expected one without a state, such as"):
         plain.set_state(weighed.get_state())
+    with pytest.raises(ReplayError, match=r"of a sampler with alpha=0.6, expected 0.0"):
+        Replay(20, sampler=Prioritized(alpha=0.0)).set_state(weighed.get_state())
     large, small = (Replay(20, sampler=Prioritized(), remover=LowestPriority(spare)) for spare in (1.0, 0.5))
     with pytest.raises(ReplayError, match="with num_rows=40, expected 30"):
         small.set_state(large.get_state())
@@ -346,6 +348,29 @@ def test_an_episode_leaves_after_so_many_samples() -> None:
     assert len(drawn) == len(set(drawn)) >= 10
 
 
+@pytest.mark.parametrize(
+    ("draw", "told"),
+    [
+        (lambda count: Draw(np.full(count, 11), np.full(count, 11)), "position 11, which holds no step"),
+        (lambda count: Draw(np.full(count, -5), np.full(count, -5)), "position -5, which holds no step"),
+        (lambda count: Draw(np.zeros(3, np.int64), np.zeros(5, np.int64)), "3 rows and 5 ids, expected one for each"),
+        (lambda count: Draw([0], [0]), r"positions \[0\], expected an array i64"),
+        (lambda count: None, r"has returned None, expected a Draw"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda own: own, lambda own: Mixture([(own, 1.0)]), lambda own: Sequences(2, of=own)])
+def test_what_a_sampler_of_ones_own_draws_has_steps(draw: Any, told: str, wrap: Any) -> None:
+    class Own(Sampler):
+        def draw(self, rows: Any, count: int, generator: np.random.Generator) -> Draw:
+            made: Draw = draw(count)
+            return made
+
+    replay = Replay(100, sampler=wrap(Own()))
+    replay.insert(Played(2, 1, lengths=(100, 100), fragment_length=5).fragments[0])
+    with pytest.raises(ReplayError, match=rf"Own.draw .*{told}"):
+        replay.sample(4)
+
+
 class Every(Sampler):
     """A sampler of one's own: steps in turn."""
 
@@ -385,6 +410,7 @@ def test_a_sampler_of_ones_own_needs_one_method() -> None:
         (lambda: Mixture([Uniform(), Newest()]), r"parts is \[<.*, expected \(sampler, share\) for each"),  # type: ignore[list-item]
         (lambda: Mixture([("uniform", 1.0)]), "parts: got 'uniform', expected a sampler"),  # type: ignore[list-item]
         (lambda: Sequences(4, of=Uniform), "of: got <class .*, expected a sampler"),  # type: ignore[arg-type]
+        (lambda: Storage(extra="action_logp"), "extra is 'action_logp', expected None, or a list of names"),  # type: ignore[arg-type]
         (lambda: Replay(10, storage="rows.bin"), "storage is 'rows.bin', expected a Storage"),  # type: ignore[arg-type]
         (lambda: Prioritized(alpha=2), "alpha is 2"),
         (lambda: Sequences(0), "length is 0"),

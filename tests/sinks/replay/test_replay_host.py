@@ -260,6 +260,17 @@ def test_a_host_that_can_not_be_is_refused(tmp_path: Path, options: dict[str, An
         pass
 
 
+def test_two_hosts_do_not_share_a_folder_for_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with serving(Replay(64), tmp_path / "a", checkpoint=tmp_path / "replay"):
+        with pytest.raises(ReplayError, match=r"writes to .*replay, expected a folder for each"):
+            with serving(Replay(64), tmp_path / "b", checkpoint=tmp_path / "replay"):
+                pass
+    with serving(Replay(64), tmp_path / "b", checkpoint=tmp_path / "replay"):
+        pass
+
+
 def test_what_is_no_replay_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="replay is 'replay', expected a Replay"), serving("replay", tmp_path):  # type: ignore[arg-type]
         pass
@@ -320,7 +331,7 @@ def test_a_replay_that_there_is_no_memory_to_copy_goes_on_and_the_log_says_so(
         await_that(lambda: "MemoryError: unable to allocate 8 GiB; until it can, nothing is ack" in caplog.text)
         check_rows(client.sample(8))
         assert running.sink._session.kept == 0
-    assert not checkpoint.exists()
+    assert not list(checkpoint.iterdir())
 
 
 # Processes that are killed
