@@ -61,15 +61,19 @@ def _run(args: argparse.Namespace) -> int:
         envs = [partial(FilmedEnv, make, args.video, slot, share) for slot, share in shares]
         rollout = rollout_of(policy, envs, seed=args.seed)
     metadata = {"policy": str(args.policy), "trained_on": policy.trained_on}
-    with rollout, DatasetSink(args.out, rollout=rollout, extra=args.extra, metadata=metadata) as sink:
-        try:
-            record_episodes(rollout, sink, args.episodes, _show if sys.stderr.isatty() else None)
-        finally:
-            sink.close()
-            if sys.stderr.isatty():
-                print(file=sys.stderr)  # behind the number of episodes
-            if sink.num_steps:
-                print(f"{args.out} has {sink.num_steps} steps more, with seed {rollout.seed}", flush=True)
+    try:
+        with rollout, DatasetSink(args.out, rollout=rollout, extra=args.extra, metadata=metadata) as sink:
+            try:
+                record_episodes(rollout, sink, args.episodes, _show if sys.stderr.isatty() else None)
+            finally:
+                sink.close()
+                if sys.stderr.isatty():
+                    print(file=sys.stderr)  # behind the number of episodes
+                if sink.num_steps:
+                    print(f"{args.out} has {sink.num_steps} steps more, with seed {rollout.seed}", flush=True)
+    finally:
+        if lost := rollout.lost.get("failed"):
+            print(f"{lost} steps of the fragment that was being made are not in it", file=sys.stderr, flush=True)
     return 0
 
 

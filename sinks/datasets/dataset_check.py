@@ -40,10 +40,23 @@ def check_dataset(folder: DatasetFolder) -> Iterator[tuple[Path, str | None]]:
             wrong += len(faults)
             yield part.file(STEPS, number), "; ".join(faults) or None
     if not wrong:
+        for part in parts:
+            yield from _twice(part, EpisodeIndex(part))
         if folder.has_agents:
             yield from _of_environments(folder, numbers)
-        else:
-            EpisodeIndex(folder)
+
+
+def _twice(folder: DatasetFolder, index: EpisodeIndex) -> Iterator[tuple[Path, str]]:
+    """The first steps that are there twice, as where a file was copied beside itself, with the file that has them."""
+    _, ids = np.unique(index.ids.astype(str), return_inverse=True)
+    order = np.lexsort((index.t_started, index.runs, ids))
+    one, other = order[:-1], order[1:]
+    is_same = (ids[one] == ids[other]) & (index.runs[one] == index.runs[other])
+    again = other[is_same & (index.t_started[other] < (index.t_started + index.num_steps)[one])]
+    if len(again):
+        episode = int(again[0])
+        file = folder.file(STEPS, int(index.file[index.order[index.first[episode]]]))
+        yield file, f"{file}: steps of run {index.runs[episode]} and episode '{index.ids[episode]}' are there twice"
 
 
 def _of_environments(folder: DatasetFolder, numbers: list[int]) -> Iterator[tuple[Path, str | None]]:

@@ -40,7 +40,12 @@ MARK = "rollflow.files"
 DESCRIPTION, _LOCK, _SUFFIX = "dataset.json", ".lock", ".parquet"
 _KINDS = {"observation_space": (dict, type(None)), "action_space": (dict,), "columns": (dict,), "runs": (list,)}
 _AGENTS_KINDS = {"agents": (list,), "modules": (dict,), "runs": (list,)}
-
+_OF_OTHERS = {  # a file that tells what a folder is, and whose it is
+    "data/metadata.json": "a dataset of Minari's",
+    "metadata.json": "the data of a dataset of Minari's",
+    "meta/info.json": "a dataset of LeRobot's",
+    "manifest.json": "a replay's checkpoint or a policy",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +175,10 @@ class DatasetFolder:
         """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
         if (self.path / DESCRIPTION).exists():
             return
+        for name, owner in _OF_OTHERS.items():
+            if (self.path / name).exists():
+                text = f"{self.path} has {name}, as {owner} has, expected a dataset, or a folder without one"
+                raise DatasetError(text).see("dataset")
         for kind in [*self._kinds(), ENV_EPISODES]:
             if found := sorted((self.path / kind).glob(f"*{_SUFFIX}")):
                 raise DatasetError(

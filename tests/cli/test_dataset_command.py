@@ -126,6 +126,18 @@ def test_check_names_what_is_damaged(
     assert wrong[2:] == ["1 wrong"]
 
 
+def test_check_names_a_file_that_is_there_twice(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "data", played)
+    for kind in ("steps", "episodes"):
+        shutil.copy(path / kind / "000002.parquet", path / kind / "000090.parquet")
+    assert main(["dataset", "check", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert f"{path}/steps/000090.parquet: steps of run 0 and episode '" in printed
+    assert "' are there twice" in printed
+
+
 def test_check_names_a_flipped_bit_and_goes_on(
     played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

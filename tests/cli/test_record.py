@@ -3,7 +3,9 @@
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import av
 import gymnasium as gym
@@ -11,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from command_errors import assert_one_line
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.cli.main import main
@@ -148,6 +151,27 @@ def test_slots_have_equal_shares_of_their_first_episodes(mode: str, tmp_path: Pa
         assert episode.get_observations().tolist() == [[slot, number, step] for step in steps]
         assert episode.is_done
         assert not episode.custom_data
+
+
+def test_steps_that_an_environment_that_raises_has_lost_are_told(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = CartPoleVectorEnv.step, count()
+
+    def raises(env: Any, action: Any) -> Any:
+        if next(calls) == 150:
+            raise ZeroDivisionError("no more")
+        return step(env, action)
+
+    monkeypatch.setattr(CartPoleVectorEnv, "step", raises)
+    with pytest.raises(ZeroDivisionError):
+        main(command(policy, tmp_path / "data", "--num-envs", "2", episodes=1000))
+    printed = capsys.readouterr()
+    there = DatasetSource(tmp_path / "data").num_steps
+    assert f"{tmp_path}/data has {there} steps more" in printed.out
+    lost = int(printed.err.split()[0])
+    assert f"{lost} steps of the fragment that was being made are not in it" in printed.err
+    assert 2 * 140 < there + lost <= 2 * 150  # the others were resets
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ CLASSES: dict[Any, dict[str, Any]] = {
     nodes.EpisodeReturns: {},
     nodes.FrameStacking: {"num_frames": 2},
     nodes.GeneralAdvantageEstimation: {},
+    nodes.Linear: {"begin": 1.0, "end": 0.1, "steps": 100},
     nodes.MeanStdFilter: {},
     nodes.NStepReturns: {"n_step": 3},
     nodes.OnProcesses: {},

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import checked_number
+from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
@@ -26,11 +26,19 @@ ACTION_NOISE = "action_noise"
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Schedule from `begin` at step 0 to `end` at step `steps`, in a straight line, and `end` from there on."""
+    """Schedule from `begin` at step 0 to `end` at step `steps`, in a straight line, and `end` from there on.
+
+    Raises ValueError for numbers below 0, and for what is none.
+    """
 
     begin: float
     end: float
     steps: int
+
+    def __post_init__(self) -> None:
+        checked_number("begin", self.begin, least=0)
+        checked_number("end", self.end, least=0)
+        checked_count("steps", self.steps, 0)
 
     def __call__(self, step: int) -> float:
         """The value at a step."""

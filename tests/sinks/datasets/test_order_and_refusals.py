@@ -367,6 +367,15 @@ def test_files_of_somebody_else_are_left_alone(kind: str, played: Played, tmp_pa
     assert sink.num_steps == played.fragments[0].num_steps
 
 
+@pytest.mark.parametrize("name", ["data/metadata.json", "metadata.json", "meta/info.json", "manifest.json"])
+def test_a_folder_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs" / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("{}")
+    with pytest.raises(DatasetError, match=rf"theirs has {name}, as .* has, expected a dataset, or a folder without"):
+        DatasetSink(tmp_path / "theirs")
+
+
 def test_a_committed_file_of_steps_that_is_missing_is_named(played: Played, tmp_path: Path) -> None:
     with DatasetSink(tmp_path, max_file_bytes=1) as sink:
         for fragment in played.fragments[:3]:
