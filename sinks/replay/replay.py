@@ -317,7 +317,8 @@ class Replay:
         with self._saving:
             if self._folder is None or self._folder.path != Path(path):
                 self._folder = CheckpointFolder(path)
-            self._folder.write(self.get_state(self._folder.since()))
+            with self._folder.held():  # from the look at what is there on
+                self._folder.write(self.get_state(self._folder.since()))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take the state of a folder that `save` has written. Raises ReplayError where it is missing or altered."""

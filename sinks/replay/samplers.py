@@ -304,6 +304,9 @@ class Episodes(Sampler):
         positions = rows.forward(firsts[chosen], int(lengths[chosen].max()))
         return Draw(positions, positions[:, 0], None, positions >= 0)
 
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._counts = (0, 0)  # the counts of another state may be the same
+
     def _found(self, rows: RowIndex) -> tuple[Ints, Ints]:
         """The first steps of the episodes that may be drawn, i64[E], and their lengths."""
         if (counts := (rows.inserted, rows.removed)) != self._counts:

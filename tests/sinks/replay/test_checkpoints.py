@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from drawn_agents import Drawn, made, run
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from replayed import Played, rows_of
 
-from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, Storage
+from rollflow.sinks import AfterSamples, Episodes, Newest, Prioritized, Replay, Storage
 from rollflow.sinks.replay import row_columns
 from rollflow.sinks.replay.checkpoint import MANIFEST, CheckpointFolder
 from rollflow.stream import ReplayError
@@ -238,6 +239,17 @@ def test_a_disk_that_is_full_is_told_with_the_file(
     again = prioritized()
     again.load(tmp_path / "replay")
     assert 0 < len(again) < taken
+
+
+def test_whole_episodes_are_those_of_the_state_that_was_taken_last() -> None:
+    one, other = Replay(500, sampler=Episodes(), seed=0), Replay(500, sampler=Episodes(), seed=0)
+    mode = gym.vector.AutoresetMode.SAME_STEP
+    for seed, replay in enumerate((one, other)):
+        replay.insert(Played(2, 1, seed=seed, lengths=(1, 6), fragment_length=12, autoreset_mode=mode).fragments[0])
+    assert one.report() == other.report()
+    one.sample(4)
+    one.set_state(other.get_state())
+    assert one.sample(4)["seen"].tolist() == other.sample(4)["seen"].tolist()
 
 
 def test_one_replay_at_a_time_writes_to_a_folder(tmp_path: Path, played: Played) -> None:

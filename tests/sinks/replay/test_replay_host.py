@@ -26,6 +26,7 @@ from rollflow.nodes import Rollout
 from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, ReplayClient, ReplayHost, SamplesPerInsert, feed
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.net import backoff
 from rollflow.stream.net.request_clients import RequestClients
 from rollflow.stream.snapshots.run_folder import FOLDER, snapshots
 from rollflow.stream.wire import Limits
@@ -269,6 +270,15 @@ def test_two_hosts_do_not_share_a_folder_for_checkpoints(tmp_path: Path) -> None
                 pass
     with serving(Replay(64), tmp_path / "b", checkpoint=tmp_path / "replay"):
         pass
+
+
+def test_a_client_whose_host_is_away_says_so_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backoff, "FIRST_WORD_S", 0.01)
+    with ReplayClient(f"unix:{tmp_path}/nobody", timeout=0.3) as client, pytest.raises(ReplayError, match="answered"):
+        client.sample()
+    assert f"waiting for 0 s: the replay host at unix:{tmp_path}/nobody is away" in caplog.text
 
 
 def test_what_is_no_replay_is_refused(tmp_path: Path) -> None:
