@@ -168,7 +168,12 @@ def _difference(first: Any, other: Any, agents: Any) -> str:
 
 def _filter(args: argparse.Namespace) -> int:
     _check_apart([args.path], args.out)
-    summary = DatasetSource(args.path).summary()
+    if np.isnan([each for each in (args.min_return, args.max_return) if each is not None]).any():
+        raise DatasetError("a bound of returns is NaN, expected a number, which returns can be held against")
+    source = DatasetSource(args.path)
+    summary, runs = source.summary(), len(source.description["runs"])
+    if strange := [run for run in args.runs or () if not 0 <= run < runs]:
+        raise DatasetError(f"there is no run {strange[0]} in {args.path}, expected 0 to {runs - 1}")
     chosen = np.flatnonzero(_within(summary, args))
     if not len(chosen):
         raise DatasetError(f"none of {len(summary.returns)} episodes of {args.path} is within the bounds").see(

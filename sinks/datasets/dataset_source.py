@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rollflow.nodes.argument_checks import checked_count
+from rollflow.nodes.argument_checks import check_flags, checked_count
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
@@ -123,6 +123,7 @@ class DatasetSource(IterableDataset[Any]):
         learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Any] | None = None,
     ) -> None:
         self.batch_size = checked_count("batch_size", batch_size, 1)
+        check_flags(complete_episodes=complete_episodes)
         self.complete_episodes = complete_episodes
         self._seed = None if shuffle_seed is None else checked_count("shuffle_seed", shuffle_seed, 0)
         self._window_steps = checked_count("window_steps", window_steps, 1)

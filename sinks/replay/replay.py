@@ -353,7 +353,7 @@ class Replay:
         except TypeError:  # it has no hash, so that it is no module's id
             table = None
         if table is None:
-            text = f"there are no steps of module {module_id!r}, expected one of {self.module_ids}"
+            text = f"there are no steps of module {module_id!r}, expected module_id to be one of {self.module_ids}"
             raise ReplayError(text).see("replay")
         return table
 

@@ -248,6 +248,13 @@ def test_filter_keeps_the_episodes_within_the_bounds(
     assert main(["dataset", "filter", str(path), *nothing]) == 1
     assert_one_line(error := capsys.readouterr().err)
     assert f"none of {len(everything)} episodes of {path} is within the bounds" in error
+    for bounds, told in (
+        (["--min-return", "nan"], "a bound of returns is NaN"),
+        (["--run", "2"], f"there is no run 2 in {path}, expected 0 to 1"),
+    ):
+        assert main(["dataset", "filter", str(path), *bounds, "--out", str(tmp_path / "none")]) == 1
+        assert_one_line(error := capsys.readouterr().err)
+        assert told in error
     assert not (tmp_path / "none").exists()
 
 

@@ -428,7 +428,14 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
         DatasetSink(path, metadata={"env": gym})
     with pytest.raises(DatasetError, match="rollout is a str, expected a rollout, or None"):
         DatasetSink(path, rollout="CartPole-v1")  # type: ignore[arg-type]
-    for options in ({"batch_size": 0}, {"passes": 0}, {"lookback": -1}, {"rank": 1}, {"window_steps": 0}):
+    for options in (
+        {"batch_size": 0},
+        {"passes": 0},
+        {"lookback": -1},
+        {"rank": 1},
+        {"window_steps": 0},
+        {"complete_episodes": 2},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             DatasetSource(path, **options)  # type: ignore[arg-type]
 

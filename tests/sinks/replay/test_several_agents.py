@@ -264,9 +264,9 @@ def test_one_agent_and_several_are_kept_apart() -> None:
         replay(single)
     with pytest.raises(ReplayError, match="has steps of several agents, got the state of one"):
         replay.set_state(Replay(400).get_state())
-    with pytest.raises(ReplayError, match=r"no steps of module 'nobody', expected one of \["):
+    with pytest.raises(ReplayError, match=r"no steps of module 'nobody', expected module_id to be one of \["):
         replay.update_priorities(np.zeros(1, np.int64), np.zeros(1), "nobody")
-    with pytest.raises(ReplayError, match=r"no steps of module \['nobody'\], expected one of \["):
+    with pytest.raises(ReplayError, match=r"no steps of module \['nobody'\], expected module_id to be one of \["):
         replay.report(["nobody"])
 
 
@@ -284,7 +284,7 @@ def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path)
                 client.update_priorities(batch["ids"], torch.zeros(16), module_id)
                 assert client.report(module_id).sampled == 16
             assert client.publish(weights_of_agents(1.0)) > 0
-            with pytest.raises(ReplayError, match="no steps of module 'nobody', expected one of"):
+            with pytest.raises(ReplayError, match="no steps of module 'nobody', expected module_id to be one of"):
                 client.report("nobody")
             wrong: Any
             for wrong in (["plain"], {"plain": 1}, b"plain", 1.0, True):
