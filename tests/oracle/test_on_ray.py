@@ -119,8 +119,7 @@ def test_a_host_that_is_lost_comes_back_as_another(
         [victim, *others] = sorted(pids_of(taken))
         strike(cluster, actors_of(rollout)[victim])
         more = taken_until(fragments, lambda more: len(pids_of(more) - {victim, *others}) == 1)
-        more += [next(fragments) for _ in range(12)]
-        assert pids_of(more[-12:]) >= set(others)
+        more += taken_until(fragments, lambda later: pids_of(later) >= set(others))
         rollout.drain()
         more += list(fragments)
         assert not psutil.pid_exists(victim)
