@@ -11,6 +11,7 @@ from remote_rollouts import HASTY, makers, rollout_over, rollouts_on, told
 
 from rollflow.nodes import RemoteEnvs, RemoteRollouts, RolloutHost
 from rollflow.nodes.env.remote.host import Host
+from rollflow.stream.wire import Limits
 
 
 class PacedHosts:
@@ -19,13 +20,14 @@ class PacedHosts:
     kind      of the hosts
     agents    that act in each step of an environment; 0: each has one, which is not told by its name
     hosts     that the rollout waits for
+    limits    of their connections; by default a host that is away for half a second is lost
     """
 
-    def __init__(self, kind: type[Host], agents: int = 0, hosts: int = 1) -> None:
+    def __init__(self, kind: type[Host], agents: int = 0, hosts: int = 1, limits: Limits = HASTY) -> None:
         self._kind, self.agents = kind, agents
         self.options: dict[str, Any] = {"agents": agents, "nested": 1, "at_once": True} if agents else {}
         place = RemoteRollouts if kind is RolloutHost else RemoteEnvs
-        self.envs: Any = listening(place, limits=HASTY, hosts=hosts)
+        self.envs: Any = listening(place, limits=limits, hosts=hosts)
         self.address = self.envs.addresses[0]
 
     def rollout(self, **options: Any) -> Any:

@@ -55,7 +55,7 @@ def test_every_lane_acts_with_what_was_published(max_lag: int, agents: int, addr
 @pytest.mark.parametrize("max_lag", [0, 1])
 @pytest.mark.parametrize("agents", [0, 2])
 def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agents: int) -> None:
-    remote = PacedHosts(RolloutHost, agents, hosts=2)
+    remote = PacedHosts(RolloutHost, agents, hosts=2, limits=SHORT)  # so that it is never taken for lost
     rounds = remote.rounds(max_lag)
     lengths = iter(range(1000, 100_000, 379))
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
