@@ -12,7 +12,7 @@ import anyio
 
 from rollflow.nodes.argument_checks import checked_number
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.backoff import WaitReminder
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +83,12 @@ class Turns:
         found = admits()
         if found or wait_s == 0.0:
             return found
-        began = monotonic()
-        ends, reminder = began + (inf if wait_s is None else wait_s), Reminder(began)
+        patience = WaitReminder(wait_s)
         with self._counted(side):
-            while not found and (left := ends - monotonic()) > 0:
-                found = self._noted.wait_for(admits, min(left, reminder.left_s(monotonic())))
-                if not found and reminder.is_due(monotonic()):
-                    logger.warning("%s() waits for %.0f s: %s", side, monotonic() - began, report())
+            while not found and not patience.is_over:
+                found = self._noted.wait_for(admits, patience.left)
+                if not found and patience.is_long:
+                    logger.warning("%s() waits for %.0f s: %s", side, patience.waited_s, report())
         return found
 
     async def wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import RollflowError, WireError
-from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted
@@ -140,17 +140,18 @@ class RequestLink:
 
     def wait(self, until: float, is_there: Callable[[], bool]) -> None:
         """Wait, with the lock held, until something is there. Raises what has ended the link, or that it is late."""
-        reminder = Reminder(monotonic())
+        patience: WaitReminder | None = None  # as a rule it is there
         while not is_there() or self._fatal is not None or self._is_closing:
             if self._fatal is not None:
                 raise self._fatal
             if self._is_closing:
                 raise self._closed()
-            if monotonic() >= until:
+            patience = patience or WaitReminder(until - monotonic())
+            if patience.is_over:
                 raise self._unanswered()
-            self.changed.wait(min(_left(until), reminder.left_s(monotonic())))
-            if reminder.is_due(monotonic()):
-                logger.warning("waiting for %.0f s: %s", monotonic() - reminder.since, self._server("is away"))
+            self.changed.wait(patience.left)
+            if patience.is_long:
+                logger.warning("waiting for %.0f s: %s", patience.waited_s, self._server("is away"))
 
     def close(self) -> None:
         """Say goodbye; requests under way raise `closed`."""
