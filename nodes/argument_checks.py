@@ -46,16 +46,15 @@ def checked_number(
     noun     what was expected
     why      the reason
     """
-    is_number = isinstance(number, Real) and not isinstance(number, bool | np.bool_)
-    lowest = above if least is None else least
-    assert lowest is not None
-    is_within = is_number and lowest <= number <= (math.inf if most is None else most)
-    if not is_within or number == above or (most is None and number == math.inf):
-        end = " on" if most in (None, math.inf) else f" to {most:g}"
+    is_sound = isinstance(number, Real) and not isinstance(number, bool | np.bool_) and not math.isnan(number)
+    is_sound = is_sound and (least is None or number >= least) and (above is None or number > above)
+    if not is_sound or (number == math.inf if most is None else number > most):
+        has_end = most not in (None, math.inf)
         if least is None:
-            end = "" if most in (None, math.inf) else f", up to {most:g}"
-        beginning = "above" if least is None else "from"
-        raise ValueError(f"{name} is {number!r}, expected {noun} {beginning} {lowest:g}{end}{why and f': {why}'}")
+            bounds = f"above {above:g}" + (f", up to {most:g}" if has_end else "")
+        else:
+            bounds = f"from {least:g} " + (f"to {most:g}" if has_end else "on")
+        raise ValueError(f"{name} is {number!r}, expected {noun} {bounds}{why and f': {why}'}")
     return float(number)
 
 

@@ -66,11 +66,8 @@ class PolicyClient:
         target, known = wire.parse_address(address), secret_bytes(secret)
         wire.check_secret(target, known)
         check_tls(target, tls)
-        self.address, self.policy, self.timeout = (
-            str(target),
-            policy,
-            checked_number("timeout", timeout, above=0, most=inf, noun="seconds"),
-        )
+        self.address, self.policy = str(target), policy
+        self.timeout = checked_number("timeout", timeout, above=0, most=inf, noun="seconds")
         self._policies: dict[str, ServedPolicy] = {}
         self._begun: set[_Key] = set()  # sessions whose next observation goes on with an episode
         self._unknown: set[_Key] = set()  # sessions with a request whose answer never came

@@ -9,6 +9,7 @@ data/chunk-000/file-000.parquet                 a row for each step, a row group
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +152,13 @@ def _columns_of(episode: SingleAgentEpisode, number: int, begin: int, fps: float
     """The columns of an episode by LeRobot's names, any[n, *shape]; scalars are of the shape [1], as it has them."""
     count = len(episode)
     is_last = np.arange(count) == count - 1
-    flat = [
-        *_flat("observation", episode.get_observations(slice(0, count)), "observation.state"),
-        *_flat("action", episode.get_actions(), "action"),
-    ]
-    columns = dict(flat)
-    if len(columns) < len(flat):
-        name = next(name for place, (name, _) in enumerate(flat) if name in dict(flat[:place]))
-        raise DatasetError(f"two parts of a space are called {name}, expected other keys of the Dicts").see("dataset")
+    columns: dict[str, NDArray[Any]] = {}
+    observations = _flat("observation", episode.get_observations(slice(0, count)), "observation.state")
+    for name, values in chain(observations, _flat("action", episode.get_actions(), "action")):
+        if name in columns:
+            text = f"two parts of a space are called {name}, expected other keys of the Dicts"
+            raise DatasetError(text).see("dataset")
+        columns[name] = values
     columns["next.reward"] = np.asarray(episode.get_rewards(), np.float32)
     columns["next.done"], columns["next.terminated"] = is_last, is_last & episode.is_terminated
     places = np.arange(count)

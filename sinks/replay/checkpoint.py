@@ -65,9 +65,6 @@ class CheckpointFolder:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep others from writing here in a block. Raises ReplayError where another one does, or for a file."""
-        if self._held is not None:
-            yield
-            return
         if self.path.is_file():
             raise ReplayError(f"{self.path} is a file, expected a replay's checkpoint, which is a folder, or nothing")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -86,14 +83,10 @@ class CheckpointFolder:
             os.close(folder)
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Write a state of plain values and arrays, as `Replay.get_state(since())` gave it.
+        """Write a state of plain values and arrays, as `Replay.get_state(since())` gave it, in a block of `held`.
 
-        Raises OSError, and ReplayError as `held` does; what was there stays then.
+        Raises OSError; what was there stays then.
         """
-        with self.held():
-            self._write(state)
-
-    def _write(self, state: Mapping[str, Any]) -> None:
         assert self._held is not None
         if not os.path.samestat(os.fstat(self._held), os.stat(self.path)):  # a disk may have gone, or come
             raise OSError(errno.ESTALE, "it is no longer the folder that it was", os.fspath(self.path))

@@ -104,8 +104,9 @@ class HostLink:
         """
         values = {"module_id": module_id} | ({} if elsewhere is None else {"elsewhere": asdict(elsewhere)})
         report = self.asked("report", values, until=until).values
-        self.module_ids = report.get("module_ids", ())
-        if elsewhere is not None:
+        if elsewhere is None:
+            self.module_ids = report.get("module_ids", ())
+        else:
             self.note(report, module_id)
         return ReplayReport(**{each.name: report[each.name] for each in fields(ReplayReport)})
 

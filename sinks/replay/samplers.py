@@ -283,12 +283,12 @@ class Sequences(Sampler):
 class Episodes(Sampler):
     """Draws whole episodes that have ended, each with the same probability, padded behind to the longest drawn."""
 
-    def mass(self, rows: RowIndex) -> float:
-        raise ReplayError("Episodes can't be drawn from several hosts, expected Sequences()")
-
     def __init__(self) -> None:
         self._whole: tuple[Ints, Ints] = np.empty(0, np.int64), np.empty(0, np.int64)
         self._counts = (0, 0)  # of the steps that had come and gone when they were found
+
+    def mass(self, rows: RowIndex) -> float:
+        raise ReplayError("Episodes can't be drawn from several hosts, expected Sequences()")
 
     def waits_for(self, rows: RowIndex) -> str:
         # Where steps have gone already, more of them would not help: `draw` raises.
