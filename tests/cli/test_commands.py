@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from rollflow.nodes import (
 from rollflow.nodes.env.remote.host_lane import HostLane
 from rollflow.sinks import DatasetSink
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.wire import Limits
+from rollflow.stream.wire import Limits, Welcome
 
 
 @contextmanager
@@ -340,6 +341,36 @@ def test_our_own_host_of_several_agents_passes_every_check(tmp_path: Path, capsy
         assert main(["check-host", address]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[-2:] == ["ok     Fails a step in which nobody acts, and can be reset then", "all is well"]
+
+
+class ResendingHost(EnvHost):
+    """Sends the answer to the step under way at once after a reconnection, and again once it is asked for again."""
+
+    resent = 0
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if not welcome.resumed:
+            return
+        assert self._welcomed_peer is not None
+        while self._work.busy:
+            sleep(0.001)
+        for grant in welcome.lanes:
+            request = self._work.session._lanes[grant.lane].request
+            if request is not None and request.number > grant.number:
+                answer = self._work.session.answer_to(request)
+                self._welcomed_peer.connection._send(answer, answer.lane)
+                self.resent += 1
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", tictactoe.env])
+def test_a_host_that_sends_an_answer_again_after_a_reconnection_passes_every_check(
+    env: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = ResendingHost(env, num_envs=3, lanes=2)
+    with served(host, tmp_path) as address:
+        assert main(["check-host", address]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all is well"
+    assert host.resent == 1
 
 
 def test_environments_of_several_agents_that_number_their_episodes_are_found_out(

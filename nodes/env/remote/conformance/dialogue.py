@@ -88,10 +88,15 @@ class HostDialogue:
 
 
 class RawConnection:
-    """Connection after its handshake, frame by frame: what is sent need not be right."""
+    """Connection after its handshake, frame by frame: what is sent need not be right.
+
+    The answer to a request that was under way when the session's last connection ended may come twice: at once after
+    the welcome, and for the request that was sent again.
+    """
 
     def __init__(self, session: GatewaySession, sock: socket.socket) -> None:
         self.session, self.sock = session, sock
+        self._sent_again = {(request.lane, request.number) for request in session.under_way}
         self.hello = session.hello
         self.lane = session.lanes[0]
         self.form = form_of(self.hello)
@@ -134,9 +139,12 @@ class RawConnection:
         self.send(request)
 
     def answer_to(self, request: Reset | Step) -> Rows | AgentRows:
-        """The next message, as the answer to this."""
+        """The next message, as the answer to this; one that came before and may come twice is dropped."""
         kind: Any = AgentRows if self.hello.role == "agents" else Rows
-        answer = self.expect(kind | Failed, f"{kind.kind} for {request.kind} {request.number}")
+        answer = self._next_answer(kind, request)
+        if (answer.lane, answer.number) in self._sent_again and self.session.asked(answer) is None:
+            self._sent_again.remove((answer.lane, answer.number))
+            answer = self._next_answer(kind, request)
         if (answer.lane, answer.number) != (request.lane, request.number):
             raise ProtocolViolation(
                 f"sent {shown(answer)} of lane {answer.lane}, expected that of lane {request.lane}, "
@@ -148,6 +156,9 @@ class RawConnection:
         if self.session.asked(answer) is not None:
             self.session.take(rows)
         return rows
+
+    def _next_answer(self, kind: Any, request: Reset | Step) -> Any:
+        return self.expect(kind | Failed, f"{kind.kind} for {request.kind} {request.number}")
 
     def reset(self, seed: int = 1, lane: int | None = None) -> Rows | AgentRows:
         """Reset a lane with seeds."""
