@@ -162,15 +162,14 @@ class ObservationCheck:
         for limits, leaf in zip(self._leaves, leaves, strict=True):
             try:
                 value = np.asarray(leaf)
-            except ValueError:  # lists of different lengths
+            except (TypeError, ValueError, RuntimeError):  # lists of different lengths, tensors of some devices
                 continue
-            if dtypes and (is_one or len(value)):
-                self._check_dtype(limits, leaf, whose)
+            if dtypes and (is_one or len(value)) and hasattr(leaf, "dtype"):
+                self._check_dtype(limits, value.dtype, whose)
             self._check_bounds(limits, value[None] if is_one else value, whose)
 
-    def _check_dtype(self, limits: _Leaf, leaf: Any, whose: Callable[[int], str]) -> None:
-        """Check the dtype of an array; numbers and lists of Python's have none."""
-        dtype = getattr(leaf, "dtype", limits.dtype)
+    def _check_dtype(self, limits: _Leaf, dtype: np.dtype[Any], whose: Callable[[int], str]) -> None:
+        """Check the dtype of an array or tensor; numbers and lists of Python's have none."""
         if dtype is limits.dtype or self._deviations.has("dtype"):
             return
         if not np.can_cast(dtype, limits.dtype, "safe") and np.can_cast(dtype, limits.dtype, "same_kind"):

@@ -6,7 +6,7 @@ assumes it where a step gives no last observations.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import gymnasium as gym
@@ -22,15 +22,17 @@ from rollflow.nodes.env.vector_env_errors import (
     check_reset,
     info_given,
     kind_of,
+    misfit_of,
     naming_slots,
     refuse_misfit,
     rewards_of,
 )
+from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos, replaced, without
-from rollflow.stream.data.space import is_columnar, item_of
+from rollflow.stream.data.space import is_columnar, item_of, row_of
 from rollflow.stream.data.space_codec import describe_space
-from rollflow.stream.data.tree import Tree, map_in, map_tree, stack_in, stack_trees, structure_of
+from rollflow.stream.data.tree import Tree, map_in, map_tree, stack_in, structure_of
 from rollflow.stream.graph.seeding import seed_for
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class LaneVectorEnv:
     ) -> None:
         self.env, self.num_envs = env, env.num_envs
         self._mode = autoreset_mode(env)
-        self._is_one_by_one = is_ours and self._mode is AutoresetMode.SAME_STEP  # and not by its own `step`
+        self._is_one_by_one = is_ours  # and not by its own `step` and `reset`
         space = env.single_observation_space
         self._check = LaneCheck(space, deviations, where, is_by_items=self._is_one_by_one)
         self._steps_made = 0
@@ -85,14 +87,17 @@ class LaneVectorEnv:
         False: its own `step` resets it, so that a reset can't be told from a step.
         """
         if self._is_one_by_one:
-            self._step = _one_after_the_other(cast("SyncVectorEnv", self.env), turn, self._check.item)
+            self._step = _one_after_the_other(cast("SyncVectorEnv", self.env), self._mode, turn, self._check.item)
         else:
             self._step = naming_slots(_STEPS[self._mode](self.env, turn), self.env)
         return self._is_one_by_one or self._mode is AutoresetMode.DISABLED
 
     def reset(self, seeds: Sequence[int] | None, options: Any = None) -> tuple[Tree, Mapping[str, Any]]:
         """Reset every slot with a seed of its own; see `reset_with`."""
-        observations, infos = reset_with(self.env, seeds, options)
+        if self._is_one_by_one:
+            observations, infos = _reset_each(cast("SyncVectorEnv", self.env), seeds, options, self._check.item)
+        else:
+            observations, infos = reset_with(self.env, seeds, options)
         self._check.reset(observations)
         return observations, infos
 
@@ -152,10 +157,30 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     return mode
 
 
-def _one_after_the_other(env: SyncVectorEnv, turn: Turn, look: Look) -> Step:
-    """Step the environments of a `SyncVectorEnv` of our own, without its `step`'s copies and infos."""
+def _reset_each(
+    env: SyncVectorEnv, seeds: Sequence[int] | None, options: Any, look: Look
+) -> tuple[Tree, Mapping[str, Any]]:
+    """Reset the environments of a `SyncVectorEnv` of our own, without its `reset`'s copies and infos."""
+    observations: list[Tree] = []
+    infos: list[Any] = []
+    each_seed: Sequence[int | None] = [None] * env.num_envs if seeds is None else seeds
+    for slot, (each, seed) in enumerate(zip(env.envs, each_seed, strict=True)):
+        answer = _reset_slot(partial(each.reset, seed=seed, options=options), slot, nothing)
+        look(slot, answer, "the first reset")
+        observations.append(answer[0])
+        infos.append(answer[1])
+    space = env.single_observation_space
+    return _stacked(observations, space, _structure_in(space)), _vector_infos(infos)
+
+
+def _one_after_the_other(env: SyncVectorEnv, mode: AutoresetMode, turn: Turn, look: Look) -> Step:
+    """Step the environments of a `SyncVectorEnv` of our own, without its `step`'s copies and infos.
+
+    Under NEXT_STEP the next step of a slot that is done resets it; under the other modes it is reset at once.
+    """
     envs, space, seen = env.envs, env.action_space, env.single_observation_space
-    structure = _structure_in(seen)
+    structure, resets_next = _structure_in(seen), mode is AutoresetMode.NEXT_STEP
+    last_of = _last_observations(seen, structure)
     steps, resets = [each.step for each in envs], [each.reset for each in envs]
     for slot in range(len(envs)):
         _look_once(steps, slot, look, "its first step", len(STEP_GIVES))
@@ -167,21 +192,66 @@ def _one_after_the_other(env: SyncVectorEnv, turn: Turn, look: Look) -> Step:
             each = actions if isinstance(actions, np.ndarray) else iterate(space, actions)
             for step_slot, action in zip(steps, each, strict=True):
                 taken.append(step_slot(action))
+        except EnvError:  # which names the slot
+            raise
         except Exception as error:
             error.add_note(f"slot {len(taken)}")
             raise
         observations, rewards, terminateds, truncateds, infos = _columns_of(taken)
         done = np.logical_or(terminateds, truncateds)
-        final = _begun_anew(resets, done, observations, infos, structure, turn) if 1 in done.tobytes() else None
-        try:
-            vector_infos: Mapping[str, Any] = SlotInfos(infos) if any(infos) else {}
-        except (TypeError, ValueError):
-            vector_infos = SlotInfos([info_given(info, f"slot {slot}") for slot, info in enumerate(infos)])
+        final = None
+        if 1 in done.tobytes():
+            if resets_next:
+                for slot in np.flatnonzero(done).tolist():
+                    _reset_in_next_step(steps, resets, slot, turn)
+            else:
+                final = _begun_anew(resets, done, observations, infos, last_of, turn)
         return Stepped(
-            _stacked(observations, structure), rewards_of(rewards), terminateds, truncateds, vector_infos, final
+            _stacked(observations, seen, structure),
+            rewards_of(rewards),
+            terminateds,
+            truncateds,
+            _vector_infos(infos),
+            final,
         )
 
     return step
+
+
+def _vector_infos(infos: Sequence[Any]) -> Mapping[str, Any]:
+    """Infos of every slot, each as its environment gave it; {} where all are empty. Raises EnvError for no dict."""
+    try:
+        return SlotInfos(infos) if any(infos) else {}
+    except (TypeError, ValueError):
+        return SlotInfos([info_given(info, f"slot {slot}") for slot, info in enumerate(infos)])
+
+
+def _reset_slot(reset: Callable[[], Any], slot: int, turn: Turn) -> tuple[Any, ...]:
+    """Reset one environment: (observation, info). Raises EnvError, which names the slot, for anything else."""
+    turn()
+    try:
+        answer = reset()
+    except Exception as error:
+        error.add_note(f"slot {slot}")
+        if isinstance(error, TypeError | ValueError):
+            error.add_note(_RESET_GIVES)
+        raise
+    finally:
+        turn()
+    check_reset(answer, f"slot {slot}")
+    return tuple(answer)
+
+
+def _reset_in_next_step(steps: list[Any], resets: list[Any], slot: int, turn: Turn) -> None:
+    """Have the next of the calls `steps` of a slot reset it."""
+    call = steps[slot]
+
+    def begin(_: Any) -> tuple[Any, ...]:
+        steps[slot] = call
+        observation, info = _reset_slot(resets[slot], slot, turn)
+        return observation, 0.0, False, False, info
+
+    steps[slot] = begin
 
 
 def _look_once(calls: list[Any], slot: int, look: Look, name: str, size: int) -> None:
@@ -233,33 +303,38 @@ def _begun_anew(
     done: NDArray[np.bool_],
     observations: list[Tree],
     infos: list[Any],
-    structure: PyTreeSpec,
+    last_of: Callable[[int, Tree], Tree],
     turn: Turn,
 ) -> tuple[Sequence[Tree], SlotInfos]:
     """Reset the slots that are done; return their last observations and infos.
 
     observations, infos    of all slots; those of the slots that are done are replaced by the resets'
+    last_of                see `_last_observations`
     """
     last: list[Tree] = []
     last_infos: list[dict[str, Any]] = [{}] * len(resets)
     for slot in np.flatnonzero(done).tolist():
         # The reset may write over both.
-        last.append(_mapped(np.array, observations[slot], structure))
+        last.append(last_of(slot, observations[slot]))
         last_infos[slot] = dict(infos[slot] or {})
-        turn()
-        try:
-            answer = resets[slot]()
-        except Exception as error:
-            error.add_note(f"slot {slot}")
-            if isinstance(error, TypeError | ValueError):
-                error.add_note(_RESET_GIVES)
-            raise
-        finally:
-            turn()
-        if type(answer) is not tuple or len(answer) != 2:
-            check_reset(answer, f"slot {slot}")
-        observations[slot], infos[slot] = answer
+        observations[slot], infos[slot] = _reset_slot(resets[slot], slot, turn)
     return last, SlotInfos(last_infos)
+
+
+def _last_observations(space: gym.Space[Any], structure: PyTreeSpec) -> Callable[[int, Tree], Tree]:
+    """A function of a slot and its last observation that copies the latter, or raises EnvError as `_stacked` does."""
+    column = Column.empty("obs", row_of(space, 1), 1)
+
+    def copied(slot: int, observation: Tree) -> Tree:
+        if not column.try_write_slot(0, 0, observation):
+            raise EnvError(f"slot {slot}: {misfit_of(space, observation)}").see("spaces")
+        return map_in(structure, _array_copied, observation)
+
+    return copied
+
+
+def _array_copied(leaf: Any) -> NDArray[Any]:
+    return np.array(np.asarray(leaf))  # tensors take no `copy`
 
 
 def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
@@ -274,18 +349,17 @@ def _mapped(function: Callable[..., Any], observation: Tree, structure: PyTreeSp
         return map_tree(function, observation)
 
 
-def _stacked(observations: list[Tree], structure: PyTreeSpec) -> Tree:
+def _stacked(observations: list[Tree], space: gym.Space[Any], structure: PyTreeSpec) -> Tree:
+    """One tree of arrays any[N, ...]. Raises EnvError, with the slot, for an observation that has no place there."""
     try:
         if isinstance(observations[0], np.ndarray):
             return np.array(observations)
-        with suppress(ValueError):
-            return stack_in(structure, observations)
-        return stack_trees(observations)
-    except ValueError as error:
-        shapes = ", ".join(
-            f"{_mapped(np.shape, each, structure)} (slot {slot})" for slot, each in enumerate(observations)
-        )
-        raise EnvError(f"the environments gave observations of different shapes: {shapes}").see("spaces") from error
+        return stack_in(structure, observations)
+    except (TypeError, ValueError, RuntimeError) as error:  # tensors raise others than numpy
+        for slot, observation in enumerate(observations):
+            if (text := misfit_of(space, observation)) is not None:
+                raise EnvError(f"slot {slot}: {text}").see("spaces") from error
+        raise
 
 
 def _next_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:

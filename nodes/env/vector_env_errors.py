@@ -1,6 +1,8 @@
 """Errors about answers of environments that have no place in a vector environment's arrays: they name the slot."""
 
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from numbers import Real
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -10,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
-from rollflow.stream.data.errors import ColumnError, EnvError
+from rollflow.stream.data.errors import ColumnError, EnvError, shown
 from rollflow.stream.data.space import is_columnar, row_of
 from rollflow.stream.data.tree import Tree
 
@@ -71,7 +73,7 @@ def _refuse_answer(vector: Any, frame: FrameType, error: Exception, *, is_innerm
     info = frame.f_locals.get("env_info", {})
     if not isinstance(info, Mapping):
         raise EnvError(
-            f"slot {slot}: the info that {method} gave is {info!r:.100}, expected a dict: {method} must return a tuple "
+            f"slot {slot}: the info that {method} gave is {shown(info)}, expected a dict: {method} must return a tuple "
             f"({', '.join(gives)})"
         ) from error
     if not is_innermost:
@@ -122,9 +124,26 @@ def rewards_of(rewards: Sequence[Any]) -> NDArray[Any]:
     """The rewards of all slots as an array number[N]. Raises EnvError, with the slot, where one is no number."""
     try:
         array = np.array(rewards)
-    except ValueError:  # of different shapes
-        array = np.array(None)
-    if array.dtype != object:
-        return array
-    slot, reward = next((slot, each) for slot, each in enumerate(rewards) if each is None or hasattr(each, "__len__"))
-    raise EnvError(f"slot {slot}: its reward is {reward!r:.200}, expected one number").see("flags")
+        if array.ndim == 1 and array.dtype.kind in "fiub":
+            return array
+    except (TypeError, ValueError, RuntimeError):  # of different shapes, or tensors of some devices
+        pass
+    values = [number_of(reward) for reward in rewards]
+    if None in values:
+        slot = values.index(None)
+        raise EnvError(f"slot {slot}: its reward is {shown(rewards[slot])}, expected one number").see("flags")
+    return np.array(values, np.float64)
+
+
+def number_of(value: Any) -> float | None:
+    """The real number that a value is, as a float; None if it is none.
+
+    Numbers are Python's, with Decimal and Fraction, numpy's, and arrays and tensors with one element.
+    """
+    try:
+        if isinstance(value, Real | Decimal):
+            return float(value)
+        array = np.asarray(value)
+        return float(array.item()) if array.size == 1 and array.dtype.kind in "fiub" else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None

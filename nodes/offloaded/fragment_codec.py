@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from rollflow.stream.data.blocks import BlockLayout, SharedBlock
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space_codec import describe_space, space_of
 from rollflow.stream.data.tree import concatenate_trees, map_tree
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss
@@ -229,7 +228,7 @@ def described(fragment: Fragment) -> Plain:
         fields["finals"] = _joined(fragment.finals)
     if fragment.losses:
         fields["losses"] = [[each.row, each.slots, each.cut, each.reason] for each in fragment.losses]
-    if any(map(_has_infos, fragment.infos)):
+    if any(fragment.infos):
         fields["infos"] = fragment.infos
     if fragment.custom_data:
         fields["custom_data"] = [[*key, data] for key, data in fragment.custom_data.items()]
@@ -254,7 +253,7 @@ def _joined(finals: list[Final]) -> Plain:
         "counts": [len(each.slots) for each in finals],
         "slots": np.concatenate([each.slots for each in finals]),
         "observations": concatenate_trees([each.observations for each in finals]),
-        "infos": infos if any(map(_has_infos, infos)) else None,
+        "infos": infos if any(infos) else None,
     }
 
 
@@ -266,12 +265,6 @@ def _finals_of(fields: Plain) -> list[Final]:
         finals.append(Final(row, slots[begin:end], items, {} if fields["infos"] is None else fields["infos"][index]))
         begin = end
     return finals
-
-
-def _has_infos(infos: Any) -> bool:
-    if type(infos) is dict:  # as a rule, and quicker than to ask for an abstract class
-        return bool(infos)
-    return any(infos.dicts) if isinstance(infos, SlotInfos) else bool(infos)
 
 
 def _put(row: int, slots: NDArray[np.int64], leaf: NDArray[Any], values: NDArray[Any]) -> None:

@@ -105,7 +105,13 @@ class RowColumns:
         """
         for name, leaves in self._leaves.items():
             for leaf, source in zip(leaves, leaves_of(columns[name]), strict=True):
-                _scatter(leaf, begin, self.num_rows, source.reshape(-1, *source.shape[2:]), order)
+                _scatter(
+                    leaf,
+                    begin,
+                    self.num_rows,
+                    source.reshape(source.shape[0] * source.shape[1], *source.shape[2:]),
+                    order,
+                )
 
     def put(self, name: str, rows: Ints, values: Tree) -> None:
         """Write a tree of arrays any[R, ...] to rows, i64[R]."""

@@ -6,7 +6,7 @@ import numpy as np
 import optree
 from numpy.typing import NDArray
 
-from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.errors import ColumnError, shown
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 _ARRAY: Tree = np.empty(0)
@@ -181,29 +181,55 @@ class Column:
     def _first_slot_that_differs(self, values: Tree) -> str:
         """The end of an error's text: the shape of slot 0, where the values have one item for each slot."""
         try:
-            parts = [np.asarray(part) for part in self._treespec.flatten_up_to(values)]
+            parts = map(_array_of, self._treespec.flatten_up_to(values))
         except ValueError:
             return ""
         for leaf, value in zip(self._leaves, parts, strict=True):
-            if value.shape[:1] == self._slots and value.shape != leaf.shape[1:]:
+            if value is not None and value.shape[:1] == self._slots and value.shape != leaf.shape[1:]:
                 return f"; slot 0 has shape {list(value.shape[1:])}, expected {list(leaf.shape[2:])}"
         return ""
 
     def _mismatch(self, values: Tree, leading: tuple[int, ...]) -> str | None:
         try:
             parts = self._treespec.flatten_up_to(values)
-        except ValueError as error:
-            return f"column '{self.name}': the structure differs: {error}"
+        except ValueError:
+            return f"column '{self.name}'{_structure_mismatch(values, self.tree) or ': the structure differs'}"
         for i, (leaf, part) in enumerate(zip(self._leaves, parts, strict=True)):
-            value, shape = np.asarray(part), (*leading, *leaf.shape[2:])
-            if value.shape != shape or not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
+            value, shape = _array_of(part), (*leading, *leaf.shape[2:])
+            if value is None or value.shape != shape or not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
                 path = self._treespec.accessors()[i]
                 where = path.codify("") if len(path) else ""
-                return (
-                    f"column '{self.name}'{where}: got {value.dtype}{list(value.shape)}, "
-                    f"expected {leaf.dtype}{list(shape)}"
-                )
+                is_number = value is not None and value.dtype.kind in "biufc"
+                got = f"{value.dtype}{list(value.shape)}" if is_number else shown(part)  # type: ignore[union-attr]
+                return f"column '{self.name}'{where}: got {got}, expected {leaf.dtype}{list(shape)}"
         return None
+
+
+def _array_of(part: Any) -> NDArray[Any] | None:
+    """A leaf as an array; None for what numpy does not take: lists of different lengths, tensors of some devices."""
+    try:
+        return np.asarray(part)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _structure_mismatch(values: Tree, expected: Tree, path: str = "") -> str:
+    """The first place, in the nodes of two trees, in which they differ, and how: the end of an error's text."""
+    differs, wanted = f"{path}: the structure differs:", f"{type(expected).__name__} of {len(expected)} parts"
+    if isinstance(expected, dict) and isinstance(values, dict):
+        missing, new = [key for key in expected if key not in values], [key for key in values if key not in expected]
+        if missing or new:
+            texts = (
+                f"the keys {shown(keys)} are {text}" for keys, text in ((missing, "missing"), (new, "new")) if keys
+            )
+            return f"{differs} {' and '.join(texts)}, expected the keys {shown(list(expected))}"
+        parts = [(f"[{key!r}]", values[key], part) for key, part in expected.items()]
+    elif type(values) is type(expected) and len(values) == len(expected):
+        parts = [(f"[{place}]", *pair) for place, pair in enumerate(zip(values, expected, strict=True))]
+    else:
+        return f"{differs} got {shown(values)}, expected a {wanted}"
+    nodes = [each for each in parts if isinstance(each[2], dict | tuple | list)]
+    return next(filter(None, (_structure_mismatch(value, part, path + key) for key, value, part in nodes)), "")
 
 
 def are_whole(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:

@@ -7,7 +7,9 @@ caller would expect.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
 
 SEE = "see docs/"  # begins a line that names a page
 
@@ -145,6 +147,46 @@ class WireError(RollflowError, ValueError):
         self.code = code
         if code in ("secret", "tls"):
             self.see(code)
+
+
+_MOST_PARTS = 6  # of a dict, list or tuple that are shown
+_MOST_DEPTH = 3  # to which those inside each other are shown
+_MOST_LETTERS = 100  # of anything else
+
+
+def shown(value: Any) -> str:
+    """A value for an error's text, short and on one line: arrays by dtype and shape, trees by their parts, no data."""
+    is_array = isinstance(value, np.ndarray) or (hasattr(value, "__array__") and not isinstance(value, np.generic))
+    return f"an array {_shown(value)}" if is_array else _shown(value)
+
+
+def _shown(value: Any, depth: int = 0) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    if hasattr(value, "__array__") and not isinstance(value, np.generic) and not isinstance(value, type):
+        dtype, shape = str(getattr(value, "dtype", "")), getattr(value, "shape", ())
+        return f"{type(value).__name__} {dtype.removeprefix('torch.')}{list(shape)}"
+    if type(value) is dict:
+        keys = list(value)[:_MOST_PARTS]
+        parts = [f"{_shown(key, depth + 1)}: {_shown(value[key], depth + 1)}" for key in keys]
+        return _joined("{}", parts, len(value), depth)
+    if type(value) in (list, tuple):
+        parts = [_shown(part, depth + 1) for part in value[:_MOST_PARTS]]
+        return _joined("[]" if type(value) is list else "()", parts, len(value), depth)
+    try:
+        text = repr(value[:_MOST_LETTERS]) if isinstance(value, str | bytes) else " ".join(repr(value).split())
+    except Exception:  # an object of others' may raise anything there
+        text = object.__repr__(value)
+    if "array(" in text or "tensor(" in text:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
+
+
+def _joined(brackets: str, parts: list[str], count: int, depth: int) -> str:
+    if depth == _MOST_DEPTH and count:
+        return f"{brackets[0]}…{brackets[1]}"
+    more = f", … ({count} in all)" if count > len(parts) else "," if brackets == "()" and count == 1 else ""
+    return f"{brackets[0]}{', '.join(parts)}{more}{brackets[1]}"
 
 
 def error_text(error: Exception) -> str:

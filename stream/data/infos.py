@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class SlotInfos(Mapping[str, Any]):
-    """One info dict for each slot, a copy of the environment's; as a mapping it is empty."""
+    """One info dict for each slot, a copy of the environment's; as a mapping it is empty. False if all dicts are."""
 
     __slots__ = ("_of_slots",)
 
@@ -36,6 +36,9 @@ class SlotInfos(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return 0
+
+    def __bool__(self) -> bool:
+        return any(self._of_slots)
 
 
 def copied(value: Any) -> Any:
@@ -68,16 +71,7 @@ def replaced(infos: Mapping[str, Any], others: Mapping[str, Any], slots: NDArray
     """`infos`, with the infos in `others` for the slots in the mask `slots`, bool[N]."""
     if not infos and not others:
         return infos
-    per_slot = [info_of(others if is_other else infos, slot) for slot, is_other in enumerate(slots.tolist())]
-    keys = dict.fromkeys(key for info in per_slot for key in info)
-    merged: dict[str, Any] = {}
-    for key in keys:
-        values = np.empty(len(per_slot), dtype=object)
-        for slot, info in enumerate(per_slot):
-            values[slot] = info.get(key)
-        merged[key] = values
-        merged[f"_{key}"] = np.array([key in info for info in per_slot])
-    return merged
+    return SlotInfos([info_of(others if is_other else infos, slot) for slot, is_other in enumerate(slots.tolist())])
 
 
 def without(infos: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:

@@ -46,9 +46,16 @@ def map_in(structure: optree.PyTreeSpec, function: Callable[..., Any], tree: Tre
 
 
 def stack_in(structure: optree.PyTreeSpec, items: Sequence[Tree]) -> Tree:
-    """`stack_trees` for items of `structure` whose leaves may be lists. Raises ValueError for another structure."""
+    """`stack_trees` for items of `structure` whose leaves may be lists.
+
+    Raises ValueError for another structure, and TypeError for leaves that are no numbers.
+    """
     leaves = zip(*[structure.flatten_up_to(item) for item in items], strict=True)
-    return structure.unflatten([np.array(leaf) for leaf in leaves])
+    arrays = [np.array(leaf) for leaf in leaves]
+    for array in arrays:
+        if array.dtype.kind not in "biufc":
+            raise TypeError(f"leaves of dtype {array.dtype}, expected numbers")
+    return structure.unflatten(arrays)
 
 
 def concatenate_trees(trees: Sequence[Tree]) -> Tree:

@@ -129,11 +129,11 @@ class Fragment(Traced):
 
     def in_chunk_order(self, rows: NDArray[Any]) -> NDArray[Any]:
         """The transitions of `rows`, any[T, N, ...], chunk by chunk: a new array any[num_steps, ...]."""
-        order = self.row_order
+        order, shape = self.row_order, (rows.shape[0] * rows.shape[1], *rows.shape[2:])  # a size may be 0: no -1
         if order is None:
-            return np.array(rows.swapaxes(0, 1), order="C").reshape(-1, *rows.shape[2:])
+            return np.array(rows.swapaxes(0, 1), order="C").reshape(shape)
         # All indices are valid; the mode "raise" would check each of them first.
-        return rows.reshape(-1, *rows.shape[2:]).take(order, axis=0, mode="clip")
+        return rows.reshape(shape).take(order, axis=0, mode="clip")
 
     def last_observations(self) -> Tree:
         """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""

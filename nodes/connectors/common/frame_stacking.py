@@ -115,7 +115,7 @@ def _joined(frames: Any) -> Any:
     if frames.ndim < 3:
         raise ConnectorError("FrameStacking: an observation is a single number, expected arrays of one axis or more")
     beside = np.moveaxis(frames, 1, -2)
-    return beside.reshape(*beside.shape[:-2], -1)
+    return beside.reshape(*beside.shape[:-2], beside.shape[-2] * beside.shape[-1])
 
 
 def _stacked_space(count: int, space: Space) -> Space:

@@ -1,6 +1,7 @@
 """Shifts and scales observations by the mean and deviation of all observations so far."""
 
 import copy
+import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
@@ -309,7 +310,9 @@ class MeanStdFilter(ConnectorV2):
         kept = [np.asarray(leaf) for leaf, filtered in zip(leaves, flags, strict=True) if filtered]
         if not kept:
             return observations
-        rows = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in kept], axis=1, dtype=np.float64)
+        rows = np.concatenate(
+            [leaf.reshape(len(leaf), math.prod(leaf.shape[1:])) for leaf in kept], axis=1, dtype=np.float64
+        )
         self._check(rows)
         means, deviations = self._pushed(rows)
         if self.de_mean_to_zero:

@@ -103,7 +103,7 @@ class ArrayEnvs:
     def _check(self, observations: Sequence[Tree]) -> None:
         """Check observations of each part, trees of arrays any[N, A, ...], against their spaces."""
         for check, tree, first in zip(self._checks, observations, self._slots.bounds, strict=False):
-            flat = map_tree(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+            flat = map_tree(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)
             check.rows(flat, partial(self._named, first))
 
     def _named(self, first: int, slot: int) -> str:

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.multi_agent.agent_slots import AgentSlots
-from rollflow.stream.data.errors import EnvError
+from rollflow.nodes.env.vector_env_errors import number_of
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 
@@ -110,21 +111,22 @@ def _numbers(rewards: list[Any], rewarded: list[int], slots: AgentSlots) -> NDAr
     values = _as_float32(rewards) if rewards else np.zeros(0, np.float32)
     # A sum of float32 can't grow beyond float64: it is finite where all are.
     if values is None or not np.isfinite(np.add.reduce(values, dtype=np.float64)):
-        for number, reward in zip(rewarded, rewards, strict=True):
-            value = _as_float32(reward)
-            if value is None or value.ndim:
-                raise EnvError(f"{slots.named(number)}: its reward is {reward!r}, expected a number")
-            if not np.isfinite(value):
-                raise EnvError(f"{slots.named(number)}: its reward is {reward!r}, expected a finite float32")
-        values = np.array([float(reward) for reward in rewards], np.float32)
+        floats = [number_of(reward) for reward in rewards]
+        for number, reward, value in zip(rewarded, rewards, floats, strict=True):
+            if value is None:
+                raise EnvError(f"{slots.named(number)}: its reward is {shown(reward)}, expected a number")
+            with np.errstate(over="ignore"):
+                if not np.isfinite(np.float32(value)):
+                    raise EnvError(f"{slots.named(number)}: its reward is {shown(reward)}, expected a finite float32")
+        values = np.array(floats, np.float32)
     return values
 
 
-def _as_float32(numbers: Any) -> NDArray[np.float32] | None:
-    """A number, or a list of numbers, as an array; None where they are no numbers."""
+def _as_float32(numbers: list[Any]) -> NDArray[np.float32] | None:
+    """Numbers as an array f32[R]; None if one of them is no plain number."""
     try:
         values = np.array(numbers)
-    except ValueError:
+    except (TypeError, ValueError, RuntimeError):
         return None
     if values.ndim > 1 or not np.can_cast(values.dtype, np.float32, "same_kind"):
         return None
@@ -151,14 +153,14 @@ def check_infos(infos: Sequence[Any], slots: AgentSlots, envs: Sequence[int], na
             if agent not in slots.by_env[env]:
                 raise _unknown(env, agent, name, slots)
             if type(info) is not dict and info and not isinstance(info, Mapping):
-                raise EnvError(f"{slots.agent_named(env, agent)}: its info is {info!r:.200}, expected a dict")
+                raise EnvError(f"{slots.agent_named(env, agent)}: its info is {shown(info)}, expected a dict")
 
 
 def _refuse_form(envs: Sequence[int], answers: Sequence[Any], names: Sequence[str], slots: AgentSlots) -> None:
     """Raise EnvError for the first answer that is no tuple of these."""
     for env, answer in zip(envs, answers, strict=True):
         if not isinstance(answer, tuple) or len(answer) != len(names):
-            text = f"{slots.env_named(env)}: it gave {answer!r}, expected a tuple of {', '.join(names)}"
+            text = f"{slots.env_named(env)}: it gave {shown(answer)}, expected a tuple of {', '.join(names)}"
             raise EnvError(text) from None
 
 
@@ -172,7 +174,7 @@ def _refuse_values(envs: Sequence[int], steps: Sequence[Any], slots: AgentSlots)
                 if name in _FLAGS:
                     if np.ndim(value):
                         where = slots.agent_named(env, agent)
-                        raise EnvError(f"{where}: {name} says {value!r}, expected a bool") from None
+                        raise EnvError(f"{where}: {name} says {shown(value)}, expected a bool") from None
                     if agent == ALL_AGENTS or not value:
                         continue
                 if name != "infos" and agent not in slots.by_env[env]:
@@ -180,7 +182,7 @@ def _refuse_values(envs: Sequence[int], steps: Sequence[Any], slots: AgentSlots)
 
 
 def _no_dict(env: int, values: Any, name: str, slots: AgentSlots) -> EnvError:
-    return EnvError(f"{slots.env_named(env)}: its {name} are {values!r:.200}, expected a dict by agents")
+    return EnvError(f"{slots.env_named(env)}: its {name} are {shown(values)}, expected a dict by agents")
 
 
 def _unknown(env: int, agent: Any, name: str, slots: AgentSlots) -> EnvError:

@@ -58,7 +58,7 @@ class EnvServer(LaneServer):
         columns[Columns.REWARDS].write(row, rewards)
         columns[Columns.TERMINATEDS].write(row, terminateds)
         columns[Columns.TRUNCATEDS].write(row, truncateds)
-        fields: dict[str, Any] = {"infos": infos} if infos or len(getattr(infos, "dicts", ())) else {}
+        fields: dict[str, Any] = {"infos": infos} if infos else {}
         if final is not None:
             slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
             for slot, item in zip(slots, final[0], strict=True):

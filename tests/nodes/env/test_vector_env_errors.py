@@ -1,5 +1,7 @@
 """Errors about what one slot's environment gave that has no place in an array: they name the slot and what it was."""
 
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from rollflow.nodes import RLModule, Rollout
+from rollflow.nodes import RandomModule, RLModule, Rollout
 from rollflow.stream import ColumnError, EnvError
 
 PLACES = ["inline", "threads", "processes", "rollouts"]
@@ -67,14 +69,12 @@ def test_a_wrong_shape_in_every_slot_of_a_later_step_names_a_slot_and_both_shape
 
 @pytest.mark.parametrize("where", PLACES)
 def test_a_vector_reward_in_one_slot_is_named(where: Any) -> None:
-    with pytest.raises(EnvError, match=r"slot 1: its reward is array\(\[1., 1.\]\), expected one number"):
+    with pytest.raises(EnvError, match=r"slot 1: its reward is an array float64\[2\], expected one number"):
         run([Odd, partial(Odd, reward=np.ones(2), since=2)], lanes=1, where=where)
 
 
 def test_a_vector_reward_in_every_slot_is_named() -> None:
-    with pytest.raises(
-        ColumnError, match=r"column 'rewards': got float64\[2, 2\].*; slot 0 has shape \[2\], expected \[\]"
-    ):
+    with pytest.raises(EnvError, match=r"slot 0: its reward is an array float64\[2\], expected one number"):
         run([partial(Odd, reward=np.ones(2))] * 2, lanes=1)
 
 
@@ -108,13 +108,18 @@ class ResetsAlone(Odd):
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_reset_that_gives_the_observation_alone_is_named(size: int, mode: Any) -> None:
+    for since in (0, 1):
+        with pytest.raises(
+            EnvError, match=rf"^slot 0: reset gave an array float32\[{size}\], expected a tuple \(observation, info\)"
+        ):
+            run(partial(ResetsAlone, size, since=since), autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_reset_that_gives_the_observation_alone_is_named_in_a_vector_environment_of_ones_own(size: int) -> None:
     expected = {2: r"reset must return a tuple \(observation, info\)", 3: r"reset gave what is no tuple \(obs"}[size]
     with pytest.raises(EnvError, match=f"slot 0: .*{expected}"):
-        run(partial(ResetsAlone, size), autoreset_mode=mode)
-    if mode is AutoresetMode.SAME_STEP:
-        expected = rf"^slot 0: reset gave an array float32\[{size}\], expected a tuple \(observation, info\)"
-    with pytest.raises(EnvError, match=expected):
-        run(partial(ResetsAlone, size, since=1), autoreset_mode=mode)
+        run(SyncVectorEnv([partial(ResetsAlone, size)]))
 
 
 def test_a_vector_environment_whose_reset_gives_the_observations_alone_is_named() -> None:
@@ -147,14 +152,17 @@ class Informs(Odd):
 def test_an_info_that_cannot_be_recorded_is_named(where: Any) -> None:
     with pytest.raises(EnvError, match="slot 1, its first step: info is a list of 1, expected a dict"):
         run([Odd, partial(Informs, {}, ["a"])], lanes=1, where=where)
-    with pytest.raises(EnvError, match="slot 1: the info that reset gave is None, expected a dict: reset must return"):
-        run([Odd, partial(Informs, None, {})], lanes=1, where=where)
+    with pytest.raises(EnvError, match="slot 1, the first reset: info is a list of 1, expected a dict"):
+        run([Odd, partial(Informs, ["a"], {})], lanes=1, where=where)
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 def test_an_info_that_gymnasium_cannot_take_is_named(mode: Any) -> None:
+    vector = SyncVectorEnv([partial(Informs, {}, None)], autoreset_mode=mode)
     with pytest.raises(EnvError, match="slot 0: the info that step gave is None, expected a dict: step must return"):
-        run(partial(Informs, {}, None), autoreset_mode=mode)
+        run(vector)
+    with pytest.raises(EnvError, match="slot 0: the info that reset gave is None, expected a dict: reset must return"):
+        run(SyncVectorEnv([partial(Informs, None, {})], autoreset_mode=mode))
 
 
 def test_one_slot_without_infos_leaves_those_of_the_others() -> None:
@@ -186,3 +194,137 @@ def test_a_part_without_columns_is_named_alike_everywhere(where: Any) -> None:
     told = r"slot 0: the observation space at \['b'\]\['note'\] is Text\(.*\), which has no columns; expected Box"
     with pytest.raises(EnvError, match=told):
         run([Writes, Writes], where=where)
+
+
+class Gives(gym.Env[Any, Any]):
+    """Environment that gives `wrong` for its observation from step `since` on, and `reward` for its rewards."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space: gym.Space[Any], right: Any, wrong: Any, since: int = 0, reward: Any = 1.0) -> None:
+        self.observation_space, self.right, self.wrong, self.since, self.reward = space, right, wrong, since, reward
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self._seen(), self.reward, self.t == 4, False, {}
+
+    def _seen(self) -> Any:
+        return self.wrong if self.t >= self.since else self.right
+
+
+BOX = spaces.Box(-1, 1, (2,), np.float32)
+PARTS = spaces.Dict({"a": BOX, "b": spaces.Discrete(2)})
+PART = {"a": np.zeros(2, np.float32), "b": 0}
+WRONG: dict[str, tuple[gym.Space[Any], Any, Any, str]] = {
+    "None": (BOX, np.zeros(2, np.float32), None, r"'obs': got None, expected float32\[2\]"),
+    "a str": (BOX, np.zeros(2, np.float32), "far", r"'obs': got 'far', expected float32\[2\]"),
+    "a dict": (BOX, np.zeros(2, np.float32), PART, r"'obs': got {'a': float32\[2\], 'b': 0}, expected float32\[2\]"),
+    "a key less": (PARTS, PART, {"a": PART["a"]}, r"the keys \['b'\] are missing, expected the keys \['a', 'b'\]"),
+    "a key more": (PARTS, PART, {**PART, "c": 1}, r"the keys \['c'\] are new, expected the keys \['a', 'b'\]"),
+    "no dict": (PARTS, PART, PART["a"], r"got an array float32\[2\], expected a dict of 2 parts"),
+    "a part": (PARTS, PART, {**PART, "b": None}, r"'obs'\['b'\]: got None, expected int64\[\]"),
+    "a gradient": (
+        BOX,
+        np.zeros(2, np.float32),
+        torch.zeros(2, requires_grad=True),
+        r"got an array Tensor float32\[2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("since", [0, 2, 4])  # the first reset, a step, the last one of an episode
+@pytest.mark.parametrize("name", WRONG)
+def test_an_observation_of_another_kind_is_told_with_its_slot_and_what_was_expected(
+    name: str, since: int, mode: Any
+) -> None:
+    space, right, wrong, told = WRONG[name]
+    with pytest.raises(EnvError, match=rf"^slot 1: an observation that is not in its space: column .*{told}") as raised:
+        run([partial(Gives, space, right, each, since) for each in (right, wrong)], lanes=1, autoreset_mode=mode)
+    assert any(note.startswith("lane 0, ") for note in raised.value.__notes__)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", PLACES[1:])
+@pytest.mark.parametrize("name", ["None", "a key less"])
+def test_an_observation_of_another_kind_is_told_alike_in_other_places(name: str, where: Any) -> None:
+    space, right, wrong, told = WRONG[name]
+    with pytest.raises(EnvError, match=rf"slot 1: an observation that is not in its space: column .*{told}"):
+        run([partial(Gives, space, right, each) for each in (right, wrong)], lanes=1, where=where)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_tensors_are_taken_by_their_values(mode: Any) -> None:
+    seen = {"a": torch.tensor([0.5, -0.25]), "b": torch.tensor(1)}
+    with Rollout(
+        [partial(Gives, PARTS, seen, seen, reward=torch.tensor(0.5))] * 2,
+        module=Zeros(),
+        fragment_length=4,
+        num_fragments=1,
+        autoreset_mode=mode,
+    ) as rollout:
+        [fragment] = rollout.fragments()
+    np.testing.assert_array_equal(fragment.column("obs")["a"], np.full((4, 2, 2), [0.5, -0.25], np.float32))
+    np.testing.assert_array_equal(fragment.column("obs")["b"], np.ones((4, 2), np.int64))
+    np.testing.assert_array_equal(fragment.column("rewards"), np.full((4, 2), 0.5, np.float32))
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (Decimal("0.1"), np.float32(0.1)),
+        (Fraction(1, 3), np.float32(1 / 3)),
+        (2**70, np.float32(2.0**70)),
+        (np.array([0.25]), np.float32(0.25)),
+        (np.array(-3), np.float32(-3)),
+        (np.float16(0.5), np.float32(0.5)),
+        (np.True_, np.float32(1)),
+    ],
+)
+def test_a_real_number_of_any_class_is_a_reward(reward: Any, expected: Any, mode: Any) -> None:
+    with Rollout(
+        [partial(Odd, reward=reward), Odd], module=Zeros(), fragment_length=4, num_fragments=1, autoreset_mode=mode
+    ) as rollout:
+        [fragment] = rollout.fragments()
+    np.testing.assert_array_equal(fragment.column("rewards"), np.array([[expected, 1.0]] * 4, np.float32))
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        (None, "None"),
+        ("0.5", "'0.5'"),
+        (1j, "1j"),
+        (np.zeros(2), r"an array float64\[2\]"),
+        (np.zeros(0), r"an array float64\[0\]"),
+        ([0.5, 1], r"\[0.5, 1\]"),
+        (10**400, "1000"),
+    ],
+)
+def test_a_reward_that_is_no_number_is_refused(reward: Any, told: str, mode: Any) -> None:
+    with pytest.raises(EnvError, match=f"slot 1: its reward is {told}.*, expected one number") as raised:
+        run([Odd, partial(Odd, reward=reward)], lanes=1, autoreset_mode=mode)
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_box_without_numbers_is_a_space(where: Any) -> None:
+    empty, parts = np.zeros(0, np.float32), spaces.Dict({"none": spaces.Box(-1, 1, (0,)), "some": BOX})
+    for space, seen in ((spaces.Box(-1, 1, (0,)), empty), (parts, {"none": empty, "some": PART["a"]})):
+        with Rollout(
+            [partial(Gives, space, seen, seen)] * 2,
+            module=RandomModule,
+            fragment_length=5,
+            num_fragments=1,
+            where=where,
+        ) as rollout:
+            [batch] = rollout.batches()
+        obs = batch["obs"] if space is not parts else batch["obs"]["none"]
+        assert tuple(obs.shape) == (10, 0)
