@@ -1,19 +1,16 @@
 """Learner pieces that work on what a replay has sampled: n-step returns, and goals in hindsight."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
-from rollflow.sinks.replay.sampled_steps import SampledSteps
+from rollflow.sinks.replay.sampled_steps import ACHIEVED, GOAL, GoalFunction, RowGoals, SampledSteps
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 
-Rewards = Callable[[NDArray[Any], NDArray[Any], Any], Any]
-_GOAL, _ACHIEVED = "desired_goal", "achieved_goal"
+_CHANGED = (Columns.NEXT_OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
 
 class SampledNStepReturns(ConnectorV2):
@@ -28,7 +25,9 @@ class SampledNStepReturns(ConnectorV2):
         n_step                     i64[B]         m: the value of `new_obs` counts gamma**m
 
     m is less than `n_step` where the episode ends, or has not gone on yet. Single rewards are those that were inserted,
-    so a piece that changes rewards stands behind this one. Raises ReplayError outside a replay, and for sequences.
+    or those that `HindsightGoals` before this piece computed for the row's goal, which `new_obs` has too. Other pieces
+    that change rewards, flags or `new_obs` stand behind this one. Raises ReplayError if one stands before it, outside a
+    replay, and for sequences.
     """
 
     columnar = True
@@ -40,21 +39,28 @@ class SampledNStepReturns(ConnectorV2):
 
     def __call__(self, *, batch: Batch, episodes: Any, **kwargs: Any) -> Batch:
         steps = sampled_steps(self.name, episodes)
+        steps.check_unchanged(batch, self.name, _CHANGED)
         at = steps.positions
-        rewards = steps.read(Columns.REWARDS, at).astype(np.float32)
+        rewards, terminateds = steps.outcomes(at)
         spans = np.ones(len(at), np.int64)
-        goes_on = np.ones(len(at), np.bool_)
+        goes_on = ~terminateds
         for k in range(1, self.n_step):
             following, is_step = steps.goes_on(at)
             goes_on &= is_step
             if not goes_on.any():
                 break
             at = np.where(goes_on, following, at)
-            rewards += np.float32(self.gamma**k) * steps.read(Columns.REWARDS, at) * goes_on
+            more, ends = steps.outcomes(at)
+            rewards += np.float32(self.gamma**k) * more * goes_on
+            terminateds = np.where(goes_on, ends, terminateds)
             spans += goes_on
+            goes_on &= ~ends
+        new_obs = steps.next_observations(at)
+        if steps.goals is not None:
+            steps.goals.put_in(new_obs)
         batch[Columns.REWARDS] = rewards
-        batch[Columns.NEXT_OBS] = steps.next_observations(at)
-        batch[Columns.TERMINATEDS] = steps.read(Columns.TERMINATEDS, at)
+        batch[Columns.NEXT_OBS] = new_obs
+        batch[Columns.TERMINATEDS] = terminateds
         batch[Columns.TRUNCATEDS] = steps.read(Columns.TRUNCATEDS, at)
         batch[Columns.N_STEP] = spans
         return batch
@@ -63,29 +69,43 @@ class SampledNStepReturns(ConnectorV2):
 class HindsightGoals(ConnectorV2):
     """Gives sampled steps goals that their episode has reached later on, and the rewards for these.
 
-        compute_reward    (achieved goals any[B, ...], desired goals any[B, ...], info) -> rewards, as goal environments
-                          of gymnasium-robotics have it; `info` is an empty dict
-        share             of the steps that get such a goal, 0 … 1
+        compute_reward        (achieved goals any[K, ...], desired goals any[K, ...], info) -> rewards, number[K], as
+                              goal environments of gymnasium-robotics have it; `info` is an empty dict
+        share                 of the steps that get such a goal, 0 … 1
+        compute_terminated    the same for bool[K], whether the episode ends with a goal that is achieved; None: it goes
+                              on, and ends stay as they were
 
-    Observations are dicts with "achieved_goal" and "desired_goal". A step's new goal is what the episode has achieved
-    after one of the steps from this one on, drawn from those that are kept, each with the same probability. It stands
-    in `obs` and `new_obs`, and `rewards` are computed for what was achieved after the step. Ends stay as they were.
+    Observations are dicts with "achieved_goal" and "desired_goal", two arrays of one shape. A step's new goal is what
+    the episode has achieved after one of the steps from this one on, drawn from those that are kept, each with the same
+    probability. It stands in `obs` and `new_obs`, and `rewards` are computed for what was achieved after the step.
 
-    Stands before pieces that change rewards. Raises ReplayError outside a replay, and for other observations.
+    Stands before all pieces that change rewards, `SampledNStepReturns` among them, which sums up rewards for the new
+    goal. Raises ReplayError if such a piece stands before it, outside a replay, for other observations, for
+    `Storage(frames=2)` or more, and if the functions give anything but one finite number, or bool, for each row.
     """
 
     columnar = True
     changes_episodes = False
 
-    def __init__(self, compute_reward: Rewards, *, share: float = 0.8) -> None:
+    def __init__(
+        self, compute_reward: GoalFunction, *, share: float = 0.8, compute_terminated: GoalFunction | None = None
+    ) -> None:
         super().__init__()
         self.compute_reward, self.share = compute_reward, checked_fraction("share", share)
+        self.compute_terminated = compute_terminated
 
     def __call__(self, *, batch: Batch, episodes: Any, **kwargs: Any) -> Batch:
         steps = sampled_steps(self.name, episodes)
+        if Columns.N_STEP in batch:
+            raise ReplayError(
+                f"{self.name} got rewards that are sums over several steps; expected it before SampledNStepReturns, "
+                "which then sums up the rewards for the new goals: pieces=[HindsightGoals(...), SampledNStepReturns()]"
+            ).see("replay")
+        if steps.goals is not None:
+            raise ReplayError(f"{self.name}: another one has given these rows their goals, expected one in pieces")
+        steps.check_unchanged(batch, self.name, (Columns.OBS, *_CHANGED))
         obs, new_obs = batch[Columns.OBS], batch[Columns.NEXT_OBS]
-        if not isinstance(obs, dict) or not {_GOAL, _ACHIEVED} <= obs.keys():
-            raise ReplayError(f"{self.name}: observations have no '{_ACHIEVED}' and '{_GOAL}', expected a Dict of them")
+        self._check_observations(obs, steps.frames)
         draws = steps.generator
         chosen = np.flatnonzero(draws.random(len(steps)) < self.share)
         if not len(chosen):
@@ -93,11 +113,38 @@ class HindsightGoals(ConnectorV2):
         at = steps.positions[chosen]
         _, left = steps.rows.ahead(at)
         later, _ = steps.rows.ahead(at, draws.integers(0, left + 1))
-        goals = steps.next_observations(later)[_ACHIEVED]
-        obs[_GOAL][chosen] = goals
-        new_obs[_GOAL][chosen] = goals
-        batch[Columns.REWARDS][chosen] = self.compute_reward(new_obs[_ACHIEVED][chosen], goals, {})
+        reached = steps.next_observations(later)[ACHIEVED]
+        goals = RowGoals(self.name, chosen, reached, self.compute_reward, self.compute_terminated)
+        goals.put_in(obs)
+        goals.put_in(new_obs)
+        goals.judge(new_obs, batch[Columns.REWARDS], batch[Columns.TERMINATEDS])
+        steps.relabel(goals, batch)
         return batch
+
+    def _check_observations(self, obs: Any, frames: int) -> None:
+        """Raise ReplayError unless they are dicts with goals, one observation in each item."""
+        if not isinstance(obs, dict) or not {GOAL, ACHIEVED} <= obs.keys():
+            raise ReplayError(f"{self.name}: observations have no '{ACHIEVED}' and '{GOAL}', expected a Dict of them")
+        if frames > 1:
+            raise ReplayError(
+                f"{self.name}: each item of obs has {frames} observations, by Storage(frames={frames}), but a goal is "
+                "for one; expected Storage(frames=1)"
+            ).see("replay")
+        achieved, desired = obs[ACHIEVED], obs[GOAL]
+        kinds = [
+            f"{leaf.dtype}{list(leaf.shape[1:])}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
+            for leaf in (achieved, desired)
+        ]
+        if not (
+            isinstance(achieved, np.ndarray)
+            and isinstance(desired, np.ndarray)
+            and achieved.shape == desired.shape
+            and np.can_cast(achieved.dtype, desired.dtype, "safe")
+        ):
+            raise ReplayError(
+                f"{self.name}: '{ACHIEVED}' is {kinds[0]} and '{GOAL}' {kinds[1]}, expected arrays of one shape and "
+                "dtype: what was achieved becomes the goal"
+            )
 
 
 def sampled_steps(name: str, episodes: Any) -> SampledSteps:

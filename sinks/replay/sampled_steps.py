@@ -1,6 +1,6 @@
 """Sampled steps: where the rows of a batch stand in a replay, and what stands around them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,61 @@ from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 IDS, AGE, WEIGHTS = "ids", "age", "weights"
+GOAL, ACHIEVED = "desired_goal", "achieved_goal"
+_COMPARED = (Columns.OBS, Columns.NEXT_OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
+
+GoalFunction = Callable[[NDArray[Any], NDArray[Any], Any], Any]
+
+
+class RowGoals:
+    """Goals of some rows of a batch, other than those that the environment gave: see `HindsightGoals`.
+
+    piece                 that gave them, in errors
+    chosen                i64[K]  the rows
+    goals                 any[K, ...]
+    compute_reward, compute_terminated    as for `HindsightGoals`
+    """
+
+    def __init__(
+        self,
+        piece: str,
+        chosen: Ints,
+        goals: NDArray[Any],
+        compute_reward: GoalFunction,
+        compute_terminated: GoalFunction | None,
+    ) -> None:
+        self._piece, self._chosen, self._goals = piece, chosen, goals
+        self._compute_reward, self._compute_terminated = compute_reward, compute_terminated
+
+    def put_in(self, observations: Any) -> None:
+        """Write the goals into observations any[B, ...], one for each row of the batch."""
+        observations[GOAL][self._chosen] = self._goals
+
+    def judge(self, observations: Any, rewards: NDArray[np.float32], terminateds: NDArray[np.bool_]) -> None:
+        """Write rewards f32[B] and ends bool[B] of steps with the observations any[B, ...] after them."""
+        rows, achieved = self._chosen, observations[ACHIEVED]
+        rewards[rows] = self._computed("compute_reward", self._compute_reward, achieved[rows], np.float32)
+        if self._compute_terminated is not None:
+            ends = self._computed("compute_terminated", self._compute_terminated, achieved[rows], np.bool_)
+            terminateds[rows] |= ends
+
+    def _computed(self, name: str, function: GoalFunction, achieved: NDArray[Any], dtype: Any) -> NDArray[Any]:
+        """What a function gives for the rows, `dtype` [K]. Raises ReplayError for anything else."""
+        values, rows = detached(function(achieved, self._goals.copy(), {})), len(self._chosen)
+        if values.shape != (rows,) and not (rows == 1 and values.ndim == 0):
+            raise ReplayError(
+                f"{self._piece}: {name} gave the shape {list(values.shape)} for {rows} rows of goals, of the shape "
+                f"{list(self._goals.shape)}; expected [{rows}], one for each row"
+            ).see("replay")
+        is_number = np.can_cast(values.dtype, dtype, "same_kind")
+        with np.errstate(over="ignore"):
+            computed = values.reshape(rows).astype(dtype) if is_number else None
+        if computed is None or not np.isfinite(computed).all():
+            raise ReplayError(
+                f"{self._piece}: {name} gave {values.dtype}{' that is not finite' if is_number else ''}, expected a "
+                f"{'bool' if dtype is np.bool_ else 'finite float32'} for each row"
+            ).see("replay")
+        return computed
 
 
 class SampledSteps:
@@ -25,6 +80,8 @@ class SampledSteps:
     columns       memory of the replay
     frames        newest observations in each item of `obs`; 1: the observation itself
     generator     for what a piece draws
+
+    goals         that `HindsightGoals` gave rows of the batch; None: none
 
     positions     i64[B] or i64[B, L] of the steps; for padding, the position of the row's first step
     is_padding    bool[B, L]; None: there is none
@@ -36,7 +93,10 @@ class SampledSteps:
         self.rows, self.columns, self.generator = rows, columns, generator
         self.is_padding: NDArray[np.bool_] | None = None
         self.positions = draw.positions
-        self._draw, self._frames = draw, frames
+        self.goals: RowGoals | None = None
+        self.frames = frames
+        self._draw = draw
+        self._given: dict[str, Tree] = {}
         if draw.positions.ndim == 2:
             self.is_padding = draw.positions < 0
             self.positions = np.where(self.is_padding, draw.positions[:, :1], draw.positions)
@@ -56,7 +116,7 @@ class SampledSteps:
 
     def observations(self, positions: Ints) -> Tree:
         """The observations before the steps at positions, with their frames."""
-        if self._frames == 1:
+        if self.frames == 1:
             return self.read(Columns.OBS, positions)
         at, there = self._frames_before(positions)
         return _zeroed(self.read(Columns.OBS, at), ~there)
@@ -64,7 +124,7 @@ class SampledSteps:
     def next_observations(self, positions: Ints) -> Tree:
         """The observations after the steps at positions, with their frames."""
         following = self.rows.following[self.rows.rows(positions)]
-        if self._frames == 1:
+        if self.frames == 1:
             return self.columns.read(Columns.OBS, following)
         at, there = self._frames_before(positions)
         at = np.concatenate([self.rows.rows(at[..., 1:]), following[..., None]], axis=-1)
@@ -77,10 +137,37 @@ class SampledSteps:
         is_step = self.rows.is_step[following]
         return np.where(is_step, self.rows.positions(following), positions), is_step
 
+    def outcomes(self, positions: Ints) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Rewards f32[B], and terminateds bool[B], of steps at i64[B]: one of each row of the batch, for its goal."""
+        rewards = self.read(Columns.REWARDS, positions).astype(np.float32)
+        terminateds = self.read(Columns.TERMINATEDS, positions)
+        if self.goals is not None:
+            self.goals.judge(self.next_observations(positions), rewards, terminateds)
+        return rewards, terminateds
+
+    def relabel(self, goals: RowGoals, batch: Mapping[str, Tree]) -> None:
+        """Have `outcomes` be those for other goals, which stand in the batch already."""
+        self.goals = goals
+        self.remember(batch)
+
+    def remember(self, batch: Mapping[str, Tree]) -> None:
+        """Keep copies of what pieces that read the replay replace in the batch, for `check_unchanged`."""
+        self._given = {name: map_tree(np.copy, batch[name]) for name in _COMPARED}
+
+    def check_unchanged(self, batch: Mapping[str, Tree], piece: str, names: Iterable[str]) -> None:
+        """Raise ReplayError where a column is not as the replay gave it: the piece would undo the change."""
+        for name in names if self._given else ():
+            given, now = leaves_of(self._given[name]), leaves_of(batch.get(name))
+            if len(now) != len(given) or not all(map(_is_equal, given, now)):
+                raise ReplayError(
+                    f"{piece} takes '{name}' from the replay, but a piece before it has changed that in the batch; "
+                    f"expected {piece} before pieces that change it"
+                ).see("replay")
+
     def batch(self) -> dict[str, Any]:
         """Every column of the steps, as arrays, with `new_obs`, `ids`, `age` and what the sampler adds."""
         draw, at, rows = self._draw, self.positions, self.rows.rows(self.positions)
-        if self._frames == 1:
+        if self.frames == 1:
             following = self.rows.following.take(rows)
             seen = self.columns.read(Columns.OBS, rows), self.columns.read(Columns.OBS, following)
         else:
@@ -112,11 +199,11 @@ class SampledSteps:
     def _frames_before(self, positions: Ints) -> tuple[Ints, NDArray[np.bool_]]:
         """Positions of the newest observations up to each step, oldest first, i64[..., frames], and which exist."""
         flat = positions.reshape(-1)
-        found = [self.rows.back(flat, steps) for steps in range(self._frames - 1, 0, -1)]
+        found = [self.rows.back(flat, steps) for steps in range(self.frames - 1, 0, -1)]
         at = np.stack([*(each for each, _ in found), flat], axis=-1)
-        wanted = np.arange(self._frames - 1, -1, -1)
+        wanted = np.arange(self.frames - 1, -1, -1)
         there = np.stack([*(gone for _, gone in found), np.zeros(len(flat), np.int64)], axis=-1) == wanted
-        shape = (*positions.shape, self._frames)
+        shape = (*positions.shape, self.frames)
         return at.reshape(shape), there.reshape(shape)
 
 
@@ -124,6 +211,11 @@ def _zeroed(tree: Tree, places: NDArray[np.bool_]) -> Tree:
     """A tree of arrays any[*places.shape, ...], in which the items at some places are made zeros."""
     map_tree(lambda leaf: leaf.__setitem__(places, 0), tree)
     return tree
+
+
+def _is_equal(given: NDArray[Any], now: Any) -> bool:
+    """True for an array of the same values."""
+    return isinstance(now, np.ndarray) and np.array_equal(given, now, equal_nan=given.dtype.kind in "fc")
 
 
 def check_size(batch: Mapping[str, Tree], max_bytes: int | None) -> None:

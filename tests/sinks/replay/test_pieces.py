@@ -1,5 +1,8 @@
 """Learner pieces of a replay: n-step returns, and goals in hindsight."""
 
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -11,8 +14,27 @@ from hypothesis import strategies as st
 from property_examples import examples
 from replayed import Played
 
-from rollflow.nodes import GeneralAdvantageEstimation, NStepReturns, RLModule, Rollout
-from rollflow.sinks import HindsightGoals, Replay, SampledNStepReturns, Sequences, Storage
+from rollflow.nodes import (
+    ConnectorV2,
+    GeneralAdvantageEstimation,
+    MultiAgentEnv,
+    MultiAgentRollout,
+    NStepReturns,
+    RLModule,
+    Rollout,
+)
+from rollflow.sinks import (
+    DatasetSink,
+    DatasetSource,
+    HindsightGoals,
+    Prioritized,
+    Replay,
+    ReplayClient,
+    ReplayHost,
+    SampledNStepReturns,
+    Sequences,
+    Storage,
+)
 from rollflow.stream import ReplayError
 
 
@@ -92,6 +114,329 @@ def test_goals_in_hindsight_are_what_the_episode_reached_later(share: float) -> 
         # Of the steps k with k to go before the end, each later one is as likely: a mean half-way.
         ahead = (goals - achieved)[is_new & (obs["observation"][:, 0] == 10) & (achieved == 2)]
         assert set(ahead.tolist()) == set(range(9))
+
+
+class Walk(gym.Env[Any, Any]):
+    """A goal environment on a line: one further each step, from 0 to an end that is drawn, terminated or truncated.
+
+    The "observation" is [slot, episode, at]. Rewards are -2, which no function of the tests computes.
+    """
+
+    observation_space = gym.spaces.Dict(
+        {
+            "observation": gym.spaces.Box(-1, 999, (3,), np.float32),
+            "achieved_goal": gym.spaces.Box(-1, 999, (1,), np.int32),
+            "desired_goal": gym.spaces.Box(-1, 999, (1,), np.float64),
+        }
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, slot: int = 0) -> None:
+        self.slot, self.episode = slot, -1
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.at, self.end, self.episode = 0, int(self.np_random.integers(1, 9)), self.episode + 1
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.at += 1
+        ends = self.at == self.end
+        return self._seen(), -2.0, ends and self.end % 2 == 0, ends and self.end % 2 == 1, {}
+
+    def _seen(self) -> Any:
+        return {
+            "observation": np.array([self.slot, self.episode, self.at], np.float32),
+            "achieved_goal": np.array([self.at], np.int32),
+            "desired_goal": np.array([500.0]),
+        }
+
+
+def walked(slots: int = 2, **options: Any) -> list[Any]:
+    makers = [partial(Walk, slot) for slot in range(slots)]
+    options = {"module": Coin(), "fragment_length": 4, "num_fragments": 30, "seed": 0} | options
+    with Rollout(makers, **options) as rollout:
+        return list(rollout.fragments())
+
+
+def goal_reward(achieved: Any, desired: Any, info: Any) -> Any:
+    return np.where(achieved[:, 0] == desired[:, 0], 0.0, -1.0)
+
+
+def goal_reached(achieved: Any, desired: Any, info: Any) -> Any:
+    return achieved[:, 0] == desired[:, 0]
+
+
+def walks_by_rate(replay: Replay, tmp_path: Path) -> Iterator[Any]:
+    for fragment in walked():
+        replay.insert(fragment)
+    yield replay.sample(1000)
+
+
+def walks_in_a_small_ring(replay: Replay, tmp_path: Path) -> Iterator[Any]:
+    """Sampled after each insert: of episodes that go on, whose first steps are gone, or the whole of them."""
+    for fragment in walked():
+        replay.insert(fragment)
+        yield replay.sample(100)
+
+
+def walks_of_a_dataset(replay: Replay, tmp_path: Path) -> Iterator[Any]:
+    with DatasetSink(tmp_path / "walks") as sink:
+        for fragment in walked():
+            sink(fragment)
+    for fragment in DatasetSource(tmp_path / "walks", complete_episodes=True).fragments():
+        replay.insert(fragment)
+    yield replay.sample(1000)
+
+
+def walks_on_a_host(replay: Replay, tmp_path: Path) -> Iterator[Any]:
+    for fragment in walked():
+        replay.insert(fragment)
+    with ReplayHost(replay, rollouts=f"unix:{tmp_path / 'r'}", trainers=f"unix:{tmp_path / 't'}") as host:
+        with ReplayClient(str(host.trainers), timeout=20.0) as client:
+            yield client.sample(1000)
+
+
+class Pair(MultiAgentEnv):
+    """Two walks side by side, of agents that one module serves; "b" begins a step later."""
+
+    possible_agents = "a", "b"
+    observation_spaces = dict.fromkeys("ab", Walk.observation_space)
+    action_spaces = dict.fromkeys("ab", Walk.action_space)
+
+    def __init__(self) -> None:
+        self.walks = {agent: Walk(slot) for slot, agent in enumerate("ab")}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.seen = {agent: walk.reset(seed=seed)[0] for agent, walk in self.walks.items()}
+        return {"a": self.seen["a"]}, {}
+
+    def step(self, actions: Any) -> Any:
+        steps = {agent: self.walks[agent].step(action) for agent, action in actions.items()}
+        ends = any(step[2] or step[3] for step in steps.values())
+        seen = {"b": self.seen["b"]} | {agent: step[0] for agent, step in steps.items()}
+        return seen, {agent: step[1] for agent, step in steps.items()}, {"__all__": ends}, {}, {}
+
+
+def walks_of_several_agents(replay: Replay, tmp_path: Path) -> Iterator[Any]:
+    with MultiAgentRollout(Pair, module=Coin(), fragment_length=8, num_fragments=20, seed=0) as rollout:
+        for fragment in rollout.fragments():
+            replay(fragment)
+    yield replay.sample(1000)["default_policy"]
+
+
+@pytest.mark.parametrize("ends_at_goal", [False, True])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize(
+    ("walks", "options"),
+    [
+        (walks_by_rate, {}),
+        (walks_by_rate, {"sampler": Prioritized}),
+        (walks_in_a_small_ring, {"capacity": 24}),
+        (walks_of_a_dataset, {}),
+        (walks_on_a_host, {}),
+        (walks_of_several_agents, {}),
+    ],
+)
+def test_n_steps_behind_goals_sum_up_the_rewards_for_the_goal_of_the_row(
+    walks: Any, options: dict[str, Any], share: float, ends_at_goal: bool, tmp_path: Path
+) -> None:
+    ends = goal_reached if ends_at_goal else None
+    pieces = [
+        HindsightGoals(goal_reward, share=share, compute_terminated=ends),
+        SampledNStepReturns(n_step=3, gamma=0.5),
+    ]
+    options = {name: make() if callable(make) else make for name, make in options.items()}
+    replay = Replay(**({"capacity": 2000} | options), pieces=pieces, seed=0)
+    goals_met: set[int] = set()
+    for batch in walks(replay, tmp_path):
+        seen = batch["obs"]["observation"].long().tolist()
+        after = batch["new_obs"]["observation"].long().tolist()
+        goals = batch["obs"]["desired_goal"]
+        newest: dict[tuple[int, int], int] = {}  # observation of each episode in the replay
+        for slot, episode, at in after:
+            newest[slot, episode] = max(at, newest.get((slot, episode), 0))
+        expected = []
+        for (slot, episode, at), goal in zip(seen, goals[:, 0].tolist(), strict=True):
+            steps = list(range(at + 1, min(at + 3, newest[slot, episode]) + 1))  # what is achieved after each
+            if goal == 500:
+                rewards = [-2.0] * len(steps)
+            else:
+                assert at < goal <= newest[slot, episode]
+                steps = [reached for reached in steps if not ends_at_goal or reached <= goal]
+                rewards = [0.0 if reached == goal else -1.0 for reached in steps]
+                goals_met.add(int(goal) - at)
+            summed = sum(0.5**k * reward for k, reward in enumerate(rewards))
+            ends_there = ends_at_goal and steps[-1] == goal
+            expected.append((len(steps), summed, [slot, episode, steps[-1]], ends_there))
+        found = [batch[name].tolist() for name in ("n_step", "rewards", "terminateds")]
+        assert list(zip(*found[:2], after, strict=True)) == [each[:3] for each in expected]
+        assert all(flag for flag, (*_, ends_there) in zip(found[2], expected, strict=True) if ends_there)
+        assert torch.equal(batch["new_obs"]["desired_goal"], goals)
+        assert batch["rewards"].dtype == torch.float32
+    assert {1, 2, 3, 4} <= goals_met
+
+
+def test_ends_of_steps_with_goals_are_those_that_were_inserted_and_those_at_the_goal() -> None:
+    for ends_at_goal in (False, True):
+        ends = goal_reached if ends_at_goal else None
+        replay = Replay(2000, pieces=[HindsightGoals(goal_reward, share=0.5, compute_terminated=ends)], seed=0)
+        with_goals = Replay(2000, seed=0)
+        for fragment in walked():
+            replay.insert(fragment)
+            with_goals.insert(fragment)
+        stored = with_goals.sample(2000)
+        inserted = {
+            tuple(at): (terminated, truncated)
+            for at, terminated, truncated in zip(
+                stored["obs"]["observation"].tolist(),
+                stored["terminateds"].tolist(),
+                stored["truncateds"].tolist(),
+                strict=True,
+            )
+        }
+        batch = replay.sample(2000)
+        names = batch["obs"]["observation"].tolist()
+        is_there = batch["obs"]["desired_goal"][:, 0] == batch["new_obs"]["achieved_goal"][:, 0]
+        terminateds = torch.tensor([inserted[tuple(at)][0] for at in names])
+        assert torch.equal(batch["terminateds"], terminateds | is_there if ends_at_goal else terminateds)
+        assert batch["truncateds"].tolist() == [inserted[tuple(at)][1] for at in names]
+
+
+class Scale(ConnectorV2):
+    """Changes one column of the batch: in place, or by a new array."""
+
+    columnar = True
+    changes_episodes = False
+
+    def __init__(self, name: str, in_place: bool) -> None:
+        super().__init__()
+        self.column, self.in_place = name, in_place
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        values = batch[self.column]
+        if isinstance(values, dict):
+            values["achieved_goal"] = values["achieved_goal"] * 2
+        elif self.in_place:
+            values[:] = values * 2 if values.dtype != bool else ~values
+        else:
+            batch[self.column] = values * 2 if values.dtype != bool else ~values
+        return batch
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", ["rewards", "terminateds", "truncateds", "new_obs"])
+@pytest.mark.parametrize("piece", [SampledNStepReturns(n_step=2), HindsightGoals(goal_reward)])
+def test_a_piece_does_not_undo_what_one_before_it_has_changed(piece: Any, name: str, in_place: bool) -> None:
+    replay = Replay(2000, pieces=[Scale(name, in_place), piece], seed=0)
+    replay.insert(walked(num_fragments=1)[0])
+    with pytest.raises(
+        ReplayError, match=rf"{type(piece).__name__} takes '{name}' from the replay, but a piece before"
+    ):
+        replay.sample(8)
+    behind = Replay(2000, pieces=[piece, Scale("rewards", in_place)], seed=0)
+    alone = Replay(2000, pieces=[piece], seed=0)
+    for each in (behind, alone):
+        each.insert(walked(num_fragments=1)[0])
+    assert torch.equal(behind.sample(8)["rewards"], 2 * alone.sample(8)["rewards"])
+
+
+def test_goals_behind_sums_over_steps_are_refused() -> None:
+    replay = Replay(2000, pieces=[SampledNStepReturns(n_step=1), HindsightGoals(goal_reward)])
+    replay.insert(walked(num_fragments=1)[0])
+    with pytest.raises(ReplayError, match="sums over several steps; expected it before SampledNStepReturns"):
+        replay.sample(8)
+    replay = Replay(2000, pieces=[HindsightGoals(goal_reward), HindsightGoals(goal_reward)], seed=0)
+    replay.insert(walked(num_fragments=1)[0])
+    with pytest.raises(ReplayError, match="another one has given these rows their goals"):
+        replay.sample(8)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "count", "text"),
+    [
+        (lambda a, d, i: -1.0, 8, r"gave the shape \[\] for 8 rows of goals, of the shape \[8, 1\]; expected \[8\]"),
+        (lambda a, d, i: np.ones(1), 8, r"the shape \[1\] for 8 rows"),
+        (lambda a, d, i: np.ones((8, 1)), 8, r"the shape \[8, 1\] for 8 rows"),
+        (lambda a, d, i: np.ones((1, 8)), 8, r"the shape \[1, 8\] for 8 rows"),
+        (lambda a, d, i: np.ones((1, 1)), 1, r"the shape \[1, 1\] for 1 rows"),
+        (lambda a, d, i: np.full(8, np.nan), 8, "gave float64 that is not finite, expected a finite float32"),
+        (lambda a, d, i: np.full(8, 1e300), 8, "gave float64 that is not finite, expected a finite float32"),
+        (lambda a, d, i: np.ones(8, complex), 8, "gave complex128, expected a finite float32 for each row"),
+        (lambda a, d, i: np.array(["x"] * 8), 8, "gave <U1, expected a finite float32 for each row"),
+        (lambda a, d, i: [None] * 8, 8, "gave object, expected a finite float32 for each row"),
+    ],
+)
+def test_what_is_no_reward_of_each_row_is_refused(rewards: Any, count: int, text: str) -> None:
+    replay = Replay(2000, pieces=[HindsightGoals(rewards, share=1.0)])
+    replay.insert(walked(num_fragments=1)[0])
+    with pytest.raises(ReplayError, match=f"compute_reward .*{text}"):
+        replay.sample(count)
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda a, d, i: (a == d)[:, 0],
+        lambda a, d, i: (a == d)[:, 0].astype(np.int64),
+        lambda a, d, i: torch.as_tensor(a == d)[:, 0].to(torch.bfloat16),
+        lambda a, d, i: (a == d)[:, 0].tolist(),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 64])
+def test_rewards_of_any_kind_of_number_are_taken(computed: Any, count: int) -> None:
+    replay = Replay(2000, pieces=[HindsightGoals(computed, share=1.0)], seed=0)
+    replay.insert(walked(num_fragments=1)[0])
+    batch = replay.sample(count)
+    is_there = batch["obs"]["desired_goal"][:, 0] == batch["new_obs"]["achieved_goal"][:, 0]
+    assert torch.equal(batch["rewards"], is_there.float())
+
+
+def test_one_number_is_the_reward_of_one_row() -> None:
+    replay = Replay(2000, pieces=[HindsightGoals(lambda a, d, i: -0.25, share=1.0)])
+    replay.insert(walked(num_fragments=1)[0])
+    assert replay.sample(1)["rewards"].tolist() == [-0.25]
+
+
+def test_ends_that_are_no_bools_are_refused() -> None:
+    replay = Replay(2000, pieces=[HindsightGoals(goal_reward, share=1.0, compute_terminated=goal_reward)])
+    replay.insert(walked(num_fragments=1)[0])
+    with pytest.raises(ReplayError, match="compute_terminated gave float64, expected a bool for each row"):
+        replay.sample(8)
+
+
+class Unlike(Walk):
+    """Its goals are not of the kind of what it achieves: of another shape, or of integers."""
+
+    def __init__(self, desired: gym.spaces.Box) -> None:
+        super().__init__()
+        self.observation_space = gym.spaces.Dict({**Walk.observation_space, "desired_goal": desired})
+        self.desired = np.zeros(desired.shape, desired.dtype)
+
+    def _seen(self) -> Any:
+        return super()._seen() | {"desired_goal": self.desired}
+
+
+@pytest.mark.parametrize(
+    ("desired", "text"),
+    [
+        (gym.spaces.Box(-1, 9, (3,), np.float64), r"'achieved_goal' is int32\[1\] and 'desired_goal' float64\[3\]"),
+        (gym.spaces.Box(-1, 9, (1,), np.int8), r"'achieved_goal' is int32\[1\] and 'desired_goal' int8\[1\]"),
+    ],
+)
+def test_goals_that_are_not_like_what_is_achieved_are_refused(desired: gym.spaces.Box, text: str) -> None:
+    replay = Replay(2000, pieces=[HindsightGoals(goal_reward)])
+    with Rollout(partial(Unlike, desired), module=Coin(), num_envs=1, fragment_length=8, num_fragments=1) as rollout:
+        replay.insert(next(iter(rollout.fragments())))
+    with pytest.raises(ReplayError, match=text):
+        replay.sample(8)
+
+
+def test_goals_and_several_frames_are_refused() -> None:
+    replay = Replay(2000, pieces=[HindsightGoals(goal_reward)], storage=Storage(frames=2))
+    replay.insert(walked(num_fragments=1)[0])
+    with pytest.raises(ReplayError, match=r"each item of obs has 2 observations, by Storage\(frames=2\)"):
+        replay.sample(8)
 
 
 def test_pieces_of_a_replay_say_where_they_belong() -> None:
