@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -81,6 +82,8 @@ class ModuleSet:
         self._flat = self._how.pop("flat")
         self.acting: dict[Any, ActingModule] = {}
         self._past: dict[Any, _Past] = {}
+        self._probe_number = count()
+        self._named: dict[Any, set[Any]] = {}  # agent -> modules that the mapping has named for it in probes
         self._elsewhere: frozenset[Any] | None = None  # modules whose weights somebody else publishes
         self.version_elsewhere = 0
         self._lock = threading.Lock()  # held by whoever changes which modules there are, or what is published
@@ -240,7 +243,7 @@ class ModuleSet:
             made = module_for(module, config, *self._seen[part])
             if self._acted[part] is not None:
                 agents = self._parts[part].agents
-                served = (agent for agent in agents if module_id in self._may_serve(agent))
+                served = (agent for agent in agents if module_id in self._named.get(agent, ()))
                 check_actions(made, self._acted[part], next(served, agents[0]))
             return made
 
@@ -293,13 +296,19 @@ class ModuleSet:
         return acting if module_id in self.modules else None
 
     def _part_for(self, module_id: Any, module: Any) -> int | None:
-        """The part whose agents a module serves, as far as that can be told before any episode."""
+        """The part whose agents a module serves, as far as that can be told before any episode.
+
+        The mapping is asked for episodes that there are not: once, and again for a module that takes its spaces from
+        its agents.
+        """
         if len(self._parts) == 1:
             return 0
-        for place, part in enumerate(self._parts):
-            if any(module_id in self._may_serve(agent) for agent in part.agents):
-                return place
-        if module is None or isinstance(module, type) or inspect.isfunction(module):
+        is_to_be_made = module is None or isinstance(module, type) or inspect.isfunction(module)
+        for is_anew in (False, True) if is_to_be_made else (False,):
+            for place, part in enumerate(self._parts):
+                if any(module_id in self._may_serve(agent, is_anew=is_anew) for agent in part.agents):
+                    return place
+        if is_to_be_made:
             named, raised = self._named_by_mapping()
             raise ModuleError(
                 f"module '{module_id}': which agents it serves, and so its spaces, can't be told before their episodes "
@@ -308,11 +317,13 @@ class ModuleSet:
             ) from raised
         return None
 
-    def _may_serve(self, agent: Any) -> set[Any]:
+    def _may_serve(self, agent: Any, *, is_anew: bool) -> set[Any]:
         """Modules that the mapping names for an agent in one episode or another; none where it can't say that yet."""
-        with contextlib.suppress(Exception):  # it is asked again, and may say so, when an agent begins
-            return self._named_for(agent)
-        return set()
+        if is_anew or agent not in self._named:
+            self._named[agent] = set()
+            with contextlib.suppress(Exception):  # it is asked again, and may say so, when an agent begins
+                self._named[agent] = self._named_for(agent)
+        return self._named[agent]
 
     def _named_by_mapping(self) -> tuple[str, Exception | None]:
         """Which modules the mapping names for the agents that there are, for people, or what it raises."""
@@ -330,7 +341,8 @@ class ModuleSet:
             return {agent if agent in self._first_ids else DEFAULT_MODULE_ID}
         if not callable(mapping):
             return {mapping.get(agent)}
-        return {mapping(agent, MultiAgentEpisode(_PROBES(0, number))) for number in range(_MOST_PROBES)}
+        numbers = islice(self._probe_number, _MOST_PROBES)  # never those of before
+        return {mapping(agent, MultiAgentEpisode(_PROBES(0, number))) for number in numbers}
 
     def _checked_explore(self, explore: bool | Mapping[Any, bool]) -> bool | Mapping[Any, bool]:
         by_id = dict(explore) if isinstance(explore, Mapping) else {}

@@ -139,6 +139,62 @@ def test_removed_modules_are_gone_once_they_serve_nobody() -> None:
     assert rollout.returns.by_module["b"].count == 120
 
 
+class Unlike(Marathon):
+    """Two agents with spaces of their own."""
+
+    observation_spaces = {**Marathon.observation_spaces, "b": gym.spaces.Box(0, 999, (1,), np.float32)}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("kind", [Marathon, Unlike])
+@pytest.mark.parametrize("where", ["inline", "threads"])
+def test_the_mapping_is_asked_once_for_an_agent_in_an_episode(kind: type[Marathon], where: str) -> None:
+    """Modules that come and go ask it of no episode that there was, or goes on; lookback and cuts ask of none."""
+    asked: list[tuple[Any, str]] = []
+    newest = {"a": "a 0", "b": "b"}
+
+    def mapping(agent: Any, episode: Any) -> str:
+        asked.append((agent, episode.id_))
+        return newest[agent]
+
+    options: dict[str, Any] = {"fragment_length": 3, "num_fragments": 12, "lookback": 2, "where": where}
+    modules = {"a 0": Acts(0), "b": Acts(1)}
+    played, before = set(), 0
+    rollout = MultiAgentRollout(
+        lambda: kind(4), module=modules, num_envs=2, agent_to_module_mapping_fn=mapping, seed=0, **options
+    )
+    probes = len(asked)
+    with rollout:
+        for number, fragment in enumerate(rollout.fragments()):
+            played |= {episode.id_ for episode in fragment.episodes()}
+            before = len(asked)
+            rollout.add_module(f"a {number + 1}", Acts(number + 1))
+            rollout.remove_module(newest["a"])
+            assert len(asked) == before
+            newest["a"] = f"a {number + 1}"
+    assert len(set(asked)) == len(asked)
+    of_episodes = asked[probes:]
+    assert {id_ for _, id_ in of_episodes} >= played
+    assert not {id_ for _, id_ in asked[:probes]} & played
+    assert probes == (0 if kind is Marathon else 2 * 16)  # to tell which module has which spaces
+
+
+def test_a_class_that_is_added_takes_the_spaces_of_the_agents_that_the_mapping_names_now() -> None:
+    newest, asked = {"a": "a", "b": "b"}, []
+
+    def mapping(agent: Any, episode: Any) -> str:
+        asked.append((agent, episode.id_))
+        return newest[agent]
+
+    options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "agent_to_module_mapping_fn": mapping}
+    with MultiAgentRollout(lambda: Unlike(4), module={"a": Acts(0), "b": Acts(1)}, seed=0, **options) as rollout:
+        for _ in rollout.fragments():
+            if newest["b"] == "b":
+                newest["b"] = "new b"
+                rollout.add_module("new b", None)
+                assert rollout.module["new b"].observation_space == Unlike.observation_spaces["b"]
+    assert len(set(asked)) == len(asked)
+
+
 def test_a_module_may_give_an_output_in_another_type_than_one_that_has_gone() -> None:
     numbers = torch.tensor([1, 2, 3])
     modules = {"a": Acts(0, outputs={"hint": torch.tensor(0.5)}), "b": Acts(1)}
