@@ -126,7 +126,8 @@ class AgentReturns(EpisodeWindow):
     """Sink that adds up rewards over fragments of several agents, and keeps the last `window` finished episodes.
 
         count        number of environments' episodes finished so far
-        returns      undiscounted sums of all their agents' rewards, of the last `window`, oldest first
+        returns      undiscounted sums of all their agents' rewards, of the last `window`, oldest first; with those
+                     that came before an agent's first observation, which are in no step
         lengths      their numbers of env steps
         by_module    module id -> returns of the agents that it served, each agent's episode by itself. The returns of a
                      module for which `is_present` is False go with the last fragments that it served in
@@ -202,11 +203,14 @@ def _finished(fragment: Fragment, place: int, total: float) -> FinishedEpisode:
 
 
 def _add_chunks(sums: NDArray[np.float64], part: AgentFragment, clock: EnvClock) -> None:
-    """Add the rewards of a part's chunks to `sums`, f64[environments, episodes in the fragment]."""
-    chunks = part.chunks
+    """Add a part's rewards to `sums`, f64[environments, episodes in the fragment]: of chunks, and early ones."""
+    chunks, agents = part.chunks, len(part.part.agents)
+    for vector_step, slot, reward in part.early:
+        if vector_step > clock.first:
+            sums[slot // agents, clock.nth(slot // agents, vector_step - 1)] += reward
     if not len(chunks.slot):
         return
     lengths = chunks.stop - chunks.start
     rewards = np.add.reduceat(part.gather(Columns.REWARDS), np.cumsum(lengths) - lengths, dtype=np.float64)
-    envs = chunks.slot // len(part.part.agents)
+    envs = chunks.slot // agents
     np.add.at(sums, (envs, clock.nth_of(envs, part.clock[chunks.start, chunks.slot])), rewards)

@@ -178,6 +178,8 @@ def _described_part(part: AgentFragment, seen: Sequence[gym.Space[Any]], of_env:
         entries["finals"]["infos"] = [_plain_infos(each) for each in entries["finals"]["infos"]]
     parents = [[*key, of_env[parent]] for key, parent in part.parents.items() if parent in of_env]
     ends = [[*key, vector_step] for key, vector_step in part.ends.items()]
+    if part.early:
+        entries["early"] = np.array(part.early, np.float64)
     return entries | {
         "forms": forms_of(part.columns),
         "space": index_of(part.observation_space, seen),
@@ -289,7 +291,7 @@ def _part_in(
     )
     fragment.observation_space = space
     complete(fragment, entries)
-    _restore_slots(fragment, entries)
+    _restore_slots(fragment, entries, step)
     _restore_modules(fragment, entries, ids)
     check_ends(fragment)
     return fragment
@@ -318,8 +320,11 @@ def _agent_infos(pairs: Any, layout: FragmentLayout) -> AgentInfos:
     return infos
 
 
-def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any]) -> None:
-    """Take over where the agent slots stand. Raises WireError where they can't stand there."""
+def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any], last: int) -> None:
+    """Take over where the agent slots stand. Raises WireError where they can't stand there.
+
+    last    last vector step of the fragment
+    """
     slots, first, rows = fragment.layout.num_slots, fragment.first_row, entries["num_rows"]
     stops, ends = entries["stops"], entries["ends"]
     _check_array("stops", stops, np.int64, (slots,), first, first + rows)
@@ -339,6 +344,11 @@ def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any]) -> None:
         raise _wrong("clock goes back, expected vector steps in their order")
     _check_array("ends", ends, np.int64, (len(ends), 3), 0, MOST)
     fragment.ends = {(row, slot): step for row, slot, step in ends.tolist()}
+    if (early := entries.get("early")) is not None:
+        _check_array("early", early, np.float64, (len(early), 3))
+        if not np.isfinite(early).all() or ((early[:, :2] < [1, 0]) | (early[:, :2] > [last, slots - 1])).any():
+            raise _wrong(f"early is {told_of(early)}, expected vector steps up to {last}, agent slots, and rewards")
+        fragment.early = [(int(vector_step), int(slot), reward) for vector_step, slot, reward in early.tolist()]
 
 
 def _restore_modules(fragment: AgentFragment, entries: Mapping[str, Any], ids: EpisodeIds) -> None:

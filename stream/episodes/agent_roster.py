@@ -115,12 +115,14 @@ class AgentRoster:
                 del self.timelines[agent_id]
 
     def _begin(self, agent_id: Any, share: AgentShare, begin: BeginEpisode) -> None:
-        """Take an agent's first observation; if it is also the last one, the agent is left out."""
-        if share.ended:
-            return
-        awaited = self.awaited.pop(agent_id, AwaitedAgent())
+        """Take an agent's first observation; if it is also the last one, the agent is left out but for its rewards."""
+        awaited = self.awaited.get(agent_id, AwaitedAgent())
         if share.reward is not NOTHING:
             awaited.received[self.env_t - 1] = share.reward
+        if share.ended:
+            self._await(agent_id, awaited.received, awaited.t_started)
+            return
+        self.awaited.pop(agent_id, None)
         episode = begin(agent_id, share, awaited.t_started)
         if self.is_numpy:
             episode.to_numpy()
@@ -171,7 +173,8 @@ class AgentRoster:
                 if agent_id in timelines:
                     timelines[agent_id] = _joined(timelines[agent_id], tail)
                 else:
-                    received = self.awaited[agent_id].received if agent_id in self.awaited else {}
+                    before = self.awaited[agent_id].received if agent_id in self.awaited else {}
+                    received = _continued(before, tail.received, other.env_t_started)
                     timelines[agent_id] = _begun_by(tail, received, as_arrays=self.is_numpy)
         awaited = {agent_id: each for agent_id, each in self.awaited.items() if agent_id not in timelines}
         for agent_id, more in copy.deepcopy(other.awaited).items():
@@ -179,7 +182,7 @@ class AgentRoster:
                 timelines[agent_id] = timelines[agent_id].with_received(more.received)
             else:
                 before = awaited[agent_id].received if agent_id in awaited else {}
-                awaited[agent_id] = AwaitedAgent(merged(before, more.received), more.t_started)
+                awaited[agent_id] = AwaitedAgent(_continued(before, more.received, other.env_t_started), more.t_started)
         return AgentRoster(self.env_t_started, other.env_t, self.lookback, timelines, awaited)
 
     def _await(self, agent_id: Any, received: Received, t_started: int) -> None:
@@ -210,6 +213,11 @@ class AgentRoster:
         )
 
 
+def _continued(before: Received, after: Received, seam: int) -> Received:
+    """The rewards of an awaited agent in two chunks; those of before the seam may be in the second as well, summed."""
+    return dict(after) if any(env_step < seam for env_step in after) else merged(before, after)
+
+
 def _joined(head: AgentTimeline, tail: AgentTimeline) -> AgentTimeline:
     """Both timelines together, with the lookback of `head`. The first observation of `tail` answers a pending action.
 
@@ -237,7 +245,7 @@ def _joined(head: AgentTimeline, tail: AgentTimeline) -> AgentTimeline:
 
 
 def _begun_by(tail: AgentTimeline, received: Received, *, as_arrays: bool) -> AgentTimeline:
-    """A new timeline with the current data of `tail`, and the rewards that the agent `received` before."""
+    """A new timeline with the current data of `tail`, and the rewards that the agent `received`."""
     begin, theirs = tail.lookback, tail.episode
     episode = SingleAgentEpisode(
         theirs.id_,
@@ -253,7 +261,7 @@ def _begun_by(tail: AgentTimeline, received: Received, *, as_arrays: bool) -> Ag
     episode.concat_episode(theirs)
     if as_arrays:
         episode.to_numpy()
-    return AgentTimeline(episode, tail.observed_at[begin:], tail.pending, merged(received, tail.received))
+    return AgentTimeline(episode, tail.observed_at[begin:], tail.pending, received)
 
 
 def _shallow_copy(episode: SingleAgentEpisode) -> SingleAgentEpisode:

@@ -52,6 +52,9 @@ class AgentFragment(Fragment):
         received     f32[S]          reward received since that action
         serves       i16[S]          index in `module_ids` of the module that serves the slot at the end
         ends         (row, slot) of an episode's last step -> vector step of its end
+        early        (vector step, slot, reward) of rewards that agents got before they had an observation in the
+                     environment's episode, in the order of time. Those of agents that still had none at the beginning
+                     of the fragment are there from the episode's beginning on
         parents      (slot, number of its episode) -> id of the multi-agent episode
         outputs      module id -> extra outputs, name -> column: the outputs that all modules with the id have
                      alike. Columns of other modules have zeros in its rows. An output with another type than
@@ -65,6 +68,7 @@ class AgentFragment(Fragment):
         self.part, self.clock, self.module_of = part, clock, module_of
         rows, slots = self.first_row + self.num_rows, self.layout.num_slots
         self.ends: dict[tuple[int, int], int] = {}
+        self.early: list[tuple[int, int, float]] = []
         self.parents: Mapping[tuple[int, int], str] = {}
         self.module_ids: Sequence[Any] = ()
         self.outputs: Mapping[Any, Mapping[str, str]] = {}

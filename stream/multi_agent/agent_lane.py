@@ -57,6 +57,7 @@ class AgentLane(AgentLaneRows):
         self._is_assigned = np.zeros(slots, np.bool_)
         self._waits = np.zeros(slots, np.bool_)  # slots that acted and have no observation since
         self._received = np.zeros(slots, np.float32)  # rewards of slots that wait
+        self._begun_at = np.full(slots, -1)  # vector step of the first observation of the slot's newest episode
         self._fresh = np.zeros(slots, np.bool_)  # `acting` as a mask
         self._raw: Column | None = None  # newest observations in one row, if pieces change their type
         self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
@@ -70,7 +71,7 @@ class AgentLane(AgentLaneRows):
         """Write the first observations of episodes."""
         slots, observations = observed
         slots = self.everyone if slots is None else slots
-        self._begin(slots)
+        self._begin(slots, vector_step)
         self._take(slots, observations, vector_step)
         self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
 
@@ -264,16 +265,32 @@ class AgentLane(AgentLaneRows):
         """The reward of a waiting slot since its action."""
         return np.float32(self._received[slot])
 
-    def cut(self) -> AgentFragment:
-        """Return the fragment, read-only, and begin the next one with the last H steps of every slot."""
+    def cut(self, started: NDArray[np.int64]) -> AgentFragment:
+        """Return the fragment, read-only, and begin the next one with the last H steps of every slot.
+
+        started    i64[N]  vector steps at which the environments' ongoing episodes began
+        """
         old = self._turn_over(are_written=self._raw is None)
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self._waits & ~self._fresh, self._received.copy()
         old.seal_at(self.at.copy())
         self.at[:] = self._row = self.layout.lookback
+        if old.early:
+            self.fragment.early = self._early_so_far(old.early, started)
         return old
 
     # Inside
+
+    def _early_so_far(
+        self, early: Sequence[tuple[int, int, float]], started: NDArray[np.int64]
+    ) -> list[tuple[int, int, float]]:
+        """The early rewards of slots without an observation in the ongoing episode, one sum for each slot."""
+        sums: dict[int, tuple[int, float]] = {}
+        for vector_step, slot, reward in early:
+            begin = started[slot // len(self.part.agents)]
+            if vector_step > begin > self._begun_at[slot]:
+                sums[slot] = vector_step, sums.get(slot, (0, 0.0))[1] + reward
+        return [(vector_step, slot, reward) for slot, (vector_step, reward) in sums.items()]
 
     def _record_all(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
         """Write a step after which all slots have an observation, and before which all acted."""
@@ -301,6 +318,8 @@ class AgentLane(AgentLaneRows):
         place = np.full(self.layout.num_slots, -1)  # index of each slot in `slots`; -1: it has no observation
         place[slots] = np.arange(len(slots))
         np.add(self._received, step.rewards, out=self._received, where=self._waits)
+        for slot in np.flatnonzero(step.rewards * ~self._waits).tolist():
+            self.fragment.early.append((vector_step, slot, float(step.rewards[slot])))
         closed = np.flatnonzero(self._waits & ((place >= 0) | done))
         self._close(closed, step)
         ended = closed[done[closed]]
@@ -315,7 +334,7 @@ class AgentLane(AgentLaneRows):
             observations = map_tree(lambda leaf: leaf[place[going]], observations)
         new = going[~self.lives[going]]
         if len(new):
-            self._begin(new)
+            self._begin(new, vector_step)
         self._take(going, observations, vector_step)
 
     def _close(self, slots: Slots, step: PartStep) -> None:
@@ -348,9 +367,10 @@ class AgentLane(AgentLaneRows):
         self.episode_number[slots] += 1
         self.lives[slots] = False
 
-    def _begin(self, slots: Slots) -> None:
+    def _begin(self, slots: Slots, vector_step: int) -> None:
         """Begin episodes of these slots in the rows where they stand."""
         self.lives[slots] = True
+        self._begun_at[slots] = vector_step
         self.episode_start[slots] = self.at[slots]
         new = slots[self.at[slots] == self.layout.lookback]  # slots without an episode in the fragment so far
         self.fragment.episode_start[new] = self.layout.lookback

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from rollflow.stream.data.errors import EpisodeError
-from rollflow.stream.episodes.agent_roster import AgentRoster
-from rollflow.stream.episodes.agent_timeline import AgentTimeline
+from rollflow.stream.episodes.agent_roster import AgentRoster, AwaitedAgent
+from rollflow.stream.episodes.agent_timeline import AgentTimeline, merged
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
@@ -60,10 +60,11 @@ def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> Sealed
         for agent, timeline in _sealed_timelines(fragment, part, env, nth, started, stop)
     }
     parts = [part.part for part in fragment.parts]
+    awaited = _awaited(fragment.parts, env, started, stop, timelines)
     episode = SealedMultiAgentEpisode(fragment.episode_id(*key), **_options(parts, timelines))
     episode.custom_data.update(fragment.custom_data.get(key, {}))
     episode.lane = fragment.lane
-    return _placed(episode, clock, env, nth, stop, timelines)
+    return _placed(episode, clock, env, nth, stop, timelines, awaited)
 
 
 def live_episode(lane: "MultiAgentLane", env: int, *, has_ended: bool) -> LiveMultiAgentEpisode:
@@ -77,10 +78,11 @@ def live_episode(lane: "MultiAgentLane", env: int, *, has_ended: bool) -> LiveMu
         for agent, timeline in _live_timelines(part, env, started, now, has_ended=has_ended)
     }
     parts = [part.part for part in lane.parts]
+    awaited = _awaited([part.fragment for part in lane.parts], env, started, now, timelines)
     episode = LiveMultiAgentEpisode(lane.episode_ids(*key), **_options(parts, timelines))
     episode.custom_data = lane.custom_data.setdefault(key, {})
     episode.lane = lane.index
-    return _placed(episode, clock, env, nth, now, timelines)
+    return _placed(episode, clock, env, nth, now, timelines, awaited)
 
 
 def _options(parts: Sequence["AgentPart"], timelines: Mapping[Any, AgentTimeline]) -> dict[str, Any]:
@@ -93,7 +95,33 @@ def _options(parts: Sequence["AgentPart"], timelines: Mapping[Any, AgentTimeline
     }
 
 
-def _placed(episode: E, clock: "EnvClock", env: int, nth: int, stop: int, timelines: dict[Any, AgentTimeline]) -> E:
+def _awaited(
+    parts: Sequence["AgentFragment"], env: int, started: int, stop: int, timelines: Mapping[Any, AgentTimeline]
+) -> dict[Any, AwaitedAgent]:
+    """Give timelines the rewards before their first observations; those of agents without an observation so far.
+
+    started, stop    vector steps between which the episode is
+    """
+    awaited: dict[Any, AwaitedAgent] = {}
+    for part in parts:
+        agents = part.part.agents
+        for vector_step, slot, reward in part.early:
+            if slot // len(agents) == env and started < vector_step <= stop:
+                agent = agents[slot % len(agents)]
+                early = timelines.get(agent) or awaited.setdefault(agent, AwaitedAgent())
+                early.received = merged({vector_step - 1 - started: np.float32(reward)}, early.received)
+    return awaited
+
+
+def _placed(
+    episode: E,
+    clock: "EnvClock",
+    env: int,
+    nth: int,
+    stop: int,
+    timelines: dict[Any, AgentTimeline],
+    awaited: dict[Any, AwaitedAgent],
+) -> E:
     """Give an episode its agents, its place on the clock of env steps, and its end; return it.
 
     stop    vector step at which it ends
@@ -101,7 +129,7 @@ def _placed(episode: E, clock: "EnvClock", env: int, nth: int, stop: int, timeli
     started = clock.start(env, nth)
     begin = max(clock.first, started) - started
     oldest = min((timeline.observed_at[0] for timeline in timelines.values()), default=begin)
-    episode._roster = AgentRoster(begin, stop - started, max(0, begin - oldest), timelines)
+    episode._roster = AgentRoster(begin, stop - started, max(0, begin - oldest), timelines, awaited)
     episode._is_reset = True
     episode.slot = env
     end = clock.end_of(env, nth)

@@ -180,7 +180,7 @@ class MultiAgentLane:
         custom_data, going = copy.deepcopy(self.custom_data), set(enumerate(self.clock.numbers.tolist()))
         self.custom_data = {key: data for key, data in self.custom_data.items() if key in going}
         self.sequence += 1
-        parts = [lane.cut() for lane in self.parts]
+        parts = [lane.cut(self.clock.started) for lane in self.parts]
         self._drop_removed()
         return MultiAgentFragment(
             self.index,

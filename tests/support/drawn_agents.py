@@ -120,6 +120,7 @@ def assert_alike(some: list[MultiAgentFragment], others: list[MultiAgentFragment
             assert (mine.id_, mine.env_t_started, mine.env_t) == (theirs.id_, theirs.env_t_started, theirs.env_t)
             assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
             assert mine.agent_ids == theirs.agent_ids
+            assert mine.get_return(include_hanging_rewards=True) == theirs.get_return(include_hanging_rewards=True)
             assert mine.get_infos(return_list=True) == theirs.get_infos(return_list=True)
         assert one.module_ids == other.module_ids
         for module_id in one.module_ids:

@@ -72,7 +72,8 @@ def assert_same_episodes(one: MultiAgentEpisode, other: MultiAgentEpisode, lookb
     assert one.get_agents_that_stepped() == other.get_agents_that_stepped()
     assert one.get_agents_to_act() == other.get_agents_to_act()
     assert one.agent_steps() == other.agent_steps()
-    assert one.get_return(include_hanging_rewards=False) == other.get_return(include_hanging_rewards=False)
+    for hanging in (False, True):
+        assert one.get_return(include_hanging_rewards=hanging) == other.get_return(include_hanging_rewards=hanging)
     for agent, mine in one.agent_episodes.items():
         theirs = other.agent_episodes[agent]
         assert (mine.t_started, mine.t, mine.is_terminated, mine.is_truncated) == (
@@ -104,6 +105,23 @@ def test_chunks_are_the_episodes_that_were_built_by_hand(drawn: Drawn, count: in
         assert not missing
         for mine, theirs in zip(by_env[env.slot], by_hand, strict=True):
             assert_same_episodes(mine, theirs.to_numpy(), drawn.lookback)
+
+
+@few
+@given(drawn_settings, COUNT)
+def test_returns_are_all_rewards_that_the_environment_gave(drawn: Drawn, count: int) -> None:
+    """Also those of agents that had no observation yet, or never get one, or get their first one as they end."""
+    envs, rollout = made(drawn)
+    finished: dict[int, list[float]] = {env.slot: [] for env in envs}
+    per_lane = [len(each) for each in np.array_split(range(drawn.envs), drawn.lanes)]
+    rollout.on_episode(lambda ended: finished[sum(per_lane[: ended.lane]) + ended.slot].append(ended.episode_return))
+    run(rollout, count)
+    for env in envs:
+        given: dict[int, float] = {}
+        for told in env.log:
+            given[told.episode] = given.get(told.episode, 0.0) + sum(told.rewards.values())
+        assert finished[env.slot] == [given[episode] for episode in range(len(finished[env.slot]))]
+    assert rollout.returns.count == sum(map(len, finished.values()))
 
 
 @few
