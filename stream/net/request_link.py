@@ -115,7 +115,7 @@ class RequestLink:
                 self._impatient.add(request.number)
             self._send(request)
         try:
-            return future.result(_left(until))
+            return self._answer(future, until)
         except (TimeoutError, LinkLostError) as error:
             with self.changed:
                 self.session.drop(request.number)
@@ -150,8 +150,7 @@ class RequestLink:
             if patience.is_over:
                 raise self._unanswered()
             self.changed.wait(patience.left)
-            if patience.is_long:
-                logger.warning("waiting for %.0f s: %s", patience.waited_s, self._server("is away"))
+            self._remind(patience)
 
     def close(self) -> None:
         """Say goodbye; requests under way raise `closed`."""
@@ -176,6 +175,23 @@ class RequestLink:
         self.loop.peers.write(peer)
         if peer.transport.waits_to_write or not peer.connection.is_open:
             self.loop.wakeup.ring()
+
+    def _answer(self, future: Future[wire.AnyAnswer], until: float) -> wire.AnyAnswer:
+        """The answer that a future gets, with log lines while it does not come. Raises TimeoutError at a time."""
+        patience = WaitReminder(until - monotonic())
+        while True:
+            try:
+                return future.result(min(patience.left, _left(until)))
+            except TimeoutError:
+                if future.done() or patience.is_over:
+                    raise
+                self._remind(patience)
+
+    def _remind(self, patience: WaitReminder) -> None:
+        """Log that the server is waited for, where that is due."""
+        if patience.is_long:
+            state = "has not answered yet" if self.is_connected else "is away"
+            logger.warning("waiting for %.0f s: %s", patience.waited_s, self._server(state))
 
     def _unanswered(self) -> Exception:
         return self._target.unanswered(self._server(f"has not answered within {self._patience:g} s"))

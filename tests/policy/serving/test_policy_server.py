@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from held_envs import await_that
 from mpe2 import simple_spread_v3
 from remote_hosts import BrokenWire
 from served_policies import ACTIONS, Echo, Held, Sums, policy_of
@@ -35,6 +36,7 @@ from rollflow.policy.serving.request import (
     UnknownPolicyError,
 )
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.net import backoff
 from rollflow.stream.wire import (
     Act,
     Acted,
@@ -434,6 +436,18 @@ def test_a_server_that_is_frozen_under_load_goes_on_with_every_session() -> None
             assert [each.result(120)[0] for each in ran] == [0] * 8
     finally:
         server.end()
+
+
+def test_a_client_whose_server_stands_still_says_so_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backoff, "FIRST_WORD_S", 0.01)
+    held = Held(policy_of(Echo))
+    with served(held) as (_, server), client_of(server.address) as client, ThreadPoolExecutor(1) as pool:
+        acted = pool.submit(client.act, [3, 0])
+        await_that(lambda: "has not answered yet" in caplog.text)
+        held.go.release(10)
+        acted.result()
 
 
 @contextmanager

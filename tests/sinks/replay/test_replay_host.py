@@ -24,6 +24,7 @@ from leftovers import held_here
 from rollflow.cli.main import main
 from rollflow.nodes import Rollout
 from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, ReplayClient, ReplayHost, SamplesPerInsert, feed
+from rollflow.sinks.replay.sample_server import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net import backoff
@@ -279,6 +280,32 @@ def test_a_client_whose_host_is_away_says_so_in_the_log(
     with ReplayClient(f"unix:{tmp_path}/nobody", timeout=0.3) as client, pytest.raises(ReplayError, match="answered"):
         client.sample()
     assert f"waiting for 0 s: the replay host at unix:{tmp_path}/nobody is away" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.publish(weights(0)),
+        lambda client: client.report(),
+        lambda client: client.update_priorities([], []),
+    ],
+    ids=["publish", "report", "update_priorities"],
+)
+def test_a_client_whose_host_stands_still_says_so_in_the_log(
+    call: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backoff, "FIRST_WORD_S", 0.01)
+    called = SampleServer._called
+
+    async def stand_still(self: SampleServer, client: Any, query: Any) -> Any:
+        await_that(lambda: "has not answered yet" in caplog.text)
+        return await called(self, client, query)
+
+    monkeypatch.setattr(SampleServer, "_called", stand_still)
+    replay = Replay(64, sampler=Prioritized())
+    with serving(replay, tmp_path) as host, client_of(host) as client:
+        call(client)
+        assert f"waiting for 0 s: the replay host at {host.trainers} has not answered yet" in caplog.text
 
 
 def test_what_is_no_replay_is_refused(tmp_path: Path) -> None:
