@@ -182,7 +182,8 @@ class LaneSource(abc.ABC):
         elif lane >= 0:
             yield Wait(name, "call", "is in step()", where=f"lane {lane}", remedy=remedy)
         if resets >= 0:
-            yield Wait(name, "call", "is in reset()", where=f"lane {resets}", limit="reset", remedy=remedy)
+            calls = int(lane >= 0 and self.lanes[lane - self._first_lane].has_begun_again)
+            yield Wait(name, "call", "is in reset()", where=f"lane {resets}", limit="reset", remedy=remedy, calls=calls)
 
     def tell_resets(self, turns: Sequence[Turn]) -> list[bool]:
         """Have each lane's function called when a reset within a step begins, and when it has ended.

@@ -73,6 +73,11 @@ class LaneRows:
         return self.row == self._first_row
 
     @property
+    def has_begun_again(self) -> bool:
+        """True if a slot's first episode was followed by another."""
+        return bool(self.episode_number.any())
+
+    @property
     def sequence(self) -> int:
         """Number of the current fragment."""
         return self.fragment.sequence

@@ -1,6 +1,8 @@
 """RunDoctor: the stall doctor of a run on an event loop."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from rollflow.stream.data.errors import StallError
 from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.doctor.stacks import debugged, stack_lines, stack_of_thread
-from rollflow.stream.doctor.waits import Look, Sign
+from rollflow.stream.doctor.waits import Look, Sign, Wait
 from rollflow.stream.doctor.watcher import Watcher
 from rollflow.stream.graph.looks import look_of_run
 from rollflow.stream.graph.meter import clock
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from rollflow.stream.graph.run import Run
 
 _LOOKS = 3  # that find no sign of life: one alone may come late itself
+_LOOP = "the event loop"
 _REMEDY = "all its tasks stand still; await there, or do it in a thread, by anyio.to_thread.run_sync"
 
 
@@ -47,10 +50,12 @@ class RunDoctor:
         self._error: StallError | None = None
         self._asked, self._answered = 1, 0  # signs of life of the event loop; the first is that it begins
         self._asked_at, self._looks = 0, 0  # when it was asked for the last one, in ns, and looks since then
+        self._looked_at = 0  # when the last of these was, in ns
+        self._holders: list[str] = []  # asynchronous nodes that ran at that look
 
     def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Begin, with the run's tasks. In the event loop."""
-        if self._rules.on_stall == "raise" or (self._watches and self._rules.after is not None):
+        if self._rules.after is not None:
             self._bell = Wakeup()
             tasks.start_soon(self._answer, self._bell)
         self._tracing.begin(self.trace_to)
@@ -68,7 +73,11 @@ class RunDoctor:
 
     def look(self) -> Look | None:
         """What every task does right now; None: the run has ended."""
-        return None if self._run.has_ended else look_of_run(self._run)
+        if self._run.has_ended:
+            return None
+        self._listen()
+        look = look_of_run(self._run)
+        return self._behind_loop(look) if self._looks > 1 else look
 
     def signs(self) -> Sequence[Sign]:
         """Silent faults of composite nodes, and of the event loop."""
@@ -110,28 +119,59 @@ class RunDoctor:
         wholes = self._run.graph.wholes.items()
         return [(prefix.rstrip("/"), whole) for prefix, whole in wholes if hasattr(whole, method)]
 
-    def _signs_of_loop(self) -> Iterator[Sign]:
-        """Code that holds up the event loop, which gives no sign of life then; asks it for the next one.
+    def _listen(self) -> None:
+        """Count a look at which the event loop has given no sign of life; ask it for the next one where it has.
 
-        Nodes that are functions, and a reader that works, may do that: those who wait for them are watched for stalls.
+        Nodes that are functions, and a reader that works, may hold it up: those who wait for them are watched for
+        stalls.
         """
         now, run = clock(), self._run
-        running = [name for name, at in run.at.copy().items() if getattr(at, "cr_running", False)]
-        may_hold = any(chain.mark[1] >= 0 for chain in run.chains) or (
-            bool(run.graph.outputs) and not running and not run.caller.is_waiting
-        )
-        if self._bell is None or may_hold or self._answered in (0, self._asked):
-            self._asked_at, self._looks = now, 0
-            if self._bell is not None and self._answered == self._asked:
-                self._asked += 1
-                self._bell.ring()
+        if self._bell is None or now - self._looked_at < self._rules.look_s * 5e8:  # another thread's diagnosis
             return
-        self._looks += 1
-        held_s = (now - self._asked_at) / 1e9
+        self._looked_at = now
+        self._holders = [name for name, at in run.at.copy().items() if getattr(at, "cr_running", False)]
+        may_hold = any(chain.mark[1] >= 0 for chain in run.chains) or (
+            bool(run.graph.outputs) and not self._holders and not run.caller.is_waiting
+        )
+        if not may_hold and self._answered not in (0, self._asked):
+            self._looks += 1
+            return
+        self._asked_at, self._looks = now, 0
+        if self._answered == self._asked:
+            self._asked += 1
+            self._bell.ring()
+
+    @property
+    def _holder(self) -> str:
+        """What holds up the event loop, in words."""
+        return ", ".join(self._holders) or "a task or a callback"
+
+    def _behind_loop(self, look: Look) -> Look:
+        """The look of a run whose event loop is held up: whoever waits at an exit waits for that."""
+        held = Wait(
+            _LOOP,
+            "call",
+            f"is held up by {self._holder}",
+            mark=self._asked_at,
+            age_s=(clock() - self._asked_at) / 1e9,
+            calls=self._answered,
+            remedy=_REMEDY,
+            stack=partial(stack_of_thread, self._run.thread),
+        )
+        behind = {
+            each.party: replace(look.waits[each.party], on=(_LOOP,))
+            for each in look.exits
+            if each.waits and look.waits[each.party].kind == "waits"
+        }
+        return replace(look, waits={**look.waits, **behind, _LOOP: held})
+
+    def _signs_of_loop(self) -> Iterator[Sign]:
+        """Code that holds up the event loop."""
+        held_s = (clock() - self._asked_at) / 1e9
         if self._looks >= _LOOKS and self._rules.after is not None and held_s >= self._rules.after / 2:
-            stack = stack_of_thread(run.thread)
+            stack = stack_of_thread(self._run.thread)
             if not debugged([stack]):
-                text = f"{', '.join(running) or 'a task or a callback'} holds up the event loop since {held_s:.1f} s"
+                text = f"{self._holder} holds up the event loop since {held_s:.1f} s"
                 yield Sign("event loop", "\n".join([f"{text}: {_REMEDY}", *stack_lines(stack)]))
 
     async def _answer(self, bell: Wakeup) -> None:

@@ -165,6 +165,11 @@ class MultiAgentLane:
         return self.vector_steps == self.clock.first
 
     @property
+    def has_begun_again(self) -> bool:
+        """True if an environment's first episode was followed by another."""
+        return bool(self.clock.ends) or bool(self.clock.numbers.any())
+
+    @property
     def num_steps(self) -> int:
         """Agent steps recorded since the first reset."""
         return sum(lane.num_steps for lane in self.parts)

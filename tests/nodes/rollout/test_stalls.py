@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import held_envs
 import pytest
 from doctor_clock import Looking
-from held_envs import LONGEST_S, Held, await_held, let_go
+from held_envs import LONGEST_S, Held, await_held, await_that, let_go
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import OPTIONS, await_blocker, await_end_of, being_read, line_of
@@ -88,6 +89,17 @@ def test_a_first_reset_within_a_step_has_half_a_minute_too(place: str, tmp_path:
         text = looking.until_told(8.0)
         assert re.search(PLACES[place] + r" is in reset\(\) since", text), text
         assert line_of(Held.reset, "self._wait()") in text
+
+
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "processes"])
+def test_a_later_reset_is_named_after_the_time_of_any_call(place: str, tmp_path: Path) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(3, 3), resets=[2])
+    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **OPTIONS, **ANYWHERE[place])
+    with being_read(rollout, lambda: let_go(tmp_path, 0)):
+        await_held(tmp_path, 0)
+        await_blocker(rollout, "env", calls=1)
+        text = Looking(rollout._doctor).until_told(6.5)
+        assert re.search(PLACES[place] + r" is in reset\(\) since 5", text), text
 
 
 class Locked(NumberedModule):
@@ -362,3 +374,58 @@ def test_a_step_of_several_agents_that_hangs_is_named(place: str) -> None:
         text = Looking(rollout._doctor).until_told(6.5)
         assert re.search(PLACES[place] + r" is in step\(\) since 5\.", text), text
         assert f"  at {line_of(HeldAgents.step, 'goes.wait')} in HeldAgents.step" in text
+
+
+class ResettingAgents(NumberedAgents):
+    """Stands still in its third reset."""
+
+    resets = 0
+    hangs, goes = threading.Event(), threading.Event()
+
+    def reset(self, *args: Any, **kwargs: Any) -> Any:
+        self.resets += 1
+        if self.resets == 3:
+            self.hangs.set()
+            self.goes.wait(LONGEST_S)
+        return super().reset(*args, **kwargs)
+
+
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads"])
+def test_a_later_reset_of_several_agents_is_named_after_the_time_of_any_call(place: str) -> None:
+    ResettingAgents.hangs, ResettingAgents.goes = threading.Event(), threading.Event()
+    options = OPTIONS | {"fragment_length": 256}
+    rollout = MultiAgentRollout(lambda: ResettingAgents(0, nested=0), module=RandomModule, **options, **ANYWHERE[place])
+    with being_read(rollout, ResettingAgents.goes.set):
+        assert ResettingAgents.hangs.wait(LONGEST_S)
+        await_blocker(rollout, "env", calls=1)
+        text = Looking(rollout._doctor).until_told(6.5)
+        assert re.search(PLACES[place] + r" is in reset\(\) since 5", text), text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("place", ["inline", "threads", "rollouts"])
+async def test_another_task_that_holds_up_the_event_loop_of_a_rollout_is_named(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = OPTIONS | {"num_fragments": None, "stall_after": 0.2}
+    rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **options, **ANYWHERE[place])
+
+    async def holds() -> None:
+        run = rollout._async_drive.run
+        while not (run["fragments"].is_awaited and run.doctor._answered):
+            await anyio.lowlevel.checkpoint()
+        await_that(lambda: "no fragment for" in caplog.text)
+
+    async with rollout, anyio.create_task_group() as tasks:
+        fragments = rollout.fragments()
+        await anext(fragments)
+        tasks.start_soon(holds)
+        while "no fragment for" not in caplog.text:
+            await anext(fragments)
+    [text] = [record.getMessage() for record in caplog.records if "no fragment for" in record.getMessage()]
+    first, *more = text.splitlines()
+    assert re.search(
+        r"the event loop is held up by a task or a callback since \d\.\d s; the reader waits for it", first
+    )
+    assert any(line_of(holds, "await_that(") in line for line in more), text
+    assert "await there, or do it in a thread" in more[-1]

@@ -154,3 +154,33 @@ async def test_functions_and_readers_that_take_their_time_are_not_said_to_hold_u
             async for number in run["out"]:
                 await read(0 if read is anyio.sleep else number)
     assert "event loop" not in caplog.text
+
+
+async def test_a_callback_that_holds_up_the_event_loop_is_what_a_stalled_run_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And not a node whose results wait in a thread."""
+    is_held, told = threading.Event(), "; the reader waits for it"
+
+    def in_thread(number: int) -> int:
+        is_held.wait(LONGEST_S)
+        return number
+
+    async def callback() -> None:
+        while not (run["out"].is_awaited and run.doctor._answered):
+            await anyio.lowlevel.checkpoint()
+        is_held.set()
+        await_that(lambda: told in caplog.text)
+
+    graph = Graph()
+    graph.add(numbers=numbers)
+    graph.add_node("node", in_thread, where="thread")
+    graph.connect("numbers", "node", capacity=1)
+    graph.output("out", "node")
+    async with graph.run(stall_after=0.2) as run, anyio.create_task_group() as tasks:
+        tasks.start_soon(callback)
+        async for _ in run["out"]:
+            pass
+    [text] = [record.getMessage() for record in caplog.records if told in record.getMessage()]
+    assert "the event loop is held up by a task or a callback since " in text
+    assert line_of(callback, "await_that(") in text
