@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from threading import get_ident
 from typing import Any
@@ -20,6 +21,14 @@ from rollflow.stream.traces.fragment_trace import FragmentTrace
 _MOST_LANES = 1 << 16  # where others may come
 
 
+@dataclass(frozen=True, slots=True)
+class NoFragment:
+    """Word in place of a fragment that a lane, gone for good or absent, does not give, or not now."""
+
+    index: int
+    is_set_aside: bool = True  # it does not go on round the ring
+
+
 class LaneListener:
     """Listener that environments tell of lanes lost, come and gone, in the thread that the graph runs in.
 
@@ -34,6 +43,12 @@ class LaneListener:
 
     def lane_left(self, lane: Any, was_the_last: bool) -> None:
         """Take note of a lane that has left, before it circulates for the last time."""
+
+    def lane_absent(self, lane: Any) -> None:
+        """Take note of a lane whose host is away, for as long as others are there."""
+
+    def lane_back(self, lane: Any) -> None:
+        """Take note of a lane that is absent no more: its host is back, or has left, or there are no others."""
 
 
 class LaneSource(abc.ABC):

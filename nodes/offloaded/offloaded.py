@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.lane_source import LaneSource, NoFragment
 from rollflow.nodes.offloaded.replica import Published, Replica
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.stream.data.loss_ledger import Ledger
@@ -143,7 +143,9 @@ class Emitter:
         """Take a lane that has done its turn, or takes its first."""
         return EmitterOutput(*self._parted(turns))
 
-    def _parted(self, lane: TurnToken) -> tuple[TurnToken | None, Any]:
+    def _parted(self, lane: TurnToken | NoFragment) -> tuple[TurnToken | None, Any]:
+        if isinstance(lane, NoFragment):
+            return None, self._relay.lane_absent(lane)
         fragment = lane.fragment
         if fragment is not None:
             self._ledger.cut(fragment)

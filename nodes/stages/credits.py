@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollflow.nodes.env.lane_source import LaneListener, LaneSource
-from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds, NoFragment
+from rollflow.nodes.env.lane_source import LaneListener, LaneSource, NoFragment
+from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.gate import Gate
@@ -27,6 +28,20 @@ class CreditedLane(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class AbsentLane:
+    """Credits of a lane that is absent.
+
+    begun       1 if it has begun a fragment, whose credit it does not hold for now
+    in_round    of its fragments that the reader has or is about to get
+    taken       that were taken away
+    """
+
+    begun: int
+    in_round: int
+    taken: int
+
+
 class FragmentCredits:
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
@@ -41,6 +56,8 @@ class FragmentCredits:
         self._yet_to_begin = set(first)
         self._begun = 0
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
+        self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
+        self._absent: dict[int, AbsentLane] = {}
         self._changed: Callable[[], None] = nobody
 
     def admits(self, lane: CreditedLane) -> bool:
@@ -52,7 +69,10 @@ class FragmentCredits:
             return True
         if self._begun >= self.limit or (self._yet_to_begin and lane.index in self._begun_by):
             return False
+        if lane.index in self._absent:
+            return False
         self._begun += 1
+        self._held[lane.index] += 1
         self._begun_by[lane.index] = fragment
         self.wait_no_more(lane.index)
         return True
@@ -74,7 +94,30 @@ class FragmentCredits:
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
         self._begun -= len(lanes)
+        self._held.subtract(lanes)
+        for absent in filter(None, map(self._absent.get, lanes)) if self._absent else ():
+            if absent.in_round:
+                absent.in_round -= 1
+                absent.taken += 1
+                self.add(-1)
         self._changed()
+
+    def lane_absent(self, lane: CreditedLane, fragments: int) -> None:
+        """Take the credits away that a lane has brought, until it is back, and have it begin no fragment.
+
+        Those of fragments that the reader has, or is about to get, are taken once the reader is done with them.
+        """
+        begun = int(self._begun_by.get(lane.index) == lane.sequence)
+        in_round = min(self._held[lane.index] - begun, fragments)
+        self._absent[lane.index] = AbsentLane(begun, in_round, fragments - in_round)
+        self._begun -= begun
+        self.add(in_round - fragments)
+
+    def lane_back(self, lane: CreditedLane) -> None:
+        """Give a lane that was absent its credits again."""
+        absent = self._absent.pop(lane.index)
+        self._begun += absent.begun
+        self.add(absent.taken)
 
     def add(self, fragments: int) -> None:
         """Raise the limit by so many fragments, or lower it. In the thread that the graph runs in."""
@@ -106,7 +149,6 @@ class LaneCredits(FragmentCredits):
     def __init__(self, per_lane: int, rounds: FragmentRounds[Any]) -> None:
         super().__init__(None)
         self._per_lane, self._rounds = per_lane, rounds
-        self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
 
     def admits(self, lane: CreditedLane) -> bool:
         """True if the lane may take its next step; the first of a fragment takes a credit of the lane."""
@@ -218,6 +260,10 @@ class GateRelay:
             self.gate.gone(lane, fragments)
         return NoFragment(lane) if last is None and isinstance(self.gate, LaneCredits) else last
 
+    def lane_absent(self, absent: NoFragment) -> NoFragment | None:
+        """The word that a lane is absent, for a reader that may wait for it; None in a graph, where none does."""
+        return absent if isinstance(self.gate, FragmentCredits) else None
+
     def lane_finished(self, lane: int, fragments: int) -> None:
         """Report that a lane has given all its fragments: it is gone where others go on.
 
@@ -263,6 +309,16 @@ class LaneCounts(LaneListener):
         for stage in self._stages:
             stage.expect(int(was_the_last))
         self._rounds.lane_left(was_the_last)
+
+    def lane_absent(self, lane: Any) -> None:
+        """Have rounds go on without a lane whose host is away."""
+        self._credits.lane_absent(lane, self._fragments_per_lane)
+        self._rounds.lane_absent(lane.index)
+
+    def lane_back(self, lane: Any) -> None:
+        """Have rounds wait for a lane again."""
+        self._rounds.lane_back(lane.index)
+        self._credits.lane_back(lane)
 
 
 def credits_of(

@@ -9,6 +9,7 @@ import numpy as np
 from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
+from rollflow.nodes.env.lane_source import NoFragment
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.loss_ledger import Ledger
@@ -76,8 +77,10 @@ class CuttingStage(Generic[L, P]):
         self._lanes[lane.index] = lane
         self._ready[lane.index] = self._result(lane, None)
 
-    def _set_aside(self, lane: L) -> P:
-        """The result for a lane whose environments are gone for good."""
+    def _set_aside(self, lane: L | NoFragment) -> P:
+        """The result for a lane whose environments are gone for good, or for the word that it is absent."""
+        if isinstance(lane, NoFragment):
+            return self._result(None, None if self._relay is None else self._relay.lane_absent(lane))
         self._going -= 1
         was_under_way = self._lanes.pop(lane.index, None) is not None
         self._ready.pop(lane.index, None)

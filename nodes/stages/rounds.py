@@ -2,11 +2,12 @@
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
 from rollflow.nodes.argument_checks import check_flags
+from rollflow.nodes.env.lane_source import NoFragment
 from rollflow.nodes.metrics.fragment_checks import FragmentChecks
 from rollflow.nodes.metrics.hooks import Hooks
 from rollflow.stream.data.errors import RunError
@@ -16,12 +17,6 @@ from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 
 F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")
-
-
-class NoFragment(NamedTuple):
-    """Word in place of a fragment that a lane, gone for good, does not give any more."""
-
-    lane: int
 
 
 class EveryLane:
@@ -101,6 +96,7 @@ class FragmentRounds(Generic[F]):
         self._size = size
         self._lag = lag
         self._returns = returns
+        self._absent: frozenset[int] = frozenset()  # lanes that a round need not wait for
         self._waiting: deque[F] = deque()
         self._taken: list[int] = []  # lanes of the round's fragments, which are not given back
         self._again: list[Any] = []  # what was handed out and is to be handed out again, first of all
@@ -119,7 +115,9 @@ class FragmentRounds(Generic[F]):
     @property
     def is_full(self) -> bool:
         """True if the round has all its fragments."""
-        return len(self._waiting) >= self._size if self.every_lane is None else self.every_lane.are_complete
+        if self.every_lane is not None:
+            return self.every_lane.are_complete
+        return len(self._waiting) >= self._size - len(self._absent.difference(self._taken))
 
     def lane_joined(self, lane: int, fills_a_vacancy: bool) -> None:
         """Have rounds of a lane more; one that fills a vacancy is counted already. From any thread."""
@@ -130,6 +128,14 @@ class FragmentRounds(Generic[F]):
     def lane_left(self, was_the_last: bool) -> None:
         """Have rounds of a fragment less, unless no lane is left: then others are waited for. From any thread."""
         self._size -= int(not was_the_last)
+
+    def lane_absent(self, lane: int) -> None:
+        """Have rounds be full without a fragment of a lane, but for a round of every lane. From any thread."""
+        self._absent |= {lane}
+
+    def lane_back(self, lane: int) -> None:
+        """Have rounds wait for a fragment of a lane again. From any thread."""
+        self._absent -= {lane}
 
     def lane_gone(self, lane: int, fragments: int) -> None:
         """Take note that a lane gives so many fragments in all. From any thread."""

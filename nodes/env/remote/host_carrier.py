@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.lane_source import NoFragment
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.host_waits import asking, wait_for
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import (
     HostAnswered,
+    HostAway,
     HostEvent,
     HostJoined,
     HostLeft,
@@ -286,7 +288,14 @@ class HostCarrier:
             case HostReconnected():  # it has its time again for what it is at
                 for remote in self.lanes_of(event.host):
                     self.supervisor.watch(remote.status)
+                self._part_absent()
+            case HostAway():
+                absent = self._part_absent()
+                if absent:
+                    logger.warning("host %s is away: the others go on, and need not wait for it", event.host.name)
+                yield from absent
             case HostLeft():
+                self._part_absent()
                 yield from self._host_left(event.host, event.reason)
 
     def _answered(self, answer: Answer) -> Iterator[Any]:
@@ -360,6 +369,7 @@ class HostCarrier:
         if remote.status.is_waited:
             self.supervisor.come_back(remote.status)
         remote.has_left = remote.lane.is_set_aside = True
+        self._part_absent()
         is_last = all(each.has_left for each in self.lanes)
         if is_last:
             self._vacancy = HostWait(self.join_timeout)
@@ -368,6 +378,23 @@ class HostCarrier:
             self.supervisor.in_flight += 1  # hosts that may come
         self._node.listener.lane_left(remote.lane, is_last)
         return remote.lane
+
+    def _part_absent(self) -> list[NoFragment]:
+        """Have the reader's rounds go on without the lanes of hosts that are away, as long as others are there.
+
+        Returns a word for a reader that waits for each lane which is absent from now on.
+        """
+        absent = []
+        others = any(each.status.phase is not LanePhase.ASIDE and not each.host.is_away for each in self.lanes)
+        for remote in self.lanes:
+            is_absent = remote.host.is_away and not remote.has_left and others
+            if is_absent and not remote.is_absent:
+                self._node.listener.lane_absent(remote.lane)
+                absent.append(NoFragment(remote.status.index))
+            elif remote.is_absent and not is_absent:
+                self._node.listener.lane_back(remote.lane)
+            remote.is_absent = is_absent
+        return absent
 
     def _check_vacancy(self) -> None:
         if self._vacancy is None:

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter, deque
 
-from rollflow.nodes.env.remote.remote_host import HostEvent, HostJoined, HostLeft, HostReconnected, RemoteHost
+from rollflow.nodes.env.remote.remote_host import HostAway, HostEvent, HostJoined, HostLeft, HostReconnected, RemoteHost
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.wire import GatewayConnection, GatewaySession, Hello
@@ -12,6 +12,7 @@ from rollflow.stream.wire.codec.spaces import read_space
 
 logger = logging.getLogger(__name__)
 
+REDIAL_S = 1.0  # a live host dials at once, and again after 0.1 s
 OTHER_NAME_S = 5.0  # as long as a host pauses at most before it dials again
 # Role of a host -> remote hosts of a rollout that take it, and what such a host is.
 _WANTED = {
@@ -80,7 +81,7 @@ class Registry:
     def take_back(self, host: RemoteHost, connection: GatewayConnection, now: float) -> None:
         """Note that a host has another connection."""
         gone = "" if host.lost_at is None else f" after {now - host.lost_at:.1f} s"
-        host.connection, host.lost_at = connection, None
+        host.connection, host.lost_at, host.is_away = connection, None, False
         self.news.append(HostReconnected(host))
         logger.warning("host %s is connected again%s", host.name, gone)
 
@@ -88,18 +89,23 @@ class Registry:
         """Remove a host that has gone for good, if it is still here."""
         if self.hosts.pop(host.session.token, None) is not None:
             self.machines -= Counter([host.session.hello.machine])
+            host.is_away = False
             logger.warning("host %s has left: %s", host.name, reason)
             self.news.append(HostLeft(host, reason))
 
     def tick(self, now: float, grace_s: float) -> None:
-        """Remove lost hosts that were replaced, or were not back in time; log that the others are awaited."""
+        """Remove lost hosts that were replaced, or were not back in time; tell and log that the others are awaited."""
         self._replace_lost(now)
         for host in self._lost():
             assert host.lost_at is not None
             gone_s = now - host.lost_at
             if gone_s >= grace_s:
                 self.leave(host, f"{host.reason}, and not back within {grace_s:g} s")
-            elif host.reminder.is_due(now):
+                continue
+            if gone_s >= REDIAL_S and not host.is_away:
+                host.is_away = True
+                self.news.append(HostAway(host))
+            if host.reminder.is_due(now):
                 logger.warning(
                     "host %s is lost since %.0f s: %s; waited for %.0f s more (Limits.grace_s), or until another joins",
                     host.name,

@@ -22,6 +22,7 @@ class RemoteHost:
     joined_at     when it was taken in, on the clock `monotonic`
     dialled       the address that it was reached at; None: it dialled itself
     lost_at       since when it has none; None: it has one
+    is_away       whether it has been lost for longer than a live host needs to dial again
     heard_at      when something last came from it, where it is lost
     reason        why it was lost
     reminder      when to log again that it is waited for
@@ -35,6 +36,7 @@ class RemoteHost:
     joined_at: float
     dialled: Dialled | None = None
     lost_at: float | None = None
+    is_away: bool = False
     heard_at: float = field(init=False)
     reason: str = ""
     reminder: Reminder = field(init=False)
@@ -52,6 +54,7 @@ class RemoteLane:
     status      as its supervisor has it
     lane        as it goes round
     has_left    whether it has set out on its last round
+    is_absent   whether the reader's rounds go on without it, since its host is away
     """
 
     status: LaneStatus
@@ -60,6 +63,7 @@ class RemoteLane:
     num_slots: int
     first_slot: int
     has_left: bool = False
+    is_absent: bool = False
 
     @property
     def slots(self) -> str:
@@ -86,6 +90,12 @@ class HostReconnected(NamedTuple):
     host: RemoteHost
 
 
+class HostAway(NamedTuple):
+    """A host that has lost its connection did not dial again at once: its process, or its network, may be gone."""
+
+    host: RemoteHost
+
+
 class HostLeft(NamedTuple):
     """A host has gone for good, its lanes with it."""
 
@@ -107,7 +117,7 @@ class HostShared(NamedTuple):
     message: WeightsShared | WeightsUnread
 
 
-HostEvent = HostProgressed | HostJoined | HostAnswered | HostReconnected | HostLeft | HostShared
+HostEvent = HostProgressed | HostJoined | HostAnswered | HostReconnected | HostAway | HostLeft | HostShared
 
 
 def vectors_on(host: RemoteHost) -> list[Any]:

@@ -82,7 +82,7 @@ class Carried:
         """Yields the lanes that have come back, and records what each was at elsewhere."""
         for lane in completed:
             began, trace = self._supervisor.deadlines.began.get(lane.index), self.trace
-            if began is not None and trace is not None:
+            if began is not None and trace is not None and not lane.is_set_aside:
                 does = "reset" if lane.vector_steps == 0 else self.does
                 trace.stepped(lane.index, int(began * 1e9), does)
             yield lane

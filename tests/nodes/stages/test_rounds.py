@@ -3,14 +3,16 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.nodes.stages.credits import LaneCredits
-from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds, NoFragment
+from rollflow.nodes.env.lane_source import NoFragment
+from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts, LaneCredits
+from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.column import Column
 
@@ -139,3 +141,54 @@ def test_after_the_last_lane_has_left_others_are_waited_for() -> None:
     given = iter([NoFragment(0), Given(1, 0, 0)])
     rounds.gather(lambda: next(given), lambda lanes: None)
     assert [each.lane for each in rounds.hand_out()] == [1]
+
+
+@dataclass
+class AbsentLanes:
+    """Lanes in any order, some of which are absent for a while: they give nothing then, and begin nothing."""
+
+    random: Random
+    lanes: list[SimulatedLane]
+    counts: LaneCounts
+    credits: FragmentCredits
+    absent: list[SimulatedLane] = field(default_factory=list)
+
+    def take(self) -> Given | NoFragment:
+        """Go on until a lane gives a fragment, or is absent."""
+        while True:
+            if self.absent and self.random.random() < 0.2:
+                self.counts.lane_back(self.absent.pop())
+            there = [each for each in self.lanes if each not in self.absent]
+            if len(there) > 1 and self.random.random() < 0.2:
+                self.absent.append(self.random.choice(there))
+                self.counts.lane_absent(self.absent[-1])
+                return NoFragment(self.absent[-1].index)
+            going = [each for each in there if not each.at_start or self.credits.admits(each)]
+            assert going, "the reader waits in vain"
+            for each in going:
+                each.begun_with = 0
+            lane = self.random.choice(going)
+            if self.random.random() < 0.5:
+                lane.sequence, lane.begun_with = lane.sequence + 1, None
+                return Given(lane.index, lane.sequence - 1, 0)
+
+
+@given(lanes=st.integers(2, 4), ahead=st.integers(0, 2), seed=st.integers(0, 1 << 32))
+def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed: int) -> None:
+    rounds: FragmentRounds[Any] = FragmentRounds(lanes, Published(None, None), lambda fragment: None)
+    credits, simulated = FragmentCredits(lanes * (1 + ahead)), [SimulatedLane(index) for index in range(lanes)]
+    ring = AbsentLanes(Random(seed), simulated, LaneCounts(credits, rounds, 1 + ahead), credits)
+    handed: list[Given] = []
+    for _ in range(12):
+        rounds.gather(ring.take, credits.release)
+        of_round = list(rounds.hand_out())
+        assert 1 <= len(of_round) <= lanes
+        handed += of_round
+    for lane in ring.absent:
+        ring.counts.lane_back(lane)
+    rounds.give_back(credits.release)
+    assert credits.limit == lanes * (1 + ahead)
+    assert credits._begun == sum(not lane.at_start for lane in simulated)
+    assert sorted((each.lane, each.sequence) for each in handed) == [
+        (lane.index, sequence) for lane in simulated for sequence in range(lane.sequence)
+    ]

@@ -3,13 +3,13 @@
 import logging
 import re
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -69,6 +69,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 def _short_delays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
     monkeypatch.setattr("rollflow.nodes.env.remote.registry.OTHER_NAME_S", 0.2)
+    monkeypatch.setattr("rollflow.nodes.env.remote.registry.REDIAL_S", 0.1)
     caplog.set_level(logging.INFO)
 
 
@@ -79,17 +80,19 @@ def joining(kind: Kind, address: Any, folder: Path, slot: int, name: str) -> Any
 
 
 @contextmanager
-def rollout_with_a_dead_host(kind: Kind, folder: Path, **options: Any) -> Iterator[tuple[Any, Any, Iterator[Any]]]:
+def rollout_with_a_dead_host(
+    kind: Kind, folder: Path, rollout: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> Iterator[tuple[Any, Any, Iterator[Any]]]:
     """A rollout over two hosts, 'other' and 'victim', which was killed: address, rollout and its fragments."""
     envs = listening(kind.remote, hosts=2, limits=PATIENT, **options)
     address = envs.addresses[0]
     victim = HostProcess(address, kind.told(folder, 0), name="victim", env=kind.env, kind=kind.host)
     try:
-        with joining(kind, address, folder, 1, "other"), kind.rollout_over(envs) as rollout:
-            fragments = iter(rollout.fragments())
+        with joining(kind, address, folder, 1, "other"), kind.rollout_over(envs, **rollout) as made:
+            fragments = iter(made.fragments())
             remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1})
             victim.signal(signal.SIGKILL)
-            yield address, rollout, fragments
+            yield address, made, fragments
     finally:
         victim.end()
 
@@ -121,6 +124,75 @@ def test_a_new_host_takes_the_place_of_a_lost_one_where_there_is_room_for_no_mor
         joining(kind, address, tmp_path, 2, "another"),
     ):
         remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_others_go_on_beside_a_host_that_was_killed(kind: Kind, prefetch: int, tmp_path: Path) -> None:
+    with rollout_with_a_dead_host(kind, tmp_path, rollout={"prefetch": prefetch}) as (address, rollout, fragments):
+        taken = remote_rollouts.taken_until(fragments, lambda taken: len(taken) > 12)
+        assert kind.slots_of(taken[-8:]) == {1}
+        assert rollout.lost == {}  # it may still come back
+        with joining(kind, address, tmp_path, 2, "victim"):
+            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
+
+
+def test_batches_have_the_lanes_of_hosts_that_are_there(tmp_path: Path) -> None:
+    kind = KINDS["env"]
+    envs = listening(kind.remote, hosts=2, limits=PATIENT)
+    wire = BrokenWire(envs.addresses[0], lambda: None)
+    try:
+        with (
+            joining(kind, envs.addresses[0], tmp_path, 1, "other"),
+            joining(kind, wire.address, tmp_path, 0, "cut off"),
+            kind.rollout_over(envs) as rollout,
+        ):
+            batches = rollout.batches()
+            sizes = [len(next(batches)["obs"])]
+            wire.go_down()
+            while sizes[-1] != 8:
+                sizes.append(len(next(batches)["obs"]))
+            sizes += [len(next(batches)["obs"]) for _ in range(4)]
+            wire.is_down = False
+            while sizes[-1] != 16:
+                sizes.append(len(next(batches)["obs"]))
+            rollout.drain()
+            sizes += [len(batch["obs"]) for batch in batches]
+    finally:
+        wire.close()
+    assert rollout.lost == {}
+    assert sum(sizes) == rollout.num_steps
+
+
+def test_a_host_that_is_away_is_waited_for_where_no_other_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = KINDS["env"]
+    envs = listening(kind.remote, hosts=2, limits=PATIENT)
+    wire = BrokenWire(envs.addresses[0], lambda: None)
+
+    def come_back() -> None:
+        remote_rollouts.await_that(lambda: "has left: said goodbye" in caplog.text)
+        wire.is_down = False
+
+    try:
+        with (
+            joining(kind, wire.address, tmp_path, 0, "cut off"),
+            joining(kind, envs.addresses[0], tmp_path, 1, "leaving") as leaving,
+            kind.rollout_over(envs, num_fragments=40) as rollout,
+        ):
+            fragments = iter(rollout.fragments())
+            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1})
+            wire.go_down()
+            remote_rollouts.taken_until(fragments, lambda taken: "is away: the others go on" in caplog.text)
+            leaving.stop()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(come_back)
+                rest = list(fragments)
+    finally:
+        wire.close()
+    assert kind.slots_of(rest[-5:]) == {0}
+    assert rest[-1].sequence == 39
 
 
 def test_a_host_that_comes_back_after_it_was_replaced_joins_anew(kind: Kind, tmp_path: Path) -> None:
