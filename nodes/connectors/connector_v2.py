@@ -114,7 +114,7 @@ class ConnectorV2(abc.ABC):
     ) -> Batch:
         """Transform a batch, which may be changed in place, and return it or another one.
 
-        rl_module      the module that the pipeline stands before or after
+        rl_module      the module that the pipeline stands before or after; in evaluation mode, also before a learner
         batch          column -> items or arrays; becomes the module's input, or the environments'
         episodes       one for each slot of the vector environment, or, before a learner, the chunks of a train batch;
                        each a `SingleAgentEpisode` or a `MultiAgentEpisode`. Changes that are to last beyond this batch

@@ -95,7 +95,8 @@ class LearnerPipeline(FragmentGatherer[Fragment]):
     """Node that turns fragments into train batches, column name -> tensor `any[B, ...]`, in a worker thread.
 
         pipeline               makes the batches: `rollout.learner_pipeline`
-        module                 passed to the pieces as `rl_module`; if a piece runs it while it is trained, pass a copy
+        module                 passed to the pieces as `rl_module`, in evaluation mode and with the weights that it has
+                               during a pass; pass a copy where an update under way must not be seen
         fragments_per_batch    number of fragments in a batch; best the number of the rollout's lanes
         lag                    how old a fragment may be, and what is done with one that is older: `rollout.lag`
         metrics                passed to the pieces as `metrics`

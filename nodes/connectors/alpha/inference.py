@@ -17,6 +17,7 @@ from rollflow.nodes.connectors.alpha.records import (
 )
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
 from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import leaves_of, map_tree
@@ -25,7 +26,7 @@ from rollflow.stream.data.tree import leaves_of, map_tree
 class ConnectorPolicy:
     """A module with the connectors around it: what `local_policy_inference` acts with.
 
-    module               an RLModule
+    module               an RLModule, which acts in evaluation mode
     agent_connectors     before the module; they make its input
     action_connectors    behind it
     """
@@ -73,7 +74,8 @@ class ConnectorPolicy:
         if stateful:
             self._add_states(batch, input_dict)
             batch[Columns.OBS] = map_tree(lambda leaf: leaf[:, None], batch[Columns.OBS])
-        forward = self.module.forward_exploration if explore else self.module.forward_inference
+        module = evaluating(self.module)
+        forward = module.forward_exploration if explore else module.forward_inference
         with torch.inference_mode():
             output = forward(batch)
             states = leaves_of(output.pop(Columns.STATE_OUT)) if Columns.STATE_OUT in output else []

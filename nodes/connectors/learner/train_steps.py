@@ -14,6 +14,7 @@ from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
+from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, RollflowError
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
@@ -254,7 +255,7 @@ class StepsConnector(ConnectorV2):
             )
         steps = TrainSteps(episodes, batch, shared_data)
         if len(steps) or not self.looks_ahead:
-            for column, values in self.columns(steps, rl_module).items():
+            for column, values in self.columns(steps, evaluating(rl_module)).items():
                 if column not in there:
                     steps.put(column, values)
         return batch

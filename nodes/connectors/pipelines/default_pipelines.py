@@ -30,12 +30,23 @@ from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import (
 )
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.fused import observations_as_tensor, sampled_jointly
+from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+
+_WITHOUT_PASSES = {  # of the module
+    AddObservationsFromEpisodesToBatch,
+    AddColumnsFromEpisodesToTrainBatch,
+    AddTimeDimToBatchAndZeroPad,
+    AddStatesFromEpisodesToBatch,
+    AgentToModuleMapping,
+    BatchIndividualItems,
+    NumpyToTensor,
+}
 
 
 class _BatchPipeline(ConnectorPipelineV2):
@@ -116,10 +127,13 @@ class LearnerConnectorPipeline(_BatchPipeline):
             error.add_note("in the train batch of " + ", ".join(fragment.describe() for fragment in fragments))
             raise
 
-    def __call__(self, *, episodes: Episodes, **kwargs: Any) -> Batch:
+    def __call__(self, *, episodes: Episodes, rl_module: Any = None, **kwargs: Any) -> Batch:
+        """Make the train batch. The pieces see the module in evaluation mode: see `evaluating`."""
         if isinstance(episodes, FragmentEpisodes) and not len(episodes):
             episodes = []
-        batch = super().__call__(episodes=episodes, **kwargs)
+        if any(type(piece) not in _WITHOUT_PASSES for piece in self._pieces):
+            rl_module = evaluating(rl_module)
+        batch = super().__call__(episodes=episodes, rl_module=rl_module, **kwargs)
         _check_lengths(batch, episodes)
         return batch
 
