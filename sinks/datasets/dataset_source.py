@@ -19,7 +19,7 @@ from rollflow.nodes.argument_checks import check_flags, checked_count
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.stages.connector_builders import pieces_given
+from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.sinks.datasets.agents_block import AgentsBlock
 from rollflow.sinks.datasets.d4rl_episodes import D4rlEpisodes
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
@@ -76,7 +76,8 @@ class DatasetSource(IterableDataset[Any]):
                              and as many of the next, which a thread reads meanwhile. The order of these windows is
                              shuffled, and that of the episodes in each
         passes               how often each episode comes in a loop; None: for ever
-        lookback             steps before a chunk that its episode shows, where a fragment begins within an episode
+        lookback             steps before a chunk that its episode shows, where a fragment begins within an episode;
+                             None: as many as the learner pieces and the module need, and at least 1
         rank, world_size     number of this process, and of all: each gets other episodes, and together they get all
         episodes             numbers of the episodes that are read, such as `numpy.flatnonzero(summary.returns > 400)`,
                              with the `summary` of a source without `episodes`; None: all
@@ -103,7 +104,9 @@ class DatasetSource(IterableDataset[Any]):
     orders of their own. `DataLoader(source, batch_size=None, num_workers=…)` gives the batches; each worker has a share
     of the episodes.
 
-    Raises ValueError for arguments out of bounds, and DatasetError where there is no dataset, or one that is damaged.
+    Raises ValueError for arguments out of bounds, and for a `lookback` that is less than the pieces need; DatasetError
+    where there is no dataset, or one that is damaged. A batch raises ConnectorError where a piece looks back before the
+    first stored step of an episode whose beginning is missing: leave it out by `episodes`.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class DatasetSource(IterableDataset[Any]):
         shuffle_seed: int | None = None,
         window_steps: int = 65_536,
         passes: int | None = 1,
-        lookback: int = 1,
+        lookback: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         episodes: Sequence[int] | Ints | None = None,
@@ -128,7 +131,7 @@ class DatasetSource(IterableDataset[Any]):
         self._seed = None if shuffle_seed is None else checked_count("shuffle_seed", shuffle_seed, 0)
         self._window_steps = checked_count("window_steps", window_steps, 1)
         self.passes = None if passes is None else checked_count("passes", passes, 1)
-        self._lookback = checked_count("lookback", lookback, 0)
+        self._lookback_asked = None if lookback is None else checked_count("lookback", lookback, 0)
         self._rank, self._ranks = checked_count("rank", rank, 0), checked_count("world_size", world_size, 1)
         if self._rank >= self._ranks:
             raise ValueError(f"rank is {rank}, expected less than world_size, {world_size}")
@@ -152,6 +155,7 @@ class DatasetSource(IterableDataset[Any]):
             }
         else:
             self.learner_pipeline = _pipeline(learner_connector, self.observation_space, self.action_space, module)
+        self._lookback = self._needed_lookback()
         self._at = Position()
         self._is_in_worker = False
         self._sequence = 0
@@ -242,6 +246,13 @@ class DatasetSource(IterableDataset[Any]):
         batch = pipeline.of_fragments([fragment], module)
         return self._tensors.converted(batch) if module is None else batch
 
+    def _needed_lookback(self) -> int:
+        """Steps of lookback, with the learner pieces that there are now. Raises ValueError if too few were asked for."""
+        one = self.agents is None
+        pipelines = [self.learner_pipeline] if one else self.learner_pipeline.values()
+        modules = [self._module] if one else self._module.values()
+        return lookback_for(self._lookback_asked, pipelines, stateful=any(map(is_stateful, modules)))
+
     def _identity(self) -> dict[str, Any]:
         """Files and arguments on which the order of the steps depends."""
         return {
@@ -258,7 +269,7 @@ class DatasetSource(IterableDataset[Any]):
         """The next fragments, up to the end of the loop."""
         if get_worker_info() is not None:
             self._begin_in_worker()
-        name, window = f"the dataset at {self._path}", None
+        name, window, self._lookback = f"the dataset at {self._path}", None, self._needed_lookback()
         with closing(self._blocks(size, whole=whole)) as blocks:
             for window, block, row, ends in blocks:
                 for begin, end in pairwise([row, *ends]):

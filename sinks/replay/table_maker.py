@@ -92,3 +92,9 @@ def check_parts(sampler: Any, remover: Any, rate: Any, pieces: Iterable[Any], st
     for name, given, kind, text in expected:
         if not isinstance(given, kind):
             raise ReplayError(f"{name} is {given!r:.80}, expected {text}").see("replay")
+    for piece in pieces:
+        if piece.lookback:
+            raise ReplayError(
+                f"{piece.name} looks back {piece.lookback} steps, which a replay's samples do not show; expected "
+                f"Storage(frames={piece.lookback + 1}) for stacks of observations, or the piece before a learner"
+            ).see("replay")

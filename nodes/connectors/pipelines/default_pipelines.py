@@ -131,11 +131,42 @@ class LearnerConnectorPipeline(_BatchPipeline):
         """Make the train batch. The pieces see the module in evaluation mode: see `evaluating`."""
         if isinstance(episodes, FragmentEpisodes) and not len(episodes):
             episodes = []
+        if self.lookback:
+            self._check_shown(episodes)
         if any(type(piece) not in _WITHOUT_PASSES for piece in self._pieces):
             rl_module = evaluating(rl_module)
         batch = super().__call__(episodes=episodes, rl_module=rl_module, **kwargs)
         _check_lengths(batch, episodes)
         return batch
+
+    def check_lookback(self, fragment: Fragment) -> None:
+        """Raise ConnectorError if episodes go on behind a fragment that keeps too few steps for a piece's lookback."""
+        chunks, kept = fragment.chunks, fragment.layout.lookback
+        if kept < self.lookback and not (chunks.terminated | chunks.truncated).all():
+            raise self._too_short(f"fragments keep {kept} steps of the fragment before, expected {self.lookback}")
+
+    def _check_shown(self, episodes: Episodes) -> None:
+        """Raise ConnectorError for a chunk that shows fewer steps before its first than a piece looks back."""
+        if isinstance(episodes, FragmentEpisodes):
+            started, shown = episodes.chunk_index("t_started"), episodes.chunk_index("lookback")
+        else:
+            episodes = list(single_agent_episodes(episodes, stepped_only=False))
+            started = np.array([episode.t_started for episode in episodes], np.int64)
+            shown = np.array([episode.observations.lookback for episode in episodes], np.int64)
+        short = np.flatnonzero(shown < np.minimum(started, self.lookback))
+        if len(short):
+            chunk = int(short[0])
+            raise self._too_short(
+                f"the chunk that begins at step {started[chunk]} of episode '{episodes[chunk].id_}' shows {shown[chunk]} "
+                f"before it, expected {min(started[chunk], self.lookback)}"
+            )
+
+    def _too_short(self, problem: str) -> ConnectorError:
+        name = max(self._pieces, key=lambda piece: piece.lookback).name
+        return ConnectorError(
+            f"{name} looks back {self.lookback} steps, but {problem}: give lookback={self.lookback} to the Rollout or "
+            "the DatasetSource"
+        ).see("lookback")
 
 
 def _check_lengths(batch: Batch, episodes: Episodes) -> None:

@@ -153,7 +153,9 @@ class ItemMaker:
         """The train batch of one module's fragments, in tensors also where the pieces see no module."""
         if key not in self._pipelines:
             pieces = pieces_given(self._learner_connector, "learner_connector", *spaces)
-            self._pipelines[key] = LearnerConnectorPipeline.default(*spaces, pieces, stateful=key[2])
+            pipeline = LearnerConnectorPipeline.default(*spaces, pieces, stateful=key[2])
+            pipeline.check_lookback(fragments[0])
+            self._pipelines[key] = pipeline
         batch = self._pipelines[key].of_fragments(fragments, module, self._metrics)
         return NumpyToTensor().converted(batch) if module is None else batch
 

@@ -1,0 +1,253 @@
+"""Pieces that look back see an episode's earlier steps in every place, or are refused; zeros stand before its first."""
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from feeding_rollouts import fed, trainer
+
+from rollflow.nodes import (
+    ConnectorV2,
+    FrameStacking,
+    LearnerConnectorPipeline,
+    MultiAgentEnv,
+    MultiAgentRollout,
+    RandomModule,
+    Rollout,
+)
+from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline, Replay, Storage
+from rollflow.stream import ConnectorError, ReplayError, SingleAgentEpisode
+
+SEEN, CHOSEN = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
+LENGTH = 11
+
+
+class Count(gym.Env[Any, Any]):
+    """Episodes of 11 steps; the observation counts them from 1."""
+
+    observation_space, action_space = SEEN, CHOSEN
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 1
+        return np.ones(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.full(1, self.t, np.float32), 0.0, False, self.t == LENGTH + 1, {}
+
+
+class CountOfTwo(MultiAgentEnv):
+    """`Count` for two agents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.possible_agents = self.agents = ["a", "b"]
+        self.observation_spaces, self.action_spaces = dict.fromkeys("ab", SEEN), dict.fromkeys("ab", CHOSEN)
+
+    def look(self) -> Any:
+        return {each: np.full(1, self.t, np.float32) for each in "ab"}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t, self.agents = 1, ["a", "b"]
+        return self.look(), {}
+
+    def step(self, action_dict: Any) -> Any:
+        self.t += 1
+        ended = self.t == LENGTH + 1
+        flags = {**dict.fromkeys("ab", ended), "__all__": ended}
+        return self.look(), dict.fromkeys("ab", 0.0), dict.fromkeys([*"ab", "__all__"], False), flags, {}
+
+
+class Before(ConnectorV2):
+    """A user's piece, which stacks by episode."""
+
+    changes_episodes = False
+    lookback = 3
+
+    def recompute_output_observation_space(self, input_observation_space: Any, input_action_space: Any) -> Any:
+        return gym.spaces.Box(0, 99, (4,))
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
+            seen = [
+                np.concatenate(
+                    [
+                        episode.get_observations(t - back, neg_index_as_lookback=True, fill=0.0)
+                        for back in range(3, -1, -1)
+                    ]
+                )
+                for t in range(len(episode))
+            ]
+            self.add_n_batch_items(batch, "obs", seen, len(seen), episode)
+        return batch
+
+
+PIECES: dict[str, Any] = {
+    "columnar": lambda obs_space, act_space: FrameStacking(num_frames=4, as_learner_connector=True),
+    "by episode": lambda obs_space, act_space: Before(),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:the module is given observations")  # it acts without the stacks
+TAUGHT = pytest.mark.parametrize("pieces", PIECES)
+
+
+def rollout(fragment_length: int, num_fragments: int, **options: Any) -> Rollout:
+    return Rollout(
+        Count,
+        module=RandomModule,
+        num_envs=2,
+        fragment_length=fragment_length,
+        num_fragments=num_fragments,
+        seed=0,
+        **options,
+    )
+
+
+def rollout_of_two(fragment_length: int, num_fragments: int, **options: Any) -> MultiAgentRollout:
+    return MultiAgentRollout(
+        CountOfTwo,
+        module={"one": RandomModule},
+        agent_to_module_mapping_fn=dict.fromkeys("ab", "one"),
+        num_envs=1,
+        fragment_length=fragment_length,
+        num_fragments=num_fragments,
+        seed=0,
+        **options,
+    )
+
+
+def assert_stacks(rows: Any, least: int) -> None:
+    """Each row has the three observations before the last, and zeros before the episode's first."""
+    rows = np.asarray(rows)
+    assert len(rows) >= least
+    expected = np.maximum(rows[:, -1:] + np.arange(-3, 1), 0)
+    assert np.array_equal(rows, expected)
+
+
+@TAUGHT
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_train_batches_of_a_rollout(pieces: str, length: int) -> None:
+    with rollout(length, 12, learner_connector=PIECES[pieces]) as made:
+        assert_stacks(np.concatenate([batch["obs"] for batch in made.batches()]), 24 * length)
+
+
+@TAUGHT
+@pytest.mark.parametrize("batch_size", [1, 4, 7])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_batches_of_a_dataset(pieces: str, batch_size: int, shuffled: bool, tmp_path: Path) -> None:
+    with rollout(5, 5) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
+        for fragment in made.fragments():
+            sink(fragment)
+    source = DatasetSource(
+        tmp_path / "set",
+        batch_size=batch_size,
+        learner_connector=PIECES[pieces],
+        window_steps=8,
+        shuffle_seed=3 if shuffled else None,
+    )
+    assert_stacks(np.concatenate([batch["obs"] for batch in source.batches()]), 50)
+
+
+@TAUGHT
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_several_agents_batches_of_a_rollout_and_of_a_dataset(pieces: str, batch_size: int, tmp_path: Path) -> None:
+    with rollout_of_two(5, 5, learner_connector=PIECES[pieces]) as made:
+        assert_stacks(np.concatenate([batch["one"]["obs"] for batch in made.batches()]), 48)
+    with rollout_of_two(5, 5) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
+        for fragment in made.fragments():
+            sink(fragment)
+    source = DatasetSource(tmp_path / "set", batch_size=batch_size, learner_connector=PIECES[pieces])
+    batches = [batch["one"]["obs"] for batch in source.batches() if "one" in batch]
+    assert_stacks(np.concatenate(batches), 48)
+
+
+def test_a_piece_that_joins_a_datasets_pipeline_later_is_counted(tmp_path: Path) -> None:
+    with rollout(11, 1) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
+        for fragment in made.fragments():
+            sink(fragment)
+    source = DatasetSource(tmp_path / "set", batch_size=4)
+    source.learner_pipeline.prepend(FrameStacking(num_frames=4, as_learner_connector=True))
+    assert_stacks(np.concatenate([batch["obs"] for batch in source.batches()]), 22)
+
+
+@TAUGHT
+def test_a_lookback_of_a_dataset_that_is_too_small_is_refused(pieces: str, tmp_path: Path) -> None:
+    with rollout(5, 1) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
+        for fragment in made.fragments():
+            sink(fragment)
+    with pytest.raises(ValueError, match="lookback is 2, expected at least 3: (FrameStacking|Before) looks back"):
+        DatasetSource(tmp_path / "set", lookback=2, learner_connector=PIECES[pieces])
+
+
+@TAUGHT
+def test_an_episode_without_its_beginning_is_refused(pieces: str, tmp_path: Path) -> None:
+    with rollout(5, 2) as made, DatasetSink(tmp_path / "set") as sink:
+        for fragment in made.fragments():
+            if fragment.sequence == 1:
+                sink(fragment)
+    source = DatasetSource(tmp_path / "set", learner_connector=PIECES[pieces])
+    with pytest.raises(ConnectorError, match=r"looks back 3 steps, but the chunk that begins at step 5 of .* shows 0"):
+        list(source.batches())
+
+
+@TAUGHT
+@pytest.mark.parametrize("place", ["by hand", "node"])
+def test_fragments_with_too_little_lookback_are_refused(pieces: str, place: str) -> None:
+    pipeline = LearnerConnectorPipeline.default(SEEN, CHOSEN, [PIECES[pieces](None, None)])
+    node = LearnerPipeline(pipeline, None)
+    with rollout(5, 2, lookback=2) as made:
+        first, second = made.fragments()
+    name = "FrameStacking" if pieces == "columnar" else "Before"
+    with pytest.raises(ConnectorError, match=rf"{name} looks back 3 steps, .* shows 2 before it, expected 3") as error:
+        if place == "node":
+            node(first)
+            node(second)
+        else:
+            pipeline.of_fragments([second], None)
+    assert "\n" not in str(error.value).split("\nsee ")[0]
+
+
+def test_episodes_by_hand_with_too_little_lookback_are_refused() -> None:
+    pipeline = LearnerConnectorPipeline.default(SEEN, CHOSEN, [PIECES["columnar"](None, None)])
+    episode = SingleAgentEpisode(observation_space=SEEN, action_space=CHOSEN)
+    episode.add_env_reset(np.ones(1, np.float32))
+    for t in range(2, 7):
+        episode.add_env_step(np.full(1, t, np.float32), 0, 0.0)
+    enough, short = episode.cut(len_lookback_buffer=3), episode.cut(len_lookback_buffer=1)
+    for chunk in (enough, short):
+        chunk.add_env_step(np.full(1, 7, np.float32), 0, 0.0)
+    assert np.asarray(pipeline(rl_module=None, episodes=[enough])["obs"]).tolist() == [[3, 4, 5, 6]]
+    with pytest.raises(ConnectorError, match="shows 1 before it, expected 3"):
+        pipeline(rl_module=None, episodes=[short])
+
+
+@TAUGHT
+@pytest.mark.parametrize("lookback", [1, 3])
+def test_a_trainer_elsewhere_refuses_the_first_fragment_of_a_rollout_that_keeps_too_little(
+    pieces: str, lookback: int
+) -> None:
+    stream = trainer(learner_connector=PIECES[pieces])
+    with fed(stream, rollout(5, 3, lookback=lookback)):
+        if lookback == 3:
+            assert_stacks(np.concatenate([np.asarray(batch["obs"]) for batch in stream]), 30)
+        else:
+            with pytest.raises(ConnectorError, match="looks back 3 steps, but fragments keep 1"):
+                next(iter(stream))
+
+
+def test_a_replay_refuses_a_piece_that_looks_back_and_names_its_own_stacks() -> None:
+    piece = FrameStacking(num_frames=4, as_learner_connector=True)
+    with pytest.raises(ReplayError, match=r"FrameStacking looks back 3 steps.*expected Storage\(frames=4\)"):
+        Replay(100, pieces=[piece])
+
+
+def test_a_replay_of_stacks_leaves_out_steps_whose_history_is_missing() -> None:
+    replay = Replay(200, storage=Storage(frames=4), batch_size=500, seed=0)
+    with rollout(3, 4) as made:
+        for fragment in made.fragments():
+            if fragment.sequence != 1:
+                replay.insert(fragment)
+    rows = replay.sample()["obs"].reshape(500, 4)
+    assert_stacks(rows, 500)
+    assert set(rows[:, -1].tolist()) == {1.0, 2.0, 3.0, 10.0, 11.0}
