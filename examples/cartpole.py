@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout, minibatches
 
 NUM_ENVS, FRAGMENT_LENGTH = 64, 64
 EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 512, 2e-3, 0.2, 0.01
@@ -29,8 +29,7 @@ class Policy(RLModule):
 def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
     """Some epochs of PPO's clipped objective."""
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(batch["obs"])).split(MINIBATCH):
-            part = {name: column[rows] for name, column in batch.items()}
+        for part in minibatches(batch, MINIBATCH):
             output = policy.forward_train(part)
             distribution = torch.distributions.Categorical(logits=output["action_dist_inputs"])
             ratio = torch.exp(distribution.log_prob(part["actions"]) - part["action_logp"])

@@ -13,6 +13,7 @@ from rollflow.nodes import (
     ObservationPreprocessor,
     RLModule,
     Rollout,
+    minibatches,
 )
 
 NUM_ENVS, FRAGMENT_LENGTH = 32, 128
@@ -34,10 +35,8 @@ class WithoutVelocities(ObservationPreprocessor):
 def update(policy: RLModule, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
     """Some epochs of PPO's clipped objective over rows of `max_seq_len` steps, those of the padding left out."""
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(batch["obs"])).split(MINIBATCH_ROWS):
-            state = {name: part[rows] for name, part in batch["state_in"].items()}
-            part = {name: column[rows] for name, column in batch.items() if name != "state_in"}
-            output = policy.forward_train({"obs": part["obs"], "state_in": state})
+        for part in minibatches(batch, MINIBATCH_ROWS):
+            output = policy.forward_train(part)
             mask, distribution = part["loss_mask"], torch.distributions.Categorical(logits=output["action_dist_inputs"])
             ratio = torch.exp(distribution.log_prob(part["actions"]) - part["action_logp"])
             advantages = part["advantages"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from mpe2 import simple_spread_v3
 
-from rollflow.nodes import GeneralAdvantageEstimation, MultiAgentRollout, RandomModule, RLModule
+from rollflow.nodes import GeneralAdvantageEstimation, MultiAgentRollout, RandomModule, RLModule, minibatches
 
 NUM_ENVS, EPISODE_LENGTH, UPDATES = 128, 25, 100
 EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 800, 2e-3, 0.2, 0.01
@@ -19,8 +19,7 @@ VALUE_WEIGHT = 0.05  # returns are about -20: by 0.5 their squares would leave t
 def update(policy: RLModule, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
     """Some epochs of PPO's clipped objective."""
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(batch["obs"])).split(MINIBATCH):
-            part = {name: column[rows] for name, column in batch.items()}
+        for part in minibatches(batch, MINIBATCH):
             output = policy.forward_train(part)
             distribution = torch.distributions.Categorical(logits=output["action_dist_inputs"])
             ratio = torch.exp(distribution.log_prob(part["actions"]) - part["action_logp"])

@@ -6,7 +6,14 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes import ConnectorV2, FrameStacking, GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow.nodes import (
+    ConnectorV2,
+    FrameStacking,
+    GeneralAdvantageEstimation,
+    RLModule,
+    Rollout,
+    minibatches,
+)
 
 NUM_FRAMES, NUM_ENVS, FRAGMENT_LENGTH = 10, 32, 128
 EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 512, 2e-3, 0.2, 0.01
@@ -37,8 +44,7 @@ def positions(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
 def update(policy: RLModule, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
     """Some epochs of PPO's clipped objective."""
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(batch["obs"])).split(MINIBATCH):
-            part = {name: column[rows] for name, column in batch.items()}
+        for part in minibatches(batch, MINIBATCH):
             output = policy.forward_train(part)
             distribution = torch.distributions.Categorical(logits=output["action_dist_inputs"])
             ratio = torch.exp(distribution.log_prob(part["actions"]) - part["action_logp"])

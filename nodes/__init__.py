@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from rollflow.nodes.connectors.lambda_connector import LambdaConnector
     from rollflow.nodes.connectors.learner.advantages import GeneralAdvantageEstimation, VTrace
+    from rollflow.nodes.connectors.learner.minibatches import minibatches
     from rollflow.nodes.connectors.learner.rewards import ClipRewards, ComputeReturnsToGo, NStepReturns
     from rollflow.nodes.connectors.learner.train_columns import (
         AddColumnsFromEpisodesToBatch,
@@ -187,6 +188,7 @@ __all__ = [
     "VTrace",
     "WriteObservationsToEpisodes",
     "distribution_for",
+    "minibatches",
     "module_by_module",
 ]
 
@@ -277,6 +279,7 @@ _HOMES = {
     "VTrace": "connectors.learner.advantages",
     "WriteObservationsToEpisodes": "connectors.env_to_module.observation_pieces",
     "distribution_for": "modules.distribution",
+    "minibatches": "connectors.learner.minibatches",
     "module_by_module": "connectors.common.by_module",
 }
 

@@ -247,7 +247,7 @@ class DatasetSource(IterableDataset[Any]):
         return self._tensors.converted(batch) if module is None else batch
 
     def _needed_lookback(self) -> int:
-        """Steps of lookback, with the learner pieces that there are now. Raises ValueError if too few were asked for."""
+        """Steps of lookback for the learner pieces that there are now. Raises ValueError if the user gave fewer."""
         one = self.agents is None
         pipelines = [self.learner_pipeline] if one else self.learner_pipeline.values()
         modules = [self._module] if one else self._module.values()

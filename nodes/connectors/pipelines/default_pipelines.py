@@ -157,8 +157,8 @@ class LearnerConnectorPipeline(_BatchPipeline):
         if len(short):
             chunk = int(short[0])
             raise self._too_short(
-                f"the chunk that begins at step {started[chunk]} of episode '{episodes[chunk].id_}' shows {shown[chunk]} "
-                f"before it, expected {min(started[chunk], self.lookback)}"
+                f"the chunk that begins at step {started[chunk]} of episode '{episodes[chunk].id_}' shows "
+                f"{shown[chunk]} before it, expected {min(started[chunk], self.lookback)}"
             )
 
     def _too_short(self, problem: str) -> ConnectorError:

@@ -176,7 +176,7 @@ def test_a_lookback_of_a_dataset_that_is_too_small_is_refused(pieces: str, tmp_p
     with rollout(5, 1) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
         for fragment in made.fragments():
             sink(fragment)
-    with pytest.raises(ValueError, match="lookback is 2, expected at least 3: (FrameStacking|Before) looks back"):
+    with pytest.raises(ValueError, match=r"lookback is 2, expected at least 3: (FrameStacking|Before) looks back"):
         DatasetSource(tmp_path / "set", lookback=2, learner_connector=PIECES[pieces])
 
 
