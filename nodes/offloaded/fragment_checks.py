@@ -85,6 +85,11 @@ def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space
         _check_infos("infos", rest["infos"], last + 1, slots)
     if rest.get("finals") is not None:
         _check_finals(rest["finals"], first, last, slots, space)
+    for rows_of, slots_of, states in rest.get("starts", ()):
+        count = len(rows_of)
+        _check_indices("starts: rows", rows_of, first, last, count)
+        _check_indices("starts: slots", slots_of, 0, slots - 1, count)
+        map_tree(partial(_check_states, count), states)
 
 
 def check_ends(fragment: Fragment) -> None:
@@ -117,6 +122,11 @@ def _form(leaf: NDArray[Any]) -> str:
 @lru_cache(64)
 def _named(dtype: np.dtype[Any]) -> str:
     return str(dtype)  # takes numpy 4 µs
+
+
+def _check_states(count: int, leaf: Any) -> None:
+    if not isinstance(leaf, np.ndarray) or leaf.shape[:1] != (count,):
+        raise _wrong(f"starts: states are {_shown(leaf)}, expected [{count}, …]")
 
 
 def _check_losses(losses: Any, numbers: NDArray[np.int64], first: int, last: int) -> None:

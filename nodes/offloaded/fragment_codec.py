@@ -17,8 +17,8 @@ from rollflow.stream.data.blocks import BlockLayout, SharedBlock
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.space_codec import describe_space, space_of
-from rollflow.stream.data.tree import concatenate_trees, map_tree
-from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss
+from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
+from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.lane_columns import FINAL_OBS, SharedRows
 
@@ -57,6 +57,7 @@ class FragmentWriter:
             "sequence": fragment.sequence,
             "episode_start": fragment.episode_start,
             "episode_number": fragment.episode_number,
+            "starts": _starts_of(fragment),
         } | self._layout_of(fragment, place)
 
     @property
@@ -138,6 +139,7 @@ class FragmentReader:
         self._columns: BlockLayout | None = None
         self._space: Any = None
         self._begun: Plain | None = None
+        self._initial_state: Tree = None  # of an episode, as recorded last
 
     @property
     def num_rows(self) -> int:
@@ -154,10 +156,12 @@ class FragmentReader:
         """Take what was said of a fragment in the making."""
         self._learn_layout(fields)
         self._begun = fields
+        self._learn_state(fields)
 
     def read(self, index: int, fields: Plain) -> Fragment:
         """The fragment in a block; read-only, with its columns where they lie."""
         self._learn_layout(fields)
+        self._learn_state(fields)
         columns = self._columns_of(index)
         columns.pop(FINAL_OBS, None)
         return restored(self._layout, self._lane, columns, fields, self._space)
@@ -165,7 +169,8 @@ class FragmentReader:
     def rescue(self, sequence: int, rows: int, reason: str) -> Fragment | None:
         """Take the first `rows` rows of a fragment whose writer has gone; None where they can't be seen.
 
-        Its infos, and what pieces put into `custom_data`, are lost.
+        Its infos, and what pieces put into `custom_data`, are lost. Episodes that began after its first step get the
+        initial state that the lane recorded last.
         """
         fields = self._begun
         if fields is None or fields["sequence"] != sequence or not rows:
@@ -180,9 +185,16 @@ class FragmentReader:
                 if len(slots := np.flatnonzero(done[row])):
                     items = map_tree(lambda leaf, row=row, slots=slots: leaf[row, slots], last.tree)
                     fragment.finals.append(Final(row, slots, items, {}))
+        fragment.starts = [Start(*start) for start in fields["starts"]]
         fragment.end_with_loss(reason)
+        if self._initial_state is not None:
+            fragment.assume_initial_state(self._initial_state)
         fragment.seal(rows)
         return fragment
+
+    def _learn_state(self, fields: Plain) -> None:
+        for _, _, states in fields.get("starts", ()):
+            self._initial_state = map_tree(lambda leaf: np.array(leaf[-1]), states)
 
     def _learn_layout(self, fields: Plain) -> None:
         if "columns" in fields:
@@ -210,6 +222,7 @@ def complete(fragment: Fragment, fields: Mapping[str, Any]) -> None:
     """Give a fragment what `described` said of its ends, losses, infos and custom data."""
     if fields.get("finals") is not None:
         fragment.finals = _finals_of(fields["finals"])
+    fragment.starts = [Start(*start) for start in fields.get("starts", ())]
     fragment.losses = [Loss(*loss) for loss in fields.get("losses", ())]
     if fields.get("infos") is not None:
         fragment.infos[: len(fields["infos"])] = fields["infos"]
@@ -226,6 +239,8 @@ def described(fragment: Fragment) -> Plain:
     }
     if fragment.finals:
         fields["finals"] = _joined(fragment.finals)
+    if fragment.starts:
+        fields["starts"] = _starts_of(fragment)
     if fragment.losses:
         fields["losses"] = [[each.row, each.slots, each.cut, each.reason] for each in fragment.losses]
     if any(fragment.infos):
@@ -265,6 +280,21 @@ def _finals_of(fields: Plain) -> list[Final]:
         finals.append(Final(row, slots[begin:end], items, {} if fields["infos"] is None else fields["infos"][index]))
         begin = end
     return finals
+
+
+def _starts_of(fragment: Fragment) -> list[list[Any]]:
+    """Rows, slots and states of a fragment's starts, those of one kind together: there may be hundreds."""
+    groups: dict[str, list[Start]] = {}
+    for start in fragment.starts:
+        groups.setdefault(str(kind_of(start.states)), []).append(start)
+    return [
+        [
+            np.concatenate([each.rows for each in group]),
+            np.concatenate([each.slots for each in group]),
+            concatenate_trees([each.states for each in group]),
+        ]
+        for group in groups.values()
+    ]
 
 
 def _put(row: int, slots: NDArray[np.int64], leaf: NDArray[Any], values: NDArray[Any]) -> None:

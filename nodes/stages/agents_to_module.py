@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from rollflow.nodes.connectors.common.stateful_columns import states_at
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.nodes.stages.acting_module import acting_in
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.nodes.stages.env_to_module import CuttingStage, check_lookback
 from rollflow.nodes.stages.joint_pieces import JointPieces
 from rollflow.nodes.stages.module_set import ModuleSet
+from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -99,6 +103,11 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
             shown, acting = part.show(slots), acting_in(lane, place)
             shared_data = lane.shared_data_of(place)
             shared_data["step"] = lane.vector_steps
-            lane.batches[place] = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
+            batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
+            lane.batches[place] = batch
+            if Columns.STATE_IN in batch:
+                begun = np.flatnonzero(shown.just_begun())
+                if len(begun):
+                    part.record_states(slots[begun], states_at(batch[Columns.STATE_IN], begun))
             part.settle(shown)
             lane.shown[place] = shown

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED
+from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED, states_at
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.nodes.env.lane_source import NoFragment
@@ -186,6 +186,10 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         shared_data = lane.shared_data
         shared_data["step"] = lane.vector_steps
         lane.batch = self.pipeline.run(self._module, {}, lane.episodes, self._explore, shared_data, self._metrics)
+        if Columns.STATE_IN in lane.batch:
+            begun = np.flatnonzero(lane.episodes.just_begun())
+            if len(begun):
+                lane.record_states(begun, states_at(lane.batch[Columns.STATE_IN], begun))
         if self.observation_shapes is None:
             self.observation_shapes = shapes_of(lane.batch, 2 if shared_data.get(TIME_RANK_ADDED) else 1)
         lane.commit()

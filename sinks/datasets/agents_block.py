@@ -20,6 +20,7 @@ class ModuleSteps:
     offset, length         i64[J]    first step, and how many
     columns                name -> tree of arrays any[n, ...]
     last_obs               tree of arrays any[J, ...]
+    initial                states before the first steps: see `StoredSteps`
     seen, done             i64[n]    row of the block at which a step's observation came, and at which the next one did
     last_seen              i64[J]    row at which the last observation came
     t_started              i64[J]    steps of the agent's episode before the first
@@ -39,7 +40,7 @@ class ModuleSteps:
         self.num_steps = int(self.length.sum())
         read = store.read(mine, [*store.columns, ENV_T], with_last=True)
         self.columns = {name: read.taken(name) for name in store.columns}
-        env_t, self.last_obs = read.taken(ENV_T), read.last_obs
+        env_t, self.last_obs, self.initial = read.taken(ENV_T), read.last_obs, read.initial
         begin = starts[self.place]
         self.seen: Ints = env_t + np.repeat(begin, self.length)
         self.last_seen: Ints = module.last_t[mine] + begin

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rollflow.nodes.argument_checks import check_flags, checked_count
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor, as_array
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
@@ -33,7 +33,10 @@ from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.datasets.stored_steps import Ints, ReadAhead
 from rollflow.sinks.trainer.trainer_side.item_maker import check_module
+from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
+from rollflow.stream.data.tree import map_tree
+from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Outlet
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 
@@ -277,9 +280,14 @@ class DatasetSource(IterableDataset[Any]):
                     options: dict[str, Any] = {"lookback": self._lookback, "sequence": self._sequence, "name": name}
                     self._sequence += 1
                     if isinstance(block, AgentsBlock):
-                        yield StoredAgents(block, begin, end, **options)
+                        agents = StoredAgents(block, begin, end, **options)
+                        for part in agents.parts:
+                            _assume_initial_states(part, self._module.get(part.module_ids[0]))
+                        yield agents
                     else:
-                        yield StoredFragment(block, begin, end, **options)
+                        fragment = StoredFragment(block, begin, end, **options)
+                        _assume_initial_states(fragment, self._module)
+                        yield fragment
                 if window.is_last:
                     self._at = Position(window.number + 1)
         if window is None:  # the place was the end of a loop, or this share has no episodes
@@ -364,6 +372,12 @@ def _pipeline(connector: Any, observation_space: Any, action_space: Any, module:
     """The learner pipeline of a module, with a user's pieces."""
     pieces = pieces_given(connector, "learner_connector", observation_space, action_space)
     return LearnerConnectorPipeline.default(observation_space, action_space, pieces, stateful=is_stateful(module))
+
+
+def _assume_initial_states(fragment: Fragment, module: Any) -> None:
+    """Record the module's initial state for episodes without one, which files of earlier versions have."""
+    if Columns.STATE_OUT in fragment.columns and is_stateful(module):
+        fragment.assume_initial_state(map_tree(as_array, module.get_initial_state()))
 
 
 def _checked_episodes(episodes: Sequence[int] | Ints | None, count: int) -> Ints:

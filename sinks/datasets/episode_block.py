@@ -42,6 +42,8 @@ class EpisodeStore(Protocol):
     def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
         """Read some of the `columns` of K episodes, i64[K], and the observations behind their last steps.
 
+        With these, the states before their first steps as well, where a stateful module has acted.
+
         Calls `check_wanted` between its parts. Raises DatasetError, with its name, for a damaged file.
         """
         ...
@@ -170,4 +172,5 @@ class BlockRest:
             {name: [steps.taken(name, slice(begin, None))] for name in steps.parts},
             np.arange(self.num_rows),
             map_tree(lambda leaf: leaf[at:].copy(), steps.last_obs),
+            None if steps.initial is None else map_tree(lambda leaf: leaf[at:].copy(), steps.initial),
         )

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, import_pyarrow, table_of
+from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, empty_tree, import_pyarrow, table_of
 from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, LAST_OBS
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import concatenate_trees, leaves_of
+from rollflow.stream.data.errors import DatasetError
+from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
 _LEAST_BYTES = 4096  # of a fragment of one step, about
@@ -45,9 +46,12 @@ class FragmentRows:
         lost                     why an environment was lost, for each chunk that ended so, or None: C of them
         trees                    name -> tree of arrays any[n, ...], of the steps in chunk order
         last_obs                 tree of arrays any[C, ...]
+        state_in                 tree of arrays any[C, ...]: a stateful module's states before the chunks that begin an
+                                 episode; None: it has none
         nbytes                   of these, with what a fragment takes beside its arrays
 
-    A chunk that another dataset has cut is stored without the end that it has not reached.
+    A chunk that another dataset has cut is stored without the end that it has not reached. Raises DatasetError for a
+    stateful module's episode whose initial state is not recorded.
     """
 
     def __init__(
@@ -62,6 +66,15 @@ class FragmentRows:
         self._episode_id, self._keys = fragment.layout.episode_id, (chunks.slot.tolist(), chunks.number.tolist())
         self.trees = {name: fragment.gather(name) for name in columns}
         self.last_obs = fragment.last_observations()
+        self.state_in: Tree = None
+        if Columns.STATE_OUT in columns:
+            like = map_tree(lambda leaf: leaf[0], empty_tree(columns[Columns.STATE_OUT], 1))
+            self.state_in, known = fragment.initial_states(like)
+            if (~known & (self.t_started == 0)).any():
+                raise DatasetError(
+                    f"{fragment.describe()}: the state before an episode's first step is not recorded, as in datasets "
+                    "of earlier versions; expected DatasetSource(path, module=…), whose module gives it"
+                ).see("dataset")
         self.lost: list[str | None] = [None] * len(self.lengths)
         if fragment.custom_data:
             custom = [fragment.custom_data.get(key, {}) for key in zip(*self._keys, strict=True)]
@@ -117,6 +130,9 @@ def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
         "lost": pa.array(chain.from_iterable(each.lost for each in rows), pa.string()),
         LAST_OBS: arrow_of(concatenate_trees([each.last_obs for each in rows]), columns[Columns.OBS]),
     }
+    if Columns.STATE_OUT in columns:
+        states = concatenate_trees([each.state_in for each in rows])
+        episode[Columns.STATE_IN] = arrow_of(states, columns[Columns.STATE_OUT])
     return table_of(step), table_of(episode, optional=["lost"])
 
 

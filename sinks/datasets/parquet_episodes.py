@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, tree_of
 from rollflow.sinks.datasets.dataset_folder import ENV_T, EPISODES, LAST_OBS, STEPS, DatasetFolder
@@ -60,27 +61,40 @@ class ParquetEpisodes:
                     size += total
                     for name, tree in zip(names, trees, strict=True):
                         parts[name].append(tree)
-        last_obs = self._last_obs(index.last[episodes]) if with_last else None
+        last_obs, initial = None, None
+        if with_last:
+            last_obs, _ = self._of_chunks(LAST_OBS, self.columns[Columns.OBS], index.last[episodes])
+            if Columns.STATE_OUT in self.columns:
+                heads = index.order[index.first[episodes]]
+                initial = self._of_chunks(Columns.STATE_IN, self.columns[Columns.STATE_OUT], heads)
         parts = {name: trees[1:] or trees for name, trees in parts.items()}
-        return StoredSteps(parts, ranges(begins, lengths), last_obs)
+        return StoredSteps(parts, ranges(begins, lengths), last_obs, initial)
 
-    def _last_obs(self, chunks: Ints) -> Tree:
-        """Read the observation behind each of some chunks, i64[K]: a tree of arrays any[K, ...]."""
-        index, order, described = self.index, np.argsort(chunks), self.columns[Columns.OBS]
+    def _of_chunks(self, name: str, described: Description, chunks: Ints) -> tuple[Tree, NDArray[np.bool_]]:
+        """Read what is stored beside the steps of some chunks, i64[K]: a tree of arrays any[K, ...].
+
+        Also gives bool[K] of the chunks whose file has the column, which files of earlier versions may lack.
+        """
+        index, order = self.index, np.argsort(chunks)
         rows, parts, size = np.empty_like(chunks), [empty_tree(described, 0)], 0
+        is_there = np.ones(len(chunks), np.bool_)
         for number, in_file in _parts(index.file[chunks[order]]):
             mine = order[in_file]
             groups, at = np.unique(index.group[chunks[mine]], return_inverse=True)
-            with self._opened(EPISODES, number) as file:
-                numbers = [index.groups[group][1] for group in groups.tolist()]
-                table = file.read_row_groups(numbers, columns=[LAST_OBS], use_threads=False)
-                parts.append(tree_of(table.column(LAST_OBS), described))
             counts = index.group_chunks[groups]
+            with self._opened(EPISODES, number) as file:
+                if name in file.schema_arrow.names:
+                    numbers = [index.groups[group][1] for group in groups.tolist()]
+                    table = file.read_row_groups(numbers, columns=[name], use_threads=False)
+                    parts.append(tree_of(table.column(name), described))
+                else:
+                    is_there[mine] = False
+                    parts.append(map_tree(np.zeros_like, empty_tree(described, int(counts.sum()))))
             rows[mine] = size + index.place[chunks[mine]] + (np.cumsum(counts) - counts)[at]
-            size += table.num_rows
-        steps = StoredSteps({LAST_OBS: parts[1:] or parts}, rows, None)
+            size += int(counts.sum())
+        steps = StoredSteps({name: parts[1:] or parts}, rows, None)
         steps.join()
-        return steps.taken(LAST_OBS)
+        return steps.taken(name), is_there
 
     @contextmanager
     def _opened(self, kind: str, number: int) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import RECORDED, FragmentLayout
-from rollflow.stream.fragments.fragment_records import ChunkIndex
+from rollflow.stream.fragments.fragment_records import ChunkIndex, Start
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
@@ -125,6 +125,11 @@ def _part(
     )
     extra = [name for name in store.columns if name not in (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)]
     part.module_ids, part.outputs = (module.module_id,), {module.module_id: {name: name for name in extra}}
+    if steps.initial is not None:
+        states, known = map_tree(lambda leaf: leaf[which], steps.initial)
+        begins = np.flatnonzero((made.before == 0) & known)
+        states = map_tree(lambda leaf: leaf[begins], states)
+        part.starts = [Start(made.start[begins], made.slot[begins], states)]
     keys = list(ids)
     part.parents = {
         key: env_ids[place - places[0]] for key, place in zip(keys, steps.place[which].tolist(), strict=True)

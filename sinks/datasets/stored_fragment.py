@@ -13,7 +13,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, map_tree, tree_at
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
-from rollflow.stream.fragments.fragment_records import ChunkIndex
+from rollflow.stream.fragments.fragment_records import ChunkIndex, Start
 
 
 class StoredColumns(dict[str, Column]):
@@ -126,6 +126,11 @@ class StoredFragment(Fragment):
             terminated=block.terminated[at] & is_end,
             truncated=block.truncated[at] & is_end,
         )
+        if block.steps.initial is not None:
+            states, known = map_tree(lambda leaf: leaf[at], block.steps.initial)
+            begins = np.flatnonzero((self.chunks.t_started == 0) & known)
+            rows = self.chunks.start[begins]
+            self.starts = [Start(rows, np.zeros_like(rows), map_tree(lambda leaf: leaf[begins], states))]
         for place in np.flatnonzero(block.is_cut[at] & is_end).tolist():
             self.custom_data[0, place] = {"cut": True}
         if store.lost:

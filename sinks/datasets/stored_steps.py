@@ -24,11 +24,19 @@ class StoredSteps:
     parts       name -> the column's parts, trees of arrays any[m, ...]; all columns have parts of the same m
     rows        i64[S]    the row of each step, counted over all parts, episode by episode
     last_obs    tree of arrays any[K, ...], the observation behind each episode's last step; None: not read
+    initial     tree of arrays any[K, ...], the state before each episode's first step, and bool[K] of those that are
+                known; None: not read, or of no stateful module
     """
 
-    def __init__(self, parts: Mapping[str, Sequence[Tree]], rows: Ints, last_obs: Tree | None) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[Tree]],
+        rows: Ints,
+        last_obs: Tree | None,
+        initial: tuple[Tree, NDArray[np.bool_]] | None = None,
+    ) -> None:
         self.parts = {name: list(trees) for name, trees in parts.items()}
-        self.rows, self.last_obs = rows, last_obs
+        self.rows, self.last_obs, self.initial = rows, last_obs, initial
         sizes = [len(leaves_of(tree)[0]) for tree in next(iter(self.parts.values()))]
         self._firsts: Ints = np.cumsum([0, *sizes])  # of each part, and behind the last
 
@@ -37,7 +45,11 @@ class StoredSteps:
         parts = {name: [*front.parts[name], *trees] for name, trees in self.parts.items()}
         rows = np.concatenate([front.rows, self.rows + front._firsts[-1]])
         lasts = None if self.last_obs is None else concatenate_trees([front.last_obs, self.last_obs])
-        return StoredSteps(parts, rows, lasts)
+        initial = None
+        if front.initial is not None and self.initial is not None:
+            (before, were_known), (after, are_known) = front.initial, self.initial
+            initial = concatenate_trees([before, after]), np.concatenate([were_known, are_known])
+        return StoredSteps(parts, rows, lasts, initial)
 
     def join(self) -> None:
         """Put the parts of columns with small rows end to end, from which steps are taken faster."""

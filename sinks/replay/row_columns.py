@@ -188,9 +188,9 @@ def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tre
 
     extra    names of the extra model outputs to be kept; None: all of them
 
-    A stateful module's `state_out` becomes `state_in`: the state before each step, zeros at an episode's first.
+    A stateful module's `state_out` becomes `state_in`: the state before each step.
 
-    Raises ReplayError for an output that is not there, and for states without the step before.
+    Raises ReplayError for an output that is not there, and for states of which the one before a step is not known.
     """
     kept = fragment.extra_columns if extra is None else [*extra, Columns.POLICY_VERSION]
     names = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, *kept)
@@ -206,7 +206,7 @@ def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tre
                 "the fragment has no step before its first ones, whose states are to be kept; expected a lookback of 1 "
                 "or more: DatasetSource(path, lookback=1)"
             ).see("replay")
-        columns[Columns.STATE_IN] = map_tree(lambda leaf: _shifted(leaf, fragment), columns.pop(Columns.STATE_OUT))
+        columns[Columns.STATE_IN] = _states_before(columns.pop(Columns.STATE_OUT), fragment)
     return columns
 
 
@@ -225,14 +225,24 @@ def _kind_of_item(leaf: NDArray[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     return leaf.dtype, leaf.shape[2:]
 
 
-def _shifted(states: NDArray[Any], fragment: Fragment) -> NDArray[Any]:
+def _states_before(states: Tree, fragment: Fragment) -> Tree:
     """The state before each step, any[H + T, N, ...], from the one after it."""
-    moved = np.zeros_like(states)
-    moved[1:] = states[:-1]
     chunks = fragment.chunks
     begins = chunks.t_started == 0
-    moved[chunks.start[begins], chunks.slot[begins]] = 0
-    return moved
+    initial, known = fragment.initial_states(map_tree(lambda leaf: leaf[0, 0], states))
+    if (begins & ~known).any():
+        raise ReplayError(
+            "the fragment does not record the state before its episodes' first steps, as datasets of earlier versions; "
+            "expected DatasetSource(path, module=…), whose module gives it"
+        ).see("replay")
+
+    def shifted(leaf: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
+        moved = np.zeros_like(leaf)
+        moved[1:] = leaf[:-1]
+        moved[chunks.start[begins], chunks.slot[begins]] = first[begins]
+        return moved
+
+    return map_tree(shifted, states, initial)
 
 
 def _scatter(leaf: NDArray[Any], begin: int, num_rows: int, source: NDArray[Any], order: Ints) -> None:

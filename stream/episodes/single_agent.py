@@ -13,6 +13,7 @@ import numpy as np
 from rollflow.stream.data.array_table import array_table
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EpisodeError, RollflowError
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer
 from rollflow.stream.episodes.episode_buffers import (
     as_buffer,
@@ -48,6 +49,8 @@ class SingleAgentEpisode:
         is_terminated           whether the task ended: nothing comes after the last observation
         is_truncated            whether only the recording ended: the rest may be estimated
         custom_data             dict for data that belong to the episode
+        initial_state           state of a stateful module before the episode's first step, a tree of arrays `any[...]`;
+                                None: not recorded, or this chunk begins later
         lane, slot              numbers of a rollout's lane, and of the environment in it, that the episode is from;
                                 None for an episode built by hand, or from a state
 
@@ -58,6 +61,7 @@ class SingleAgentEpisode:
     Raises EpisodeError if lengths do not fit together, and for a negative lookback.
     """
 
+    initial_state: Any = None
     lane: int | None = None
     slot: int | None = None
     _duration_s: float = 0.0
@@ -363,7 +367,7 @@ class SingleAgentEpisode:
         def part(buffer: LookbackBuffer, more: int = 0) -> LookbackBuffer:
             return part_of(buffer, start, stop + more, lookback, shares_arrays=shares_arrays)
 
-        return SingleAgentEpisode(
+        made = SingleAgentEpisode(
             self.id_,
             observations=part(self.observations, 1),
             infos=part(self.infos, 1),
@@ -377,6 +381,8 @@ class SingleAgentEpisode:
             module_id=self.module_id,
             multi_agent_episode_id=self.multi_agent_episode_id,
         )
+        made.initial_state = self.initial_state
+        return made
 
     def __getitem__(self, slice_: builtins.slice) -> "SingleAgentEpisode":
         if not isinstance(slice_, builtins.slice):
@@ -428,7 +434,8 @@ class SingleAgentEpisode:
 
     def get_state(self) -> dict[str, Any]:
         """The state as a dict, with lookback and flags; the data are copies."""
-        return {
+        initial = {} if self.initial_state is None else {"initial_state": map_tree(np.array, self.initial_state)}
+        return initial | {
             "id_": self.id_,
             "agent_id": self.agent_id,
             "module_id": self.module_id,
@@ -465,6 +472,7 @@ class SingleAgentEpisode:
         episode.t = state["t"]
         episode.custom_data = copy.deepcopy(state["custom_data"])
         episode._duration_s = state["duration_s"]
+        episode.initial_state = state.get("initial_state")
         return episode
 
     def __repr__(self) -> str:

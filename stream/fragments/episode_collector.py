@@ -12,7 +12,7 @@ from rollflow.stream.data.infos import SlotInfos, info_of
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
 from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.fragments.fragment_records import Final, FragmentLayout
+from rollflow.stream.fragments.fragment_records import Final, FragmentLayout, Start
 
 _NO_REASON = "its environment was lost"
 
@@ -89,6 +89,7 @@ class WholeEpisodes(Fragment):
         self.infos = [info for episode in episodes for part in episode.parts for info in part.infos]
         self.infos.append(episodes[-1].parts[-1].last_infos)
         self.finals = list(_finals(episodes))
+        self.starts = list(_starts(episodes))
         self.custom_data = {(0, number): episode.custom_data for number, episode in enumerate(episodes)}
         self._env_slots = np.array([episode.slot for episode in episodes], np.int64)
         if last.origin is not None:
@@ -141,6 +142,7 @@ class _OpenEpisode:
         self.id_, self.slot = id_, slot
         self.parts: list[_Part] = []
         self.num_steps = 0
+        self.initial_state: Tree = None
         self.custom_data: dict[Any, Any] = {}
 
     def is_followed_by(self, chunk: _Chunk) -> bool:
@@ -150,6 +152,8 @@ class _OpenEpisode:
     def add(self, fragment: Fragment, chunk: _Chunk) -> None:
         """Add views of the chunk's rows."""
         self.parts.append(_part_of(fragment, chunk))
+        if not chunk.t_started:
+            self.initial_state = fragment.initial_state(chunk.start, chunk.slot)
         self.num_steps += chunk.stop - chunk.start
         self.custom_data |= fragment.custom_data.get((chunk.slot, chunk.number), {})
 
@@ -225,3 +229,11 @@ def _finals(episodes: Sequence[_OpenEpisode]) -> Iterator[Final]:
         stop, last = stop + episode.num_steps, episode.parts[-1]
         observations = map_tree(lambda leaf: np.asarray(leaf)[None], last.last_observation)
         yield Final(stop - 1, np.zeros(1, np.int64), observations, last.last_infos)
+
+
+def _starts(episodes: Sequence[_OpenEpisode]) -> Iterator[Start]:
+    row, slot = 0, np.zeros(1, np.int64)
+    for episode in episodes:
+        if episode.initial_state is not None:
+            yield Start(slot + row, slot, map_tree(lambda leaf: np.array(leaf)[None], episode.initial_state))
+        row += episode.num_steps

@@ -35,6 +35,7 @@ from rollflow.stream.fragments.fragment_records import ChunkIndex
 from rollflow.stream.fragments.fragment_records import Final as Final
 from rollflow.stream.fragments.fragment_records import FragmentLayout as FragmentLayout
 from rollflow.stream.fragments.fragment_records import Loss as Loss
+from rollflow.stream.fragments.fragment_records import Start as Start
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 _NO_ROWS = np.empty(0, np.int64)
@@ -72,6 +73,7 @@ class Fragment(Traced):
         self.episode_start = episode_start  # i64[N] row at which the slot's first episode began, may be negative
         self.episode_number = episode_number  # i64[N]
         self.finals: list[Final] = []
+        self.starts: list[Start] = []  # of a stateful module; a later one counts
         self.losses: list[Loss] = []
         self.infos: list[Mapping[str, Any]] = [{}] * (layout.lookback + layout.num_rows + 1)
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
@@ -160,6 +162,50 @@ class Fragment(Traced):
         """
         chunks = self.chunks
         return map_tree(lambda leaf: leaf[chunks.start - 1, chunks.slot], self._named(name).tree)
+
+    def initial_states(self, like: Tree) -> tuple[Tree, NDArray[np.bool_]]:
+        """The state before the first step of every chunk that begins an episode: a tree of new arrays `any[C, ...]`.
+
+        like    one state: a tree of arrays any[...]
+
+        Also gives bool[C]: the chunks whose state was recorded. It is zeros for all others.
+        """
+        chunks = self.chunks
+        states = map_tree(lambda leaf: np.zeros((len(chunks.slot), *np.shape(leaf)), leaf.dtype), like)
+        known = np.zeros(len(chunks.slot), np.bool_)
+        for chunk in np.flatnonzero(chunks.t_started == 0).tolist() if self.starts else ():
+            state = self.initial_state(int(chunks.start[chunk]), int(chunks.slot[chunk]))
+            if state is not None:
+                known[chunk] = True
+                map_tree(lambda leaf, own, at=chunk: leaf.__setitem__(at, own), states, state)
+        return states, known
+
+    def initial_state(self, row: int, slot: int) -> Tree:
+        """The state before the first step of the episode that begins here, a tree of arrays `any[...]`, or None."""
+        return self._initial_states.get((row, slot))
+
+    def assume_initial_state(self, state: Tree) -> None:
+        """Record a state, a tree of arrays `any[...]`, for episodes that begin here and have none."""
+        chunks = self.chunks
+        begins = np.flatnonzero((chunks.t_started == 0) & ~self.initial_states(state)[1])
+        if len(begins):
+            states = map_tree(lambda leaf: np.repeat(np.asarray(leaf)[None], len(begins), axis=0), state)
+            self.starts.append(Start(chunks.start[begins], chunks.slot[begins], states))
+            self.__dict__.pop("_initial_states", None)  # computed again with these
+
+    def hand_on_starts(self, new: "Fragment", stops: NDArray[np.int64], back: NDArray[np.int64]) -> None:
+        """Give the next fragment the states of episodes whose first step is yet to come.
+
+        stops, back    i64[N]  row after each slot's last step here, and the rows by which the next fragment is behind
+        """
+        kept = []
+        for start in self.starts:
+            goes = start.rows >= stops[start.slots]
+            kept.append(start.at(~goes))
+            if goes.any():
+                start = start.at(goes)
+                new.starts.append(Start(start.rows - back[start.slots], start.slots, start.states))
+        self.starts = [start for start in kept if len(start.rows)]
 
     def recent_observations(self, count: int) -> Tree:
         """The last `count` observations at every step, oldest first: a tree of new arrays `any[num_steps, count, ...]`.
@@ -282,6 +328,8 @@ class Fragment(Traced):
             **flags,
         )
         episode.custom_data.update(self.custom_data.get((slot, number), {}))
+        if self.starts and not episode.t_started:
+            episode.initial_state = self.initial_state(start, slot)
         episode.lane, episode.slot = self.lane, int(self.env_slots(slot, number))
         return episode
 
@@ -394,4 +442,13 @@ class Fragment(Traced):
             (final.row, int(slot)): (map_tree(lambda leaf, i=i: leaf[i], final.observations), final.infos)
             for final in self.finals
             for i, slot in enumerate(final.slots)
+        }
+
+    @cached_property
+    def _initial_states(self) -> dict[tuple[int, int], Tree]:
+        """(row, slot) of an episode's first step -> the state before it, a tree of `any[...]`."""
+        return {
+            (row, slot): map_tree(lambda leaf, i=i: leaf[i], start.states)
+            for start in self.starts
+            for i, (row, slot) in enumerate(zip(start.rows.tolist(), start.slots.tolist(), strict=True))
         }

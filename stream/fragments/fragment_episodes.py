@@ -68,6 +68,11 @@ class FragmentEpisodes(Sequence[SingleAgentEpisode]):
         """A column's value at the step before each chunk, `any[C, ...]`: see `Fragment.preceding`."""
         return concatenate_trees([fragment.preceding(name) for fragment in self.fragments])
 
+    def initial_states(self, like: Tree) -> tuple[Tree, NDArray[np.bool_]]:
+        """States before episodes' first steps, `any[C, ...]`, and which are known: see `Fragment.initial_states`."""
+        parts = [fragment.initial_states(like) for fragment in self.fragments]
+        return concatenate_trees([states for states, _ in parts]), np.concatenate([known for _, known in parts])
+
     def recent_observations(self, count: int) -> Tree:
         """The last `count` observations at every step, `any[steps, count, ...]`: see `Fragment.recent_observations`."""
         return concatenate_trees([fragment.recent_observations(count) for fragment in self.fragments])

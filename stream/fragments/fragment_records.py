@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.data.tree import Tree
+from rollflow.stream.data.tree import Tree, map_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,19 @@ class Final:
     slots: NDArray[np.int64]  # i64[K]
     observations: Tree  # any[K, ...]
     infos: Mapping[str, Any]  # gymnasium's vector form, over all slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """States that a stateful module had before the first steps of K episodes."""
+
+    rows: NDArray[np.int64]  # i64[K]  of the first steps
+    slots: NDArray[np.int64]  # i64[K]
+    states: Tree  # any[K, ...]
+
+    def at(self, chosen: NDArray[np.bool_]) -> "Start":
+        """Some of the K records, bool[K]."""
+        return Start(self.rows[chosen], self.slots[chosen], map_tree(lambda leaf: leaf[chosen], self.states))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
-from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss
+from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
 from rollflow.stream.fragments.lane_columns import LaneMemory
 from rollflow.stream.fragments.lane_rows import LaneRows
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes
@@ -94,6 +94,10 @@ class Lane(LaneRows):
         if self.policy_version != self._version_written or row == self._first_row:
             # Later rows are written too: versions change seldom.
             columns[Columns.POLICY_VERSION].tree[row:] = self._version_written = self.policy_version
+
+    def record_states(self, slots: NDArray[np.int64], states: Tree) -> None:
+        """Keep the states, any[K, ...], before the current row's step, of slots whose episodes begin with it."""
+        self.fragment.starts.append(Start(np.full(len(slots), self.row), slots, states))
 
     def record_step(
         self,

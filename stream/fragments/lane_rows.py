@@ -130,6 +130,9 @@ class LaneRows:
         new.observation_space = old.observation_space
         new.infos[: lookback + 1] = old.infos[rows : self.row + 1]
         old.custom_data = copy.deepcopy(self.custom_data)
+        if old.starts:
+            slots = self.layout.num_slots
+            old.hand_on_starts(new, np.full(slots, self.row), np.full(slots, rows))
         old.seal(rows)
         number = self.episode_number.tolist()
         self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}

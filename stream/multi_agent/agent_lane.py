@@ -24,7 +24,7 @@ from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
-from rollflow.stream.fragments.fragment import Final, FragmentLayout
+from rollflow.stream.fragments.fragment import Final, FragmentLayout, Start
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
 from rollflow.stream.multi_agent.agent_lane_rows import AgentLaneRows
@@ -83,6 +83,10 @@ class AgentLane(AgentLaneRows):
         """
         self._write_outputs(slots, outputs, module, version)
         self._waits[slots] = True
+
+    def record_states(self, slots: Slots, states: Tree) -> None:
+        """Keep the states, any[K, ...], before the next steps of slots, i64[K], whose episodes begin with these."""
+        self.fragment.starts.append(Start(self.at[slots], slots, states))
 
     def record_step(self, step: PartStep, vector_step: int) -> None:
         """Write the results of a vector step for the part; `vector_step` is its number, counted from 1."""

@@ -177,6 +177,7 @@ class AgentLaneRows:
         number = self.episode_number.tolist()
         self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
         self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
+        old.hand_on_starts(new, self.at, self.at - lookback)
         self.fragment = new
         return old
 

@@ -159,8 +159,9 @@ class AddStatesFromEpisodesToBatch(ActingOrLearning):
     While acting it is the episode's last `state_out`, or `rl_module.get_initial_state()` at the episode's start.
 
     For training it is the state before the first step of each row of `max_seq_len`. A chunk's first row has the initial
-    state or, where the episode began before it, the lookback's last `state_out`. Further rows have the `state_out` of
-    the step before. Where the batch has `new_obs`, `next_state_in` is the state before the row's first one of those.
+    state, as it was recorded or else as the module has it now. Where the episode began before the chunk, it has the
+    lookback's last `state_out`. Further rows have the `state_out` of the step before. Where the batch has `new_obs`,
+    `next_state_in` is the state before the row's first one of those.
 
     Does nothing for a module that is not stateful, and where the batch has `state_in`. Raises ConnectorError for a
     chunk without `state_out`, or without the lookback that it needs. Raises ModuleError for a module without
@@ -199,6 +200,11 @@ class AddStatesFromEpisodesToBatch(ActingOrLearning):
             self.add_n_batch_items(batch, Columns.STATE_IN, before, rows, episode)
             if with_next:
                 self.add_n_batch_items(batch, Columns.NEXT_STATE_IN, after, rows, episode)
+
+
+def states_at(states: Tree, rows: NDArray[np.int64]) -> Tree:
+    """Some rows, i64[K], of a batch's `state_in`: a tree of new arrays `any[K, ...]`."""
+    return map_tree(lambda leaf: np.array(as_array(leaf[rows])), states)
 
 
 def _of_lane(episodes: LaneEpisodes, initial: Tree, rl_module: Any) -> Tree:
@@ -265,13 +271,17 @@ def _of_fragments(episodes: FragmentEpisodes, initial: Tree, length: int) -> tup
     nth = np.arange(int(rows.sum())) - np.repeat(first_row, rows)
     start = np.repeat(begin, rows) + nth * length  # the step that each row begins with
 
-    def before(states: NDArray[Any], preceding: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:
+    recorded, known = episodes.initial_states(initial)
+
+    def before(states: NDArray[Any], preceding: NDArray[Any], first: NDArray[Any], own: NDArray[Any]) -> NDArray[Any]:
         state_in: NDArray[Any] = states[np.maximum(start - 1, 0)]
-        state_in[first_row] = np.where(continued.reshape(-1, *[1] * first.ndim), preceding, first[None])
+        axes = (-1, *[1] * own.ndim)
+        begins = np.where(known.reshape(axes), first, own[None])
+        state_in[first_row] = np.where(continued.reshape(axes), preceding, begins)
         return state_in
 
     states = episodes.gather(Columns.STATE_OUT)
-    state_in = map_tree(before, states, episodes.preceding(Columns.STATE_OUT), initial)
+    state_in = map_tree(before, states, episodes.preceding(Columns.STATE_OUT), recorded, initial)
     return state_in, map_tree(lambda leaf: leaf[start], states)
 
 
@@ -285,7 +295,8 @@ def _of_episode(episode: SingleAgentEpisode, initial: Tree, length: int) -> tupl
         )
     if episode.t_started > 0 and not states.lookback:
         raise _without_lookback(episode)
-    first = states.get(-1, neg_index_as_lookback=True) if states.lookback else initial
+    own = initial if episode.initial_state is None else episode.initial_state
+    first = states.get(-1, neg_index_as_lookback=True) if states.lookback else own
     out = [states.get(t) for t in range(len(episode))]
     before, after = [first, *out[length - 1 : -1 : length]], out[::length]
     return (stack_trees(before), stack_trees(after)) if episode.is_numpy else (before, after)

@@ -39,7 +39,7 @@ def minibatches(
         rows = torch.arange(count)
     return (
         {name: _rows_of(column, part) for name, column in batch.items()}
-        for part in rows.split(size)
+        for part in torch.split(rows, size)
         if len(part) == size or not drop_last
     )
 

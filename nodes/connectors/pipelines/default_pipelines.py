@@ -35,6 +35,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
 
@@ -147,18 +148,19 @@ class LearnerConnectorPipeline(_BatchPipeline):
 
     def _check_shown(self, episodes: Episodes) -> None:
         """Raise ConnectorError for a chunk that shows fewer steps before its first than a piece looks back."""
+        alone: Sequence[SingleAgentEpisode]
         if isinstance(episodes, FragmentEpisodes):
-            started, shown = episodes.chunk_index("t_started"), episodes.chunk_index("lookback")
+            alone, started, shown = episodes, episodes.chunk_index("t_started"), episodes.chunk_index("lookback")
         else:
-            episodes = list(single_agent_episodes(episodes, stepped_only=False))
-            started = np.array([episode.t_started for episode in episodes], np.int64)
-            shown = np.array([episode.observations.lookback for episode in episodes], np.int64)
+            alone = list(single_agent_episodes(episodes, stepped_only=False))
+            started = np.array([episode.t_started for episode in alone], np.int64)
+            shown = np.array([episode.observations.lookback for episode in alone], np.int64)
         short = np.flatnonzero(shown < np.minimum(started, self.lookback))
         if len(short):
             chunk = int(short[0])
             raise self._too_short(
-                f"the chunk that begins at step {started[chunk]} of episode '{episodes[chunk].id_}' shows "
-                f"{shown[chunk]} before it, expected {min(started[chunk], self.lookback)}"
+                f"the chunk that begins at step {started[chunk]} of episode '{alone[chunk].id_}' shows {shown[chunk]} "
+                f"before it, expected {min(started[chunk], self.lookback)}"
             )
 
     def _too_short(self, problem: str) -> ConnectorError:
