@@ -280,3 +280,14 @@ def test_every_way_to_hold_layers_is_seen(kind: str) -> None:
 def test_the_default_module_is_the_same_function() -> None:
     module, x = DefaultModule(SEEN, CHOSEN), {"obs": torch.randn(5, 4)}
     assert torch.equal(evaluating(module).compute_values(x), module.compute_values(x))
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_modules_act_in_evaluation_mode_everywhere(where: Any) -> None:
+    with Rollout(Noise, module=Net, num_envs=2, fragment_length=8, num_fragments=1, seed=0, where=where) as rollout:
+        fragments, module = list(rollout.fragments()), rollout.module
+        for fragment in fragments:
+            with torch.no_grad():
+                expected = evaluating(module).forward_train({"obs": torch.from_numpy(fragment.gather("obs"))})
+            acted = torch.from_numpy(fragment.gather("action_dist_inputs"))
+            assert torch.allclose(acted, expected["action_dist_inputs"], atol=1e-6)
