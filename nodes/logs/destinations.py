@@ -17,8 +17,11 @@ from rollflow.stream.data.errors import MetricsError
 class Destination(Protocol):
     """Where rows go. It is made in the program's thread, and written and closed in a thread of its own."""
 
-    def open(self) -> None:
-        """Make ready to be written, in the thread that begins the run. Raises where that can't be done."""
+    def open(self) -> Mapping[str, int] | None:
+        """Make ready to be written, in the thread that begins the run. Raises where that can't be done.
+
+        Returns the steps and updates of the last row that is there, by these names, as far as that is known.
+        """
         ...
 
     def write(self, row: Row) -> None:

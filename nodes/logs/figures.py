@@ -89,6 +89,7 @@ class Counts:
     elapsed_s    seconds since its log began
     steps        environment steps
     updates      batches or rounds handed out
+    first_steps  those of `steps` that an earlier run made, which this one goes on with
     versions     module -> policy version; "" stands for the only module
     lag          policy versions that what was handed out last was old; None: nobody knows
     lost         cause -> environment steps
@@ -100,6 +101,7 @@ class Counts:
     elapsed_s: float = 0.0
     steps: int = 0
     updates: int = 0
+    first_steps: int = 0
     versions: Mapping[Any, int] = field(default_factory=dict)
     lag: int | None = None
     lost: Mapping[str, int] = field(default_factory=dict)
@@ -152,7 +154,7 @@ def figures_of(now: Counts, before: Counts) -> dict[str, float]:
         "time/total_timesteps": now.steps,
         "time/iterations": now.updates,
         "time/time_elapsed": now.elapsed_s,
-        "time/fps": now.steps / max(now.elapsed_s, 1e-9),
+        "time/fps": (now.steps - now.first_steps) / max(now.elapsed_s, 1e-9),
         "time/fps_now": (now.steps - before.steps) / past_s,
     }
     values |= {f"policy/version/{name}".removesuffix("/"): version for name, version in now.versions.items()}

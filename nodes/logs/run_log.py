@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,7 @@ class RunLog(abc.ABC):
         ]
         self._own: dict[str, tuple[float, int]] = {}  # name -> sum and number of the values since the row before
         self._own_lock, self._row_lock = threading.Lock(), threading.Lock()
-        self._before = Counts()
+        self._first = self._before = Counts()
         self._began, self._has_begun = 0.0, False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -62,7 +62,12 @@ class RunLog(abc.ABC):
         }
 
     def _counts_now(self) -> Counts:
-        return replace(self.counts(), elapsed_s=time.monotonic() - self._began if self._has_begun else 0.0)
+        elapsed_s = time.monotonic() - self._began if self._has_begun else 0.0
+        return replace(self.counts(), elapsed_s=elapsed_s, first_steps=self._first.steps)
+
+    def go_on_from(self, steps: int, updates: int) -> None:
+        """Count on from the environment steps and the updates of an earlier run. Before it begins."""
+        self._first = self._before = Counts(steps=steps, updates=updates, first_steps=steps)
 
     @abc.abstractmethod
     def counts(self) -> Counts:
@@ -91,7 +96,7 @@ class RunLog(abc.ABC):
             return
         with ExitStack() as opened:
             for writer in self.writers:
-                writer.destination.open()
+                self._open(writer)
                 opened.callback(writer.destination.close)
             opened.pop_all()
         self._began, self._has_begun = time.monotonic(), True  # in this order: others look meanwhile
@@ -109,11 +114,28 @@ class RunLog(abc.ABC):
             return
         writer = RowWriter(text, destination_of(text))
         if self._has_begun:
-            writer.destination.open()
+            self._open(writer)
             writer.start()
         self.writers.append(writer)
         if self._has_begun:
             self._make_rows()
+
+    def _open(self, writer: "RowWriter") -> None:
+        """Open a destination; log it if it has rows of later steps or updates than those that come now."""
+        axis, last = self._options.axis, writer.destination.open() or {}
+        begin = self._row(self._first, {}).x
+        if axis != "time" and last.get(axis, 0) > begin:
+            logger.warning(
+                "the log %s has rows up to %s %s already, and the rows of this run begin at %s: they lie over each "
+                "other; load_state_dict(saved) before the run, with what state_dict() gave, goes on from there, or "
+                "expected a path of its own for each run",
+                *(writer.text, f"{last[axis]:,}", axis, f"{begin:,}"),
+            )
+
+    def _row(self, now: Counts, values: Mapping[str, float]) -> Row:
+        options = self._options
+        of_updates = None if options.of_updates is None else self._first.updates + options.of_updates
+        return Row(now.steps, now.updates, time.time(), now.elapsed_s, values, of_updates, options.axis)
 
     def _make_rows(self) -> None:
         """Start the thread that makes rows, where there is a destination for them."""
@@ -157,8 +179,7 @@ class RunLog(abc.ABC):
             own, self._own = self._own, {}
         self._before = now
         values |= {name: total / count for name, (total, count) in own.items()}
-        options = self._options
-        row = Row(now.steps, now.updates, time.time(), now.elapsed_s, values, options.of_updates, options.axis)
+        row = self._row(now, values)
         for writer in self.writers:
             writer.put(row)
 

@@ -1,12 +1,16 @@
 """Experiment trackers as destinations of a log: TensorBoard, Weights & Biases, MLflow."""
 
 import importlib
+import struct
+from pathlib import Path
 from typing import Any
 
-from rollflow.nodes.logs.figures import GLOBAL_STEP, Row
-from rollflow.nodes.logs.text_files import checked_path
+from rollflow.nodes.logs.figures import GLOBAL_STEP, PLACE, Row
+from rollflow.nodes.logs.text_files import checked_path, tail_of
 from rollflow.stream.data.errors import MetricsError
 
+_ALWAYS = "time/total_timesteps"  # which every row has
+_TAIL_BYTES = 1 << 18  # of an event file, in which the last rows are
 _MLFLOW_MOST = 1000  # metrics in a batch
 
 
@@ -20,9 +24,11 @@ class TensorBoard:
         self._folder = checked_path(target, "tensorboard", is_folder=True)
         self._writer: Any = None
 
-    def open(self) -> None:
-        """Begin an event file."""
+    def open(self) -> dict[str, int]:
+        """Begin an event file; the steps and updates of the last row in the folder's others."""
+        last = max(map(_last_x, self._folder.glob("events.out.tfevents.*")), default=0)
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
+        return dict.fromkeys(PLACE[:2], last)  # whichever its x axis is
 
     def write(self, row: Row) -> None:
         """Write a scalar for each figure."""
@@ -33,6 +39,27 @@ class TensorBoard:
     def close(self) -> None:
         """End the event file."""
         self._writer.close()
+
+
+def _last_x(path: Path) -> int:
+    """The largest place on the x axis of a row near the end of an event file; 0 if no such log has written it.
+
+    A record is its length, u64, the check sum of that, u32, the event, and the event's check sum, u32.
+    """
+    check_sum = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow").masked_crc32c
+    event_of = importlib.import_module("tensorboard.compat.proto.event_pb2").Event.FromString
+    tail, at, last = tail_of(path, _TAIL_BYTES), 0, 0
+    while at + 12 <= len(tail):
+        length, expected = struct.unpack_from("<QI", tail, at)
+        end = at + 12 + length
+        if end + 4 > len(tail) or check_sum(tail[at : at + 8]) != expected:
+            at += 1  # the tail begins within a record
+            continue
+        event = event_of(tail[at + 12 : end])
+        if any(value.tag == _ALWAYS for value in event.summary.value):
+            last = max(last, event.step)
+        at = end + 4
+    return last
 
 
 class Wandb:

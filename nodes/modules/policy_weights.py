@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import ModuleError, RunError
 
 Weights = Mapping[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -68,6 +68,16 @@ class PolicyWeights:
                 return False
             self._version, self._unused = version, (version, copied)
             return True
+
+    def go_on_from(self, version: int) -> None:
+        """Give the weights that the module begins with the version of an earlier run.
+
+        Raises RunError once others have been published.
+        """
+        with self._lock:
+            if self._version != self.first_version:
+                raise RunError("weights have been published, expected load_state_dict of the run before publish")
+            self._version = self._loaded = self.first_version = version
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
         """Take the newest version and its weights, once; None if there is nothing new."""

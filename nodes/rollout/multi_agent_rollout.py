@@ -135,7 +135,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     Also `stall`, `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
     Methods: `publish`, `acting_weights`, `policy`, `evaluate`, `add_module`, `remove_module`; loops `batches()`,
-    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain`; `graph`; hooks `on_batch`, `on_episode`.
+    `fragments()`; `start`, `drain`, `close`; `state_dict`, `load_state_dict` to go on with an earlier run; `report`,
+    `diagnose`, `explain`; `graph`; hooks `on_batch`, `on_episode`.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
@@ -377,6 +378,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         return self.learner.batch_of(fragments)
 
     # Inside
+
+    def _begin_at(self, versions: Mapping[Any, int]) -> None:
+        self._modules.go_on_from(versions)
 
     def _check_may_change(self, module_id: Any) -> None:
         """Raise ModuleError where a module can't come or go: others have to know of it."""

@@ -138,9 +138,10 @@ class Rollout(RolloutLoop[Fragment]):
         log                              logs one's own values, `log("train/loss", loss)`; `dropped_rows`
         is_running, policy_version, num_steps, lost, loaded
 
-    Methods: `publish` new weights; loop over `batches()` or `fragments()`; `start`, `drain`, `close`; `report`,
-    `diagnose`, `explain` and `what_if`; `policy`, `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a
-    diagram; hooks `on_batch`, `on_episode`, `on_publish`; for sinks `publish_as`, `watch`, `hold_back` and others.
+    Methods: `publish` new weights; `state_dict`, and `load_state_dict` to go on with an earlier run; loop over
+    `batches()` or `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain` and `what_if`; `policy`,
+    `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a diagram; hooks `on_batch`, `on_episode`, `on_publish`;
+    for sinks `publish_as`, `watch`, `hold_back` and others.
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
     or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`, with the port `fragments`. It runs once.
@@ -367,6 +368,11 @@ class Rollout(RolloutLoop[Fragment]):
         self._prepare_lanes()
         return self._execution.ring(gate)
 
+    def _begin_at(self, versions: Mapping[Any, int]) -> None:
+        if versions.keys() != {""}:
+            raise ValueError(f"state has versions of {list(versions)}, expected that of one module, of a Rollout")
+        self._weights.go_on_from(versions[""])
+
     def _check_ready(self) -> None:
         observations = self.env_to_module.observation_space
         if self._makes_module and observations is not None and observations != self.module.observation_space:
@@ -378,7 +384,8 @@ class Rollout(RolloutLoop[Fragment]):
     def signs(self) -> Sequence[Sign]:
         """Silent faults: those of every rollout, of its module and of its returns."""
         (published, returns), version = self._checks, self.policy_version
-        return *super().signs(), *published.signs(version, self._learner_meter.items), *returns.signs(version)
+        made = version - self._weights.first_version
+        return *super().signs(), *published.signs(made, self._learner_meter.items), *returns.signs(version)
 
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
         batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)

@@ -29,6 +29,11 @@ class RolloutLog(RunLog):
         self._report: Callable[[], Report] = rollout.report
         rollout.lag.is_asked = bool(options.texts)
 
+    def go_on_from(self, steps: int, updates: int) -> None:
+        """Count on from the environment steps and the rounds of an earlier run. Before it begins."""
+        super().go_on_from(steps, updates)
+        self.rounds = updates
+
     def node(self) -> Callable[[Any], None]:
         """The node that sees the fragments in a graph, also where nothing is written: `snapshot()` has figures, too.
 
@@ -67,7 +72,7 @@ class _LogNode:
 
     def __init__(self, log: RolloutLog, note: Callable[[Any], None], rollout: Any) -> None:
         self._log, self._note, self._rollout = log, note, rollout
-        self._fragments = 0
+        self._fragments = self._rounds_before = 0
         self._trace: tuple[str, FragmentTrace] | None = None  # this node's name, and where its fragments' arrows end
 
     def __call__(self, fragments: Any) -> None:
@@ -79,10 +84,11 @@ class _LogNode:
         rollout.hooks.tell_episodes()
         rollout.lag.look_at(fragments)
         self._fragments += 1
-        self._log.rounds = self._fragments // max(1, rollout.environments.num_lanes)
+        self._log.rounds = self._rounds_before + self._fragments // max(1, rollout.environments.num_lanes)
 
     def take_report(self, report: Callable[[], Report]) -> None:
         """Begin the log, of a run that has this report."""
+        self._rounds_before = self._log.rounds
         self._log.follow(report)
         self._log.begin()
 

@@ -1,7 +1,7 @@
 """A rollout as its users have it: a plain loop, an async one, or a node of a graph."""
 
 import abc
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 import anyio.to_thread
 
-from rollflow.nodes.argument_checks import check_flags
+from rollflow.nodes.argument_checks import check_flags, is_whole
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.metrics.hooks import Hooked
@@ -73,6 +73,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._rounds, self.hooks = rounds, rounds.hooks
         self._ledger = Ledger()  # of fragments in a graph
         self._ended_by: str | None = None  # the cause, of a loop
+        self._steps_before = 0  # of an earlier run, which this one goes on with
         self._credits, self._lane_counts = credits_of(environments, lag, rounds, prefetch)
         self._runs_ahead = prefetch > 0
         self._ties = GraphTies()
@@ -93,6 +94,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     @abc.abstractmethod
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
         """A train batch of a round."""
+
+    @abc.abstractmethod
+    def _begin_at(self, versions: Mapping[Any, int]) -> None:
+        """Begin with these policy versions, as `lag.versions()` has them."""
 
     def replica(self) -> Replica:
         """Copy of what acts, for another process."""
@@ -296,8 +301,34 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     @property
     def num_steps(self) -> int:
-        """Transitions that the environments have made."""
-        return int(self.environments.num_steps)
+        """Transitions that the environments have made, with those of an earlier run: see `load_state_dict`."""
+        return self._steps_before + int(self.environments.num_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the run has counted so far, for a checkpoint: steps, rounds, and policy versions by module.
+
+        The weights, the optimizer's state and that of connector pieces are saved beside it.
+        """
+        return {"steps": self.num_steps, "rounds": self.log.rounds, "versions": dict(self.lag.versions())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on from where an earlier run was when `state_dict` gave this: before weights are published.
+
+        `num_steps`, policy versions, the log's x axis and the facts of saved policies go on from there. Raises RunError
+        once the rollout runs, or weights have been published, ValueError for anything but such a state.
+        """
+        if self._state != "new" or self.environments.is_started:
+            raise RunError("the rollout has begun, expected load_state_dict before it runs")
+        versions = state.get("versions") if isinstance(state, Mapping) else None
+        if not isinstance(versions, Mapping):
+            raise ValueError(f"state is {type(state).__name__}, expected what state_dict() of a rollout gave")
+        counts = {"steps": state.get("steps"), "rounds": state.get("rounds"), **versions}
+        if wrong := [name for name, count in counts.items() if not is_whole(count) or count < 0]:
+            text = f"state has {counts[wrong[0]]!r:.40} under {wrong[0]!r}, expected whole numbers from 0 on"
+            raise ValueError(text)
+        self._begin_at(versions)
+        self._steps_before = int(state["steps"])
+        self.log.go_on_from(self._steps_before, int(state["rounds"]))
 
     @property
     def lost(self) -> dict[str, int]:

@@ -204,6 +204,20 @@ class ModuleSet:
         """Module id -> the policy version that the module began with; 0 but for one whose id was another's."""
         return {module_id: acting.weights.first_version for module_id, acting in list(self.acting.items())}
 
+    def go_on_from(self, versions: Mapping[Any, int]) -> None:
+        """Have modules begin with the policy versions of an earlier run, by id.
+
+        Raises ModuleError for an id that no module has, RunError once weights have been published.
+        """
+        with self._lock:
+            if missing := [module_id for module_id in versions if module_id not in self.modules]:
+                raise ModuleError(
+                    f"the state has versions of the modules {missing}, which are not there; expected them to be given "
+                    f"to the rollout, or added, before load_state_dict; there are {list(self.modules)}"
+                )
+            for module_id, version in versions.items():
+                self.acting[module_id].weights.go_on_from(version)
+
     def newest_weights(self, module_id: Any) -> tuple[int, dict[str, Any]]:
         """The newest version of a module that acts, and copies of its weights.
 

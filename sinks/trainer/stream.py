@@ -307,7 +307,8 @@ class TrainerStream:
         """
         newest, taken = self._listener.weights.identity(), self._server.taken() if self._server is not None else []
         with self._listener.lock:
-            return state_dict_of(self._listener.sources, [*self._current, *taken], *newest, self._staleness.lost)
+            counted, lost = self.log.counted, self._staleness.lost
+            return state_dict_of(self._listener.sources, [*self._current, *taken], *newest, lost, counted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict` of an earlier trainer: what that was handed is not handed over again.
@@ -316,7 +317,9 @@ class TrainerStream:
         """
         if self._listener.is_open:
             raise RunError("the stream has begun, expected load_state_dict before the first batch is asked for")
-        state_from(state).resume(self._listener.sources, self._listener.weights, self._staleness)
+        found = state_from(state)
+        found.resume(self._listener.sources, self._listener.weights, self._staleness)
+        self.log.go_on_from(*found.counted)
 
     @property
     def version(self) -> int:

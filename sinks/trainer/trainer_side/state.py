@@ -79,12 +79,14 @@ class TrainerState(NamedTuple):
     version    newest policy version
     digest     of the weights that were published under it; None: there are none, or it is unknown
     lost       number of transitions that were left out, by cause
+    counted    transitions, and items of the loop, that were handed over
     """
 
     sources: dict[bytes, RolloutPeer]
     version: int
     digest: bytes | None
     lost: dict[str, int]
+    counted: tuple[int, int]
 
     def resume(self, sources: dict[bytes, RolloutPeer], weights: NewestWeights, staleness: StalenessBound) -> None:
         """Have a stream's parts go on from it, before any rollout has come."""
@@ -99,6 +101,7 @@ def state_dict_of(
     version: int,
     digest: bytes | None,
     lost: Mapping[str, int],
+    counted: tuple[int, int],
 ) -> dict[str, Any]:
     """State for JSON: the items handed over, `current` included, the newest weights, and what was left out."""
     by_token = {}
@@ -110,11 +113,12 @@ def state_dict_of(
         beyond = sorted(number for number in numbers if number > done)
         by_token[token.hex()] = {"done": done, "beyond": beyond, "missed": source.session.missed}
     newest = {"version": version, "digest": None if digest is None else digest.hex()}
-    return {**newest, "lost": dict(lost), "sources": by_token}
+    so_far = {"counted": list(counted)} if any(counted) else {}
+    return {**newest, "lost": dict(lost), **so_far, "sources": by_token}
 
 
 def state_from(state: Mapping[str, Any]) -> TrainerState:
-    """State from what `state_dict_of` gave; an older one may lack `digest`, `lost` and `missed`.
+    """State from what `state_dict_of` gave; an older one may lack `digest`, `lost`, `counted` and `missed`.
 
     Raises ValueError for anything else.
     """
@@ -130,7 +134,8 @@ def state_from(state: Mapping[str, Any]) -> TrainerState:
             source.beyond, source.session.missed = beyond, _number(entry.get("missed", 0))
             sources[source.session.token] = source
         lost = {str(cause): _number(count) for cause, count in state.get("lost", {}).items()}
-        return TrainerState(sources, _number(state["version"]), _digest(state.get("digest")), lost)
+        steps, items = map(_number, state.get("counted", (0, 0)))
+        return TrainerState(sources, _number(state["version"]), _digest(state.get("digest")), lost, (steps, items))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"state is {state!r:.100}, expected what state_dict() gave: {error!r}") from error
 

@@ -72,6 +72,16 @@ class StreamLog(RunLog):
         self._items += 1
         self._lag = max((item.lag for item in handed if item.lag is not None), default=None)
 
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Steps, and items of the loop, that were handed over."""
+        return self._steps, self._items
+
+    def go_on_from(self, steps: int, updates: int) -> None:
+        """Count on from the steps and the items that an earlier trainer was handed. Before it begins."""
+        super().go_on_from(steps, updates)
+        self._steps, self._items = steps, updates
+
     def counts(self) -> Counts:
         """What the stream has counted."""
         stream = self._stream

@@ -150,7 +150,17 @@ def test_a_version_that_a_rollout_has_of_another_trainer_is_gone_beyond(tmp_path
 
 @pytest.mark.parametrize(
     "entry",
-    [{"digest": 5}, {"digest": "ab"}, {"digest": "x" * 64}, {"lost": [1]}, {"lost": {"max_lag": -1}}, {"lost": 3}],
+    [
+        {"digest": 5},
+        {"digest": "ab"},
+        {"digest": "x" * 64},
+        {"lost": [1]},
+        {"lost": {"max_lag": -1}},
+        {"lost": 3},
+        {"counted": [1]},
+        {"counted": [1, -1]},
+        {"counted": 5},
+    ],
     ids=str,
 )
 def test_a_state_that_was_tampered_with_is_refused(entry: dict[str, Any]) -> None:

@@ -45,6 +45,19 @@ def test_a_stream_logs_what_it_has_handed_over(tmp_path: Path, yields: Any) -> N
     assert row["policy/lag"] in (0, 1)
 
 
+def test_a_log_goes_on_with_the_steps_and_items_of_an_earlier_trainer(tmp_path: Path) -> None:
+    path, state = tmp_path / "run.jsonl", {"version": 5, "sources": {}, "counted": [1000, 30]}
+    before, _ = fed_rows(path)
+    with trainer() as stream:
+        stream.load_state_dict(before.state_dict())
+        assert stream.log.counted == before.log.counted == (json.loads(path.read_text())["steps"], 3)
+    with trainer(log=f"jsonl:{tmp_path / 'other.jsonl'}") as stream:
+        stream.load_state_dict(state)
+        assert stream.state_dict()["counted"] == [1000, 30]
+        figures = stream.log.figures()
+    assert (figures["time/total_timesteps"], figures["time/iterations"], figures["time/fps"]) == (1000, 30, 0.0)
+
+
 def test_a_log_that_cannot_be_opened_closes_the_socket() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         stream = TrainerStream("tcp://127.0.0.1:0", log=f"prometheus:{taken.getsockname()[1]}")

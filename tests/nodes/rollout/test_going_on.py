@@ -1,0 +1,235 @@
+"""Going on with an earlier run: steps, rounds, policy versions and the log's x axis count on from where it was."""
+
+import csv
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
+from rollflow.stream import Graph, ModuleError, RunError
+
+
+class Walk(gym.Env[Any, Any]):
+    """Episodes of five steps."""
+
+    observation_space = gym.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.full(1, self.t, np.float32), 1.0, self.t == 5, False, {}
+
+
+class Two(MultiAgentEnv):
+    possible_agents = "a", "b"
+    observation_spaces = dict.fromkeys("ab", Walk.observation_space)
+    action_spaces = dict.fromkeys("ab", Walk.action_space)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return dict.fromkeys("ab", np.zeros(1, np.float32)), {}
+
+    def step(self, actions: Any) -> Any:
+        return dict.fromkeys("ab", np.ones(1, np.float32)), dict.fromkeys("ab", 1.0), {}, {}, {}
+
+
+SAVED = {"steps": 1000, "rounds": 30, "versions": {"": 7}}
+
+
+def walk(**options: Any) -> Rollout:
+    given: dict[str, Any] = {"num_envs": 2, "fragment_length": 4, "num_fragments": 3, "autoreset_mode": "SameStep"}
+    return Rollout(Walk, **(given | {"seed": 0} | options))
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_counts_versions_and_card_go_on(where: str, tmp_path: Path) -> None:
+    rollout = walk(where=where, lanes=1)
+    rollout.load_state_dict(SAVED)
+    assert (rollout.num_steps, rollout.policy_version) == (1000, 7)
+    versions = []
+    with rollout:
+        for fragment in rollout.fragments():
+            versions.append(set(fragment.gather("policy_version").tolist()))
+            rollout.publish(rollout.module.state_dict())
+        rollout.save_policy(tmp_path / "policy")
+    assert versions[0] == {7}
+    assert set().union(*versions) <= {7, 8, 9}
+    assert (rollout.num_steps, rollout.policy_version) == (1024, 10)
+    card = json.loads((tmp_path / "policy" / "policy.json").read_text())["trained_on"]
+    assert {name: card[name] for name in ("steps", "policy_version")} == {"steps": 1024, "policy_version": 10}
+    state = rollout.state_dict()
+    assert state == {"steps": 1024, "rounds": 33, "versions": {"": 10}}
+    assert json.loads(json.dumps(state)) == state
+    assert rollout.lost == {}
+
+
+def test_the_parts_of_a_run_count_as_one_that_was_never_stopped(tmp_path: Path) -> None:
+    counted = []
+    for parts in ([6], [2, 3, 1]):
+        state: Any = None
+        for count in parts:
+            rollout = walk(num_fragments=count)
+            if state is not None:
+                torch.save(state, tmp_path / "state.pt")
+                rollout.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+            with rollout:
+                for _ in rollout.batches():
+                    rollout.publish(rollout.module.state_dict())
+            state = rollout.state_dict()
+        counted.append(state)
+    assert counted[0] == counted[1] == {"steps": 48, "rounds": 6, "versions": {"": 6}}
+
+
+def test_pace_holds_with_versions_that_go_on() -> None:
+    rollout = walk(num_fragments=5, prefetch=2, max_lag=2, on_excess="pace")
+    rollout.load_state_dict(SAVED)
+    with rollout:
+        for _ in rollout.batches():
+            rollout.publish(rollout.module.state_dict())
+    assert (rollout.policy_version, rollout.lost) == (12, {})
+
+
+def test_several_modules_go_on_each_with_its_version() -> None:
+    options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "seed": 0}
+    rollout = MultiAgentRollout(Two, module={"a": None, "b": RandomModule}, **options)
+    rollout.load_state_dict({"steps": 100, "rounds": 5, "versions": {"a": 4, "b": 0}})
+    with rollout:
+        for fragment in rollout.fragments():
+            seen = fragment.policy_versions()
+            rollout.publish({"a": rollout.module["a"].state_dict()})
+    assert seen == {"a": 5, "b": 0}
+    assert rollout.state_dict() == {"steps": 116, "rounds": 7, "versions": {"a": 6, "b": 0}}
+    other = MultiAgentRollout(Two, module={"a": None, "b": RandomModule}, **options)
+    with pytest.raises(ModuleError, match=r"versions of the modules \['past'\], which are not there"):
+        other.load_state_dict({"steps": 1, "rounds": 1, "versions": {"a": 1, "past": 2}})
+    assert (other.num_steps, other.policy_versions) == (0, {"a": 0, "b": 0})
+    other.close()
+
+
+@pytest.mark.anyio
+async def test_a_node_of_a_graph_goes_on() -> None:
+    rollout = walk(log=None)
+    rollout.load_state_dict(SAVED)
+    graph = Graph()
+    graph.add(rollout=rollout)
+    graph.output("fragments", "rollout.fragments")
+    async with graph.run() as run:
+        async for _ in run["fragments"]:
+            pass
+    assert rollout.state_dict() == {"steps": 1024, "rounds": 33, "versions": {"": 7}}
+
+
+def rows_of(kind: str, path: Path, axis: str) -> list[int]:
+    if kind == "jsonl":
+        return [json.loads(line)[axis] for line in path.read_text().splitlines()]
+    if kind == "csv":
+        with path.open() as file:
+            return [int(row[axis]) for row in csv.DictReader(file)]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(path))
+    found.Reload()
+    return [event.step for event in found.Scalars("time/total_timesteps")]
+
+
+@pytest.mark.parametrize("axis", ["steps", "updates"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tensorboard"])
+def test_the_x_axis_goes_on_or_a_warning_tells_that_it_does_not(
+    kind: str, axis: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "tensorboard":
+        pytest.importorskip("tensorboard")
+    path = tmp_path / "log"
+    with walk(log=f"{kind}:{path}", log_x=axis) as rollout:
+        list(rollout.batches())
+    last = {"steps": 24, "updates": 3}[axis]
+    assert rows_of(kind, path, axis)[-1] == last
+    going_on = walk(log=f"{kind}:{path}", log_x=axis)
+    going_on.load_state_dict(rollout.state_dict())
+    with caplog.at_level(logging.WARNING, "rollflow"), going_on:
+        list(going_on.batches())
+    assert not caplog.records
+    rows = rows_of(kind, path, axis)
+    assert rows == sorted(rows)
+    assert rows[-1] == 2 * last
+    with caplog.at_level(logging.WARNING, "rollflow"), walk(log=f"{kind}:{path}", log_x=axis) as anew:
+        list(anew.batches())
+    [told] = caplog.records
+    assert f"has rows up to {2 * last} {axis} already, and the rows of this run begin at 0" in told.getMessage()
+    assert "load_state_dict(saved)" in told.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("jsonl", '{"steps": 5, "upd'),
+        ("jsonl", "[1, 2]\n"),
+        ("jsonl", '{"steps": null}\n'),
+        ("csv", "steps,updates,time\n"),
+        ("csv", "steps,updates,time\n7,"),
+        ("tensorboard", "\x18\x00\x00"),
+    ],
+)
+def test_a_log_whose_end_tells_nothing_is_added_to(
+    kind: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log"
+    if kind == "tensorboard":
+        pytest.importorskip("tensorboard")
+        path.mkdir()
+        (path / "events.out.tfevents.1.here").write_text(text)
+    else:
+        path.write_text(text)
+    with caplog.at_level(logging.WARNING, "rollflow"), walk(log=f"{kind}:{path}") as rollout:
+        list(rollout.batches())
+    assert not caplog.records
+
+
+def test_speed_is_that_of_this_run_alone() -> None:
+    rollout = walk()
+    rollout.load_state_dict({**SAVED, "steps": 10**12})
+    with rollout:
+        list(rollout.batches())
+        figures = rollout.log.figures()
+    assert figures["time/total_timesteps"] == 10**12 + 24
+    assert figures["time/fps"] * figures["time/time_elapsed"] == pytest.approx(24)
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (None, "state is NoneType, expected what state_dict"),
+        ({"weight": torch.zeros(1)}, "state is dict, expected what state_dict"),
+        ({**SAVED, "steps": -1}, "state has -1 under 'steps', expected whole numbers"),
+        ({**SAVED, "rounds": 1.5}, "state has 1.5 under 'rounds'"),
+        ({"rounds": 1, "versions": {"": 1}}, "state has None under 'steps'"),
+        ({**SAVED, "versions": {"": True}}, "state has True under ''"),
+        ({**SAVED, "versions": {"a": 1}}, r"state has versions of \['a'\], expected that of one module"),
+    ],
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(state: Any, text: str) -> None:
+    rollout = walk()
+    with pytest.raises(ValueError, match=text):
+        rollout.load_state_dict(state)
+    assert rollout.state_dict() == {"steps": 0, "rounds": 0, "versions": {"": 0}}
+    rollout.close()
+
+
+def test_a_state_comes_before_the_run_and_before_weights() -> None:
+    rollout = walk()
+    rollout.publish(rollout.module.state_dict())
+    with pytest.raises(RunError, match="weights have been published, expected load_state_dict of the run before"):
+        rollout.load_state_dict(SAVED)
+    assert rollout.state_dict() == {"steps": 0, "rounds": 0, "versions": {"": 1}}
+    with rollout, pytest.raises(RunError, match="the rollout has begun, expected load_state_dict before it runs"):
+        rollout.load_state_dict(SAVED)
