@@ -16,6 +16,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.vector_env_errors import info_given
+from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.packing import pack, sendable
 from rollflow.stream.data.space import is_columnar
 from rollflow.stream.data.tree import Tree, structure_of
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 # The vector steps, counted from 0, whose observations are checked: the first ones, and ever fewer of the later ones.
 CHECKED_STEPS = frozenset(2**power - 1 for power in range(63))
 _OF_OBSERVATIONS = ("dtype", "bounds")
-KINDS = (*_OF_OBSERVATIONS, "reward", "flag", "info")  # of deviations
+KINDS = (*_OF_OBSERVATIONS, "reward", "flag", "info", "sent")  # of deviations
 _MOST_LETTERS = 1000  # of a text that goes to another process
 
 
@@ -53,6 +55,26 @@ class Deviations:
             logger.warning("%s (said once per run)", text)
         else:
             self.unsent.append((kind, text[:_MOST_LETTERS]))
+
+    def left_out(self, text: str) -> None:
+        """Take note of an entry of infos that can't be handed to the process that logs."""
+        self.add("sent", f"{text}, can't be handed to another process: such entries are left out")
+
+    def packed(self, fields: dict[str, Any], name: str = "value") -> bytes:
+        """Fields with infos, as `pack` packs them, and the kept deviations; b"" where there are none of either.
+
+        Entries of infos that can't be packed are left out. Raises ColumnError for anything else that can't be.
+        """
+        try:
+            fields = self._added_to(fields)
+            return pack(fields, name) if fields else b""
+        except ColumnError:
+            return pack(self._added_to(sendable(fields, self.left_out)), name)
+
+    def _added_to(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if not self.unsent:
+            return fields
+        return fields | {"deviations": [*fields.get("deviations", ()), *map(list, self.take())]}
 
     def take(self) -> list[tuple[str, str]]:
         """Return the kept ones, and keep them no longer."""

@@ -151,7 +151,7 @@ class RolloutServer(EnvServer):
         """Send a fragment, and what there is to say beside it."""
         index, fields = self._fragments.write(fragment)
         self._send_blocks()
-        self._sock.sendall(frame_with(FrameKind.FRAGMENT, pack(fields | more, "fragment"), index))
+        self._sock.sendall(frame_with(FrameKind.FRAGMENT, self._deviations.packed(fields | more, "fragment"), index))
 
     def _hide(self) -> None:
         """Have no row of the fragment in the making rescued any more."""

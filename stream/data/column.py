@@ -140,6 +140,10 @@ class Column:
         """True if `write_items` would take these items, a tree of arrays `any[count, ...]`."""
         return self._mismatch(items, (count,)) is None
 
+    def mismatch(self, items: Tree, count: int) -> str | None:
+        """Why `write_items` would refuse these items, a tree of arrays `any[count, ...]`; None if it takes them."""
+        return self._mismatch(items, (count,))
+
     def copy_rows(self, source: "Column", start: int, stop: int) -> None:
         """Copy rows `start` to `stop` of `source`, a column of the same types, into the first rows of this one.
 

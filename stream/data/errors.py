@@ -156,23 +156,23 @@ _MOST_LETTERS = 100  # of anything else
 
 def shown(value: Any) -> str:
     """A value for an error's text, short and on one line: arrays by dtype and shape, trees by their parts, no data."""
-    is_array = isinstance(value, np.ndarray) or (hasattr(value, "__array__") and not isinstance(value, np.generic))
-    return f"an array {_shown(value)}" if is_array else _shown(value)
+    if isinstance(value, np.ndarray):
+        return f"an array {_shown(value)}"
+    return f"a {_shown(value)}" if _is_tensor(value) else _shown(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "__array__") and not isinstance(value, np.generic | type)
 
 
 def _shown(value: Any, depth: int = 0) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
-    if hasattr(value, "__array__") and not isinstance(value, np.generic) and not isinstance(value, type):
+    if _is_tensor(value):
         dtype, shape = str(getattr(value, "dtype", "")), getattr(value, "shape", ())
         return f"{type(value).__name__} {dtype.removeprefix('torch.')}{list(shape)}"
-    if type(value) is dict:
-        keys = list(value)[:_MOST_PARTS]
-        parts = [f"{_shown(key, depth + 1)}: {_shown(value[key], depth + 1)}" for key in keys]
-        return _joined("{}", parts, len(value), depth)
-    if type(value) in (list, tuple):
-        parts = [_shown(part, depth + 1) for part in value[:_MOST_PARTS]]
-        return _joined("[]" if type(value) is list else "()", parts, len(value), depth)
+    if type(value) in (dict, list, tuple):
+        return _shown_parts(value, depth)
     try:
         text = repr(value[:_MOST_LETTERS]) if isinstance(value, str | bytes) else " ".join(repr(value).split())
     except Exception:  # an object of others' may raise anything there
@@ -182,11 +182,17 @@ def _shown(value: Any, depth: int = 0) -> str:
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
 
 
-def _joined(brackets: str, parts: list[str], count: int, depth: int) -> str:
-    if depth == _MOST_DEPTH and count:
-        return f"{brackets[0]}…{brackets[1]}"
-    more = f", … ({count} in all)" if count > len(parts) else "," if brackets == "()" and count == 1 else ""
-    return f"{brackets[0]}{', '.join(parts)}{more}{brackets[1]}"
+def _shown_parts(value: Any, depth: int) -> str:
+    """A dict, list or tuple, with its first parts."""
+    begin, end = ("{", "}") if type(value) is dict else ("[", "]") if type(value) is list else ("(", ")")
+    if depth == _MOST_DEPTH:  # it may contain itself
+        return f"{begin}…{end}" if value else begin + end
+    first = list(value)[:_MOST_PARTS]
+    parts = [_shown(part, depth + 1) for part in first]
+    if type(value) is dict:
+        parts = [f"{key}: {_shown(value[each], depth + 1)}" for key, each in zip(parts, first, strict=True)]
+    more = f", … ({len(value)} in all)" if len(value) > len(parts) else "," if begin == "(" and len(value) == 1 else ""
+    return f"{begin}{', '.join(parts)}{more}{end}"
 
 
 def error_text(error: Exception) -> str:

@@ -38,7 +38,7 @@ class SlotInfos(Mapping[str, Any]):
         return 0
 
     def __bool__(self) -> bool:
-        return any(self._of_slots)
+        return any(self.dicts)
 
 
 def copied(value: Any) -> Any:

@@ -269,11 +269,8 @@ class Lane(LaneRows):
             try:
                 self._column.write(self.row, self._column.whole(self._latest))
             except ColumnError as error:
-                error.add_note(
-                    "connector pieces wrote these observations into the episodes; a piece that changes their shape or "
-                    "dtype says so by recompute_output_observation_space"
-                )
-                raise
+                declared = self.observation_spaces[-1] if self._typing and self._rewritten else None
+                raise self._columns.refusal(error, declared, self._latest, self.layout.num_slots) from None
         self.fragment.observation_space = self._space
 
     @property

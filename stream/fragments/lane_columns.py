@@ -81,6 +81,22 @@ class LaneColumns:
         """A new column for observations in a space."""
         return self._empty(Columns.OBS, row_of(space, self._layout.num_slots), self._rows + 1)
 
+    def refusal(
+        self, error: ColumnError, declared: gym.Space[Any] | None, observations: Tree, count: int
+    ) -> ColumnError:
+        """The error for observations, a tree of arrays `any[count, ...]`, that pieces left and the column refused.
+
+        error       the column's own
+        declared    the space that the pieces have declared, if the column has another since they fit none; else None
+        """
+        text = None if declared is None else self.observations(declared).mismatch(observations, count)
+        refusal = ColumnError(text or str(error))
+        refusal.add_note(
+            "connector pieces wrote these observations into the episodes; a piece that changes their shape or dtype "
+            "says so by recompute_output_observation_space"
+        )
+        return refusal
+
     def extra(self, name: str, values: Tree) -> Column:
         """A new column for an output with `values`, a tree of arrays `any[N, ...]`. Raises ColumnError for others."""
         slots = self._layout.num_slots

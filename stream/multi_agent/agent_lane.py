@@ -227,7 +227,8 @@ class AgentLane(AgentLaneRows):
 
         The first call fixes the type of the `obs` column, with the matching space of `observation_spaces`.
         """
-        if shown.is_rewritten and self._typing:
+        declared = self.observation_spaces[-1] if shown.is_rewritten and self._typing else None
+        if declared is not None:
             self._settle_type(shown.newest(), len(shown))
         self._typing = False
         self.live.hide()
@@ -237,11 +238,7 @@ class AgentLane(AgentLaneRows):
             column = self.fragment.columns[Columns.OBS]
             self._write(column, shown.slots, column.whole(shown.newest()))
         except ColumnError as error:
-            error.add_note(
-                "connector pieces wrote these observations into the episodes; a piece that changes their shape or "
-                "dtype says so by recompute_output_observation_space"
-            )
-            raise
+            raise self._columns.refusal(error, declared, shown.newest(), len(shown)) from None
 
     def settle_ended(self) -> None:
         """Record the last observations of the episodes that ended in the last step."""

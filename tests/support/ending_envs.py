@@ -76,13 +76,6 @@ class NeverReset(NumberedEnv):
         raise RuntimeError("it has no beginning")
 
 
-class Reports(NumberedEnv):
-    """Has an info that can't be handed to another process."""
-
-    def step(self, action: Any) -> Any:
-        return *super().step(action)[:4], {"simulator": object()}
-
-
 def rewards_by_slot(fragments: list[Fragment]) -> dict[int, list[int]]:
     """Return the rewards of each slot's transitions, in the order of time."""
     found: dict[int, list[int]] = {}

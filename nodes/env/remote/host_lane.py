@@ -201,6 +201,7 @@ class AgentHostLane(ServedEnvironments):
 
     def __init__(self, maker: AgentLaneMaker, deviations: Deviations) -> None:
         super().__init__(maker, deviations)
+        self._deviations = deviations
         self._infos = InfoCodec(self.env.possible_agents, maker.first_env)
 
     def describe(self) -> dict[str, Any]:
@@ -215,7 +216,7 @@ class AgentHostLane(ServedEnvironments):
             ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
         )
         slots, obs = _columns(observed)
-        sent = self._infos.sent(infos, range(self.env.num_envs))
+        sent = self._infos.sent(infos, range(self.env.num_envs), self._deviations)
         return AgentRows(request.lane, request.number, slots, obs, **nothing, infos=sent, first_infos=())
 
     def _step(self, request: Step) -> AgentRows:
@@ -235,8 +236,8 @@ class AgentHostLane(ServedEnvironments):
             step.truncated,
             first_slots,
             first_obs,
-            self._infos.sent(step.infos, range(self.env.num_envs)),
-            self._infos.sent(step.first_infos, step.ended.tolist()),
+            self._infos.sent(step.infos, range(self.env.num_envs), self._deviations),
+            self._infos.sent(step.first_infos, step.ended.tolist(), self._deviations),
         )
 
 

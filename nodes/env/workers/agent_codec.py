@@ -1,6 +1,7 @@
 """Environments with several agents as workers and hosts send them: their agents, infos and steps."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,11 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.env.multi_agent.dict_vector import Infos
 from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
+from rollflow.nodes.env.observation_check import Deviations
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ColumnError, EnvError
-from rollflow.stream.data.packing import pack
+from rollflow.stream.data.packing import can_pack, pack, sendable_info
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.space_codec import describe_space, space_of
 from rollflow.stream.data.tree import Tree, map_tree
@@ -78,39 +80,33 @@ class InfoCodec:
         """Per environment: agent -> info."""
         return [{self._agents[place]: info for place, info in each} for each in plain]
 
-    def sent(self, infos: Infos, envs: Sequence[int]) -> list[list[Any]]:
-        """Infos of environments with these numbers, as in `plain`. Raises EnvError for what has no packed form."""
-        self.packed({"infos": (infos, envs)})
-        return self.plain(infos)
+    def sent(self, infos: Infos, envs: Sequence[int], deviations: Deviations) -> list[list[Any]]:
+        """Infos of environments with these numbers, as in `plain`, without entries that can't be packed."""
+        plain = self.plain(infos)
+        return plain if can_pack(plain) else self.plain(self._sendable(infos, envs, deviations))
 
-    def packed(
-        self, infos_by_kind: Mapping[str, tuple[Infos, Sequence[int]]], deviations: Sequence[tuple[str, str]] = ()
-    ) -> bytes:
+    def packed(self, infos_by_kind: Mapping[str, tuple[Infos, Sequence[int]]], deviations: Deviations) -> bytes:
         """Infos by kinds, each with the environments that they are of, as bytes; b"" where there are none.
 
-        deviations    of observations from their space, as `Deviations.take` gives them; they go with the infos
-
-        Raises EnvError for what has no packed form.
+        deviations    that are kept go with the infos, and entries that can't be packed are added to them
         """
-        plain: dict[str, Any] = {kind: self.plain(infos) for kind, (infos, _) in infos_by_kind.items() if len(infos)}
-        if deviations:
-            plain["deviations"] = [list(each) for each in deviations]
-        if not plain:
-            return b""
-        try:
-            return pack(plain)
-        except ColumnError:
-            for infos, envs in infos_by_kind.values():
-                self._check(infos, envs)
-            raise
+        given = {kind: each for kind, each in infos_by_kind.items() if len(each[0])}
+        plain = {kind: self.plain(infos) for kind, (infos, _) in given.items()}
+        if plain and not deviations.unsent:
+            with suppress(ColumnError):
+                return pack(plain)
+        return deviations.packed({kind: self.sent(*each, deviations) for kind, each in given.items()})
 
-    def _check(self, infos: Infos, envs: Sequence[int]) -> None:
-        for env, each in zip(envs, infos, strict=False):
-            for agent, info in each.items():
-                try:
-                    pack(info, "its info")
-                except ColumnError as error:
-                    raise EnvError(f"environment {self._first_env + env}, agent {agent!r}: {error}") from error
+    def _sendable(self, infos: Infos, envs: Sequence[int], deviations: Deviations) -> Infos:
+        return [
+            {
+                agent: sendable_info(
+                    info, deviations.left_out, where=f"environment {self._first_env + env}, agent {agent!r}: info"
+                )
+                for agent, info in each.items()
+            }
+            for env, each in zip(envs, infos, strict=False)
+        ]
 
 
 class StepBlock:

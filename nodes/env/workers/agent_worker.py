@@ -41,7 +41,7 @@ class AgentServer(LaneServer):
         return self._done({"infos": infos, "first_infos": (step.first_infos, step.ended.tolist())})
 
     def _done(self, infos: dict[str, Any]) -> bytes:
-        payload = self._infos.packed(infos, self._deviations.take())
+        payload = self._infos.packed(infos, self._deviations)
         return frame_with(FrameKind.DONE, payload) if payload else frame(FrameKind.DONE)
 
 

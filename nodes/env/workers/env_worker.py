@@ -18,7 +18,6 @@ from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.lane_columns import FINAL_OBS
@@ -67,14 +66,8 @@ class EnvServer(LaneServer):
         return self._done(fields)
 
     def _done(self, fields: dict[str, Any]) -> bytes:
-        if self._deviations.unsent:
-            fields["deviations"] = self._deviations.take()
-        if not fields:
-            return frame(FrameKind.DONE)
-        try:
-            return frame_with(FrameKind.DONE, pack(fields, "the environment's answer"))
-        except ColumnError as error:
-            raise EnvError(str(error)) from error
+        payload = self._deviations.packed(fields)
+        return frame_with(FrameKind.DONE, payload) if payload else frame(FrameKind.DONE)
 
 
 def main(life: int, lanes: Sequence[int]) -> None:

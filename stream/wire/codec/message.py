@@ -3,9 +3,11 @@
 A field with its default value is left out.
 """
 
+import logging
 from typing import Any, get_args
 
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.data.packing import sendable
 from rollflow.stream.wire.codec.field import checked_fields, checks_of, defaults_of, shown
 from rollflow.stream.wire.codec.frame import Buffer, Frame, frame_of, taken_apart
 from rollflow.stream.wire.codec.handshake import Challenge, Hello, Proof, Welcome
@@ -13,17 +15,22 @@ from rollflow.stream.wire.codec.messages import Running
 from rollflow.stream.wire.codec.standing import Standing
 from rollflow.stream.wire.codec.value import decode_value, encode_value
 
+logger = logging.getLogger(__name__)
+
 Message = Hello | Challenge | Proof | Welcome | Running
 
 KINDS: dict[str, type[Message]] = {kind.kind: kind for kind in get_args(Message)}
+_left_out: set[str] = set()  # entries of infos that this process has logged
+_MOST_LEFT_OUT = 1000
 _RECORDS = {Welcome: "lanes", Standing: "calls"}  # fields that are lists of records
 
 
 def encode(message: Message) -> list[Buffer]:
     """The frame of a message, as a list of buffers.
 
-    Large arrays are not copied: they must not change until sent. Raises WireError for a field that `decode` would
-    refuse, and ColumnError for a value that can't be sent.
+    Large arrays are not copied: they must not change until sent. Entries of infos that can't be sent are left out, and
+    logged once. Raises WireError for a field that `decode` would refuse, and ColumnError for another value that can't
+    be sent.
     """
     kind: Any = type(message)
     fields = {name: check(getattr(message, name), f"{kind.kind}.{name}") for name, check in checks_of(kind).items()}
@@ -33,7 +40,27 @@ def encode(message: Message) -> list[Buffer]:
     if (records := _RECORDS.get(kind)) is not None:
         fields[records] = [_as_map(record, f"{kind.kind}.{records}") for record in fields[records]]
     listed = {name: list(value) if type(value) is tuple else value for name, value in fields.items()}
-    return frame_of(*encode_value({"kind": kind.kind} | listed, kind.kind))
+    value = {"kind": kind.kind} | listed
+    try:
+        return frame_of(*encode_value(value, kind.kind))
+    except (ColumnError, WireError):
+        return frame_of(*encode_value(sendable(value, _log_left_out, _can_send), kind.kind))
+
+
+def _can_send(value: Any) -> bool:
+    try:
+        encode_value(value, "")
+    except (ColumnError, WireError):
+        return False
+    return True
+
+
+def _log_left_out(text: str) -> None:
+    """Log what is left out of infos, once for each entry and type of value."""
+    entry = text.partition(" is ")[0] + text.rpartition(", of type ")[2]
+    if entry not in _left_out and len(_left_out) < _MOST_LEFT_OUT:
+        _left_out.add(entry)
+        logger.warning("%s, can't be sent to another process: it is left out (said once)", text)
 
 
 def decode(frame: Frame | bytes) -> Message:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.data.packing import NUMBER, OBJECTS, SLOT_INFOS, TUPLE, UNPACKABLE, Packer, refusal
+from rollflow.stream.data.packing import NUMBER, OBJECTS, SLOT_INFOS, TUPLE, UNPACKABLE, Packer, check_plain, refusal
 from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.scan import ARRAY, SHORT, scan
 
@@ -73,6 +73,7 @@ class _Writer(Packer):
         return msgpack.ExtType(NUMBER, self.packed([_name_of(little.dtype), little.tobytes()]))
 
     def _array(self, array: NDArray[Any]) -> Any:
+        check_plain(array)
         if array.dtype.kind in "OUS":
             return self._objects(array)
         plain = array

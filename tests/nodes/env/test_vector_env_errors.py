@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[gym.Space[Any], Any, Any, str]] = {
         BOX,
         np.zeros(2, np.float32),
         torch.zeros(2, requires_grad=True),
-        r"got an array Tensor float32\[2\]",
+        r"got a Tensor float32\[2\]",
     ),
 }
 

@@ -1,5 +1,7 @@
 """Infos as bytes: what is packed comes back as it was, and what can't be is named by the way to it."""
 
+import enum
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from property_examples import examples
 
 from rollflow.stream import ColumnError
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.data.packing import pack, unpack
+from rollflow.stream.data.packing import pack, sendable, unpack
 
 DTYPES = st.one_of(
     hnp.boolean_dtypes(),
@@ -127,5 +129,63 @@ def test_what_can_not_be_packed_is_named_by_the_way_to_it(nest: Any, way: str, b
 def test_a_value_that_holds_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(ColumnError, match=r"^infos(\[0\])+: \[\[...\]\] of type list can't be handed"):
+    with pytest.raises(ColumnError, match=r"^infos(\[0\])+: \[\[\[\[…\]\]\]\] of type list can't be handed"):
         pack(value, "infos")
+
+
+class Kind(enum.IntEnum):
+    MID = 1
+
+
+class Name(enum.StrEnum):
+    ARM = "arm"
+
+
+class Seconds(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (Kind.MID, 1),
+        (Name.ARM, "arm"),
+        (Seconds(0.5), 0.5),
+        ({Kind.MID: [Name.ARM]}, {1: ["arm"]}),
+        (objects([Kind.MID, None]), objects([1, None])),
+        (OrderedDict(a=1), {"a": 1}),
+    ],
+)
+def test_members_of_enums_and_of_other_subclasses_are_packed_as_their_plain_values(value: Any, plain: Any) -> None:
+    assert_same(unpack(pack(value)), plain)
+
+
+@pytest.mark.parametrize("array", [np.ma.MaskedArray([1, 2], [True, False]), np.zeros(2, [("a", "i4"), ("b", "f4")])])
+def test_an_array_with_more_than_its_values_is_refused(array: Any) -> None:
+    with pytest.raises(ColumnError, match="can't be handed"):
+        pack(array)
+
+
+def test_what_can_not_be_packed_is_left_out_of_infos_and_told() -> None:
+    told: list[str] = []
+    value = {
+        "infos": [SlotInfos([{"a": {1}, "b": {"c": [object()], "d": 1}}, {"a": 2}]), {}],
+        "finals": {"infos": [{"v": objects([{1}, 2]), "_v": np.array([True, False]), "w": 3}]},
+        "parts": [{"infos": [[[0, {"x": 2**70, 3: 4}], [1, {"y": 5}]]]}],
+        "custom_data": ({1},),
+    }
+    kept = sendable(value, told.append)
+    assert [info.dicts if isinstance(info, SlotInfos) else info for info in kept["infos"]] == [
+        [{"b": {"d": 1}}, {"a": 2}],
+        {},
+    ]
+    assert kept["finals"] == {"infos": [{"w": 3}]}
+    assert kept["parts"] == [{"infos": [[[0, {3: 4}], [1, {"y": 5}]]]}]
+    assert kept["custom_data"] is value["custom_data"]
+    assert [text.partition(" is ")[0] for text in told] == [
+        "slot 0: info['a']",
+        "slot 0: info['b']['c']",
+        "infos['v']",
+        "agent 0: info['x']",
+    ]
+    assert told[0].endswith("is {1}, of type set")

@@ -11,6 +11,7 @@ from wire_messages import EXAMPLES, hello, rows
 from wire_values import ARRAYS, VALUES, same
 
 from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.wire import (
     Cut,
     Failed,
@@ -20,6 +21,7 @@ from rollflow.stream.wire import (
     Metrics,
     Refused,
     Reset,
+    Rows,
     Settings,
     States,
     Step,
@@ -262,8 +264,32 @@ def test_tuples_of_trees_are_lists_on_the_wire() -> None:
 
 
 def test_what_cant_be_sent_is_named_in_its_message() -> None:
-    with pytest.raises(ColumnError, match=r"rows\['infos'\]\['arm'\]: <object .* can't be sent"):
-        encode(rows(infos={"arm": object()}))
+    with pytest.raises(ColumnError, match=r"fragment\['rest'\]\['custom_data'\]: <object .* can't be sent"):
+        encode(Fragment(0, 1, {}, {"custom_data": object()}))
+
+
+@pytest.mark.parametrize(
+    ("infos", "kept", "told"),
+    [
+        ({"arm": object(), "_arm": np.array([True, False])}, {}, "infos['arm'] is <object"),
+        (SlotInfos([{"a": {"b": {1}, "c": 2}}, {"d": 3}]), SlotInfos([{"a": {"c": 2}}, {"d": 3}]), "slot 0: info['a']"),
+        (SlotInfos([{}, {(1, 2): 3, "d": 3}]), SlotInfos([{}, {"d": 3}]), "slot 1: info[(1, 2)] is 3"),
+        (SlotInfos([{"big": 2**70, "e": 4}, {}]), SlotInfos([{"e": 4}, {}]), "slot 0: info['big'] is 1180591620"),
+    ],
+)
+def test_entries_of_infos_that_cant_be_sent_are_left_out(
+    infos: Any, kept: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):  # it is said once
+        message = decode(frame_as(rows(infos=infos)))
+    assert isinstance(message, Rows)
+    assert type(message.infos) is type(kept)
+    assert (message.infos.dicts if isinstance(message.infos, SlotInfos) else message.infos) == getattr(
+        kept, "dicts", kept
+    )
+    [line] = caplog.messages
+    assert line.startswith(told)
+    assert line.endswith("can't be sent to another process: it is left out (said once)")
 
 
 def test_a_failure_says_what_was_raised_and_where() -> None:

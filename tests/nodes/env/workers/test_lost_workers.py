@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import psutil
 import pytest
-from ending_envs import Doomed, Reports, check_chunks, lives_of, rewards_by_slot
+from ending_envs import Doomed, check_chunks, lives_of, rewards_by_slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered_module import NumberedEnv, NumberedModule
@@ -187,14 +187,6 @@ def test_an_environment_that_can_not_be_made_is_refused_at_once() -> None:
     assert "in the callable for slot 0" in raised.value.__notes__
     assert any("in a worker process" in note for note in raised.value.__notes__)
     assert psutil.Process().children() == before
-
-
-def test_infos_that_can_not_be_handed_over_are_refused_by_name() -> None:
-    with Rollout(partial(Reports, 0), where="processes", module=NumberedModule(), seed=0) as rollout:
-        with pytest.raises(
-            EnvError, match=r"answer\['infos'\] of slot 0\['simulator'\]: <object object .* can't be handed"
-        ):
-            next(iter(rollout.fragments()))
 
 
 def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

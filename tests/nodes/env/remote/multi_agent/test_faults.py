@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from lane_clock import LaneClock
 from leftovers import nothing_left
 from lost_agents import check_laws, not_emitted
-from numbered_agents import NumberedAgents
 from property_examples import examples
 from remote_agents import HASTY, makers, reasons_of, rollout_over, slots_of, taken_until, told
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
@@ -138,23 +136,6 @@ def test_what_is_open_ends_as_truncated_and_says_why(tmp_path: Path, fate: str, 
     for episode in lost:
         assert all(each.custom_data["lost"] == loss[1] for each in episode.agent_episodes.values())
         assert [each.is_truncated for each in episode.agent_episodes.values()] == [True, True]
-
-
-class Reports(NumberedAgents):
-    """Has an info that can't be sent."""
-
-    def step(self, actions: Any) -> Any:
-        answer = super().step(actions)
-        return *answer[:4], {"agent 1": {"simulator": object()}} if self.env_step == 3 else {}
-
-
-def test_infos_that_can_not_be_sent_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    envs = listening()
-    makers = [partial(NumberedAgents, 0, nested=0, length=9), partial(Reports, 1, nested=0, length=9)]
-    with hosting(envs.addresses[0], makers), rollout_over(envs) as rollout:
-        fragments = iter(rollout.fragments())
-        taken_until(fragments, lambda taken: any(fragment.losses for fragment in taken))
-    assert "EnvError: environment 1, agent 'agent 1': its info['simulator']: <object object" in caplog.text
 
 
 @contextmanager

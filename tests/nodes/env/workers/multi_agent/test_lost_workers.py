@@ -264,21 +264,6 @@ def test_an_environment_that_can_not_be_made_is_refused_at_once(where: Any) -> N
     assert psutil.Process().children() == before
 
 
-class Reports(NumberedAgents):
-    """Has an info that can't be handed to another process."""
-
-    def step(self, actions: Any) -> Any:
-        told = super().step(actions)
-        return *told[:4], {"agent 1": {"simulator": object()}}
-
-
-def test_infos_that_can_not_be_handed_over_are_refused_by_name() -> None:
-    makers = [partial(NumberedAgents, 0, nested=0), partial(Reports, 1, nested=0)]
-    told = r"environment 1, agent 'agent 1': its info\['simulator'\]: <object object .* can't be handed"
-    with rollout_of(makers, lanes=1) as rollout, pytest.raises(EnvError, match=told):
-        next(iter(rollout.fragments()))
-
-
 class Enumerated(NumberedAgents):
     """Its agents are no numbers or strings."""
 

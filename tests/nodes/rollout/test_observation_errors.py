@@ -1,0 +1,89 @@
+"""Errors about observations that pieces write: they name the leaf and both shapes, and print no data."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
+from rollflow.stream import ColumnError
+
+IMAGE = spaces.Dict({"image": spaces.Box(0, 255, (12, 12, 3), np.uint8)})
+SEEN = {"image": np.zeros((12, 12, 3), np.uint8)}
+
+
+class Camera(gym.Env[Any, Any]):
+    observation_space, action_space = IMAGE, spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return SEEN, {}
+
+    def step(self, action: Any) -> Any:
+        return SEEN, 0.0, False, False, {}
+
+
+class Cameras(MultiAgentEnv):
+    def __init__(self) -> None:
+        self.possible_agents = ["a", "b"]
+        self.observation_spaces = dict.fromkeys(self.possible_agents, IMAGE)
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(2))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return dict.fromkeys(self.possible_agents, SEEN), {}
+
+    def step(self, actions: Any) -> Any:
+        nothing = dict.fromkeys(self.possible_agents, 0.0)
+        return dict.fromkeys(self.possible_agents, SEEN), nothing, {"__all__": False}, {"__all__": False}, {}
+
+
+class Adds(ConnectorV2):
+    """Declares `extra` of two numbers, and adds what it is given."""
+
+    def __init__(self, added: dict[str, Any], *, declares: bool = True) -> None:
+        super().__init__()
+        self.added, self.declares = added, declares
+
+    def recompute_output_observation_space(self, observation_space: Any, action_space: Any) -> Any:
+        extra = {"extra": spaces.Box(0, 1, (2,), np.float32)} if self.declares else {}
+        return spaces.Dict({**observation_space.spaces, **extra})
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in self.single_agent_episode_iterator(episodes):
+            seen = {**episode.get_observations(-1), **self.added}
+            episode.set_observations(new_data=seen, at_indices=-1)
+        return batch
+
+
+@pytest.mark.parametrize("agents", ["one", "several"])
+@pytest.mark.parametrize(
+    ("piece", "told"),
+    [
+        (lambda: Adds({"extra": np.zeros(3, np.float32)}), "['extra']: got float32[4, 3], expected float32[4, 2]"),
+        (lambda: Adds({"extra": np.zeros(2, complex)}), "['extra']: got complex128[4, 2], expected float32[4, 2]"),
+        (
+            lambda: Adds({"image": np.zeros((2, 2), np.uint8), "extra": np.zeros(2, np.float32)}),
+            "['image']: got uint8[",
+        ),
+        (lambda: Adds({"more": np.zeros(2), "extra": np.zeros(2)}), "the keys ['more'] are new, expected the keys"),
+        (
+            lambda: Adds({"extra": np.zeros(2)}, declares=False),
+            "the keys ['extra'] are new, expected the keys ['image']",
+        ),
+    ],
+)
+def test_observations_of_pieces_that_do_not_fit_are_told_by_leaf_and_shapes(piece: Any, told: str, agents: str) -> None:
+    kind, env, count = (Rollout, Camera, 4) if agents == "one" else (MultiAgentRollout, Cameras, 2)
+    options = {"module": RandomModule, "num_envs": count, "fragment_length": 8, "num_fragments": 1, "seed": 0}
+    with (
+        pytest.raises(ColumnError) as raised,
+        kind(env, **options, env_to_module_connector=lambda *args: piece()) as rollout,  # type: ignore[operator]
+    ):
+        list(rollout.fragments())
+    text = str(raised.value)
+    assert text.startswith("column 'obs'")
+    assert told in text
+    assert "\n" not in text
+    assert len(text) < 200
+    assert any("recompute_output_observation_space" in note for note in raised.value.__notes__)
