@@ -1,5 +1,6 @@
-"""The clock that lanes' deadlines are told by, which goes on only where a test says so."""
+"""Clocks that lanes' deadlines are told by, which go on only where a test says so."""
 
+import psutil
 import pytest
 
 from rollflow.nodes import MultiAgentRollout, Rollout
@@ -32,3 +33,23 @@ class LaneClock:
         """Let so much time pass, and have the rollout look at the clock."""
         self._now += seconds
         rollout.environments.carrier.gateway.wake()  # type: ignore[attr-defined]
+
+
+class StoppedClock:
+    """Time that goes on only while a child of this process is stopped: however slow the machine, no other is late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = 0.0
+        monkeypatch.setattr("rollflow.nodes.env.workers.watch.monotonic", self)
+
+    def __call__(self) -> float:
+        if any(_is_stopped(child) for child in psutil.Process().children(recursive=True)):
+            self._now += 0.5
+        return self._now
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False

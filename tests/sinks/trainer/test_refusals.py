@@ -29,8 +29,10 @@ SECRET = "correct horse battery staple"
 
 
 def refused_by(stream: TrainerStream, told: str) -> None:
-    """The stream waits, and then says who was turned away, and why."""
-    with pytest.raises(RunError, match=f"0 of 1 rollouts came within 2 s: listening on .*{told}"):
+    """The stream turns somebody away, and says why once it has waited for long enough."""
+    stream._open()
+    await_that(lambda: any(re.search(told, each) for each in stream._listener.refusals))
+    with pytest.raises(RunError, match=f"0 of 1 rollouts came within 0.01 s: listening on .*{told}"):
         next(iter(stream))
 
 
@@ -41,7 +43,7 @@ def test_a_secret_is_proved_by_both_ends() -> None:
 
 
 def test_another_secret_is_refused_at_both_ends() -> None:
-    with trainer(secret=SECRET, join_timeout=2.0) as stream:
+    with trainer(secret=SECRET, join_timeout=0.01) as stream:
         with (
             pytest.raises(WireError, match=r"proof.mac: the rollout has another secret"),
             feeding(stream.address, sink={"secret": "another"}, num_fragments=1) as feed,
@@ -51,7 +53,7 @@ def test_another_secret_is_refused_at_both_ends() -> None:
 
 
 def test_none_where_one_is_asked_for_is_refused() -> None:
-    with trainer(secret=SECRET, join_timeout=2.0) as stream:
+    with trainer(secret=SECRET, join_timeout=0.01) as stream:
         with (
             pytest.raises(WireError, match="the trainer asks for a secret, and this rollout has none"),
             feeding(stream.address, num_fragments=1) as feed,
@@ -148,7 +150,7 @@ def test_an_address_that_is_none_or_taken_is_refused(tmp_path: Path) -> None:
 
 
 def test_hosts_are_no_rollouts_and_a_trainer_is_no_gateway() -> None:
-    with trainer(join_timeout=2.0) as stream:
+    with trainer(join_timeout=0.01) as stream:
         with pytest.raises(WireError, match=r"hello.role is 'env', expected 'source': this is a trainer"):
             with hosting(stream.address, makers(0), kind=EnvHost):
                 refused_by(stream, "hello.role is 'env'")
@@ -178,7 +180,7 @@ def test_where_a_trainer_has_several_ranks_lanes_that_come_and_go_are_not_held_b
 
 
 def test_train_batches_can_not_be_taken_apart() -> None:
-    with trainer(yields="episodes", join_timeout=2.0) as stream:
+    with trainer(yields="episodes", join_timeout=0.01) as stream:
         with (
             pytest.raises(WireError, match="this rollout sends train batches, and the trainer has yields='episodes'"),
             feeding(stream.address, sink={"sends": "batches"}, num_fragments=1) as feed,
@@ -289,7 +291,7 @@ def test_a_connection_may_be_encrypted_at_both_ends_and_not_at_one() -> None:
     with trainer(tls=server, secret=SECRET, yields="fragments") as stream:
         with feeding(stream.address, num_fragments=3, sink={"tls": client, "secret": SECRET}) as feed:
             assert sum(fragment.num_steps for fragment in stream) == feed.rollout.num_steps
-    with trainer(tls=server, join_timeout=2.0) as stream:
+    with trainer(tls=server, join_timeout=0.01) as stream:
         with (
             pytest.raises(WireError, match="the trainer speaks TLS and the rollout does not"),
             feeding(stream.address, num_fragments=1) as feed,
@@ -317,7 +319,7 @@ def test_a_rollout_whose_weights_have_other_shapes_than_the_trainers_module_is_r
 ):
     with Rollout("CartPole-v1", module=Narrow, seed=0) as narrow:
         policy = narrow.module
-    with ThreadPoolExecutor() as threads, trainer(module=policy, join_timeout=2.0) as stream:
+    with ThreadPoolExecutor() as threads, trainer(module=policy, join_timeout=0.01) as stream:
         fed = threads.submit(
             feed, Rollout("CartPole-v1", module=Wide, seed=0), stream.address, name="wide", limits=SHORT
         )

@@ -12,6 +12,7 @@ import pytest
 from ending_envs import Doomed, check_chunks, lives_of, rewards_by_slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lane_clock import StoppedClock
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 
@@ -70,8 +71,9 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
 
 @pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
 def test_what_is_open_ends_as_truncated_and_says_why(
-    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    StoppedClock(monkeypatch)
     maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
     with Rollout(
         maker, where="processes", module=NumberedModule(), fragment_length=8, num_fragments=2, step_timeout=1.0, seed=0

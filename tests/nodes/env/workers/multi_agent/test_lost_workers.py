@@ -15,6 +15,7 @@ from ending_agent_envs import DoomedAgents, logs_of
 from held_envs import await_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lane_clock import StoppedClock
 from lost_agents import check_laws, in_time, not_emitted
 from numbered_agents import NumberedAgents
 from property_examples import examples
@@ -129,8 +130,9 @@ def test_environments_that_hang_in_their_reset_are_made_again(
 
 @pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
 def test_what_is_open_ends_as_truncated_and_says_why(
-    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    StoppedClock(monkeypatch)
     makers = [partial(DoomedAgents, 0, tmp_path, fate=fate, step=5, lives=1, agents=2, nested=0, at_once=True)]
     with rollout_of(makers, num_fragments=2, step_timeout=1.0, seed=4) as rollout:
         fragments = list(rollout.fragments())
