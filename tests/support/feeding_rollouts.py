@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from held_envs import await_that
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 
@@ -47,6 +48,12 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 def trainer(address: str = "tcp://127.0.0.1:0", **options: Any) -> TrainerStream:
     """A stream at an address; without one on a port of this machine's."""
     return TrainerStream(address, **{"limits": SHORT, "join_timeout": 60.0, **options})
+
+
+def await_come(stream: TrainerStream) -> None:
+    """Let rollouts connect before they are asked for anything, and wait until one has come or was turned away."""
+    stream._open()
+    await_that(lambda: stream._listener.come or stream._listener.refusals)
 
 
 def weights_of_agents(value: float) -> dict[str, dict[str, torch.Tensor]]:

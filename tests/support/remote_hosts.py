@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from numbered_env import NumberedEnv
 
 from rollflow.nodes import EnvHost, RemoteEnvs, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
+from rollflow.nodes.env.remote.remote_host import HostWait
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import ConnectionBroken, HostConnection, HostSession, Limits, Rows, Step, encode
 
@@ -228,6 +230,11 @@ def _cut(sock: socket.socket) -> None:
 def listening(kind: type[Remote] = RemoteEnvs, **options: Any) -> Remote:  # type: ignore[assignment]
     """Remote environments, or whole rollouts, on a port of this machine's."""
     return kind.listen("tcp://127.0.0.1:0", **{"limits": SHORT, "join_timeout": 60.0, **options})
+
+
+def end_waits_once(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], bool]) -> None:
+    """Have every wait for hosts be over once a condition holds, whatever the time."""
+    monkeypatch.setattr(HostWait, "is_over", property(lambda _: condition()))
 
 
 class RawHost:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from numbered_module import NUM_ACTIONS, NumberedModule
-from remote_hosts import SHORT, BrokenWire, listening
+from remote_hosts import SHORT, BrokenWire, end_waits_once, listening
 
 from rollflow.nodes import ExternalEnv, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.stream import Fragment
@@ -271,10 +271,13 @@ def test_what_a_program_gets_wrong_is_said_and_disturbs_nothing() -> None:
         env.get_action("three", seen(3, 20))
 
 
-def test_a_rollout_that_is_nowhere_or_has_another_secret_is_said() -> None:
+def test_a_rollout_that_is_nowhere_or_has_another_secret_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with env_of("tcp://127.0.0.1:1", retry_s=0.0) as env, pytest.raises(EnvError, match="Connection refused"):
         env.get_action(env.start_episode(), seen(0, 0))
-    envs = listening(secret="another", join_timeout=2.0)
+    end_waits_once(monkeypatch, lambda: "is refused" in caplog.text)
+    envs = listening(secret="another")
 
     def wait() -> None:
         with pytest.raises(EnvError, match="another secret"):

@@ -11,7 +11,7 @@ from ending_agent_envs import DoomedAgents
 from lost_agents import agent_chunks, check_laws, emitted_steps, in_time
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
-from remote_hosts import hosting, listening
+from remote_hosts import end_waits_once, hosting, listening
 from serial_module import SerialModule
 
 from rollflow.nodes import (
@@ -162,7 +162,7 @@ def test_what_connectors_learn_and_log_comes_together(place: str) -> None:
     ],
 )
 def test_a_host_with_other_modules_or_connectors_is_refused(options: Any, kind: Any, told: str) -> None:
-    hosts = listening(RemoteRollouts, join_timeout=0.5)
+    hosts = listening(RemoteRollouts)
     envs = [partial(NumberedAgents, 0, agents=2, nested=0)]
     given: Any = {"module": SerialModule(), **options}
     with (
@@ -171,6 +171,7 @@ def test_a_host_with_other_modules_or_connectors_is_refused(options: Any, kind: 
         pytest.raises(EnvError, match=told),
         over(hosts) as rollout,
     ):
+        rollout.environments.carrier.join_timeout = 0.5
         next(iter(rollout.fragments()))
 
 
@@ -196,9 +197,17 @@ OF_ONE, OF_SEVERAL = "RemoteRollouts of a Rollout", "RemoteRollouts of a MultiAg
         (RemoteEnvs, over, AGENTS, rf"'agent_rollout', expected 'agents': here are RemoteEnvs .* is for {OF_SEVERAL}"),
     ],
 )
-def test_hosts_of_another_kind_are_refused(kind: Any, rollout_of: Any, envs: Any, expected: str) -> None:
+def test_hosts_of_another_kind_are_refused(
+    kind: Any,
+    rollout_of: Any,
+    envs: Any,
+    expected: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At both ends the error says what came, where it came to, and where it goes."""
-    hosts = listening(kind, join_timeout=0.5)
+    end_waits_once(monkeypatch, lambda: "is refused" in caplog.text)
+    hosts = listening(kind)
     with (
         pytest.raises(WireError, match=rf"hello\.role is {expected}"),
         hosting(hosts.addresses[0], envs, kind=RolloutHost, module=SerialModule()),

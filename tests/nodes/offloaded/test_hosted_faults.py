@@ -320,8 +320,9 @@ def test_a_host_that_waits_for_others_can_say_how_far_it_is_afterwards(tmp_path:
 
 
 def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
-    envs = listening(RemoteRollouts, join_timeout=1.0)
+    envs = listening(RemoteRollouts)
     with rollouts_on(envs.addresses[0], makers(0)) as host, rollout_over(envs) as rollout:
+        rollout.environments.carrier.join_timeout = 1.0
         fragments = iter(rollout.fragments())
         next(fragments)
         host.stop()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
-from remote_hosts import dialled_host, listening
+from remote_hosts import dialled_host, end_waits_once, listening
 from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
 
 from rollflow.nodes import (
@@ -273,13 +273,16 @@ def waiting(envs: Any) -> Iterator[list[BaseException]]:
         (RemoteEnvs, RolloutHost, "hello.role is 'rollout', expected 'env'"),
     ],
 )
-def test_hosts_of_the_other_role_are_refused(of_rollout: Any, of_host: Any, told: str) -> None:
-    envs = listening(of_rollout, join_timeout=1.0)
+def test_hosts_of_the_other_role_are_refused(
+    of_rollout: Any, of_host: Any, told: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_waits_once(monkeypatch, lambda: "is refused" in caplog.text)
+    envs = listening(of_rollout)
     with waiting(envs) as raised:
         with pytest.raises(WireError, match=f"gateway: refuses: {told}"):
             with of_host(makers(0)) as host:
                 host.connect(str(envs.addresses[0]))
-    assert f"0 of 1 hosts came within 1 s, listening on {envs.addresses[0]}; tcp://" in str(raised[0])
+    assert f"0 of 1 hosts came within 60 s, listening on {envs.addresses[0]}; tcp://" in str(raised[0])
     assert told in str(raised[0])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding_rollouts import SHORT, feeding, graph_over, rollout_of, running, sequences_of, trainer, weights
+from feeding_rollouts import SHORT, await_come, feeding, graph_over, rollout_of, running, sequences_of, trainer, weights
 from raw_looker import RawLooker
 from remote_rollouts import await_that
 
@@ -226,6 +226,7 @@ def test_a_fragment_that_is_too_large_ends_the_rollout_and_both_ends_say_what_to
     with trainer(limits=at_trainer, join_timeout=1.0) as stream:
         sink = {"limits": at_rollout}
         with pytest.raises(WireError, match=told), feeding(stream.address, fragment_length=512, sink=sink) as feed:
+            await_come(stream)
             with pytest.raises(RunError, match=rf"every rollout is lost and none came within 1 s: feed .*: {told}"):
                 next(iter(stream))
             feed.ended.result()

@@ -13,11 +13,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from leftovers import nothing_left
-from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, hosting, listening
+from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, end_waits_once, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
 
 from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
-from rollflow.nodes.env.remote.remote_host import HostWait
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, Reset, Welcome
@@ -92,8 +91,9 @@ class rollout_over_first:
 
 
 def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
-    envs = listening(join_timeout=1.0)
+    envs = listening()
     with rollout_over_first(envs, makers(0)) as (rollout, host):
+        rollout.environments.carrier.join_timeout = 1.0
         fragments = iter(rollout.fragments())
         next(fragments)
         host.stop()
@@ -106,7 +106,7 @@ def test_a_rollout_without_hosts_says_where_it_waited(monkeypatch: pytest.Monkey
     stranger = RawHost(envs.addresses[0], secret=b"wrong")
     refused = threading.Thread(target=stranger.refusal)
     refused.start()
-    _end_waits_once(monkeypatch, lambda: not refused.is_alive())
+    end_waits_once(monkeypatch, lambda: not refused.is_alive())
     with pytest.raises(
         EnvError, match=r"0 of 1 hosts came within 60 s, listening on tcp://127.0.0.1:\d+; .*has another secret"
     ):
@@ -115,14 +115,9 @@ def test_a_rollout_without_hosts_says_where_it_waited(monkeypatch: pytest.Monkey
 
 def test_a_wait_for_hosts_that_is_over_looks_once_more_at_what_came_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = itertools.count()
-    _end_waits_once(monkeypatch, lambda: next(asked) > 0)  # after the dial, before what came of it is looked at
+    end_waits_once(monkeypatch, lambda: next(asked) > 0)  # after the dial, before what came of it is looked at
     with pytest.raises(EnvError, match=r"0 of 1 hosts came within 60 s, dialling tcp://127.0.0.1:1; .*refused"):
         Rollout(RemoteEnvs.connect("tcp://127.0.0.1:1", join_timeout=60))
-
-
-def _end_waits_once(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], bool]) -> None:
-    """Have every wait for hosts be over once a condition holds, whatever the time."""
-    monkeypatch.setattr(HostWait, "is_over", property(lambda _: condition()))
 
 
 def test_a_host_that_finds_no_gateway_gives_up_and_says_so() -> None:

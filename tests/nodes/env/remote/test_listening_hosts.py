@@ -17,7 +17,7 @@ import pytest
 from held_envs import LONGEST_S
 from numbered_module import NumberedModule
 from raw_gateway import PATIENT, RawGateway
-from remote_hosts import dialled_host, listening
+from remote_hosts import dialled_host, end_waits_once, listening
 from remote_rollouts import await_that, makers, rollout_over
 
 from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
@@ -77,13 +77,19 @@ def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pyt
         gateway.end()
 
 
-def test_a_second_rollout_is_told_that_the_host_is_busy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_rollout_is_told_that_the_host_is_busy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with listening_host(tmp_path, name="sim") as address:
         with rollout_on(address) as first:
             fragments = iter(first.fragments())
             taken = [next(fragments)]
-            with pytest.raises(EnvError, match=r"0 of 1 hosts came within 2 s.*host 'sim' is busy with another gate"):
-                Rollout(RemoteEnvs.connect(address, join_timeout=2.0))
+            with (
+                monkeypatch.context() as patch,
+                pytest.raises(EnvError, match=r"0 of 1 hosts came within 60 s.*host 'sim' is busy with another gate"),
+            ):
+                end_waits_once(patch, lambda: "is refused" in caplog.text)
+                Rollout(RemoteEnvs.connect(address, join_timeout=60.0))
             taken += fragments
         assert len(taken) == 2
         with rollout_on(address) as second:

@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from ending_envs import Doomed
-from feeding_rollouts import HASTY, feeding, graph_over, running, sequences_of, trainer
+from feeding_rollouts import HASTY, await_come, feeding, graph_over, running, sequences_of, trainer
 from gymnasium.spaces import Discrete
 from killable_trainer import FeedChild
 from numbered_env import WideEnv
@@ -46,6 +46,7 @@ def test_a_rollout_that_raises_has_not_come_to_its_end(tmp_path: Path) -> None:
             told = (
                 r"every rollout is lost and none came within 0\.5 s: .* the rollout has failed: RuntimeError: it broke"
             )
+            await_come(stream)
             with pytest.raises(RunError, match=told):
                 for _ in stream:
                     pass
@@ -220,6 +221,7 @@ def test_a_last_word_is_not_cut_off_by_what_was_to_be_sent_before_it() -> None:
     rollout = Rollout([partial(DoomedWide, slot) for slot in range(4)], module=NumberedModule(), fragment_length=24)
     with trainer(yields="fragments", prefetch=3, join_timeout=0.5) as stream:
         with pytest.raises(RuntimeError, match="it broke"), running(*graph_over(rollout, stream.address)) as feed:
+            await_come(stream)
             fragments = iter(stream)
             assert next(fragments).sequence == 0
             with stream._listener._serving:
@@ -244,6 +246,7 @@ def test_what_was_watched_and_has_failed_is_told_as_well() -> None:
     with trainer(yields="fragments", join_timeout=0.5) as stream:
         graph = graph_over(rollout, stream.address, watch=fails)
         with pytest.raises(KeyError, match="watched"), running(*graph) as feed:
+            await_come(stream)
             with pytest.raises(RunError, match="the rollout has failed: KeyError: 'watched'"):
                 for _ in stream:
                     fails_now.set()
@@ -263,6 +266,7 @@ def test_whoever_waits_for_a_goodbye_outside_of_the_run_is_told_of_its_end(tmp_p
 
     with ThreadPoolExecutor() as threads, trainer(yields="fragments", limits=HASTY, join_timeout=0.5) as stream:
         ended = threads.submit(anyio.run, main, str(stream.address))
+        await_come(stream)
         with pytest.raises(RunError, match="it broke"):
             list(stream)
         ended.result(60)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from feeding_rollouts import SHORT, feeding, graph_over, running, trainer, weights
+from feeding_rollouts import SHORT, await_come, feeding, graph_over, running, trainer, weights
 from numbered_module import NumberedModule
 from remote_rollouts import await_that
 
@@ -123,6 +123,7 @@ def test_weights_that_are_larger_than_a_rollout_takes_are_refused_where_they_are
     with trainer(join_timeout=1.0) as stream:
         stream.publish(large)
         with pytest.raises(WireError, match=told), feeding(stream.address, **options) as feed:
+            await_come(stream)
             with pytest.raises(RunError, match=told):
                 next(iter(stream))
             feed.ended.result()
@@ -187,6 +188,7 @@ def test_weights_of_another_module_that_are_published_too_early_end_the_rollout(
             pytest.raises(WireError, match="weights do not fit module 'DefaultModule of rollout"),
             running(*parts) as feed,
         ):
+            await_come(stream)
             with pytest.raises(RunError, match=r"0 of 1 rollouts came within 0\.5 s: .* weights do not fit module"):
                 next(iter(stream))
             feed.ended.result()
