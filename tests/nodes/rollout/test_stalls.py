@@ -403,29 +403,28 @@ def test_a_later_reset_of_several_agents_is_named_after_the_time_of_any_call(pla
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("place", ["inline", "threads", "rollouts"])
+@pytest.mark.parametrize("place", ["inline", "threads", pytest.param("rollouts", marks=pytest.mark.slow)])
 async def test_another_task_that_holds_up_the_event_loop_of_a_rollout_is_named(
     place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = OPTIONS | {"num_fragments": None, "stall_after": 0.2}
     rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **options, **ANYWHERE[place])
+    told = "the event loop is held up by a task or a callback since "
 
     async def holds() -> None:
         run = rollout._async_drive.run
         while not (run["fragments"].is_awaited and run.doctor._answered):
             await anyio.lowlevel.checkpoint()
-        await_that(lambda: "no fragment for" in caplog.text)
+        await_that(lambda: told in caplog.text)
 
     async with rollout, anyio.create_task_group() as tasks:
         fragments = rollout.fragments()
         await anext(fragments)
         tasks.start_soon(holds)
-        while "no fragment for" not in caplog.text:
+        while told not in caplog.text:
             await anext(fragments)
-    [text] = [record.getMessage() for record in caplog.records if "no fragment for" in record.getMessage()]
+    text = next(record.getMessage() for record in caplog.records if told in record.getMessage())
     first, *more = text.splitlines()
-    assert re.search(
-        r"the event loop is held up by a task or a callback since \d\.\d s; the reader waits for it", first
-    )
+    assert re.fullmatch(rf"no fragment for \d+\.\d s: {told}\d+\.\d s; the reader waits for it", first)
     assert any(line_of(holds, "await_that(") in line for line in more), text
     assert "await there, or do it in a thread" in more[-1]

@@ -319,6 +319,7 @@ def test_more_clients_than_there_may_be_are_turned_away_until_one_has_left() -> 
     with served(policy_of(Sums), max_clients=1) as (_, server), client_of(server.address) as first:
         first.act([1, 0])
         with client_of(server.address, timeout=0.5) as second:
+            await_that(lambda: any("are served already" in each for each in second._link.loop.dialler.problems))
             with pytest.raises(UnansweredError, match="1 clients are served already"):
                 second.act([1, 0])
             first.close()

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from leftovers import nothing_left
 from numbered_module import NumberedModule
-from remote_hosts import SHORT, dialled_host
+from remote_hosts import SHORT, dialled_host, end_waits_once
 from remote_rollouts import makers, rollout_over
 
 from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from rollflow.nodes.env.remote.remote_host import HostWait
 from rollflow.sinks import feed
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
@@ -77,7 +78,9 @@ def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], tmp
 
 
 @nothing_left()
-def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(names: dict[str, Answer]) -> None:
+def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(
+    names: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, released = threading.Event(), threading.Event()
 
     def hang() -> list[tuple[str, int]]:
@@ -86,9 +89,9 @@ def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(names: dict[
         return [("127.0.0.1", 1)]
 
     names["slow.test"] = hang
-    with pytest.raises(EnvError, match=r"0 of 1 hosts came within 0.2 s, dialling tcp://slow.test:1; "):
-        Rollout(RemoteEnvs.connect("tcp://slow.test:1", secret="s", join_timeout=0.2))
-    assert asked.is_set()
+    end_waits_once(monkeypatch, asked.is_set)
+    with pytest.raises(EnvError, match=r"0 of 1 hosts came within 60 s, dialling tcp://slow.test:1; "):
+        Rollout(RemoteEnvs.connect("tcp://slow.test:1", secret="s", join_timeout=60.0))
     released.set()  # its answer comes when nobody is there any more
 
 
@@ -105,13 +108,18 @@ def test_a_host_is_found_by_any_of_the_addresses_that_its_name_stands_for(names:
 @pytest.mark.parametrize(
     ("name", "told"), [("nowhere.test", "Name or service not known"), ("a..b", "'a..b' is no name")]
 )
-def test_a_name_that_leads_nowhere_is_said_to(names: dict[str, Answer], name: str, told: str) -> None:
+def test_a_name_that_leads_nowhere_is_said_to(
+    names: dict[str, Answer], name: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> list[tuple[str, int]]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     names["nowhere.test"] = fail
-    with pytest.raises(EnvError, match=rf"0 of 1 hosts came within 0.5 s, dialling tcp://{name}:1; .*{told}"):
-        Rollout(RemoteEnvs.connect(f"tcp://{name}:1", secret="s", join_timeout=0.5))
+    said: list[str] = []
+    monkeypatch.setattr(HostWait, "remind", lambda _, state, where: said.append(where))
+    end_waits_once(monkeypatch, lambda: bool(said) and told in said[-1])
+    with pytest.raises(EnvError, match=rf"0 of 1 hosts came within 60 s, dialling tcp://{name}:1; .*{told}"):
+        Rollout(RemoteEnvs.connect(f"tcp://{name}:1", secret="s", join_timeout=60.0))
 
 
 def test_what_is_not_wanted_any_more_is_not_waited_for() -> None:

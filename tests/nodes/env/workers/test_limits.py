@@ -4,7 +4,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import gymnasium as gym
 import numpy as np
 import pytest
+from held_envs import await_that
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.nodes import RLModule, Rollout
@@ -105,12 +105,13 @@ def test_leaving_a_rollout_that_runs_ahead_waits_for_one_step_alone() -> None:
 
     def release() -> None:
         stepping.wait()
-        time.sleep(0.2)  # while it is being left
+        await_that(lambda: rollout._drive._is_closed)  # it is being left
         go_on.set()
 
+    rollout = Rollout([lambda: Slow(0)], module=NumberedModule(), fragment_length=10, prefetch=1, seed=0)
     releasing = threading.Thread(target=release)
     releasing.start()
-    with Rollout([lambda: Slow(0)], module=NumberedModule(), fragment_length=10, prefetch=1, seed=0) as rollout:
+    with rollout:
         next(iter(rollout.fragments()))
         stepping.wait()
     releasing.join()
