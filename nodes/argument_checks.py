@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rollflow.stream.data.errors import shown
 from rollflow.stream.graph.seeding import fresh_seed, joint_seed
 
 _MOST_SEED = 2**63 - 1
@@ -25,7 +26,7 @@ def checked_count(name: str, count: Any, least: int) -> int:
     except TypeError:
         number = least - 1
     if isinstance(count, bool) or number < least:
-        raise ValueError(f"{name} is {count!r}, expected a whole number from {least} on")
+        raise ValueError(f"{name} is {shown(count)}, expected a whole number from {least} on")
     return number
 
 
@@ -54,7 +55,7 @@ def checked_number(
             bounds = f"above {above:g}" + (f", up to {most:g}" if has_end else "")
         else:
             bounds = f"from {least:g} " + (f"to {most:g}" if has_end else "on")
-        raise ValueError(f"{name} is {number!r}, expected {noun} {bounds}{why and f': {why}'}")
+        raise ValueError(f"{name} is {shown(number)}, expected {noun} {bounds}{why and f': {why}'}")
     return float(number)
 
 
@@ -79,13 +80,13 @@ def check_flags(**flags: Any) -> None:
     """Raise ValueError for a value, by name, that is neither True nor False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"{name} is {flag!r}, expected True or False")
+            raise ValueError(f"{name} is {shown(flag)}, expected True or False")
 
 
 def check_names(name: str, names: Any) -> None:
     """Raise ValueError unless `names` is None, or a list or tuple of texts."""
     if names is not None and not (isinstance(names, list | tuple) and all(isinstance(each, str) for each in names)):
-        raise ValueError(f"{name} is {names!r:.80}, expected None, or a list of names")
+        raise ValueError(f"{name} is {shown(names)}, expected None, or a list of names")
 
 
 def seeds_of(seed: Any) -> tuple[int, tuple[int, ...] | None]:
@@ -103,6 +104,6 @@ def seeds_of(seed: Any) -> tuple[int, tuple[int, ...] | None]:
         raise ValueError("seed is an empty list, expected one whole number, or a list with one for each environment")
     for place, each in enumerate(seed):
         if not is_whole(each) or not 0 <= each <= _MOST_SEED:
-            raise ValueError(f"seed[{place}] is {each!r}, expected a whole number from 0 to {_MOST_SEED}")
+            raise ValueError(f"seed[{place}] is {shown(each)}, expected a whole number from 0 to {_MOST_SEED}")
     seeds = tuple(int(each) for each in seed)
     return joint_seed(seeds), seeds

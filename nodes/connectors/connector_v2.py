@@ -31,7 +31,7 @@ from rollflow.nodes.connectors.list_form import change_items, items_of, paired_w
 from rollflow.nodes.connectors.spaces import Space as Space
 from rollflow.nodes.connectors.spaces import check_is_space
 from rollflow.nodes.connectors.state_watch import StateWatch, check_same
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
@@ -288,7 +288,7 @@ class ConnectorV2(abc.ABC):
 
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, Mapping):
-            raise ConnectorError(f"{self.name}: the state is {state!r}, expected a dict, as get_state gives it")
+            raise ConnectorError(f"{self.name}: the state is {shown(state)}, expected a dict, as get_state gives it")
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         """(name, part) of the parts that have a state of their own."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.connectors.spaces import Space, space_of_agent
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
@@ -131,7 +131,7 @@ def _check_lists(columns: list[str], key: Any, lists: list[Any]) -> None:
 def _one_for_each(columns: list[str], made: Any) -> tuple[Any, ...]:
     """Return a function's results, one item for each column. Raises ConnectorError for any other number."""
     if not isinstance(made, tuple | list) or len(made) != len(columns):
-        raise ConnectorError(f"the function returned {made!r}, expected a tuple of one item for each of {columns}")
+        raise ConnectorError(f"the function returned {shown(made)}, expected a tuple of one item for each of {columns}")
     return tuple(made)
 
 

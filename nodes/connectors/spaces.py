@@ -6,7 +6,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium import spaces
 
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.space import is_columnar
 
 Space = gym.Space[Any]
@@ -31,7 +31,9 @@ def space_of_agent(space: Any, agent_id: Any) -> Any:
 def check_is_space(space: Any, origin: str) -> None:
     """Raise ConnectorError for anything but a space; `origin` begins the text."""
     if not isinstance(space, gym.Space):
-        raise ConnectorError(f"{origin} {space!r}, {type(space).__name__}, expected a gymnasium space").see("piece")
+        raise ConnectorError(f"{origin} {shown(space)}, {type(space).__name__}, expected a gymnasium space").see(
+            "piece"
+        )
 
 
 def check_has_numbers(space: Any, refusal: str) -> None:

@@ -16,7 +16,7 @@ from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, autoreset_mode, nothing
-from rollflow.stream.data.errors import ColumnError, EnvError, RollflowError, noted
+from rollflow.stream.data.errors import ColumnError, EnvError, RollflowError, noted, shown
 from rollflow.stream.data.space import check_columnar
 
 EnvMaker = Callable[[], gym.Env[Any, Any]]
@@ -109,7 +109,7 @@ def _space_of(env: Any, attribute: str, name: str) -> gym.Space[Any]:
     space = getattr(env, attribute, None)
     if not isinstance(space, gym.Space):
         raise EnvError(
-            f"{name}: its {attribute} is {space!r}, expected a gymnasium.Space, which it has from its making on"
+            f"{name}: its {attribute} is {shown(space)}, expected a gymnasium.Space, which it has from its making on"
         )
     return space
 
@@ -169,7 +169,7 @@ def _makers_of(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[
         return _ready(each, num_envs, lanes)
     if not each or not all(callable(one) for one in each):
         raise EnvError(
-            f"env is {env!r}, expected an environment's id, a callable that makes one, a list of such callables, "
+            f"env is {shown(env)}, expected an environment's id, a callable that makes one, a list of such callables, "
             "a gymnasium.vector.VectorEnv, or a list of those"
         ).see("environment")
     if not isinstance(env, Sequence):
@@ -273,11 +273,11 @@ def _made(make: EnvMaker, slot: int, before: Sequence[gym.Env[Any, Any]]) -> gym
     env = given_by(make, f"the callable for slot {slot}", "a gymnasium.Env")
     if hasattr(env, "possible_agents"):
         raise EnvError(
-            f"the callable for slot {slot} gave {env!r}, which has several agents; expected a gymnasium.Env of one: "
-            "for several there is MultiAgentRollout"
+            f"the callable for slot {slot} gave {shown(env)}, which has several agents; expected a gymnasium.Env of "
+            "one: for several there is MultiAgentRollout"
         ).see("agents")
     if not isinstance(env, gym.Env):
-        raise EnvError(f"the callable for slot {slot} gave {env!r}, expected a gymnasium.Env").see("environment")
+        raise EnvError(f"the callable for slot {slot} gave {shown(env)}, expected a gymnasium.Env").see("environment")
     if any(env is other for other in before):
         raise EnvError(f"the callable for slot {slot} gave an environment that another slot has already")
     return env

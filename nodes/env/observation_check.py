@@ -16,7 +16,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.vector_env_errors import info_given
-from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.errors import ColumnError, shown
 from rollflow.stream.data.packing import pack, sendable
 from rollflow.stream.data.space import is_columnar
 from rollflow.stream.data.tree import Tree, structure_of
@@ -123,7 +123,7 @@ class LaneCheck:
         self._check.items(answer[:1], lambda _: where)
         for flag, value in zip(("terminated", "truncated"), answer[2:4], strict=False):
             if np.asarray(value).dtype.kind != "b":
-                text = f"{where}: {flag} is {value!r:.100}, expected a bool: it is recorded as {bool(value)}"
+                text = f"{where}: {flag} is {shown(value)}, expected a bool: it is recorded as {bool(value)}"
                 self._deviations.add("flag", text)
         if len(answer) in (2, 5) and answer[-1] is None:
             self._deviations.add("info", f"{where}: info is None, expected a dict: it is recorded as an empty one")

@@ -143,7 +143,7 @@ def number_of(value: Any) -> float | None:
     try:
         if isinstance(value, Real | Decimal):
             return float(value)
-        array = np.asarray(value)
+        array = np.asarray(value if hasattr(value, "__array__") else None)
         return float(array.item()) if array.size == 1 and array.dtype.kind in "fiub" else None
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None

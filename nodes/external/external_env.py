@@ -17,7 +17,7 @@ from rollflow.nodes.env.remote.env_host import EnvHost
 from rollflow.nodes.env.vector_env_errors import misfit_of
 from rollflow.nodes.external.episode_lane import EpisodeLane, Logged
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.space import check_columnar
 from rollflow.stream.data.tree import Tree, equal_trees, map_tree
 
@@ -122,7 +122,7 @@ class ExternalEnv:
         item = map_tree(lambda leaf, given: np.asarray(given, np.asarray(leaf).dtype), like, action)
         flat = item[()] if isinstance(item, np.ndarray) and not item.ndim else item
         if not self.action_space.contains(flat):
-            raise EnvError(f"episode {episode_id!r}: action {action!r} is not in {self.action_space}")
+            raise EnvError(f"episode {episode_id!r}: action {shown(action)} is not in {self.action_space}")
         self._ask(episode_id, observation, {TAKEN_ACTION: item})
 
     def log_returns(self, episode_id: EpisodeId, reward: float, info: dict[str, Any] | None = None) -> None:
@@ -131,7 +131,7 @@ class ExternalEnv:
         if not episode.has_action:
             raise EnvError(f"episode {episode_id!r}: a reward, but no action came before, expected get_action first")
         if not math.isfinite(reward):
-            raise EnvError(f"episode {episode_id!r}: reward is {reward!r}, expected a finite number")
+            raise EnvError(f"episode {episode_id!r}: reward is {shown(reward)}, expected a finite number")
         episode.reward += float(reward)
         episode.infos |= info or {}
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, shown
 
 _EXPECTED = "expected a class or function at the top of a file that can be imported"
 
@@ -20,7 +20,7 @@ def import_path(value: Any, argument: str) -> str:
     name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
     if not isinstance(name, str) or not isinstance(module, str):
         raise EnvError(
-            f"{argument} is {value!r:.100}, which hosts can't import; {_EXPECTED}, and not what it makes"
+            f"{argument} is {shown(value)}, which hosts can't import; {_EXPECTED}, and not what it makes"
         ).see("started hosts")
     if getattr(sys.modules.get(module), name, None) is not value:
         raise EnvError(f"{argument} is {module}.{name}, which hosts can't import; {_EXPECTED}").see("started hosts")

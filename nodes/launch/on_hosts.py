@@ -14,7 +14,7 @@ from rollflow.nodes.launch.host_keeper import HostKeeper
 from rollflow.nodes.launch.launcher import NAME, SECRET_VARIABLE, Launcher
 from rollflow.nodes.launch.process_launcher import ProcessLauncher
 from rollflow.nodes.launch.scaling import HostRange, HostScaler
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.zstd import check_available
 from rollflow.stream.wire import TcpAddress, parse_address
 
@@ -98,7 +98,7 @@ class OnRay:
         if self.strategy not in get_args(_Strategy):
             raise ValueError(f"strategy is {self.strategy!r}, expected 'spread' or 'pack'")
         if not isinstance(self.resources, Mapping | None):
-            raise ValueError(f"resources is {self.resources!r:.80}, expected a dict: name -> amount")
+            raise ValueError(f"resources is {shown(self.resources)}, expected a dict: name -> amount")
         amounts = self._amounts()
         if not all(isinstance(each, int | float) and each >= 0 for each in amounts.values()) or not any(
             amounts.values()

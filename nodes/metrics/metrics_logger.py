@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from rollflow.nodes.metrics.statistic import Reduction, Statistic, name_of
-from rollflow.stream.data.errors import MetricsError
+from rollflow.stream.data.errors import MetricsError, shown
 
 Key = str | tuple[str, ...]
 Reduce = Literal["mean", "min", "max", "sum"] | None
@@ -216,7 +216,7 @@ def number_of(path: tuple[str, ...], value: Any) -> float | int:
     except (TypeError, ValueError, RuntimeError):
         number = None
     if not isinstance(number, float | int):
-        raise MetricsError(f"{name_of(path)} was given {value!r}, expected one number")
+        raise MetricsError(f"{name_of(path)} was given {shown(value)}, expected one number")
     return number
 
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 
 from rollflow.nodes.modules.rl_module import Batch
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import ModuleError, shown
 
 
 class MultiRLModule(Mapping[Any, Any]):
@@ -21,7 +21,7 @@ class MultiRLModule(Mapping[Any, Any]):
 
     def __init__(self, modules: Mapping[Any, Any]) -> None:
         if not isinstance(modules, Mapping) or not modules:
-            raise ModuleError(f"modules are {modules!r:.200}, expected a dict with at least one: module id -> module")
+            raise ModuleError(f"modules are {shown(modules)}, expected a dict with at least one: module id -> module")
         self._modules = dict(modules)
 
     def __getitem__(self, module_id: Any) -> Any:

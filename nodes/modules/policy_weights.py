@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollflow.stream.data.errors import ModuleError, RunError
+from rollflow.stream.data.errors import ModuleError, RunError, shown
 
 Weights = Mapping[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -130,7 +130,7 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
         raise ModuleError(f"weights {list(weights)[:4]} are numpy arrays, expected tensors, as a state_dict() has them")
     if weights and not any(torch.is_tensor(value) for value in weights.values()):
         name, value = next(iter(weights.items()))
-        raise ModuleError(f"weights: {name!r} is {value!r:.40}, expected tensors, as a state_dict() has them")
+        raise ModuleError(f"weights: {name!r} is {shown(value)}, expected tensors, as a state_dict() has them")
     return {name: tuple(tensor.shape) for name, tensor in weights.items() if torch.is_tensor(tensor)}
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
@@ -112,7 +112,7 @@ def check_whole(name: str, value: Any, least: int, most: int) -> None:
 
 def told_of(value: Any) -> str:
     """A value that somebody else has sent, for messages."""
-    return repr(value)[:100]
+    return shown(value)
 
 
 def _form(leaf: NDArray[Any]) -> str:

@@ -12,7 +12,7 @@ from rollflow.nodes.offloaded.fragment_codec import described, restored
 from rollflow.stream import wire
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 
@@ -48,7 +48,7 @@ def fragment_of(
             raise WireError(f"{rows} rows, expected 0 to {layout.num_rows}", "fragment")
         which = rest["space"]
         if not is_whole(which) or not 0 <= which < len(spaces):
-            raise WireError(f"space is {which!r:.100}, expected one of {len(spaces)}", "fragment")
+            raise WireError(f"space is {shown(which)}, expected one of {len(spaces)}", "fragment")
         space = spaces[which]
         forms = rest["forms"]
         if not isinstance(forms, dict):

@@ -20,7 +20,7 @@ from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_en
 from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, Replica
 from rollflow.nodes.offloaded.rollout_report import LaneProgress
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
@@ -158,7 +158,7 @@ class RolloutLane:
         module = DEFAULT_MODULE_ID if isinstance(session.settings.module, str) else module_id
         if module not in session.settings.modules:
             expected = sorted(session.settings.modules)
-            raise WireError(f"weights of module {module_id!r:.100}, expected one of {expected}", "weights")
+            raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
         return module, session.awaited
 
     def take_states(self, states: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class RolloutLane:
             settings = self.session.settings
             for name in () if settings is None else settings.pieces:
                 if not isinstance(states.get(name), dict):
-                    raise WireError(f"states: {name} is {states.get(name)!r:.100}, expected a map of states")
+                    raise WireError(f"states: {name} is {shown(states.get(name))}, expected a map of states")
             self.session.states = states
 
     def cut(self, number: int) -> None:

@@ -8,7 +8,7 @@ from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.modules.default_model_config import model_config_of
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.offloaded.replica import PIPELINES, Replica
-from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, WireError
+from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.wire import Settings
 
@@ -128,20 +128,20 @@ class RolloutSettings:
             ("threads", 1 if self.threads is None else self.threads, 1, _MOST_THREADS),
         ):
             if not is_whole(value) or not least <= value <= most:
-                raise WireError(f"settings: {name} is {value!r:.100}, expected a whole number from {least} to {most}")
+                raise WireError(f"settings: {name} is {shown(value)}, expected a whole number from {least} to {most}")
         for name, flags in (("explore", self.explore), ("flat", self.flat), ("digests", self.digests)):
             may_be_none = name == "flat" and not isinstance(self.module, str)
             each = flags.values() if name == "explore" and isinstance(flags, Mapping) else [flags]
             if not all(isinstance(flag, bool) or (may_be_none and flag is None) for flag in each):
-                raise WireError(f"settings: {name} is {flags!r:.100}, expected a bool")
+                raise WireError(f"settings: {name} is {shown(flags)}, expected a bool")
         if isinstance(self.module, Mapping):
             configs = self.model_config
             if not self.module or not _is_names([*self.module, *self.module.values()]):
-                raise WireError(f"settings: module is {self.module!r:.100}, expected names by ids")
+                raise WireError(f"settings: module is {shown(self.module)}, expected names by ids")
             if not isinstance(configs, Mapping) or configs.keys() != self.module.keys():
-                raise WireError(f"settings: model_config is {configs!r:.100}, expected one for each module")
+                raise WireError(f"settings: model_config is {shown(configs)}, expected one for each module")
         elif not isinstance(self.module, str):
-            raise WireError(f"settings: module is {self.module!r:.100}, expected a name")
+            raise WireError(f"settings: module is {shown(self.module)}, expected a name")
         for _, config in self.modules.values():
             if config is not None:
                 try:
@@ -149,9 +149,9 @@ class RolloutSettings:
                 except (ValueError, TypeError, ColumnError) as error:
                     raise WireError(f"settings: {error}") from error
         if not isinstance(self.pieces, Mapping) or not all(map(_is_names, self.pieces.values())):
-            raise WireError(f"settings: pieces is {self.pieces!r:.100}, expected lists of names by pipeline")
+            raise WireError(f"settings: pieces is {shown(self.pieces)}, expected lists of names by pipeline")
         if isinstance(self.module, str) and not self.pieces.keys() >= set(PIPELINES):
-            raise WireError(f"settings: pieces is {self.pieces!r:.100}, expected lists of names for {PIPELINES}")
+            raise WireError(f"settings: pieces is {shown(self.pieces)}, expected lists of names for {PIPELINES}")
 
 
 def _is_names(value: Any) -> bool:

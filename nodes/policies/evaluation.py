@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
 from rollflow.stream.graph.seeding import seed_for
 
@@ -158,7 +158,7 @@ def _begins(seat: _Seat, waiting: Any, seed: int) -> bool:
 def _made(env: EnvMaker) -> gym.Env[Any, Any]:
     made = gym.make(env) if isinstance(env, str) else env() if callable(env) else env
     if not isinstance(made, gym.Env):
-        raise PolicyError(f"env gives {made!r}, expected an id, or a function that makes a gymnasium environment")
+        raise PolicyError(f"env gives {shown(made)}, expected an id, or a function that makes a gymnasium environment")
     return made
 
 

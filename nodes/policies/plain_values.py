@@ -16,7 +16,7 @@ from rollflow.nodes.connectors.module_to_env.exploration import Linear
 from rollflow.nodes.modules.default_model_config import DefaultModelConfig
 from rollflow.nodes.policies.registry import name_of, named
 from rollflow.nodes.policies.space_text import described, space_of
-from rollflow.stream.data.errors import PolicyError, located
+from rollflow.stream.data.errors import PolicyError, located, shown
 
 ArraysByName = dict[str, NDArray[Any]]
 
@@ -61,8 +61,8 @@ def to_plain(value: Any, where: str, arrays: ArraysByName) -> Any:
     if callable(value):
         return {"$function": name_of("function", value, where)}
     raise PolicyError(
-        f"{where}: {type(value).__name__} {value!r} can't be saved; expected numbers, text, arrays, spaces, and lists, "
-        "tuples and dicts of them"
+        f"{where}: {type(value).__name__} {shown(value)} can't be saved; expected numbers, text, arrays, spaces, and "
+        "lists, tuples and dicts of them"
     )
 
 

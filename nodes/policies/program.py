@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.modules.distribution import DistributionType
 from rollflow.nodes.policies.plain_values import to_plain
-from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 PASSES = ("forward_exploration", "forward_inference")
@@ -80,7 +80,8 @@ def _check(module: Any) -> None:
         own = isinstance(made, DistributionType) and made.space == module.action_space
         if made is not None and not own:
             raise PolicyError(
-                f"module: {cls}.{name}() gives {made!r}, which a program can't have; expected that of its action space"
+                f"module: {cls}.{name}() gives {shown(made)}, which a program can't have; expected that of its "
+                "action space"
             )
 
 
@@ -203,4 +204,4 @@ def _argument(value: Any, numbers: Mapping[str, int]) -> Any:
     for kind in ("dtype", "memory_format", "layout"):
         if isinstance(value, getattr(torch, kind)):
             return {kind: str(value).removeprefix("torch.")}
-    raise PolicyError(f"module: its pass has an argument {value!r}, which a program can't have")
+    raise PolicyError(f"module: its pass has an argument {shown(value)}, which a program can't have")

@@ -26,7 +26,7 @@ from rollflow.nodes.rollout.silent_faults import signs_of_lag
 from rollflow.nodes.stages.credits import LaneGate, credits_of
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
 from rollflow.nodes.stages.staleness import LagBound
-from rollflow.stream.data.errors import GraphError, RunError
+from rollflow.stream.data.errors import GraphError, RunError, shown
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
 from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.doctor.rules import StallRules
@@ -324,7 +324,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             raise ValueError(f"state is {type(state).__name__}, expected what state_dict() of a rollout gave")
         counts = {"steps": state.get("steps"), "rounds": state.get("rounds"), **versions}
         if wrong := [name for name, count in counts.items() if not is_whole(count) or count < 0]:
-            text = f"state has {counts[wrong[0]]!r:.40} under {wrong[0]!r}, expected whole numbers from 0 on"
+            text = f"state has {shown(counts[wrong[0]])} under {wrong[0]!r}, expected whole numbers from 0 on"
             raise ValueError(text)
         self._begin_at(versions)
         self._steps_before = int(state["steps"])

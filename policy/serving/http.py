@@ -29,6 +29,7 @@ from rollflow.policy.serving.request import (
     ServingError,
 )
 from rollflow.policy.serving.shelf import Shelf
+from rollflow.stream.data.errors import shown
 from rollflow.stream.data.tree import Tree
 
 TIDY_SECONDS = 5.0
@@ -98,13 +99,13 @@ def request_of(shelf: Shelf, name: str, fields: Any, front: Any, ticket: Any) ->
     session, reward, number = fields.get("session"), fields.get("reward"), fields.get("number")
     begins = fields.get("begins", False)
     if not isinstance(session, str | int | None) or isinstance(session, bool):
-        raise RequestError(f"'session' is {session!r}, expected a text or a whole number")
+        raise RequestError(f"'session' is {shown(session)}, expected a text or a whole number")
     if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
-        raise RequestError(f"'reward' is {reward!r}, expected a finite number")
+        raise RequestError(f"'reward' is {shown(reward)}, expected a finite number")
     if not isinstance(begins, bool):
-        raise RequestError(f"'begins' is {begins!r}, expected true or false")
+        raise RequestError(f"'begins' is {shown(begins)}, expected true or false")
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-        raise RequestError(f"'number' is {number!r}, expected a whole number from 0 on")
+        raise RequestError(f"'number' is {shown(number)}, expected a whole number from 0 on")
     if not isinstance(fields.get("version"), str | None):
         raise RequestError(f"'version' is {fields['version']!r}, expected a text")
     policy = shelf.newest(name).policy

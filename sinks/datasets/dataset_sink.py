@@ -27,7 +27,7 @@ from rollflow.sinks.datasets.run_record import AnyRollout, checked_rollout, run_
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import DatasetError, PolicyError
+from rollflow.stream.data.errors import DatasetError, PolicyError, shown
 from rollflow.stream.data.tree import kind_of, map_tree
 from rollflow.stream.fragments.fragment import RECORDED, Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
@@ -96,7 +96,7 @@ class DatasetSink:
         check_names("extra", extra)
         self._extra = None if extra is None else tuple(extra)
         if not isinstance(metadata, Mapping | None):
-            raise ValueError(f"metadata is {metadata!r:.80}, expected a dict of values that JSON can hold")
+            raise ValueError(f"metadata is {shown(metadata)}, expected a dict of values that JSON can hold")
         self._rollout, self._metadata = checked_rollout(rollout), dict(metadata or {})
         try:
             json.dumps(self._metadata, allow_nan=False)

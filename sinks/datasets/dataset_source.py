@@ -34,7 +34,7 @@ from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.datasets.stored_steps import Ints, ReadAhead
 from rollflow.sinks.trainer.trainer_side.item_maker import check_module
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import DatasetError
+from rollflow.stream.data.errors import DatasetError, shown
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Outlet
@@ -233,7 +233,7 @@ class DatasetSource(IterableDataset[Any]):
         """Go on exactly behind the place of a state. Raises DatasetError for a state of another dataset or order."""
         identity = self._identity()
         if not isinstance(state, Mapping) or not state.keys() >= {"pass", *identity}:
-            raise DatasetError(f"the state is {state!r:.80}, expected what state_dict() has given").see("dataset")
+            raise DatasetError(f"the state is {shown(state)}, expected what state_dict() has given").see("dataset")
         for name, own in identity.items():
             if state.get(name) != own:
                 raise DatasetError(f"the state has {name}={state.get(name)!r}, expected {own!r}").see("dataset")
@@ -388,6 +388,6 @@ def _checked_episodes(episodes: Sequence[int] | Ints | None, count: int) -> Ints
     numbers = np.unique(given.nonzero()[0] if given.dtype == np.bool_ and given.shape == (count,) else given)
     if numbers.dtype.kind not in "iu" or not len(numbers) or not 0 <= numbers[0] <= numbers[-1] < count:
         raise ValueError(
-            f"episodes are {episodes!r:.80}, expected one or more numbers from 0 to {count - 1}, or bool[{count}]"
+            f"episodes are {shown(episodes)}, expected one or more numbers from 0 to {count - 1}, or bool[{count}]"
         )
     return numbers.astype(np.int64)

@@ -21,7 +21,7 @@ from rollflow.sinks.replay.replay import Replay
 from rollflow.sinks.replay.sample_server import SampleServer
 from rollflow.sinks.trainer.stream import TrainerStream
 from rollflow.stream import wire
-from rollflow.stream.data.errors import EnvError, ReplayError, RunError, error_text
+from rollflow.stream.data.errors import EnvError, ReplayError, RunError, error_text, shown
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.transport import check_server_tls
 
@@ -74,7 +74,7 @@ class ReplayHost:
         limits: wire.Limits | None = None,
     ) -> None:
         if not isinstance(replay, Replay):
-            raise ValueError(f"replay is {replay!r:.80}, expected a Replay()")
+            raise ValueError(f"replay is {shown(replay)}, expected a Replay()")
         every = checked_number("every", every, above=0, most=inf, noun="seconds")
         check_server_tls(tls)
         self.replay = replay

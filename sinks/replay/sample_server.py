@@ -24,7 +24,7 @@ from rollflow.sinks.replay.sampled_steps import IDS
 from rollflow.sinks.trainer.messages.item_message import arrays_of
 from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
 from rollflow.stream import wire
-from rollflow.stream.data.errors import ReplayError, error_field
+from rollflow.stream.data.errors import ReplayError, error_field, shown
 from rollflow.stream.net.request_clients import (
     MOST_STRANGERS,
     ClientPeer,
@@ -137,7 +137,7 @@ class SampleServer:
         """Columns and other values of the answer to a query."""
         module_id, elsewhere = query.values.get("module_id"), query.values.get("elsewhere")
         if module_id is not None and type(module_id) not in (str, int):
-            raise ReplayError(f"module_id is {module_id!r:.100}, expected text, a whole number, or none")
+            raise ReplayError(f"module_id is {shown(module_id)}, expected text, a whole number, or none")
         if query.name == "sample":
             if elsewhere is not None:
                 self._report_beside(elsewhere, module_id)
@@ -169,9 +169,9 @@ class SampleServer:
         replay = self._replay
         count, wait_s = values.get("count"), values.get("wait_s", 0.0)
         if count is not None and not (is_whole(count) and 1 <= count <= replay.capacity):
-            raise ReplayError(f"count is {count!r:.100}, expected 1 to {replay.capacity}, the host's capacity")
+            raise ReplayError(f"count is {shown(count)}, expected 1 to {replay.capacity}, the host's capacity")
         if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MOST_WAIT_S:
-            raise ReplayError(f"wait_s is {wait_s!r:.100}, expected seconds, 0 or more")
+            raise ReplayError(f"wait_s is {shown(wait_s)}, expected seconds, 0 or more")
         with anyio.move_on_after(wait_s):
             await replay.turns.wait_in_loop(
                 "sample", lambda: self._is_there(client) and replay.may_sample(count, modules)
@@ -208,9 +208,9 @@ def _counts_of(counts: Any) -> StepCounts:
     """The counts of other shards in a query."""
     names = [each.name for each in fields(StepCounts)]
     if not isinstance(counts, Mapping) or sorted(counts) != sorted(names):
-        raise ReplayError(f"elsewhere is {counts!r:.100}, expected {', '.join(names)}")
+        raise ReplayError(f"elsewhere is {shown(counts)}, expected {', '.join(names)}")
     if not all(is_whole(count) and count >= 0 for count in counts.values()):
-        raise ReplayError(f"elsewhere is {counts!r:.100}, expected whole numbers of steps, 0 or more")
+        raise ReplayError(f"elsewhere is {shown(counts)}, expected whole numbers of steps, 0 or more")
     return StepCounts(**counts)
 
 

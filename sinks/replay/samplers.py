@@ -13,7 +13,7 @@ from rollflow.nodes.argument_checks import checked_count
 from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.sinks.replay.ring import read_ring
 from rollflow.sinks.replay.row_index import Bools, RowIndex
-from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.errors import ReplayError, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +146,7 @@ class Mixture(Sampler):
         try:
             self.parts = [(sampler, float(share)) for sampler, share in parts]
         except (TypeError, ValueError):
-            raise ValueError(f"parts is {parts!r:.80}, expected (sampler, share) for each") from None
+            raise ValueError(f"parts is {shown(parts)}, expected (sampler, share) for each") from None
         for sampler, _ in self.parts:
             _check_sampler("parts", sampler)
         shares = [share for _, share in self.parts]
@@ -335,10 +335,10 @@ def _checked(draw: Callable[..., Any]) -> Callable[..., Draw]:
         drawn = draw(self, rows, count, generator)
         name = f"{type(self).__name__}.draw"
         if not isinstance(drawn, Draw):
-            raise ReplayError(f"{name} has returned {drawn!r:.80}, expected a Draw(positions, ids)").see("replay")
+            raise ReplayError(f"{name} has returned {shown(drawn)}, expected a Draw(positions, ids)").see("replay")
         for field in ("positions", "ids"):
             if not isinstance(each := getattr(drawn, field), np.ndarray) or each.dtype != np.int64 or not len(each):
-                raise ReplayError(f"{name} has {field} {each!r:.80}, expected an array i64[B, ...], not empty")
+                raise ReplayError(f"{name} has {field} {shown(each)}, expected an array i64[B, ...], not empty")
         if len(drawn.positions) != len(drawn.ids):
             raise ReplayError(f"{name} has {len(drawn.positions)} rows and {len(drawn.ids)} ids, expected one for each")
         inside = drawn.positions if drawn.positions.ndim == 1 else drawn.positions[drawn.positions >= 0]
@@ -354,7 +354,7 @@ def _checked(draw: Callable[..., Any]) -> Callable[..., Draw]:
 
 def _check_sampler(name: str, sampler: Any) -> None:
     if not isinstance(sampler, Sampler):
-        raise ValueError(f"{name}: got {sampler!r:.80}, expected a sampler such as Uniform()")
+        raise ValueError(f"{name}: got {shown(sampler)}, expected a sampler such as Uniform()")
 
 
 def counts_of(shares: Sequence[float], count: int) -> list[int]:

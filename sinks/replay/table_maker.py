@@ -16,7 +16,7 @@ from rollflow.sinks.replay.removers import Remover
 from rollflow.sinks.replay.replay_table import ReplayTable
 from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.samplers import Sampler
-from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.errors import ReplayError, shown
 
 
 class TableMaker:
@@ -91,7 +91,7 @@ def check_parts(sampler: Any, remover: Any, rate: Any, pieces: Iterable[Any], st
         expected.append(("rate", rate, SamplesPerInsert, "a SamplesPerInsert(), or None"))
     for name, given, kind, text in expected:
         if not isinstance(given, kind):
-            raise ReplayError(f"{name} is {given!r:.80}, expected {text}").see("replay")
+            raise ReplayError(f"{name} is {shown(given)}, expected {text}").see("replay")
     for piece in pieces:
         if piece.lookback:
             raise ReplayError(

@@ -24,7 +24,7 @@ from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S, WorkerPro
 from rollflow.sinks.trainer import pickle_channel
 from rollflow.sinks.trainer.own_folder import OwnFolder
 from rollflow.sinks.trainer.stream import TrainerStream
-from rollflow.stream.data.errors import RunError
+from rollflow.stream.data.errors import RunError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,11 @@ class TrainerProcess:
     ) -> None:
         check_numbers(linger=(linger, 0))
         if not callable(train):
-            raise ValueError(f"train is {train!r:.100}, expected a function that is called as train(stream, *args)")
+            raise ValueError(f"train is {shown(train)}, expected a function that is called as train(stream, *args)")
         if transport not in ("shm", "unix"):
             raise ValueError(f"transport is {transport!r}, expected 'shm' or 'unix'")
         if not isinstance(stream, Mapping | None):
-            raise ValueError(f"stream is {stream!r:.100}, expected the arguments of a TrainerStream by their names")
+            raise ValueError(f"stream is {shown(stream)}, expected the arguments of a TrainerStream by their names")
         if unknown := [name for name in stream or () if name not in _STREAM_OPTIONS]:
             names = list(_STREAM_OPTIONS)
             raise ValueError(f"stream has {unknown}, expected arguments of a TrainerStream among {names}")

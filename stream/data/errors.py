@@ -152,13 +152,15 @@ class WireError(RollflowError, ValueError):
 _MOST_PARTS = 6  # of a dict, list or tuple that are shown
 _MOST_DEPTH = 3  # to which those inside each other are shown
 _MOST_LETTERS = 100  # of anything else
+_MOST_IN_ALL = 200  # letters
 
 
 def shown(value: Any) -> str:
     """A value for an error's text, short and on one line: arrays by dtype and shape, trees by their parts, no data."""
     if isinstance(value, np.ndarray):
         return f"an array {_shown(value)}"
-    return f"a {_shown(value)}" if _is_tensor(value) else _shown(value)
+    text = f"a {_shown(value)}" if _is_tensor(value) else _shown(value)
+    return text if len(text) <= _MOST_IN_ALL else f"{text[:_MOST_IN_ALL]}…"
 
 
 def _is_tensor(value: Any) -> bool:

@@ -20,7 +20,7 @@ import optree
 from numpy.typing import NDArray
 
 from rollflow.stream.data.column import are_whole
-from rollflow.stream.data.errors import ColumnError, EpisodeError, EpisodeIndexError
+from rollflow.stream.data.errors import ColumnError, EpisodeError, EpisodeIndexError, shown
 from rollflow.stream.data.space import item_of, one_hot_items
 from rollflow.stream.data.tree import (
     Tree,
@@ -371,14 +371,14 @@ def count_of(tree: Tree, name: str) -> int:
     try:
         return len(leaves_of(tree)[0])
     except (TypeError, IndexError):
-        raise TypeError(f"'{name}': expected a list of items, or a tree of arrays; got {tree!r}") from None
+        raise TypeError(f"'{name}': expected a list of items, or a tree of arrays; got {shown(tree)}") from None
 
 
 def _numbers(indices: Iterable[Any], name: str) -> list[int]:
     try:
         return [operator.index(index) for index in indices]
     except TypeError:
-        raise TypeError(f"index {indices!r} of '{name}' is no int, no slice and no list of ints") from None
+        raise TypeError(f"index {shown(indices)} of '{name}' is no int, no slice and no list of ints") from None
 
 
 def _full(shape: tuple[int, ...], fill: Any, dtype: np.dtype[Any]) -> Any:

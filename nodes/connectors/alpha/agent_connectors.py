@@ -16,7 +16,7 @@ from rollflow.nodes.connectors.alpha.records import (
 )
 from rollflow.nodes.connectors.alpha.registry import register_connector
 from rollflow.nodes.connectors.spaces import Space
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.space import flat_size, flatten, is_columnar
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
@@ -67,7 +67,7 @@ class ObsPreprocessorConnector(AgentConnector):
             return flatten(space, rows)[0]
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ConnectorError(
-                f"ObsPreprocessorConnector: an observation is {observation!r:.120}, expected one in {space}"
+                f"ObsPreprocessorConnector: an observation is {shown(observation)}, expected one in {space}"
             ) from error
 
     def _check(self, space: Space) -> None:

@@ -12,7 +12,7 @@ from rollflow.nodes.connectors.alpha.records import (
     PolicyOutputType,
 )
 from rollflow.nodes.connectors.alpha.registry import register_connector
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, shown
 
 
 class AgentData(dict[str, Any]):
@@ -108,7 +108,7 @@ def _check_arguments(name: str, fn: Any, count: int, expected: str) -> None:
     kind = Connector.__name__
     if not callable(fn):
         raise ConnectorError(
-            f"{name} is to be a {kind} of {type(fn).__name__} {fn!r:.80}, expected a function {expected}"
+            f"{name} is to be a {kind} of {type(fn).__name__} {shown(fn)}, expected a function {expected}"
         )
     try:
         signature = inspect.signature(fn)

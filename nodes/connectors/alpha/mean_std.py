@@ -13,7 +13,7 @@ from rollflow.nodes.connectors.alpha.records import AgentConnectorDataType
 from rollflow.nodes.connectors.alpha.registry import register_connector
 from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter
 from rollflow.nodes.connectors.spaces import Space
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
@@ -218,7 +218,7 @@ def _space_of(shapes: Any) -> Space:
     if isinstance(shapes, dict) and shapes.keys() == {"tuple"}:
         return spaces.Tuple([_space_of(part) for part in shapes["tuple"]])
     if not isinstance(shapes, list | tuple):
-        raise ConnectorError(f"shapes of an observation are {shapes!r:.100}, expected lists of numbers")
+        raise ConnectorError(f"shapes of an observation are {shown(shapes)}, expected lists of numbers")
     return spaces.Box(-np.inf, np.inf, tuple(shapes), np.float32)
 
 

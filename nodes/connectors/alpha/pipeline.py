@@ -10,7 +10,7 @@ from rollflow.nodes.connectors.alpha.records import (
 )
 from rollflow.nodes.connectors.alpha.registry import get_connector, register_connector
 from rollflow.nodes.connectors.spaces import Space
-from rollflow.stream.data.errors import ConnectorError, RollflowError
+from rollflow.stream.data.errors import ConnectorError, RollflowError, shown
 
 
 class ConnectorPipeline(Connector):
@@ -145,7 +145,7 @@ class ConnectorPipeline(Connector):
     def from_state(cls, ctx: ConnectorContext, params: Any) -> Self:
         """A pipeline of params that `to_state` gave. Raises ConnectorError for names that are not registered."""
         if not isinstance(params, list | tuple) or not all(_is_pair(each) for each in params):
-            raise ConnectorError(f"{cls.__name__}: params are {params!r:.200}, expected a list of [name, params]")
+            raise ConnectorError(f"{cls.__name__}: params are {shown(params)}, expected a list of [name, params]")
         return cls(ctx, [get_connector(name, ctx, each) for name, each in params])
 
     def learnt_state(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _no_action_data(item: Any) -> str | None:
 def _described(item: Any) -> str:
     if isinstance(item, ActionConnectorDataType):
         output = item.output
-        return f"an output of {len(output)} parts" if isinstance(output, tuple) else f"an output {output!r:.100}"
+        return f"an output of {len(output)} parts" if isinstance(output, tuple) else f"an output {shown(output)}"
     if isinstance(item, list):
         return f"a list of {', '.join(sorted({type(each).__name__ for each in item}))}"
     return type(item).__name__

@@ -14,7 +14,7 @@ from rollflow.nodes.connectors.alpha.records import (
     SampleBatch,
 )
 from rollflow.nodes.connectors.spaces import Space
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import Tree, map_tree
 
@@ -89,7 +89,7 @@ def space_like(item: Tree, space: Space | None) -> Space:
         limits = np.iinfo(array.dtype)
         return spaces.Box(limits.min, limits.max, array.shape, array.dtype.type)
     if array.dtype.kind != "f":
-        raise ConnectorError(f"an item is {item!r}, {array.dtype}, expected numbers")
+        raise ConnectorError(f"an item is {shown(item)}, {array.dtype}, expected numbers")
     return spaces.Box(-np.inf, np.inf, array.shape, array.dtype.type)
 
 

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, shown
 
 _CONNECTORS: dict[str, type[Connector]] = {}
 _BUILT_IN = "rollflow.nodes.connectors.alpha."
@@ -42,5 +42,5 @@ def get_connector(name: str, ctx: ConnectorContext | None, params: Any = None) -
     except (TypeError, KeyError, ValueError) as error:
         if isinstance(error, ConnectorError):
             raise
-        raise ConnectorError(f"connector '{name}' can't be made of params {params!r:.200}: {error!r}") from error
+        raise ConnectorError(f"connector '{name}' can't be made of params {shown(params)}: {error!r}") from error
     return made

@@ -15,7 +15,7 @@ from rollflow.nodes.env.multi_agent.dict_vector import check_alike, made_by
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
 from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.stream.data.errors import EnvError, RunError, located
+from rollflow.stream.data.errors import EnvError, RunError, located, shown
 from rollflow.stream.multi_agent.multi_agent_lane import AgentMapping, MultiAgentLane
 from rollflow.stream.multi_agent.vector_step import Actions, AgentEnvs, VectorStep
 
@@ -182,7 +182,7 @@ def lane_makers(env: Any, num_envs: int | None, lanes: int | None) -> list[list[
     for each in makers:
         if not callable(each) or (hasattr(each, "step") and not isinstance(each, type)):
             raise EnvError(
-                f"env is {each!r:.200}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
+                f"env is {shown(each)}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
                 "list of those, or a MultiAgentVectorEnv"
             )
     left = iter(makers)

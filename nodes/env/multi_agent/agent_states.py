@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.env.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.env.multi_agent.step_validation import EndFlags, StepValues
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.multi_agent.vector_step import Actions
 
@@ -172,7 +172,7 @@ def _check_chosen(
     if np.array_equal(acted, expected):
         return
     if acted.ndim != 1 or (acted.size and acted.dtype.kind not in "iu"):
-        raise EnvError(f"the slots of the agents that act are {chosen!r}, expected i64[K]")
+        raise EnvError(f"the slots of the agents that act are {shown(chosen)}, expected i64[K]")
     for slot in np.setdiff1d(acted, expected).tolist():
         if not 0 <= slot < len(everybody):
             raise EnvError(f"an action for agent slot {slot}, expected less than {len(everybody)}")

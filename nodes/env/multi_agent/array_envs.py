@@ -15,7 +15,7 @@ from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.env.multi_agent.step_validation import check_infos
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, checks_of
 from rollflow.nodes.env.stepping import Turn
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
@@ -133,7 +133,9 @@ class ArrayEnvs:
             if slots is not None and not np.array_equal(slots, np.arange(everybody)):
                 missing = np.setdiff1d(np.arange(everybody), slots)
                 where = self._slots.named(self._slots.bounds[part] + int(missing[0])) if len(missing) else "agent slots"
-                raise EnvError(f"{where}: expected an action of every agent, in order, got those of slots {slots!r}")
+                raise EnvError(
+                    f"{where}: expected an action of every agent, in order, got those of slots {shown(slots)}"
+                )
             for leaf in optree.tree_leaves(tree, none_is_leaf=True):
                 if np.shape(leaf)[:1] != (everybody,):
                     raise EnvError(f"{self._of(part)}: actions of shape {np.shape(leaf)}, expected {everybody} of them")
@@ -173,7 +175,7 @@ class ArrayEnvs:
 
     def _check_array(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], part: int, name: str) -> None:
         if not isinstance(array, np.ndarray):
-            raise EnvError(f"{self._of(part)}: {name} are {array!r}, expected {dtype}{list(shape)}")
+            raise EnvError(f"{self._of(part)}: {name} are {shown(array)}, expected {dtype}{list(shape)}")
         if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
             raise EnvError(
                 f"{self._of(part)}: {name} are {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}"
@@ -181,14 +183,16 @@ class ArrayEnvs:
 
     def _flags(self, flags: Any, name: str) -> NDArray[np.bool_]:
         if not (isinstance(flags, np.ndarray) and flags.dtype == np.bool_ and flags.shape == (self.num_envs,)):
-            raise EnvError(f"environments from {self._first_env}: {name} are {flags!r}, expected bool[{self.num_envs}]")
+            raise EnvError(
+                f"environments from {self._first_env}: {name} are {shown(flags)}, expected bool[{self.num_envs}]"
+            )
         return flags
 
     def _checked_infos(self, infos: Any, envs: Sequence[int], name: str) -> AgentInfos:
         """Infos of these environments. Raises EnvError for what is not agent -> dict."""
         if not isinstance(infos, Sequence) or len(infos) not in (0, len(envs)):
             raise EnvError(
-                f"environments from {self._first_env}: {name} are {infos!r:.200}, expected a dict for each of "
+                f"environments from {self._first_env}: {name} are {shown(infos)}, expected a dict for each of "
                 f"{len(envs)} environments, or () where there are none"
             )
         check_infos(infos, self._slots, envs[: len(infos)], name)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 from rollflow.stream.multi_agent.agent_part import Spaces
 
@@ -66,7 +66,7 @@ def agent_spaces(env: Any) -> AgentSpaces:
     """
     for method in ("reset", "step"):
         if not callable(getattr(env, method, None)):
-            raise EnvError(f"{env!r} has no method '{method}', expected a MultiAgentEnv")
+            raise EnvError(f"{shown(env)} has no method '{method}', expected a MultiAgentEnv")
     return agents_of(env)
 
 
@@ -90,12 +90,12 @@ def _space_of(env: Any, kind: str, agent: Any) -> gym.Space[Any]:
             space = method(agent) if callable(method) else None
         except (KeyError, TypeError) as error:
             raise EnvError(
-                f"agent {agent!r}: '{kind}_spaces' is {spaces!r:.200}, expected a dict: agent -> gymnasium.Space, or "
+                f"agent {agent!r}: '{kind}_spaces' is {shown(spaces)}, expected a dict: agent -> gymnasium.Space, or "
                 f"'get_{kind}_space' to give the agent's, which raises {error!r}"
             ) from error
     if not isinstance(space, gym.Space):
         raise EnvError(
-            f"agent {agent!r}: its {kind} space is {space!r}, expected a gymnasium.Space in '{kind}_spaces' or "
+            f"agent {agent!r}: its {kind} space is {shown(space)}, expected a gymnasium.Space in '{kind}_spaces' or "
             f"from 'get_{kind}_space'"
         )
     return space

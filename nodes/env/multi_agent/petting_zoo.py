@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.env.multi_agent.multi_agent_env import AgentDict, MultiAgentEnv, Told
-from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 
@@ -125,7 +125,9 @@ def _made(env: Any, name: str, *, takes_turns: bool) -> Any:
     # Wrapped ones have no `agent_selection` before their first reset.
     if callable(getattr(made, "last", None)) is not takes_turns or not callable(getattr(made, "step", None)):
         kind, other = ("an AECEnv", "ParallelPettingZooEnv") if takes_turns else ("a ParallelEnv", "PettingZooEnv")
-        raise EnvError(f"{name} was given {made!r}, expected {kind}, or a callable that makes one; see also {other}")
+        raise EnvError(
+            f"{name} was given {shown(made)}, expected {kind}, or a callable that makes one; see also {other}"
+        )
     return made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole, told_of
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 
 MOST_KEPT = 100  # episodes whose returns one batch tells: as many as a window of `EpisodeReturns` has
 MOST_MODULES = 256  # that one batch tells of
@@ -41,7 +41,7 @@ class FinishedEpisodes:
         if parts and not is_by_module:
             raise WireError("episodes.by_module of a rollout with one module, expected none", "fragment")
         by_module = {
-            module_id: _read(f"episodes.by_module[{module_id!r:.100}]", part) for module_id, part in parts.items()
+            module_id: _read(f"episodes.by_module[{shown(module_id)}]", part) for module_id, part in parts.items()
         }
         return replace(finished, by_module=by_module)
 

@@ -9,7 +9,7 @@ from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.stages.credits import CreditedLane, nobody
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.zstd import available
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
@@ -111,16 +111,16 @@ class StreamOrder:
         numbers: dict[str, Any] = {name: settings.get(name, default) for name, default in _NUMBERS.items()}
         for name, value in numbers.items():
             if (name != "ahead" or value is not None) and not (is_whole(value) and 0 <= value <= _MOST):
-                raise WireError(f"settings: {name} is {value!r:.100}, expected a whole number", "message")
+                raise WireError(f"settings: {name} is {shown(value)}, expected a whole number", "message")
         compression = settings.get("compression")
         if compression not in (None, *available()):
-            raise WireError(f"settings: compression is {compression!r:.100}, expected one of {available()}", "message")
+            raise WireError(f"settings: compression is {shown(compression)}, expected one of {available()}", "message")
         lanes = settings.get("lanes")
         if lanes is not None and not (isinstance(lanes, list) and all(map(is_whole, lanes))):
-            raise WireError(f"settings: lanes is {lanes!r:.100}, expected a list of whole numbers", "message")
+            raise WireError(f"settings: lanes is {shown(lanes)}, expected a list of whole numbers", "message")
         stays = settings.get("stays", False)
         if not isinstance(stays, bool):
-            raise WireError(f"settings: stays is {stays!r:.100}, expected true or false", "message")
+            raise WireError(f"settings: stays is {shown(stays)}, expected true or false", "message")
         lanes = None if lanes is None else frozenset(lanes)
         return cls(**numbers, compression=compression, lanes=lanes, stays=stays)
 

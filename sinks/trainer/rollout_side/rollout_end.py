@@ -26,7 +26,7 @@ from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.sinks.trainer.rollout_side.trainer_trace import TrainerTrace
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
-from rollflow.stream.data.errors import GraphError, ModuleError
+from rollflow.stream.data.errors import GraphError, ModuleError, shown
 from rollflow.stream.data.loss_ledger import Origin, origins_of
 from rollflow.stream.data.space_codec import describe_space
 from rollflow.stream.data.zstd import available
@@ -42,7 +42,7 @@ _MOST_VERSIONS = 64  # of weights that were converted
 def check_rollout(rollout: object) -> None:
     """Raise ValueError for anything but a rollout."""
     if not isinstance(rollout, AnyRollout):
-        raise ValueError(f"rollout is {rollout!r:.100}, expected a Rollout or a MultiAgentRollout")
+        raise ValueError(f"rollout is {shown(rollout)}, expected a Rollout or a MultiAgentRollout")
 
 
 class RolloutEnd:

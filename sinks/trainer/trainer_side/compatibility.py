@@ -7,7 +7,7 @@ from time import monotonic
 from typing import Any
 
 from rollflow.sinks.trainer.trainer_side.rollout_peer import RolloutPeer
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.net.descriptor_transport import check_shared
 from rollflow.stream.net.transport import check_server_tls
 from rollflow.stream.wire import Address, Hello, check_secret, parse_trainer_address
@@ -88,7 +88,7 @@ def difference(source: RolloutPeer, other: RolloutPeer) -> str:
     mine, theirs = _traits(source), _traits(other)
     for name in {**mine, **theirs}:
         if mine.get(name) != theirs.get(name):
-            return f"{name} is {mine.get(name)!r:.200}, expected {theirs.get(name)!r:.200}"
+            return f"{name} is {shown(mine.get(name))}, expected {shown(theirs.get(name))}"
     return ""
 
 

@@ -15,7 +15,7 @@ from rollflow.sinks.trainer.messages.finished import NONE, FinishedEpisodes
 from rollflow.sinks.trainer.messages.item_message import AnyFragment, Batch
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ModuleError, RunError, noted
+from rollflow.stream.data.errors import ModuleError, RunError, noted, shown
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -185,9 +185,9 @@ def check_choices(
 def check_module(module: Any) -> None:
     """Raise ModuleError for what can't be the module that a learner pipeline's pieces see."""
     if isinstance(module, str | bytes | int | float | list | tuple | type):
-        raise ModuleError(f"module is {module!r:.100}, expected a module, or module id -> module")
+        raise ModuleError(f"module is {shown(module)}, expected a module, or module id -> module")
 
 
 def _check(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{name} is {shown(value)}, expected one of {', '.join(map(repr, choices))}")

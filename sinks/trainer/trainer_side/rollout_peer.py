@@ -25,7 +25,7 @@ from rollflow.sinks.trainer.messages.item_message import (
 )
 from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower
 from rollflow.stream import wire
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import Reminder
@@ -220,7 +220,7 @@ class RolloutPeer:
         metadata = hello.metadata
         for name, (is_right, expected) in _METADATA.items():
             if not is_right(value := metadata.get(name)):
-                raise WireError(f"hello.metadata: {name} is {value!r:.100}, expected {expected}", "message")
+                raise WireError(f"hello.metadata: {name} is {shown(value)}, expected {expected}", "message")
         if not 1 <= len(spaces := metadata["spaces"]) <= _MOST_SPACES:
             raise WireError(f"hello.metadata: {len(spaces)} spaces, expected 1 to {_MOST_SPACES}", "message")
         weights: dict[str, Any] = metadata["weights"]
@@ -339,10 +339,10 @@ class RolloutPeer:
         self.has_fixed_lanes = metadata["has_fixed_lanes"]
         lanes: Any = list(range(count)) if self.has_fixed_lanes else metadata.get("lanes")
         if not isinstance(lanes, list) or not all(map(_is_number, lanes)) or len(lanes) > count:
-            raise WireError(f"hello.metadata: lanes is {lanes!r:.100}, expected {count} whole numbers", "message")
+            raise WireError(f"hello.metadata: lanes is {shown(lanes)}, expected {count} whole numbers", "message")
         aside = metadata.get("aside", [])
         if not isinstance(aside, list) or not all(isinstance(each, list) and len(each) == 2 for each in aside):
-            raise WireError(f"hello.metadata: aside is {aside!r:.100}, expected pairs of lane and number", "message")
+            raise WireError(f"hello.metadata: aside is {shown(aside)}, expected pairs of lane and number", "message")
         self.lanes, self.aside = {0} if self.sends_batches else set(lanes), {}
         for lane, number in aside:
             self._set_aside(lane, number)
@@ -370,11 +370,11 @@ class RolloutPeer:
         if self.sends_batches:
             return
         if not is_whole(lane) or (self.has_fixed_lanes and lane not in self.lanes):
-            raise WireError(f"lane {lane!r:.100} is set aside, expected one of {len(self.lanes)}", "message")
+            raise WireError(f"lane {shown(lane)} is set aside, expected one of {len(self.lanes)}", "message")
         if lane not in self.lanes:
             return  # it has been forgotten
         if not _is_number(number):
-            raise WireError(f"lane {lane} is set aside behind {number!r:.100}, expected a number", "message")
+            raise WireError(f"lane {lane} is set aside behind {shown(number)}, expected a number", "message")
         self.aside[lane] = number
 
 

@@ -9,6 +9,7 @@ from rollflow.sinks.trainer.messages.item_message import AnyFragment
 from rollflow.sinks.trainer.trainer_side.newest_weights import NewestWeights
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
 from rollflow.sinks.trainer.trainer_side.staleness import StalenessBound, lag_of
+from rollflow.stream.data.errors import shown
 from rollflow.stream.wire import SESSION_BYTES, TrainerSession
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
@@ -123,7 +124,7 @@ def state_from(state: Mapping[str, Any]) -> TrainerState:
     Raises ValueError for anything else.
     """
     if not (isinstance(state, Mapping) and "sources" in state):
-        raise ValueError(f"state is {state!r:.100}, expected what state_dict() of a TrainerStream gave, with 'sources'")
+        raise ValueError(f"state is {shown(state)}, expected what state_dict() of a TrainerStream gave, with 'sources'")
     try:
         sources = {}
         for token, entry in state["sources"].items():
@@ -137,7 +138,7 @@ def state_from(state: Mapping[str, Any]) -> TrainerState:
         steps, items = map(_number, state.get("counted", (0, 0)))
         return TrainerState(sources, _number(state["version"]), _digest(state.get("digest")), lost, (steps, items))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"state is {state!r:.100}, expected what state_dict() gave: {error!r}") from error
+        raise ValueError(f"state is {shown(state)}, expected what state_dict() gave: {error!r}") from error
 
 
 def _digest(text: Any) -> bytes | None:

@@ -5,13 +5,13 @@ A message names the check of each field in the field's type: `Annotated[int, who
 
 import dataclasses
 import math
-import reprlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, get_type_hints
 
 import numpy as np
 
+from rollflow.stream.data import errors
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.wire.codec.frame import ScatterBytes
@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
     """A value as a short text, for errors."""
     if isinstance(value, np.ndarray):
         return f"an array {value.dtype.str}{list(value.shape)}"
-    return reprlib.repr(value)
+    return errors.shown(value)
 
 
 def wrong(value: Any, where: str, expected: str) -> WireError:

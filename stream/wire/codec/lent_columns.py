@@ -72,7 +72,7 @@ class LentLeaf(NamedTuple):
                 return block
         sizes = [len(block) for block in blocks]
         arrays = f"lent: {count} of {self} at every {stride} bytes"
-        raise WireError(f"{arrays} does not lie in its blocks, of {sizes!r:.100} bytes", "memory")
+        raise WireError(f"{arrays} does not lie in its blocks, of {shown(sizes)} bytes", "memory")
 
     def _check_bool(self, array: NDArray[Any]) -> None:
         """Raise WireError for a bool array with a byte above 1."""
@@ -184,7 +184,7 @@ def _leaf(code: int, packed: bytes) -> LentLeaf:
         raise WireError(f"lent.columns: {shown(value)}, expected [dtype, shape, block, offset]", "memory")
     name, shape, block, offset = value
     if type(block) is not int or block < 0 or type(offset) is not int or offset < 0 or offset % 8:
-        raise WireError(f"lent.columns: in block {block!r:.40} at {offset!r:.40}, expected multiples of 8", "memory")
+        raise WireError(f"lent.columns: in block {shown(block)} at {shown(offset)}, expected multiples of 8", "memory")
     count_of(shape)  # which has limits
     return LentLeaf(dtype_of(name), tuple(shape), block, offset)
 
@@ -233,7 +233,7 @@ def _lanes_and_rests(series: Series) -> list[tuple[int, Mapping[str, Any]]]:
         return [(series.lane, series.rest)] * series.count
     each = series.rest[EACH]
     if not isinstance(each, list) or len(each) != series.count or not all(isinstance(own, dict) for own in each):
-        raise WireError(f"series: rest.{EACH} is {each!r:.100}, expected a list of {series.count} maps", "message")
+        raise WireError(f"series: rest.{EACH} is {shown(each)}, expected a list of {series.count} maps", "message")
     shared = {name: value for name, value in series.rest.items() if name != EACH}
     return [_of_one(own, shared, series.lane) for own in each]
 

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import NUMBER, OBJECTS, SLOT_INFOS, TUPLE, UNPACKABLE, Packer, check_plain, refusal
 from rollflow.stream.wire.codec.frame import ScatterBytes
@@ -123,7 +123,7 @@ class _Reader:
         name, data = _exactly(value, 2, "[dtype, bytes]")
         dtype = dtype_of(name)
         if type(data) is not bytes or len(data) != dtype.itemsize:
-            raise WireError(f"number {name} of {data!r:.40}, expected {dtype.itemsize} bytes", "frame")
+            raise WireError(f"number {name} of {shown(data)}, expected {dtype.itemsize} bytes", "frame")
         return _viewed(np.frombuffer(data, np.uint8), dtype, (1,))[0]
 
     def _objects(self, value: list[Any]) -> NDArray[Any]:
@@ -164,7 +164,7 @@ def _place_of(description: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     name, shape, offset = _exactly(_list_of(value, ARRAY), 3, "[dtype, shape, offset]")
     dtype, _ = dtype_of(name), count_of(shape)
     if type(offset) is not int or offset < 0 or offset % 8:
-        raise WireError(f"array at {offset!r:.40}, expected a multiple of 8", "frame")
+        raise WireError(f"array at {shown(offset)}, expected a multiple of 8", "frame")
     return dtype, tuple(shape), offset
 
 
@@ -189,19 +189,19 @@ def dtype_of(name: Any) -> np.dtype[Any]:
     """The dtype of a name. Raises WireError for an unknown name."""
     dtype = DTYPES.get(name) if type(name) is str else None
     if dtype is None:
-        raise WireError(f"dtype {name!r:.40}, expected one of {', '.join(DTYPES)}", "frame")
+        raise WireError(f"dtype {shown(name)}, expected one of {', '.join(DTYPES)}", "frame")
     return dtype
 
 
 def count_of(shape: Any) -> int:
     """Number of items in an array of this shape. Raises WireError for an invalid or too large one, also of 0 items."""
     if type(shape) is not list or len(shape) > _MOST_DIMENSIONS:
-        raise WireError(f"shape {shape!r:.100}, expected a list of at most {_MOST_DIMENSIONS} numbers", "frame")
+        raise WireError(f"shape {shown(shape)}, expected a list of at most {_MOST_DIMENSIONS} numbers", "frame")
     for size in shape:
         if type(size) is not int or size < 0:
-            raise WireError(f"shape {shape!r:.100}, expected numbers of 0 or more", "frame")
+            raise WireError(f"shape {shown(shape)}, expected numbers of 0 or more", "frame")
     if math.prod(size or 1 for size in shape) >= 1 << 40:
-        raise WireError(f"shape {shape!r:.100}, expected fewer than 2**40 items", "frame")
+        raise WireError(f"shape {shown(shape)}, expected fewer than 2**40 items", "frame")
     return math.prod(shape)
 
 

@@ -96,7 +96,7 @@ NONSENSE: dict[str, tuple[Change, str]] = {
     "episodes without numbers": (rest(episode_number=np.array([np.nan, 0.0])), "episode_number is"),
     "an episode before the first, where nothing was lost": (
         rest(episode_number=np.array([-1, 0])),
-        r"episode_number is array\(\[-1,  0\]\), expected numbers from 0",
+        r"episode_number is an array int64\[2\], expected numbers from 0",
     ),
     "finals of nonsense": (
         rest(finals={"rows": [0], "counts": [5], "slots": 3}),

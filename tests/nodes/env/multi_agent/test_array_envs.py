@@ -183,7 +183,7 @@ STEPS = {
     ),
     "flags as numbers": (
         lambda good: {"terminateds": np.zeros(2)},
-        r"environments from 5: terminateds are array\(\[0., 0.\]\), expected bool\[2\]",
+        r"environments from 5: terminateds are an array float64\[2\], expected bool\[2\]",
     ),
     "no first observations": (
         lambda good: {"truncateds": np.array([True, False])},

@@ -121,5 +121,5 @@ class Vectors(NumberedEnv):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_vectors_for_rewards_are_refused_at_once(where: Any) -> None:
-    with pytest.raises(EnvError, match=r"slot 0: its reward is array\(\[1\.\]\), expected one number"):
+    with pytest.raises(EnvError, match=r"slot 1: its reward is an array float64\[2\], expected one number"):
         first_of([partial(Vectors, slot) for slot in range(4)], lanes=2, where=where)
