@@ -100,7 +100,7 @@ STEPS = {
         r"expected float32\[2\]",
     ),
     "a wrong dtype": ([told({"a": np.zeros(2, complex)})], r"agent 'a': .*got complex128\[2\], expected float32\[2\]"),
-    "no observation": ([told({"a": None})], r"agent 'a': .*got object\[\], expected float32\[2\]"),
+    "no observation": ([told({"a": None})], r"agent 'a': .*got None, expected float32\[2\]"),
     "a ragged observation": ([told({"a": [1.0, [2.0]]})], "agent 'a': an observation that is not in its space"),
     "a reward that is text": ([told(rewards={"a": "1"})], "agent 'a': its reward is '1', expected a number"),
     "no reward": ([told(rewards={"a": None})], "agent 'a': its reward is None, expected a number"),
