@@ -88,6 +88,7 @@ class LaneSource(abc.ABC):
         self.fragment_length = checked_count("fragment_length", fragment_length, 1)
         self._first_lane = checked_count("first_lane", first_lane, 0)
         self._first_slot = checked_count("first_slot", first_slot, 0)
+        self._first_step = 0  # of every lane
         self.is_started = self.is_closed = False
         self.unrecorded_steps = self.interrupted_steps = 0
         self.deviations = Deviations()
@@ -133,6 +134,20 @@ class LaneSource(abc.ABC):
     def num_steps(self) -> int:
         """Transitions that the environments have made."""
         return sum(lane.num_steps for lane in self.lanes)
+
+    @property
+    def vector_steps(self) -> int:
+        """Vector steps of the run so far, by which schedules go: those of the lane that has made most."""
+        return max((lane.step for lane in list(self.lanes)), default=0) if self.is_started else self._first_step
+
+    def begin_at(self, vector_steps: int) -> None:
+        """Have lanes count on from so many vector steps, of a run that this one goes on with.
+
+        Raises ValueError for what is no whole number, 0 or more, and RunError where it runs already.
+        """
+        if self.is_started:
+            raise RunError(f"the run was to begin at step {vector_steps!r}, but it runs already; expected that before")
+        self._first_step = checked_count("vector_steps", vector_steps, 0)
 
     def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
         """Have the steps of every lane be traced; None: no more."""
@@ -290,6 +305,8 @@ class LaneSource(abc.ABC):
         if self.is_closed:
             raise RunError("these environments have been closed: make another rollout")
         self.is_started = True
+        for lane in self.lanes:
+            lane.first_step = self._first_step
 
 
 @breakable

@@ -151,7 +151,7 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     def new_lane(self, index: int, env: Any, first_slot: int) -> TurnToken:
         self._counts.append(LaneCount())
-        return TurnToken(index, env.num_envs)
+        return self._token(index, env.num_envs)
 
     def set_out(self, remote: RemoteLane) -> bool:
         """Have a lane that is waited for take its turn; True where it is to be handed over first."""
@@ -164,13 +164,13 @@ class HostRollouts(Carried, OffloadedRollouts):
         return False
 
     def ask(self, remote: RemoteLane) -> None:
-        index, status = remote.status.index, remote.status
+        index, count = remote.status.index, self._counts[remote.status.index]
         self._equip(remote.host, is_urgent=self.owner.wants_newest, has_turn=True)
-        count = self._counts[index]
-        resets = status.failures > 0 or not count.reported  # environments are to be made, or reset
+        resets = remote.status.failures > 0 or not count.reported  # environments are to be made, or reset
         count.first_pulse, count.is_in_vain = count.pulse if resets else -1, False
         count.turns, count.since = count.turns + 1, clock()
-        self.carrier.request(remote, Turn(index, self.carrier.gateway.next_number(index)), LanePhase.STEPPING)
+        turn = Turn(index, self.carrier.gateway.next_number(index), remote.lane.step)
+        self.carrier.request(remote, turn, LanePhase.STEPPING)
 
     def progress(self, lane: int) -> ProgressMark:
         """Count by which a lane shows that it gets on, and its activity: a lane that is late has a reset's time."""
@@ -214,7 +214,7 @@ class HostRollouts(Carried, OffloadedRollouts):
             status.note(failure)
         if failure is None or fragment.num_rows:
             count.lost = None
-            remote.lane.fragment, remote.lane.sequence = fragment, fragment.sequence + 1
+            remote.lane.take(fragment)
         else:  # there is no fragment: the next one says what was lost
             count.lost = failure
         if failure is None:

@@ -19,16 +19,23 @@ class TurnToken:
     """Token that goes round in place of a lane that is somewhere else: each turn of it is a fragment.
 
     fragment    that it came back with; None where it has none
+    step        the run's vector step at which its next fragment begins, by which schedules go
     """
 
     at_start = True
 
-    def __init__(self, index: int, num_slots: int) -> None:
+    def __init__(self, index: int, num_slots: int, step: int) -> None:
         self.index = index
         self.num_slots = num_slots
+        self.step = step
         self.sequence = 0  # of the next fragment
         self.fragment: Fragment | MultiAgentFragment | None = None
         self.is_set_aside = False
+
+    def take(self, fragment: Fragment | MultiAgentFragment) -> None:
+        """Come back with a fragment."""
+        self.fragment, self.sequence = fragment, fragment.sequence + 1
+        self.step += fragment.num_rows
 
     @property
     def vector_steps(self) -> str:
@@ -89,6 +96,12 @@ class OffloadedRollouts(LaneSource):
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have the connectors of every lane take over states before its next turn: one for each pipeline."""
         raise NotImplementedError
+
+    def _token(self, index: int, num_slots: int) -> TurnToken:
+        """The token of a lane that begins: at the step that the run has come to."""
+        token = TurnToken(index, num_slots, max(self.vector_steps, self._first_step))
+        self.lanes = [*self.lanes, token]
+        return token
 
     def counted(self) -> Iterable[Sequence[Sequence[Any]]]:
         """Counts of each lane's stages: [name, items, busy seconds]."""

@@ -34,6 +34,7 @@ class LanePlan:
 
     lane, first_slot    its number, and that of its first slot, among all of the rollout's
     sequence            number of its first fragment
+    first_step          the run's vector step at which it begins
     fragment_length     vector steps in a fragment (T)
     lookback            steps of the fragment before in each (H)
     seed                of environments and sampling
@@ -45,6 +46,7 @@ class LanePlan:
     lane: int
     first_slot: int
     sequence: int
+    first_step: int
     fragment_length: int
     lookback: int
     seed: int
@@ -199,6 +201,7 @@ class OneReplica:
         assert self._weights is not None
         module, (env_to_module, module_to_env) = self._module, self._pipelines
         environments = _OneLane(site, lookback=plan.lookback, **plan.env_options)
+        environments.begin_at(plan.first_step)
         environments.set_chosen_space(chosen_space(module, environments.action_space))
         [lane] = environments.lanes
         seed_lane(lane, plan.seed)
@@ -254,6 +257,7 @@ class SeveralReplica:
     def stages(self, site: LaneSite, plan: LanePlan, first: FirstPass, metrics: MetricsLogger) -> LaneStages:
         acting = self._acting
         environments = _SeveralLane(site, **plan.env_options)
+        environments.begin_at(plan.first_step)
         environments.set_chosen_spaces(acting.modules.chosen_spaces())
         environments.make_lanes(
             plan.lookback, acting.modules, lambda lane, each: sampling_data(lane, plan.seed, each.seed_name)

@@ -198,7 +198,7 @@ class RolloutLane:
     def _fragment(self, turn: Turn, session: LaneSession, recorder_of: RecorderOf) -> Fragment | Failed:
         session.turn = turn.number
         try:
-            rollout = session.rollout or self._started(session)
+            rollout = session.rollout or self._started(session, turn.step)
             rollout.take_trace(recorder_of)
         except Exception as error:
             if not (self._has_failed or is_of_environment(error)):  # it was not made, or not reset
@@ -222,7 +222,7 @@ class RolloutLane:
             return message_of_agents(turn.number, turned.fragment, spaces_of(rollout.lane), more)
         return message_of(turn.lane, turn.number, turned.fragment, more, rollout.lane.observation_spaces)
 
-    def _started(self, session: LaneSession) -> LaneRollout:
+    def _started(self, session: LaneSession, first_step: int) -> LaneRollout:
         """Another start. It is told of from now on, when whoever asks has the answer of the one before."""
         session.is_beginning = True
         try:
@@ -232,12 +232,12 @@ class RolloutLane:
                 close_failed(self.env)
                 self._make()
             self._has_failed = False
-            session.rollout = rollout = self._made(session)
+            session.rollout = rollout = self._made(session, first_step)
             return rollout
         finally:
             session.is_beginning = False
 
-    def _made(self, session: LaneSession) -> LaneRollout:
+    def _made(self, session: LaneSession, first_step: int) -> LaneRollout:
         settings, grant = session.settings, session.grant
         assert settings is not None
         assert grant is not None
@@ -253,6 +253,7 @@ class RolloutLane:
             lane=grant.lane,
             first_slot=grant.first_slot,
             sequence=session.sequence,
+            first_step=first_step,
             fragment_length=settings.fragment_length,
             lookback=settings.lookback,
             seed=session.seed,

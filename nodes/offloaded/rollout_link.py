@@ -83,7 +83,7 @@ class RolloutLink(LaneLink):
 
     def _reset(self) -> None:
         """Have the rollout built, with the weights of its replica, and its first fragment made."""
-        replica, plan = self.node.replica_for(self.index, self.status.starts, self.lane.sequence)
+        replica, plan = self.node.replica_for(self.lane, self.status.starts)
         pickled = pickled_replica(replica, plan)
         block = SharedBlock(PROGRESS_BYTES + len(pickled))
         block.write(pickled, PROGRESS_BYTES)
@@ -268,7 +268,7 @@ class RolloutLink(LaneLink):
         if self.lost is not None:
             fragment.begin_after_loss(self.lost)
             self.lost = None
-        self.lane.fragment, self.lane.sequence = fragment, fragment.sequence + 1
+        self.lane.take(fragment)
 
 
 def pickled_replica(replica: Replica, plan: LanePlan) -> bytes:

@@ -53,7 +53,7 @@ class WorkerRollouts(Carried, OffloadedRollouts):
         """The lanes, each of which may take its first turn."""
         self._begin()
         for link, env in zip(self._links, self.envs, strict=True):
-            link.lane = TurnToken(link.index, env.num_envs)
+            link.lane = self._token(link.index, env.num_envs)
             yield link.lane
 
     def __call__(self, turns: TurnToken) -> TurnToken | None:
@@ -111,13 +111,14 @@ class WorkerRollouts(Carried, OffloadedRollouts):
             self.newest, self.states = {}, None
             self._bell.close()
 
-    def replica_for(self, lane: int, starts: int, sequence: int) -> tuple[Replica, LanePlan]:
-        """The replica that acts in a lane's rollout that begins with this fragment, and its plan."""
-        is_listed = self.slot_seeds is not None and not starts
+    def replica_for(self, token: TurnToken, starts: int) -> tuple[Replica, LanePlan]:
+        """The replica that acts in a lane's rollout that begins with its next fragment, and its plan."""
+        lane, is_listed = token.index, self.slot_seeds is not None and not starts
         plan = LanePlan(
             lane=lane,
             first_slot=self.first_slots()[lane],
-            sequence=sequence,
+            sequence=token.sequence,
+            first_step=token.step,
             fragment_length=self.fragment_length,
             lookback=self.lookback,
             seed=seed_for(self.seed, "restart", starts) if starts else self.seed,

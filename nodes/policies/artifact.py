@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import gymnasium as gym
 import torch
 
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays
 from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
@@ -188,6 +189,8 @@ def parts_of(
         raise PolicyError(f"state.safetensors has arrays that nothing uses: {sorted(states)}; expected none")
     if not isinstance(manifest["explore"], bool) or not isinstance(trained_on, dict):
         raise PolicyError("policy.json: explore and trained_on are not as expected: True or False, and a dict")
+    if not is_whole(steps := trained_on.get("vector_steps", 0)) or steps < 0:
+        raise PolicyError(f"policy.json: vector_steps of trained_on is {steps!r:.100}, expected a whole number")
     inputs = {name: array for name, array in examples.items() if name.startswith("inputs/")}
     computed = {name: array for name, array in examples.items() if name not in inputs}
     return Parts(

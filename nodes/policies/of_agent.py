@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.multi_agent_env import agent_spaces
 from rollflow.nodes.policies.evaluation import Evaluation, check_spaces
-from rollflow.nodes.policies.policy import Policy
+from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.stages.acting_module import ActingModule
 from rollflow.nodes.stages.agents_acting import AgentsActing
 from rollflow.stream.data.errors import PolicyError
@@ -22,10 +23,11 @@ class AgentPolicies:
 
     parts     the agents by their spaces
     acting    the modules that act for them, with the pipelines of each part
+    source    steps their environments
     """
 
-    def __init__(self, parts: Sequence[AgentPart], acting: AgentsActing) -> None:
-        self._parts, self._acting, self._modules = parts, acting, acting.modules
+    def __init__(self, parts: Sequence[AgentPart], acting: AgentsActing, source: LaneSource) -> None:
+        self._parts, self._acting, self._modules, self._source = parts, acting, acting.modules, source
 
     def of(self, agent: Any, module_id: Any = None, **options: Any) -> Policy:
         """The policy that acts for an agent.
@@ -43,7 +45,12 @@ class AgentPolicies:
         spaces: Any = {"observation_space": part.observation_space, "action_space": part.action_space}
         policy = Policy(acting.module, before, after, **spaces, **options)
         policy.publish(weights)
-        policy.trained_on = {"agent": str(agent), "module": str(acting.module_id), "policy_version": version}
+        policy.trained_on = {
+            "agent": str(agent),
+            "module": str(acting.module_id),
+            "policy_version": version,
+            VECTOR_STEPS: self._source.vector_steps,
+        }
         return policy
 
     def of_all(self) -> dict[Any, Policy]:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
 
 DEFAULT_SESSION = "default"
+VECTOR_STEPS = "vector_steps"  # in `trained_on`
 
 
 class Policy:
@@ -79,7 +80,7 @@ class Policy:
         module                           the copy that acts
         env_to_module, module_to_env     the copies of the pipelines
         observation_space, action_space
-        trained_on                       facts for the model card: environment, policy version and others
+        trained_on                       facts for the model card; schedules stand at its `vector_steps`, or at 0
         needs_rewards                    name of the piece that looks back to rewards; "" if none does
         outputs                          all columns of the last pass, any[N, ...]: `actions`, `action_logp`, …
 
@@ -368,6 +369,7 @@ class Policy:
         self._weights.load_into(self.module)
         spaces: dict[str, Any] = {"observation_space": self.observation_space, "action_space": self.action_space}
         made = Policy(self.module, before, after, explore=explore, seed=seed, **spaces)
+        made.trained_on = self.trained_on
         if isinstance(made.module, RandomModule):
             made.module.seed(seed)
         return made
@@ -391,7 +393,7 @@ class Policy:
 
     def _group(self, ids: Ids) -> SessionGroup:
         lane = SessionLane(ids, self.lookback, self.observation_space, self._chosen_space)
-        lane.shared_data |= self._sampling
+        lane.first_step, lane.shared_data = self.trained_on.get(VECTOR_STEPS, 0), dict(self._sampling)
         return SessionGroup(lane, EnvToModule(self.env_to_module, self.module, explore=self.explore))
 
     def __repr__(self) -> str:

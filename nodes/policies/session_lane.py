@@ -46,6 +46,11 @@ class SessionLane(Lane):
         self._none_done = np.zeros(len(sessions), np.bool_)
         self._no_rewards = np.full(len(sessions), np.nan, np.float32)  # which is refused where a piece reads it
 
+    @property
+    def step(self) -> int:
+        """The step of the run that the policy is from: its sessions are no part of that run, and make none."""
+        return self.first_step
+
     def checked(self, observations: Tree) -> Tree:
         """The observations `any[N, ...]` in the dtypes of their space. Raises ColumnError where they don't fit."""
         self._incoming.write(0, observations)

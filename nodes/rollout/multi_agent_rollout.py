@@ -268,7 +268,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 pipeline.refuse_edits_while_run_by(self)
                 pipeline.fuses = pipeline.fuses and not debug
             self._env, self._lookback_asked, self._pipelines = env, flow.lookback, acting.pipelines
-            self._policies = AgentPolicies(self.environments.parts, acting)
+            self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
             self.returns = AgentReturns(self.module.__contains__)
             lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)

@@ -7,7 +7,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.policies.evaluation import check_spaces
-from rollflow.nodes.policies.policy import Policy
+from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.rollout.rollout import Rollout
 
 
@@ -31,6 +31,7 @@ def rollout_of(policy: Policy, env: Any, **options: Any) -> Rollout:
         explore=policy.explore,
         **options,
     )
+    rollout.environments.begin_at(policy.trained_on.get(VECTOR_STEPS, 0))  # schedules go on
     # The default pieces, too, are the policy's: they may have other arguments, or another order.
     for ours, theirs in ((rollout.env_to_module, policy.env_to_module), (rollout.module_to_env, policy.module_to_env)):
         for name in ours.names:

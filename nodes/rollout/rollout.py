@@ -19,7 +19,7 @@ from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.loaded_weights import Loaded
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, env_to_evaluate, name_of_env
-from rollflow.nodes.policies.policy import Policy
+from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.rollout.execution import execution_for
 from rollflow.nodes.rollout.launching import with_hosts
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place, PolicyOptions
@@ -73,9 +73,9 @@ class Rollout(RolloutLoop[Fragment]):
                                        together. See `ThreadEnvironments`, `ProcessEnvironments`, `HostCarrier`
 
     Policy
-    module                   None      Has `forward_exploration` and `forward_inference`, or is a class or function that
-                                       makes such a one of (observation space, action space). A copy of it acts, which
-                                       learns of new weights by `publish` alone. None: a `DefaultModule`
+    module                   None      Has `forward_exploration` and `forward_inference`; or a function of observations,
+                                       for actions; or a class or function of both spaces that makes either. A copy of
+                                       it acts, which `publish` alone changes. None: a `DefaultModule`
     model_config             None      Of the default module: a `DefaultModelConfig`, or a dict of its fields
     explore                  True      Sample actions, by `forward_exploration`; False: take the likeliest
     env_to_module_connector  None      `lambda env: piece or list of pieces`, put before the default ones. `env` is the
@@ -245,7 +245,6 @@ class Rollout(RolloutLoop[Fragment]):
             if debug:
                 self.env_to_module.fuses = self.module_to_env.fuses = False
             self._weights = PolicyWeights(acting.copy)
-            self._num_fragments = flow.num_fragments
             lag = LagBound(self._weights, flow.max_lag, flow.on_excess)
             rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
             super().__init__(
@@ -335,6 +334,7 @@ class Rollout(RolloutLoop[Fragment]):
         )
         made.publish(weights)
         made.trained_on = {"environment": name_of_env(self._env), "policy_version": version, "steps": self.num_steps}
+        made.trained_on[VECTOR_STEPS] = self.environments.vector_steps
         return made
 
     def save_policy(self, path: str | os.PathLike[str], *, explore: bool = False, **options: Any) -> None:

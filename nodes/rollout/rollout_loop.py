@@ -305,28 +305,30 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         return self._steps_before + int(self.environments.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the run has counted so far, for a checkpoint: steps, rounds, and policy versions by module.
+        """What the run has counted so far, for a checkpoint: steps, vector steps, rounds, policy versions by module.
 
         The weights, the optimizer's state and that of connector pieces are saved beside it.
         """
-        return {"steps": self.num_steps, "rounds": self.log.rounds, "versions": dict(self.lag.versions())}
+        counts = {"steps": self.num_steps, "vector_steps": self.environments.vector_steps, "rounds": self.log.rounds}
+        return {**counts, "versions": dict(self.lag.versions())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Count on from where an earlier run was when `state_dict` gave this: before weights are published.
 
-        `num_steps`, policy versions, the log's x axis and the facts of saved policies go on from there. Raises RunError
-        once the rollout runs, or weights have been published, ValueError for anything but such a state.
+        `num_steps`, schedules, policy versions, the log's x axis and the facts of saved policies go on from there.
+        Raises RunError once the rollout runs, or weights have been published, ValueError for anything but such a state.
         """
         if self._state != "new" or self.environments.is_started:
             raise RunError("the rollout has begun, expected load_state_dict before it runs")
         versions = state.get("versions") if isinstance(state, Mapping) else None
         if not isinstance(versions, Mapping):
             raise ValueError(f"state is {type(state).__name__}, expected what state_dict() of a rollout gave")
-        counts = {"steps": state.get("steps"), "rounds": state.get("rounds"), **versions}
+        counts = {name: state.get(name) for name in ("steps", "vector_steps", "rounds")} | dict(versions)
         if wrong := [name for name, count in counts.items() if not is_whole(count) or count < 0]:
             text = f"state has {shown(counts[wrong[0]])} under {wrong[0]!r}, expected whole numbers from 0 on"
             raise ValueError(text)
         self._begin_at(versions)
+        self.environments.begin_at(int(state["vector_steps"]))
         self._steps_before = int(state["steps"])
         self.log.go_on_from(self._steps_before, int(state["rounds"]))
 

@@ -102,7 +102,7 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
         for place, slots in part.by_module(part.acting):
             shown, acting = part.show(slots), acting_in(lane, place)
             shared_data = lane.shared_data_of(place)
-            shared_data["step"] = lane.vector_steps
+            shared_data["step"] = lane.step
             batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
             lane.batches[place] = batch
             if Columns.STATE_IN in batch:

@@ -184,7 +184,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             self._take_in(lane)
             lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
         shared_data = lane.shared_data
-        shared_data["step"] = lane.vector_steps
+        shared_data["step"] = lane.step
         lane.batch = self.pipeline.run(self._module, {}, lane.episodes, self._explore, shared_data, self._metrics)
         if Columns.STATE_IN in lane.batch:
             begun = np.flatnonzero(lane.episodes.just_begun())

@@ -74,7 +74,7 @@ class JointPieces:
             part.reveal_ended(lane.just_ended, of_these=has_ended)
         shown = [part.show_jointly(with_those_that_act=not has_ended) for part in lane.parts]
         episodes: Any = [live_episode(lane, env, has_ended=has_ended) for env in envs]
-        batch = self.pipeline.run(modules.modules, {}, episodes, explore, {"step": lane.vector_steps}, metrics)
+        batch = self.pipeline.run(modules.modules, {}, episodes, explore, {"step": lane.step}, metrics)
         if batch:
             raise ConnectorError(
                 f"{self.pipeline.name} put {sorted(map(str, batch))} into the batch, expected it to be left empty: "

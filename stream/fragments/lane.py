@@ -37,6 +37,7 @@ class Lane(LaneRows):
         shared_data      data between connector pieces, from env-to-module to module-to-env
         num_steps        transitions recorded since the first reset
         vector_steps     vector steps since the first reset
+        first_step       vector steps that the run had made when this lane began
         is_set_aside     whether the environments are gone for good: the lane makes no further step
 
     Raises ColumnError whenever an array does not fit its column.
@@ -55,7 +56,7 @@ class Lane(LaneRows):
         self.batch: Any = {}
         self.shared_data: dict[str, Any] = {}
         self.num_steps = 0
-        self.vector_steps = 0
+        self.vector_steps = self.first_step = 0
         self.is_set_aside = False
         self.episodes = LaneEpisodes(self)
         # Spaces that observations may be in after pieces rewrite them, the environment's first.
@@ -67,6 +68,11 @@ class Lane(LaneRows):
         self._settled = False  # whether `_latest` is the column's own row
         self._rewritten = False
         self._typing = True  # until the first step the obs column may still take another type
+
+    @property
+    def step(self) -> int:
+        """The run's vector step that the lane stands at, by which schedules go."""
+        return self.first_step + self.vector_steps
 
     # Recording
 

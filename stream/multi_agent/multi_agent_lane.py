@@ -64,6 +64,7 @@ class MultiAgentLane:
                     place of a removed module becomes free at a cut, when none of its agents' episodes goes on
     module_ids      ids of the modules, by place
     vector_steps    vector steps since the first reset
+    first_step      vector steps that the run had made when this lane began
     batches         module place -> data between the stages: column -> tree of arrays `any[K, ...]`
     is_set_aside    whether the environments are gone for good
     """
@@ -85,7 +86,7 @@ class MultiAgentLane:
         self.lookback = lookback
         self.modules: list[ServingModule | None] = []
         self.module_ids: list[Any] = []
-        self.vector_steps = 0
+        self.vector_steps = self.first_step = 0
         self.batches: dict[int, dict[str, Any]] = {}
         self.shown: dict[int, AgentEpisodes] = {}
         self.policy_versions: dict[int, int] = {}
@@ -105,6 +106,11 @@ class MultiAgentLane:
         self.clock = EnvClock(0, np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64))
         self.parts = [self._part(i, part, name) for i, part in enumerate(parts)]
         self.sequence = 0
+
+    @property
+    def step(self) -> int:
+        """The run's vector step that the lane stands at, by which schedules go."""
+        return self.first_step + self.vector_steps
 
     def reset(self, observed: Sequence[Observed], infos: Sequence[Infos]) -> None:
         """Take the first observations of every environment, part by part, and the infos by environment."""

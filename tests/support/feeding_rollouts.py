@@ -178,8 +178,7 @@ def running(graph: Graph, rollout: AnyRollout, sink: TrainerSink) -> Iterator[Fe
 
 def _ends(rollout: AnyRollout) -> bool:
     """True for one that makes so many fragments."""
-    counted = rollout if isinstance(rollout, Rollout) else rollout._execution.counting[0]
-    return counted._num_fragments is not None
+    return rollout._execution.counting[0]._num_fragments is not None
 
 
 @contextmanager

@@ -123,7 +123,9 @@ class RemoteEnvironments(Carried, Environments):
     def new_lane(self, index: int, env: Any, first_slot: int) -> Lane:
         """A lane, as it goes round."""
         if index == len(self.lanes):
-            self.lanes.append(self._lane(index, env))
+            lane = self._lane(index, env)
+            lane.first_step = self.vector_steps
+            self.lanes.append(lane)
         return self.lanes[index]
 
     def step_request(self, lane: Lane, number: int) -> Step:
@@ -191,7 +193,9 @@ class RemoteAgentEnvironments(Carried, AgentEnvironments):
 
     def new_lane(self, index: int, env: Any, first_slot: int) -> MultiAgentLane:
         if index == len(self.lanes):
-            self.lanes.append(self._lane(index, env, first_slot))
+            lane = self._lane(index, env, first_slot)
+            lane.first_step = self.vector_steps
+            self.lanes.append(lane)
         return self.lanes[index]
 
     def step_request(self, lane: MultiAgentLane, number: int) -> Step:

@@ -122,11 +122,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """Gateway to a rollout host: the next fragment of a lane is wanted."""
+    """Gateway to a rollout host: the next fragment of a lane is wanted, which begins at this vector step of the run."""
 
     kind: ClassVar[str] = "turn"
     lane: LaneId
     number: Number
+    step: Annotated[int, field.whole(0, MOST_NUMBER)] = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -383,7 +384,6 @@ class Refused:
 
     @classmethod
     def of(cls, error: WireError) -> "Refused":
-        """The refusal for an error; a long text is cut."""
         return cls(_plain(error.code[:64]), _plain(str(error)[:4096]))
 
 

@@ -83,7 +83,7 @@ def test_a_policy_of_a_rollout_has_the_weights_published_last(tmp_path: Path) ->
         rollout.save_policy(tmp_path / "p")
         evaluation = rollout.evaluate(episodes=2)
     loaded = Policy.load(tmp_path / "p")
-    assert loaded.trained_on == {"environment": "CartPole-v1", "policy_version": 3, "steps": 24}
+    assert loaded.trained_on == {"environment": "CartPole-v1", "policy_version": 3, "steps": 24, "vector_steps": 24}
     assert len(evaluation.returns) == 2
     observation = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
     assert policy.act(observation) == loaded.act(observation)

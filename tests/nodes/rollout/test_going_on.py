@@ -43,7 +43,7 @@ class Two(MultiAgentEnv):
         return dict.fromkeys("ab", np.ones(1, np.float32)), dict.fromkeys("ab", 1.0), {}, {}, {}
 
 
-SAVED = {"steps": 1000, "rounds": 30, "versions": {"": 7}}
+SAVED = {"steps": 1000, "vector_steps": 500, "rounds": 30, "versions": {"": 7}}
 
 
 def walk(**options: Any) -> Rollout:
@@ -68,7 +68,7 @@ def test_counts_versions_and_card_go_on(where: str, tmp_path: Path) -> None:
     card = json.loads((tmp_path / "policy" / "policy.json").read_text())["trained_on"]
     assert {name: card[name] for name in ("steps", "policy_version")} == {"steps": 1024, "policy_version": 10}
     state = rollout.state_dict()
-    assert state == {"steps": 1024, "rounds": 33, "versions": {"": 10}}
+    assert state == {"steps": 1024, "vector_steps": 512, "rounds": 33, "versions": {"": 10}}
     assert json.loads(json.dumps(state)) == state
     assert rollout.lost == {}
 
@@ -87,7 +87,7 @@ def test_the_parts_of_a_run_count_as_one_that_was_never_stopped(tmp_path: Path) 
                     rollout.publish(rollout.module.state_dict())
             state = rollout.state_dict()
         counted.append(state)
-    assert counted[0] == counted[1] == {"steps": 48, "rounds": 6, "versions": {"": 6}}
+    assert counted[0] == counted[1] == {"steps": 48, "vector_steps": 24, "rounds": 6, "versions": {"": 6}}
 
 
 def test_pace_holds_with_versions_that_go_on() -> None:
@@ -102,16 +102,16 @@ def test_pace_holds_with_versions_that_go_on() -> None:
 def test_several_modules_go_on_each_with_its_version() -> None:
     options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "seed": 0}
     rollout = MultiAgentRollout(Two, module={"a": None, "b": RandomModule}, **options)
-    rollout.load_state_dict({"steps": 100, "rounds": 5, "versions": {"a": 4, "b": 0}})
+    rollout.load_state_dict({"steps": 100, "vector_steps": 50, "rounds": 5, "versions": {"a": 4, "b": 0}})
     with rollout:
         for fragment in rollout.fragments():
             seen = fragment.policy_versions()
             rollout.publish({"a": rollout.module["a"].state_dict()})
     assert seen == {"a": 5, "b": 0}
-    assert rollout.state_dict() == {"steps": 116, "rounds": 7, "versions": {"a": 6, "b": 0}}
+    assert rollout.state_dict() == {"steps": 116, "vector_steps": 58, "rounds": 7, "versions": {"a": 6, "b": 0}}
     other = MultiAgentRollout(Two, module={"a": None, "b": RandomModule}, **options)
     with pytest.raises(ModuleError, match=r"versions of the modules \['past'\], which are not there"):
-        other.load_state_dict({"steps": 1, "rounds": 1, "versions": {"a": 1, "past": 2}})
+        other.load_state_dict({"steps": 1, "vector_steps": 1, "rounds": 1, "versions": {"a": 1, "past": 2}})
     assert (other.num_steps, other.policy_versions) == (0, {"a": 0, "b": 0})
     other.close()
 
@@ -126,7 +126,7 @@ async def test_a_node_of_a_graph_goes_on() -> None:
     async with graph.run() as run:
         async for _ in run["fragments"]:
             pass
-    assert rollout.state_dict() == {"steps": 1024, "rounds": 33, "versions": {"": 7}}
+    assert rollout.state_dict() == {"steps": 1024, "vector_steps": 512, "rounds": 33, "versions": {"": 7}}
 
 
 def rows_of(kind: str, path: Path, axis: str) -> list[int]:
@@ -221,7 +221,7 @@ def test_what_is_no_state_is_refused_and_changes_nothing(state: Any, text: str) 
     rollout = walk()
     with pytest.raises(ValueError, match=text):
         rollout.load_state_dict(state)
-    assert rollout.state_dict() == {"steps": 0, "rounds": 0, "versions": {"": 0}}
+    assert rollout.state_dict() == {"steps": 0, "vector_steps": 0, "rounds": 0, "versions": {"": 0}}
     rollout.close()
 
 
@@ -230,6 +230,6 @@ def test_a_state_comes_before_the_run_and_before_weights() -> None:
     rollout.publish(rollout.module.state_dict())
     with pytest.raises(RunError, match="weights have been published, expected load_state_dict of the run before"):
         rollout.load_state_dict(SAVED)
-    assert rollout.state_dict() == {"steps": 0, "rounds": 0, "versions": {"": 1}}
+    assert rollout.state_dict() == {"steps": 0, "vector_steps": 0, "rounds": 0, "versions": {"": 1}}
     with rollout, pytest.raises(RunError, match="the rollout has begun, expected load_state_dict before it runs"):
         rollout.load_state_dict(SAVED)

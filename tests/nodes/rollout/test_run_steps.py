@@ -1,0 +1,217 @@
+"""Schedules go by the run's vector steps: after a loss, on hosts that join, in policies, and in a run that goes on."""
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from remote_hosts import hosting, listening
+from remote_rollouts import HASTY, taken_until
+
+from rollflow.nodes import (
+    EpsilonGreedy,
+    MultiAgentEnv,
+    MultiAgentRollout,
+    RemoteEnvs,
+    RemoteRollouts,
+    RLModule,
+    Rollout,
+    RolloutHost,
+)
+from rollflow.policy import Policy
+from rollflow.stream import RunError
+
+ACTIONS, LENGTH, LAST = 4, 7, 25  # of an episode; steps of a first life that is fated
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+
+
+class Ends(gym.Env[Any, Any]):
+    """Rewards action 2; comes to its fate in a step of its first life, which a folder's file remembers."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(ACTIONS)
+
+    def __init__(self, folder: Path | None = None, fate: str = "") -> None:
+        self.fate, self.made = fate, 0
+        if folder is not None and (folder / "life").exists():
+            self.fate = ""
+        elif folder is not None:
+            (folder / "life").touch()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        if self.fate and self.made == LAST:
+            if self.fate == "raise":
+                raise RuntimeError("it broke")
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.made, self.steps = self.made + 1, self.steps + 1
+        return np.zeros(1, np.float32), float(action == 2), False, self.steps == LENGTH, {}
+
+
+class EndingAgents(MultiAgentEnv):
+    """Two agents that act in every step of an `Ends`."""
+
+    possible_agents = ("a", "b")
+    observation_spaces = dict.fromkeys(possible_agents, Ends.observation_space)
+    action_spaces = dict.fromkeys(possible_agents, Ends.action_space)
+
+    def __init__(self, folder: Path | None = None, fate: str = "") -> None:
+        self.env = Ends(folder, fate)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return dict.fromkeys(self.possible_agents, self.env.reset()[0]), {}
+
+    def step(self, actions: Any) -> Any:
+        seen, reward, _, is_over, _ = self.env.step(actions["a"])
+        both = self.possible_agents
+        return dict.fromkeys(both, seen), dict.fromkeys(both, reward), {}, {"__all__": is_over}, {}
+
+
+class Two(RLModule):
+    """Prefers action 2."""
+
+    def setup(self) -> None:
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        values = torch.zeros(len(batch["obs"]), ACTIONS)
+        values[:, 2] = 1.0
+        return {"action_dist_inputs": values + self.bias}
+
+
+def by_steps(step: int) -> float:
+    """An epsilon that names its step."""
+    return (step + 1) / 1000
+
+
+def random_until_20(step: int) -> float:
+    return float(step < 20)
+
+
+def steps_of(logp: Any, actions: Any) -> list[int]:
+    """The steps at which `by_steps` gave epsilon, by the log-probabilities of the choices."""
+    chance = np.exp(np.asarray(logp, np.float64))
+    epsilon = np.where(np.asarray(actions) == 2, (1 - chance) * ACTIONS / (ACTIONS - 1), chance * ACTIONS)
+    return [int(step) for step in (epsilon * 1000).round() - 1]
+
+
+def explores(env: Any, schedule: Any = by_steps) -> EpsilonGreedy:
+    return EpsilonGreedy(schedule=schedule)
+
+
+OPTIONS: Any = {"module": Two, "module_to_env_connector": explores, "fragment_length": 10, "seed": 0}
+
+
+def steps_of_lane(fragments: list[Any], lane: int = 0) -> list[int]:
+    of_lane = [fragment for fragment in fragments if fragment.lane == lane]
+    columns = [(each.column("action_logp")[:, 0], each.column("actions")[:, 0]) for each in of_lane]
+    return [step for column in columns for step in steps_of(*column)]
+
+
+@pytest.mark.parametrize(("where", "fate"), [("inline", ""), ("processes", "kill"), ("rollouts", "kill")])
+def test_a_lane_that_begins_anew_goes_on_where_the_run_is(where: Any, fate: str, tmp_path: Path) -> None:
+    makers = [partial(Ends, tmp_path, fate)]
+    with Rollout(makers, where=where, num_fragments=5, **OPTIONS) as rollout:
+        fragments = list(rollout.fragments())
+    assert bool(fate) == any(fragment.losses for fragment in fragments)
+    steps = steps_of_lane(fragments)
+    assert steps == list(range(sum(fragment.num_rows for fragment in fragments)))
+    assert rollout.environments.vector_steps == len(steps)
+
+
+@pytest.mark.parametrize("where", ["inline", "rollouts"])
+def test_so_does_one_of_several_agents(where: Any, tmp_path: Path) -> None:
+    makers: Any = partial(EndingAgents, tmp_path, "" if where == "inline" else "kill")
+    with MultiAgentRollout(makers, num_envs=1, where=where, num_fragments=4, **OPTIONS) as rollout:
+        fragments = list(rollout.fragments())
+    for agent in ("a", "b"):
+        alone = [each.agent_episodes[agent] for fragment in fragments for each in fragment.episodes()]
+        logp, actions = (
+            np.concatenate([each.get_extra_model_outputs("action_logp") for each in alone]),
+            np.concatenate([each.get_actions() for each in alone]),
+        )
+        assert steps_of(logp, actions) == list(range(40))
+    assert rollout.policy("a").trained_on["vector_steps"] == 40
+
+
+def test_so_does_one_whose_environments_raise_on_a_host(tmp_path: Path) -> None:
+    envs = listening(RemoteRollouts, limits=HASTY)
+    host = {"kind": RolloutHost, "module": Two, "module_to_env_connector": explores}
+    with (
+        hosting(envs.addresses[0], [partial(Ends, tmp_path, "raise")], **host),
+        Rollout(envs, num_fragments=5, **OPTIONS) as rollout,
+    ):
+        fragments = list(rollout.fragments())
+    assert steps_of_lane(fragments) == list(range(sum(fragment.num_rows for fragment in fragments)))
+
+
+@pytest.mark.parametrize("kind", [RemoteEnvs, RemoteRollouts])
+def test_a_host_that_comes_in_anothers_place_begins_where_the_run_is(kind: Any) -> None:
+    envs = listening(kind, limits=HASTY)
+    of_rollouts = {"kind": RolloutHost, "module": Two, "module_to_env_connector": explores}
+    options: Any = of_rollouts if kind is RemoteRollouts else {}
+    first = hosting(envs.addresses[0], [Ends], **options)
+    host = first.__enter__()
+    with Rollout(envs, **OPTIONS) as rollout:
+        fragments = iter(rollout.fragments())
+        taken = [next(fragments) for _ in range(3)]
+        host.stop()
+        with hosting(envs.addresses[0], [Ends], **options):
+            taken += taken_until(fragments, lambda more: any(each.lane == 1 for each in more))
+    first.__exit__(None, None, None)
+    made = sum(fragment.num_rows for fragment in taken if fragment.lane == 0)
+    assert made >= 30
+    assert steps_of_lane(taken) == list(range(made))
+    assert steps_of_lane(taken, 1) == list(range(made, made + 10))
+
+
+@pytest.mark.parametrize("where", ["inline", "rollouts"])
+def test_policies_stand_at_the_step_of_the_run(where: Any, tmp_path: Path) -> None:
+    options = OPTIONS | {"module_to_env_connector": partial(explores, schedule=random_until_20)}
+    with Rollout(Ends, num_envs=2, lanes=1, where=where, num_fragments=2, **options) as rollout:
+        early = rollout.evaluate(episodes=20, explore=True).mean
+        fragments = list(rollout.fragments())
+        assert (np.concatenate([each.column("actions") for each in fragments]) != 2).mean() > 0.5
+        # All 7 rewards of each episode: from step 20 on no action is random.
+        assert rollout.evaluate(episodes=20, explore=True).returns.tolist() == [LENGTH] * 20
+        assert early < 0.5 * LENGTH
+        rollout.save_policy(tmp_path / "policy", explore=True)
+    loaded = Policy.load(tmp_path / "policy", allow=[__name__])
+    assert loaded.trained_on["vector_steps"] == 20
+    seen = np.zeros((50, 1), np.float32)
+    assert [set(loaded.act_batch(seen).tolist()) for _ in range(3)] == [{2}] * 3
+    assert loaded.evaluate(Ends, 5).mean == LENGTH
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_a_run_goes_on_with_the_steps_of_another(where: Any) -> None:
+    rollout = Rollout(Ends, num_envs=1, where=where, num_fragments=2, **OPTIONS)
+    assert rollout.environments.vector_steps == 0
+    rollout.environments.begin_at(300)
+    assert rollout.environments.vector_steps == 300
+    with rollout:
+        assert steps_of_lane(list(rollout.fragments())) == list(range(300, 320))
+        assert rollout.environments.vector_steps == 320
+        with pytest.raises(RunError, match="the run was to begin at step 7, but it runs already"):
+            rollout.environments.begin_at(7)
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, "1"])
+def test_steps_that_are_none_are_refused(steps: Any) -> None:
+    rollout = Rollout(Ends, num_envs=1, **OPTIONS)
+    with pytest.raises(ValueError, match="vector_steps is"):
+        rollout.environments.begin_at(steps)
+    assert rollout.environments.vector_steps == 0
+    rollout.close()
