@@ -7,7 +7,7 @@ import torch
 from gymnasium.envs.toy_text import TaxiEnv
 from gymnasium.wrappers import TimeLimit
 
-from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, OneHotObservations, RLModule, Rollout
+from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, OneHotObservations, RLModule, Rollout, mask_logits
 
 NUM_ENVS, FRAGMENT_LENGTH, UPDATES, LEARNING_RATE, ENTROPY = 32, 64, 300, 3e-3, 0.05
 
@@ -27,8 +27,8 @@ class RuleOut(ConnectorV2):
 def update(policy: RLModule, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
     """One step of advantage actor-critic, with the same actions ruled out."""
     output = policy.forward_train(batch)
-    ruled_out = batch["action_dist_inputs"].isneginf()
-    distribution = torch.distributions.Categorical(logits=output["action_dist_inputs"].masked_fill(ruled_out, -1e9))
+    logits = mask_logits(output["action_dist_inputs"], ~batch["action_dist_inputs"].isneginf())
+    distribution = torch.distributions.Categorical(logits=logits)
     gain = (distribution.log_prob(batch["actions"]) * batch["advantages"]).mean()
     value_loss = (output["vf_preds"] - batch["value_targets"]).square().mean()
     optimizer.zero_grad()

@@ -6,7 +6,7 @@ import torch
 from pettingzoo.classic.tictactoe import tictactoe
 from torch import nn
 
-from rollflow.nodes import GeneralAdvantageEstimation, MultiAgentRollout, RandomModule, RLModule
+from rollflow.nodes import GeneralAdvantageEstimation, MultiAgentRollout, RandomModule, RLModule, mask_logits
 
 SIDES, SIZE = ("player_1", "player_2"), {"num_envs": 128, "fragment_length": 32}
 UPDATES, UPDATES_PER_OPPONENT = 120, 20
@@ -21,8 +21,9 @@ class Player(RLModule):
         self.logits, self.value = nn.Linear(128, 9), nn.Sequential(nn.Linear(128, 1), nn.Flatten(0))
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
-        hidden, ruled_out = self.trunk(batch["obs"]["observation"].float()), batch["obs"]["action_mask"] == 0
-        return {"action_dist_inputs": self.logits(hidden).masked_fill(ruled_out, -1e9), "vf_preds": self.value(hidden)}
+        hidden = self.trunk(batch["obs"]["observation"].float())
+        logits = mask_logits(self.logits(hidden), batch["obs"]["action_mask"])
+        return {"action_dist_inputs": logits, "vf_preds": self.value(hidden)}
 
 
 def update(player: Player, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:

@@ -14,16 +14,15 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from rollflow.nodes.modules.action_masks import ACTION_MASK, mask_logits, mask_width
 from rollflow.nodes.modules.default_model_config import DefaultModelConfig, model_config_of
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.nodes.modules.observation_encoder import ObservationEncoder, dense, linear
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.data.tree import Tree
 
 _log = logging.getLogger(__name__)
-_ACTION_MASK = "action_mask"
 _POLICY_GAIN = 0.01  # small: at first all actions are about equally likely
 _VALUE_GAIN = 1.0
 
@@ -33,8 +32,8 @@ class DefaultModule(RLModule):
 
         model_config    a DefaultModelConfig, a dict of some of its fields, or None; once made, always the first
 
-    A Dict space of observations may have `action_mask`, a number for each of Discrete actions. The network then sees
-    the rest, and actions whose mask is 0 are ruled out.
+    A Dict space of observations may have `action_mask`, a number for each of Discrete or MultiDiscrete actions. The
+    network then sees the rest, and actions whose mask is 0 are ruled out, as `mask_logits` does it.
 
     Columns that `_forward` takes and gives; with `use_lstm`, `[B, T, ...]` stands for `[B, ...]`:
 
@@ -46,6 +45,7 @@ class DefaultModule(RLModule):
     """
 
     config: DefaultModelConfig
+    masks_actions: bool  # whether observations have a mask that it heeds
 
     def setup(self) -> None:
         """Make the network. Raises ModuleError for spaces, ValueError for a config that it can't be made for."""
@@ -61,7 +61,7 @@ class DefaultModule(RLModule):
                 "the values alone would need a state of its own"
             )
         unmasked = _without_mask(self.observation_space, self.action_space)
-        self._masks, encoded_space = unmasked is not None, unmasked or self.observation_space
+        self.masks_actions, encoded_space = unmasked is not None, unmasked or self.observation_space
         self.encoder = ObservationEncoder(encoded_space, config)
         self.lstm = _lstm(self.encoder.width, config.lstm_cell_size) if config.use_lstm else None
         width = config.lstm_cell_size if config.use_lstm else self.encoder.width
@@ -92,7 +92,9 @@ class DefaultModule(RLModule):
     def _forward(self, batch: Batch, **kwargs: Any) -> Batch:
         embeddings, output = self._embedded(batch)
         logits = self.policy_head(embeddings)
-        output[Columns.ACTION_DIST_INPUTS] = _masked(logits, batch[Columns.OBS]) if self._masks else logits
+        output[Columns.ACTION_DIST_INPUTS] = (
+            mask_logits(logits, batch[Columns.OBS][ACTION_MASK]) if self.masks_actions else logits
+        )
         if not self.inference_only:
             encoder = self.value_encoder
             output[Columns.VF_PREDS] = self._values(embeddings if encoder is None else encoder(batch[Columns.OBS]))
@@ -180,29 +182,29 @@ def _lstm(inputs: int, cell: int) -> nn.LSTM:
 
 
 def _without_mask(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> gym.Space[Any] | None:
-    """Dict space of observations without `action_mask`; None where there is no mask, or actions are not Discrete.
+    """Dict space of observations without `action_mask`; None where there is no mask that rules anything out.
 
-    Raises ModuleError for a mask that does not have a number for each action.
+    Raises ModuleError for a mask that does not have a number for each Discrete action.
     """
-    if not isinstance(observation_space, spaces.Dict) or _ACTION_MASK not in observation_space.spaces:
+    if not isinstance(observation_space, spaces.Dict) or ACTION_MASK not in observation_space.spaces:
         return None
-    if not isinstance(action_space, spaces.Discrete) or len(observation_space.spaces) == 1:
+    mask = observation_space[ACTION_MASK]
+    fits = isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete) and mask_width(mask) == (
+        distribution_for(action_space).required_input_dim
+    )
+    if len(observation_space.spaces) == 1 or not (fits or isinstance(action_space, spaces.Discrete)):
         _log.warning(
-            "observations have '%s', which the default module heeds for Discrete actions alone, beside another "
-            "observation; the action space is %s: the mask is an input like any other, and rules nothing out",
-            _ACTION_MASK,
+            "observations have '%s' in %s, which the default module heeds beside another observation, with one number "
+            "for each of Discrete or MultiDiscrete actions; the action space is %s: the mask is an input like any "
+            "other, and rules nothing out",
+            ACTION_MASK,
+            mask,
             action_space,
         )
         return None
-    mask = observation_space[_ACTION_MASK]
-    if mask.shape != (action_space.n,):
+    if isinstance(action_space, spaces.Discrete) and not fits:
         raise ModuleError(
-            f"observation_space has '{_ACTION_MASK}' in {mask}, expected shape ({action_space.n},): a number for each "
+            f"observation_space has '{ACTION_MASK}' in {mask}, expected shape ({action_space.n},): a number for each "
             f"action of {action_space}, 0 where it is ruled out"
         )
-    return spaces.Dict({key: space for key, space in observation_space.items() if key != _ACTION_MASK})
-
-
-def _masked(logits: Tensor, observations: Tree) -> Tensor:
-    """Logits f32[..., n] with the least finite float where an action's mask is 0, so that sums stay finite."""
-    return logits.masked_fill(observations[_ACTION_MASK] == 0, torch.finfo(logits.dtype).min)
+    return spaces.Dict({key: space for key, space in observation_space.items() if key != ACTION_MASK})

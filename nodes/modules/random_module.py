@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollflow.nodes.modules.action_masks import ACTION_MASK, joined_mask
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
@@ -20,7 +21,8 @@ class RandomModule(RLModule):
         bounded Box                `actions`, space's dtype[B, *shape], drawn uniformly whatever `explore` says
 
     If observations are a Dict space with `action_mask`, as in PettingZoo's classic games, an action whose mask is 0 is
-    never chosen. Raises ModuleError for other action spaces.
+    never chosen; for MultiDiscrete the mask has the parts end to end, or is a tuple of them. Raises ModuleError for
+    other action spaces.
     """
 
     def setup(self) -> None:
@@ -37,8 +39,8 @@ class RandomModule(RLModule):
         if isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
             count = int(space.n) if isinstance(space, gym.spaces.Discrete) else int(space.nvec.sum())
             logits = torch.zeros((len(leaf), count), device=leaf.device)
-            if isinstance(observations, dict) and "action_mask" in observations:
-                logits[observations["action_mask"] == 0] = -torch.inf
+            if isinstance(observations, dict) and ACTION_MASK in observations:
+                logits = logits.masked_fill(joined_mask(observations[ACTION_MASK]) == 0, -torch.inf)
             return {Columns.ACTION_DIST_INPUTS: logits}
         if isinstance(space, gym.spaces.Box) and space.is_bounded():
             return {Columns.ACTIONS: torch.from_numpy(self._drawn(space, len(leaf))).to(leaf.device)}

@@ -15,10 +15,10 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.policies.examples import Arrays
 from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, named_spaces
-from rollflow.nodes.policies.policy_parts import pieces_within
 from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.policies.tensor_forms import Plan, Step, action_form, add_form

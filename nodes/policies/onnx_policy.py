@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.policies.artifact_files import ONNX, arrays_of, json_of, read_files
+from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import PolicyError
 
 METADATA = "rollflow"
@@ -195,6 +196,15 @@ class OnnxPolicy:
         for name, column in made.items():
             if column.dtype.kind == "f" and not name.startswith(NEXT) and np.isnan(column).any():
                 raise PolicyError(f"'{name}' is NaN, expected numbers: are the observations finite?")
+        sizes = _choices(self.action_space)
+        if Columns.ACTION_DIST_INPUTS in made and sizes:
+            begins_at = np.cumsum([0, *sizes[:-1]])
+            most = np.maximum.reduceat(made[Columns.ACTION_DIST_INPUTS].reshape(count, -1), begins_at, axis=1)
+            for row in np.flatnonzero((most <= RULED_OUT).any(1))[:1]:
+                raise PolicyError(
+                    f"'{Columns.ACTION_DIST_INPUTS}' rules out every action of session {ids[row]!r}, expected one that "
+                    "is allowed"
+                )
         memory = {name: made[f"{NEXT}{name}"] for name in self._memory}
         for row, session in enumerate(ids):
             self._homes[session] = memory, row
@@ -350,6 +360,13 @@ def _like(name: str, kind: str, shape: Sequence[Any]) -> tuple[np.dtype[Any], tu
     if dtype.kind not in "biuf" or not bounded:
         raise PolicyError(f"the ONNX program's '{name}' is {kind}{list(shape)}, expected numbers of a fixed shape")
     return dtype, tuple(sizes)
+
+
+def _choices(description: Any) -> list[int]:
+    """Actions that each number of a Discrete or MultiDiscrete space chooses from; none for another space."""
+    if description["type"] == "MultiDiscrete":  # one number stands for all where they are the same
+        return [int(size) for size in np.broadcast_to(description["nvec"], math.prod(description["shape"]))]
+    return [description["n"]] if description["type"] == "Discrete" else []
 
 
 def facts_text(observation_space: Any, action_space: Any) -> str:

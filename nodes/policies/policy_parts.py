@@ -1,7 +1,7 @@
 """The parts of a policy, made of what a caller gives: spaces, pipelines, and the pieces in them."""
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar, cast
 
 import gymnasium as gym
@@ -13,7 +13,7 @@ from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.lambda_connector import LambdaConnector
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
-from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.space import check_columnar, row_of
@@ -23,15 +23,6 @@ Pieces = ConnectorPipelineV2 | Sequence[ConnectorV2] | None
 _OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
 MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
 P = TypeVar("P", bound=ConnectorPipelineV2)
-
-
-def pieces_within(*pipelines: ConnectorPipelineV2) -> Iterator[ConnectorV2]:
-    """Every piece of the pipelines, those of nested pipelines included."""
-    for piece in (piece for pipeline in pipelines for piece in pipeline):
-        if isinstance(piece, ConnectorPipelineV2):
-            yield from pieces_within(piece)
-        else:
-            yield piece
 
 
 def has_memory(module: Any, *pipelines: ConnectorPipelineV2) -> bool:

@@ -32,3 +32,7 @@ class Columns:
     RETURNS_TO_GO = "returns_to_go"
     N_STEP = "n_step"
     POLICY_VERSION = "policy_version"
+
+
+RULED_OUT = -1e9
+"""A logit of this or less in `action_dist_inputs` rules its Discrete or MultiDiscrete action out."""

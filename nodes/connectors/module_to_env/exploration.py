@@ -1,7 +1,7 @@
 """Exploration: pieces that change the module's actions, by as much as a schedule says, and schedules."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,8 +14,10 @@ from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
+from rollflow.nodes.connectors.module_to_env.get_actions import refuse_unusable
+from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.modules.distribution import distribution_for
-from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
@@ -48,9 +50,12 @@ class Linear:
 class _Exploration(ConnectorV2):
     """Base of pieces that explore by a schedule: a number, or a function of the lane's vector steps so far.
 
-    Each worker and host counts its lanes' steps itself, so that no value need be sent. Without exploration
-    (`explore=False`) nothing changes. Raises ValueError for a schedule that is neither, and ConnectorError for a value
-    outside the piece's range, and for actions that the piece is not for.
+    A lane's steps are those of the run: a lane that begins anew, or joins, goes on where the run is. Without
+    exploration (`explore=False`) nothing changes. Raises ValueError for a schedule that is neither. Raises
+    ConnectorError for a value outside the piece's range, for actions that the piece is not for, and where
+    `actions_for_env` is made already.
+
+    is_normalized    True if a later piece scales actions from -1 … 1 to the environments' bounds
     """
 
     columnar = True
@@ -59,6 +64,7 @@ class _Exploration(ConnectorV2):
     expected: ClassVar[str]  # the schedule's values, in words
     action_spaces: ClassVar[tuple[type[Space], ...]]
     takes: ClassVar[str]  # the column that the actions are made of
+    is_normalized = False
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class _Exploration(ConnectorV2):
     def __call__(
         self,
         *,
+        rl_module: Any = None,
         batch: Batch,
         episodes: Episodes,
         explore: bool | None = None,
@@ -91,14 +98,20 @@ class _Exploration(ConnectorV2):
     ) -> Batch:
         if not explore or not batch:
             return batch
-        if self.takes not in batch or not isinstance(self.input_action_space, self.action_spaces):
+        own = getattr(rl_module, "action_space", None)
+        space: Any = own if isinstance(own, gym.Space) else self.input_action_space
+        if self.takes not in batch or not isinstance(space, self.action_spaces):
             kinds = " or ".join(kind.__name__ for kind in self.action_spaces)
             raise ConnectorError(
                 f"{self.name} is for one {kinds} action and a module that gives '{self.takes}'; the action space is "
-                f"{self.input_action_space}, and the batch has {sorted(batch)}"
+                f"{space}, and the batch has {sorted(batch)}"
             )
+        if Columns.ACTIONS_FOR_ENV in batch:
+            raise _too_late(self, f"a piece that made '{Columns.ACTIONS_FOR_ENV}'")
         shared = {} if shared_data is None else shared_data
-        self._explore(batch, episodes, self.value(shared.get("step", 0)), shared.get("generator"))
+        if self.takes == Columns.ACTION_DIST_INPUTS:  # a piece before this one may have changed them
+            refuse_unusable(_rows(batch[self.takes]), shared, episodes, distribution_for(space))
+        self._explore(batch, episodes, space, self.value(shared.get("step", 0)), shared.get("generator"))
         return batch
 
     @classmethod
@@ -107,8 +120,10 @@ class _Exploration(ConnectorV2):
         """True for a value in the schedule's range."""
 
     @abc.abstractmethod
-    def _explore(self, batch: Batch, episodes: Episodes, value: float, generator: torch.Generator | None) -> None:
-        """Change the batch's actions."""
+    def _explore(
+        self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
+    ) -> None:
+        """Change the batch's actions, which the module chose in a space."""
 
 
 class EpsilonGreedy(_Exploration):
@@ -116,10 +131,12 @@ class EpsilonGreedy(_Exploration):
 
         schedule    epsilon: a number from 0 to 1, or a function of the lane's vector steps so far, such as `Linear`
 
-    For one Discrete action, whose `action_dist_inputs` any[N, n] may be Q-values. Those of -inf are never taken.
+    For one Discrete action, whose `action_dist_inputs` any[N, n] may be Q-values. An action that is ruled out, by one
+    of -1e9 or less as `mask_logits` does it, is never taken.
     `action_logp`, f32[N], becomes that of this choice. Without exploration (`explore=False`) it changes nothing.
 
-    Raises ValueError for another schedule; ConnectorError for other actions, and for a value outside 0 … 1.
+    Raises ValueError for another schedule; ConnectorError for other actions, and for a value outside 0 … 1; ModuleError
+    where every action is ruled out.
     """
 
     expected = "a number from 0 to 1"
@@ -130,9 +147,11 @@ class EpsilonGreedy(_Exploration):
     def _allows(cls, value: float) -> bool:
         return 0.0 <= value <= 1.0
 
-    def _explore(self, batch: Batch, episodes: Episodes, value: float, generator: torch.Generator | None) -> None:
-        values = _rows(batch[Columns.ACTION_DIST_INPUTS])
-        there = values > -np.inf
+    def _explore(
+        self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
+    ) -> None:
+        values = _rows(batch[Columns.ACTION_DIST_INPUTS]).astype(np.float64)
+        there = values > RULED_OUT
         greedy = values.argmax(1)
         draws = torch.rand((2, len(values)), generator=generator, dtype=torch.float64).numpy()
         # The k-th of the allowed actions, for k drawn from 0 up to their number.
@@ -141,7 +160,7 @@ class EpsilonGreedy(_Exploration):
         chosen = np.where(draws[0] < value, anything, greedy)
         with np.errstate(divide="ignore"):
             logp = np.log((1.0 - value) * (chosen == greedy) + value / allowed[:, -1])
-        start = int(getattr(self.input_action_space, "start", 0))
+        start = int(space.start)
         batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], chosen + start)
         batch[Columns.ACTION_LOGP] = _like(batch[Columns.ACTION_LOGP], logp.astype(np.float32))
 
@@ -152,7 +171,8 @@ class Temperature(_Exploration):
         schedule    the temperature: a number above 0, or a function of the lane's vector steps so far, such as `Linear`
 
     Above 1 actions are more random than the module has them, below 1 less. The `action_dist_inputs` any[N, n] of a
-    Discrete action may be Q-values; those of a MultiDiscrete or MultiBinary one are logits. They stay as they are.
+    Discrete action may be Q-values; those of a MultiDiscrete or MultiBinary one are logits. They stay as they are, and
+    what they rule out by -1e9 or less is never taken.
     `action_logp`, f32[N], becomes that of this choice. Without exploration (`explore=False`) it changes nothing.
 
     Raises ValueError for another schedule; ConnectorError for other actions, and for a value that is not above 0.
@@ -166,22 +186,27 @@ class Temperature(_Exploration):
     def _allows(cls, value: float) -> bool:
         return 0.0 < value < np.inf
 
-    def _explore(self, batch: Batch, episodes: Episodes, value: float, generator: torch.Generator | None) -> None:
+    def _explore(
+        self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
+    ) -> None:
         inputs = tensor_of(_rows(batch[Columns.ACTION_DIST_INPUTS]))
-        distribution = distribution_for(self._needed_space("action")).from_logits(inputs / value)
+        inputs = (inputs / value).masked_fill(inputs <= RULED_OUT, -torch.inf)
+        distribution = distribution_for(space).from_logits(inputs)
         actions: Any = distribution.sample(generator)
         batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], actions.numpy())
         batch[Columns.ACTION_LOGP] = _like(batch[Columns.ACTION_LOGP], distribution.logp(actions).numpy())
 
 
 class GaussianNoise(_Exploration):
-    """Adds normally distributed noise to `actions`, and clips the sums to the action space's bounds.
+    """Adds normally distributed noise to `actions`, and clips the sums to the policy's own scale.
 
         schedule    the noise's deviation, in the units of `actions`: a number, 0 or more, or a function of the lane's
                     vector steps so far, such as `Linear`
 
-    For actions any[N, ...] in a Box that the module gives itself, as those of DDPG and TD3. `action_logp` is taken out
-    of the batch: it would be that of another action. Without exploration (`explore=False`) nothing changes.
+    For actions any[N, ...] in a Box that the module gives itself, as those of DDPG and TD3. Their scale is -1 … 1 if a
+    later `NormalizeAndClipActions(normalize_actions=True)` scales them; else that of the module's `action_space`, which
+    is the environments' unless the module has its own. `action_logp` is taken out of the batch: it would be that of
+    another action. Without exploration (`explore=False`) nothing changes.
 
     Raises ValueError for another schedule; ConnectorError for other actions, and for a negative value.
     """
@@ -194,11 +219,16 @@ class GaussianNoise(_Exploration):
     def _allows(cls, value: float) -> bool:
         return 0.0 <= value < np.inf
 
-    def _explore(self, batch: Batch, episodes: Episodes, value: float, generator: torch.Generator | None) -> None:
-        chosen, box = _rows(batch[Columns.ACTIONS]), self.input_action_space
+    def _explore(
+        self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
+    ) -> None:
+        chosen = _rows(batch[Columns.ACTIONS])
+        box = self.input_action_space
+        is_scaled = self.is_normalized and isinstance(box, gym.spaces.Box) and box.is_bounded()
+        low, high = (-1.0, 1.0) if is_scaled else (space.low, space.high)
         draws = value * torch.randn(chosen.shape, generator=generator, dtype=torch.float64).numpy()
         noisy = chosen + self._noise(batch, episodes, draws)
-        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], np.clip(noisy, box.low, box.high))  # type: ignore[union-attr]
+        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], np.clip(noisy, low, high))
         batch.pop(Columns.ACTION_LOGP, None)
 
     def _noise(self, batch: Batch, episodes: Episodes, draws: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -207,7 +237,7 @@ class GaussianNoise(_Exploration):
 
 
 class OrnsteinUhlenbeckNoise(GaussianNoise):
-    """Adds noise to `actions` that drifts from step to step, and clips the sums to the action space's bounds.
+    """Adds noise to `actions` that drifts from step to step, and clips the sums to the policy's own scale.
 
         schedule    deviation of what is added to the noise in a step, in the units of `actions`: a number, 0 or more,
                     or a function of the lane's vector steps so far, such as `Linear`
@@ -235,6 +265,32 @@ class OrnsteinUhlenbeckNoise(GaussianNoise):
         noise = (1.0 - self.theta) * _noise_before(episodes, draws.shape) + draws
         batch[ACTION_NOISE] = _like(batch[Columns.ACTIONS], noise)
         return noise
+
+
+def arrange_exploration(pieces: Iterable[ConnectorV2]) -> None:
+    """Tell the exploration among a pipeline's pieces, those of nested ones in their places, what comes behind it.
+
+    Raises ConnectorError where it comes behind `NormalizeAndClipActions`: the environments would get nothing of it.
+    """
+    before: list[_Exploration] = []
+    maker: NormalizeAndClipActions | None = None
+    for piece in pieces:
+        if isinstance(piece, _Exploration):
+            if maker is not None:
+                raise _too_late(piece, maker.name)
+            piece.is_normalized = False
+            before.append(piece)
+        elif isinstance(piece, NormalizeAndClipActions) and maker is None:
+            if piece.normalize_actions or piece.clip_actions:  # else it makes nothing
+                maker = piece
+                for each in before:
+                    each.is_normalized = piece.normalize_actions
+
+
+def _too_late(piece: ConnectorV2, other: str) -> ConnectorError:
+    return ConnectorError(
+        f"{piece.name} stands behind {other}, so that the environments would get actions without it; expected it before"
+    )
 
 
 def _noise_before(episodes: Episodes, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -12,8 +12,9 @@ from rollflow.nodes.connectors.common.tensors import array_of, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
 from rollflow.nodes.connectors.list_form import episode_key, single_agent_episodes
 from rollflow.nodes.connectors.spaces import space_of_agent
+from rollflow.nodes.modules.action_masks import without_choice
 from rollflow.nodes.modules.distribution import Categorical, DistributionType, distribution_for
-from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
@@ -36,7 +37,8 @@ class GetActions(ConnectorV2):
     distribution from elsewhere as they are. Outputs by module id are handled by `rl_module[module id]`.
 
     Raises ModuleError when the output has neither `actions` nor `action_dist_inputs`, and when a logit is NaN or +inf,
-    or all of a slot's are -inf. So it does for an action of the module that is NaN.
+    or all of a slot's actions are ruled out, by logits of -1e9 or less. So it does for an action of the module that is
+    NaN.
     """
 
     columnar = True
@@ -90,10 +92,11 @@ class GetActions(ConnectorV2):
         races = shared_data.get(RACES)
         if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
             actions, logp = distribution.sample_with_logp(races)
-            if not np.add.reduce(logp) > -np.inf:  # where any row's logits are unusable
-                refuse_unusable(logits, shared_data, episodes)
+            # Where any row's logits are unusable.
+            if not np.add.reduce(logp) > -np.inf or (may_mask(rl_module) and rules_all_out(logits.numpy())):
+                refuse_unusable(logits, shared_data, episodes, distribution_type)
         else:
-            refuse_unusable(logits, shared_data, episodes)
+            refuse_unusable(logits, shared_data, episodes, distribution_type)
             if not explore:
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
@@ -161,22 +164,32 @@ def _is_plain(logits: Any) -> bool:
     return logits.dtype is torch.float32 and not logits.requires_grad
 
 
-def refuse_unusable(logits: Any, shared_data: dict[str, Any], episodes: Episodes) -> None:
+def may_mask(rl_module: Any) -> bool:
+    """False for a module that is known to rule no action out by a finite logit, so that nobody need look for it."""
+    return bool(getattr(rl_module, "masks_actions", True))
+
+
+def rules_all_out(logits: NDArray[Any]) -> bool:
+    """True if one of the rows, f32[N, n] of one Discrete action, rules out every action."""
+    return not np.minimum.reduce(np.maximum.reduce(logits, axis=-1)) > RULED_OUT
+
+
+def refuse_unusable(logits: Any, shared_data: dict[str, Any], episodes: Episodes, distribution_type: Any) -> None:
     """Raise ModuleError for logits that are NaN or +inf, or rule out every action, with the slots.
 
-    logits    any[N, D], a tensor or an array
+    logits               any[N, D], a tensor or an array
+    distribution_type    of the actions
 
     The text adds which of these slots' observations are not finite: then the module is not to blame.
     """
     array = array_of(logits) if isinstance(logits, torch.Tensor) else np.asarray(logits)
-    # One sum over all is cheap, and finite if all are; -inf is allowed for some actions, but not for all.
-    with np.errstate(invalid="ignore", over="ignore"):
-        total = np.add.reduce(array, axis=None)
-    if -np.inf < total < np.inf:
+    # The least and the largest are cheap, and NaN if any is; some actions may be ruled out, but not all.
+    if float(np.minimum.reduce(array, axis=None)) > RULED_OUT and np.maximum.reduce(array, axis=None) < np.inf:
         return
     rows = array.reshape(len(array), -1)
-    is_nan, most = np.isnan(rows).any(1), rows.max(1)
-    for fault, bad in (("is NaN", is_nan), ("rules out every action", most == -np.inf), ("is +inf", most == np.inf)):
+    space = distribution_type.space if isinstance(distribution_type, DistributionType) else None
+    is_nan, no_choice, is_inf = np.isnan(rows).any(1), without_choice(rows, space), rows.max(1) == np.inf
+    for fault, bad in (("is NaN", is_nan), ("rules out every action", no_choice), ("is +inf", is_inf)):
         slots = np.flatnonzero(bad).tolist()
         if slots:
             raise _unusable(Columns.ACTION_DIST_INPUTS, fault, slots, shared_data, episodes)

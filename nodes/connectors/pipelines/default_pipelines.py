@@ -1,7 +1,7 @@
 """The pipelines of a rollout and a learner: into the module, from it to the environments, and into a train batch."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
 from typing import Any, ClassVar, Self
 
@@ -16,6 +16,7 @@ from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNump
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.learner.train_columns import AddColumnsFromEpisodesToTrainBatch
 from rollflow.nodes.connectors.list_form import single_agent_episodes
+from rollflow.nodes.connectors.module_to_env.exploration import arrange_exploration
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
 from rollflow.nodes.connectors.module_to_env.individual_items import (
     ListifyDataForVectorEnv,
@@ -239,6 +240,10 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
             ],
         )
 
+    def _arrange(self) -> None:
+        super()._arrange()
+        arrange_exploration(pieces_within(self))
+
     def __call__(self, **kwargs: Any) -> Batch:
         """Call the pieces. The answer has `actions_for_env`: `actions`, if no piece made it."""
         batch = super().__call__(**kwargs)
@@ -283,3 +288,12 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
             self._timers.fused.calls += len(sizes)
             self._timers.fused.total_ns += perf_counter_ns() - mark
         return made
+
+
+def pieces_within(*pipelines: ConnectorPipelineV2) -> Iterator[ConnectorV2]:
+    """Every piece of the pipelines, those of nested pipelines included."""
+    for piece in (piece for pipeline in pipelines for piece in pipeline):
+        if isinstance(piece, ConnectorPipelineV2):
+            yield from pieces_within(piece)
+        else:
+            yield piece

@@ -22,7 +22,14 @@ from rollflow.nodes.connectors.common.stateful_columns import (
 )
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy, aligned
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
-from rollflow.nodes.connectors.module_to_env.get_actions import RACES, GetActions, refuse_unusable, slots_with_nan
+from rollflow.nodes.connectors.module_to_env.get_actions import (
+    RACES,
+    GetActions,
+    may_mask,
+    refuse_unusable,
+    rules_all_out,
+    slots_with_nan,
+)
 from rollflow.nodes.connectors.module_to_env.individual_items import (
     ListifyDataForVectorEnv,
     RemoveSingleTsTimeRankFromBatch,
@@ -31,7 +38,7 @@ from rollflow.nodes.connectors.module_to_env.individual_items import (
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import Categorical, DistributionType, JointRaces, Races
-from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
@@ -79,7 +86,8 @@ def _sampled_actions(
         return None
     arrays, is_usable = _acted(pieces, module, batch, explore, shared_data.get(RACES))
     if not is_usable:
-        refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes)
+        made = pieces[0].distribution_type(module, explore=bool(explore))
+        refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, made)
     return arrays
 
 
@@ -124,9 +132,11 @@ def _acted(
     if explore and races is not None:
         actions, logp = distribution.sample_with_logp(races)
         is_usable = logp.dot(_ones(len(logp))) > -np.inf  # the sum, in half the time for a few
+        is_usable = is_usable and not (may_mask(module) and rules_all_out(arrays[Columns.ACTION_DIST_INPUTS]))
     else:
         actions, logp = distribution.likeliest_with_logp()
-        is_usable = np.isfinite(np.maximum.reduce(arrays[Columns.ACTION_DIST_INPUTS], axis=-1)).all()
+        most = np.maximum.reduce(arrays[Columns.ACTION_DIST_INPUTS], axis=-1)
+        is_usable = np.minimum.reduce(most) > RULED_OUT and np.maximum.reduce(most) < np.inf
     arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
     return arrays, bool(is_usable)
 

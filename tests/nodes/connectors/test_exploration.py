@@ -1,5 +1,6 @@
 """Exploration: how often which action is taken, and what noise is added to it, by a schedule over steps."""
 
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -10,12 +11,14 @@ from gymnasium import spaces
 from numbered_module import NumberedModule, logits_of, numbered_envs
 
 from rollflow.nodes import (
+    ConnectorPipelineV2,
     ConnectorV2,
     EpsilonGreedy,
     GaussianNoise,
     Linear,
     MultiAgentEnv,
     MultiAgentRollout,
+    NormalizeAndClipActions,
     OrnsteinUhlenbeckNoise,
     RLModule,
     Rollout,
@@ -258,3 +261,180 @@ def test_the_noise_of_each_of_several_agents_goes_on_with_its_own_steps() -> Non
             noise = episode.agent_episodes[agent].get_extra_model_outputs("action_noise")[:, 0]
             np.testing.assert_allclose(noise, noise[0] * 0.5 ** np.arange(steps), rtol=1e-6)
             assert noise[0] != 0
+
+
+class Heater(gym.Env[Any, Any]):
+    """Takes 300 to 500 kelvin, and pays what it takes."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Box(300, 500, (1,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.zeros(1, np.float32), float(action[0]), False, self.steps == 50, {}
+
+
+class Heaters(MultiAgentEnv):
+    """A `Heater` for each of two agents."""
+
+    possible_agents = ("a", "b")
+    observation_spaces = dict.fromkeys(possible_agents, Heater.observation_space)
+    action_spaces = dict.fromkeys(possible_agents, Heater.action_space)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return dict.fromkeys(self.possible_agents, np.zeros(1, np.float32)), {}
+
+    def step(self, actions: Any) -> Any:
+        rewards = {agent: float(action[0]) for agent, action in actions.items()}
+        return dict.fromkeys(actions, np.zeros(1, np.float32)), rewards, {}, {}, {}
+
+
+class Middle(Still):
+    """Chooses 0, the middle of -1 to 1."""
+
+    def setup(self) -> None:
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": torch.zeros(len(batch["obs"]), 1) + self.bias}
+
+
+def scaled(noise: Any) -> list[ConnectorV2]:
+    return [noise, NormalizeAndClipActions(normalize_actions=True, clip_actions=True)]
+
+
+NOISES: dict[str, Any] = {"gaussian": GaussianNoise, "drifting": partial(OrnsteinUhlenbeckNoise, theta=1.0)}
+HEATED: Any = {"module": Middle, "num_envs": 4, "fragment_length": 500, "num_fragments": 1, "seed": 0}
+
+
+@pytest.mark.parametrize("where", ["inline", "rollouts", "agents"])
+@pytest.mark.parametrize("noise", NOISES)
+def test_noise_is_in_the_scale_of_actions_that_are_scaled_afterwards(noise: str, where: Any) -> None:
+
+    def make(env: Any) -> list[ConnectorV2]:
+        return scaled(NOISES[noise](schedule=0.1))
+
+    if where == "agents":
+        with MultiAgentRollout(Heaters, module_to_env_connector=make, **HEATED) as agents:
+            [batches] = agents.batches()
+        [batch] = batches.values()
+    else:
+        with Rollout(Heater, where=where, module_to_env_connector=make, **HEATED) as rollout:
+            [batch] = rollout.batches()
+            # Means of 50 steps of 400 kelvin with a deviation of 10.
+            returns = rollout.evaluate(episodes=20, explore=True).returns / 50
+        assert returns.mean() == pytest.approx(400, abs=2)
+        assert returns.std() == pytest.approx(10 / 50**0.5, rel=0.6)
+    assert batch["rewards"].mean() == pytest.approx(400, abs=1)
+    assert batch["rewards"].std() == pytest.approx(10, abs=0.5)
+    assert batch["actions"].std() == pytest.approx(0.1, abs=0.005)
+    torch.testing.assert_close(batch["rewards"], 400 + 100 * batch["actions"][:, 0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_large_noise_stays_within_the_scale(noise: str) -> None:
+    with Rollout(Heater, module_to_env_connector=lambda env: scaled(NOISES[noise](schedule=50.0)), **HEATED) as rollout:
+        [batch] = rollout.batches()
+    assert (batch["actions"].min(), batch["actions"].max()) == (-1, 1)
+    assert (batch["rewards"].min(), batch["rewards"].max()) == (300, 500)
+
+
+def test_what_scales_is_looked_for_after_every_edit() -> None:
+    noise = GaussianNoise(schedule=1.0)
+    rollout = Rollout(Heater, module_to_env_connector=lambda env: scaled(noise), **HEATED)
+    seen = [noise.is_normalized]
+    rollout.module_to_env.remove("NormalizeAndClipActions")
+    seen.append(noise.is_normalized)
+    nested = ConnectorPipelineV2(connectors=[])
+    rollout.module_to_env.insert_after("GaussianNoise", nested)
+    nested.append(NormalizeAndClipActions(normalize_actions=True, clip_actions=False))
+    seen.append(noise.is_normalized)
+    rollout.close()
+    assert seen == [True, False, True]
+
+
+def test_noise_is_within_the_bounds_of_a_module_that_has_its_own() -> None:
+    class Own(Middle):
+        def setup(self) -> None:
+            super().setup()
+            self.action_space = spaces.Box(-2, 3, (1,))
+
+    class AsKelvin(ConnectorV2):
+        columnar = True
+
+        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+            batch["actions_for_env"] = 400 + 10 * batch["actions"]
+            return batch
+
+    pieces = [GaussianNoise(schedule=50.0), AsKelvin()]
+    with Rollout(Heater, module_to_env_connector=lambda env: pieces, **(HEATED | {"module": Own})) as rollout:
+        [batch] = rollout.batches()
+    assert (batch["rewards"].min(), batch["rewards"].max()) == (380, 430)
+
+
+@pytest.mark.parametrize("chosen", ["Box", "Discrete"])
+def test_exploration_is_of_what_the_module_chooses_in(chosen: str) -> None:
+    class Pushes(Heater):
+        action_space: Any = spaces.Dict({"push": spaces.Discrete(3) if chosen == "Discrete" else Heater.action_space})
+
+        def step(self, action: Any) -> Any:
+            return super().step(np.reshape(action["push"], -1))
+
+    class Choice(Middle):
+        def setup(self) -> None:
+            super().setup()
+            self.action_space = spaces.Discrete(3) if chosen == "Discrete" else spaces.Box(300, 320, (1,))
+
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            if chosen == "Box":
+                return {"actions": 310 + super()._forward(batch)["actions"]}
+            return {"action_dist_inputs": torch.tensor([0.0, -1e9, 1.0]).expand(len(batch["obs"]), 3) + self.bias}
+
+    class AsDict(ConnectorV2):
+        columnar = True
+
+        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+            batch["actions_for_env"] = {"push": batch["actions"]}
+            return batch
+
+    explores: Any = EpsilonGreedy(schedule=1.0) if chosen == "Discrete" else GaussianNoise(schedule=50.0)
+    options = HEATED | {"module": Choice, "module_to_env_connector": lambda env: [explores, AsDict()]}
+    with Rollout(Pushes, **options) as rollout:
+        [batch] = rollout.batches()
+    rewards = batch["rewards"]
+    assert (rewards.min(), rewards.max()) == ((0, 2) if chosen == "Discrete" else (300, 320))
+    if chosen == "Discrete":
+        assert rewards.unique().tolist() == [0, 2]
+        assert rewards.mean() == pytest.approx(1, abs=0.1)
+
+
+BEHIND = [EpsilonGreedy, Temperature, GaussianNoise, OrnsteinUhlenbeckNoise]
+
+
+@pytest.mark.parametrize("piece", BEHIND)
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_exploration_behind_what_scales_is_refused(piece: Any, several: bool, nested: bool) -> None:
+    def make(env: Any) -> list[ConnectorV2]:
+        scales = NormalizeAndClipActions(normalize_actions=True, clip_actions=True)
+        behind = piece(schedule=0.5)
+        return [scales, ConnectorPipelineV2(connectors=[behind]) if nested else behind]
+
+    kind: Any = MultiAgentRollout if several else Rollout
+    expected = (
+        f"{piece.__name__} stands behind NormalizeAndClipActions, so that the environments would get actions without "
+        "it; expected it before"
+    )
+    with pytest.raises(ConnectorError, match=expected):
+        kind(Heaters if several else Heater, module_to_env_connector=make, **HEATED)
+
+
+def test_what_scales_nothing_does_not_matter() -> None:
+    noise = GaussianNoise(schedule=1000.0)
+    idle = NormalizeAndClipActions(normalize_actions=False, clip_actions=False)
+    with Rollout(Heater, module_to_env_connector=lambda env: [idle, noise], **HEATED) as rollout:
+        [batch] = rollout.batches()
+    assert (batch["actions"].min(), batch["actions"].max()) == (300, 500)

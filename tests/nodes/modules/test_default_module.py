@@ -427,6 +427,8 @@ def test_a_mask_that_rules_nothing_out_is_logged(caplog: pytest.LogCaptureFixtur
     DefaultModule(seen, spaces.Discrete(3))
     assert not caplog.records
     DefaultModule(seen, spaces.MultiDiscrete([2, 1]))
+    assert not caplog.records
+    DefaultModule(seen, spaces.MultiDiscrete([2, 2]))
     [record] = caplog.records
-    assert "'action_mask', which the default module heeds for Discrete actions alone" in record.getMessage()
-    assert "MultiDiscrete([2 1])" in record.getMessage()
+    assert "the default module heeds beside another observation, with one number for each of" in record.getMessage()
+    assert "MultiDiscrete([2 2])" in record.getMessage()
