@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.launch.on_hosts import OnProcesses, OnRay
     from rollflow.nodes.metrics.episode_returns import EpisodeReturns, FinishedEpisode
     from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+    from rollflow.nodes.modules.action_masks import mask_logits
     from rollflow.nodes.modules.default_model_config import DefaultModelConfig
     from rollflow.nodes.modules.default_module import DefaultModule
     from rollflow.nodes.modules.distribution import (
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
         MultiDistribution,
         distribution_for,
     )
+    from rollflow.nodes.modules.given_module import GivenModule
     from rollflow.nodes.modules.multi_rl_module import MultiRLModule
     from rollflow.nodes.modules.policy_weights import PolicyWeights
     from rollflow.nodes.modules.random_module import RandomModule
@@ -143,6 +145,7 @@ __all__ = [
     "GaussianNoise",
     "GeneralAdvantageEstimation",
     "GetActions",
+    "GivenModule",
     "LagBound",
     "LambdaConnector",
     "LearnerConnectorPipeline",
@@ -188,6 +191,7 @@ __all__ = [
     "VTrace",
     "WriteObservationsToEpisodes",
     "distribution_for",
+    "mask_logits",
     "minibatches",
     "module_by_module",
 ]
@@ -233,6 +237,7 @@ _HOMES = {
     "GatheringForward": "stages.joint_forward",
     "GaussianNoise": "connectors.module_to_env.exploration",
     "GeneralAdvantageEstimation": "connectors.learner.advantages",
+    "GivenModule": "modules.given_module",
     "GetActions": "connectors.module_to_env.get_actions",
     "LagBound": "stages.staleness",
     "LambdaConnector": "connectors.lambda_connector",
@@ -279,6 +284,7 @@ _HOMES = {
     "VTrace": "connectors.learner.advantages",
     "WriteObservationsToEpisodes": "connectors.env_to_module.observation_pieces",
     "distribution_for": "modules.distribution",
+    "mask_logits": "modules.action_masks",
     "minibatches": "connectors.learner.minibatches",
     "module_by_module": "connectors.common.by_module",
 }

@@ -13,6 +13,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.pieces import pieces_of
 from rollflow.nodes.modules.default_module import DefaultModule
+from rollflow.nodes.modules.given_module import GivenModule, is_function, is_given
 from rollflow.stream.data.errors import ConnectorError, ModuleError, noted, page_on
 
 
@@ -61,14 +62,17 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
         raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
     if _makes_modules(module):
         module = _made(module, observation_space, action_space)
+    if is_given(module):
+        spaces = getattr(module, "observation_space", None), getattr(module, "action_space", None)
+        module = GivenModule(*spaces, model_config={"given": module})
     if isinstance(module, torch.nn.Module) and "_modules" not in vars(module):
         name = type(module).__name__
         raise ModuleError(f"{name}.__init__ did not call super().__init__(), expected that first").see("module")
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):
             raise ModuleError(
-                f"module is {type(module).__name__}, which has no method {method}(); expected an RLModule, or a "
-                "torch.nn.Module with forward_exploration(batch) and forward_inference(batch)"
+                f"module is {type(module).__name__}, which has no method {method}(); expected an RLModule, an object "
+                "with forward_exploration(batch) and forward_inference(batch), or a function of observations"
             ).see("module")
     for name, space in (("observation_space", observation_space), ("action_space", action_space)):
         if getattr(module, name, None) is None:
@@ -101,7 +105,7 @@ def copied_pieces(connector: Any) -> Any:
 
 
 def _makes_modules(module: Any) -> bool:
-    return isinstance(module, type) or inspect.isfunction(module)
+    return isinstance(module, type) or (inspect.isfunction(module) and not is_function(module))
 
 
 def _made(module: Any, *spaces: gym.Space[Any]) -> Any:
@@ -111,8 +115,8 @@ def _made(module: Any, *spaces: gym.Space[Any]) -> Any:
         signature.bind(*spaces)
     except TypeError:
         raise ModuleError(
-            f"module is {module.__qualname__}, which takes {signature}, expected (observation_space, action_space), or "
-            "a module that is made already"
+            f"module is {module.__qualname__}, which takes {signature}, expected (observation_space, action_space), "
+            "(observations) of a function that chooses actions itself, or a module that is made already"
         ) from None
     except ValueError:  # it has no signature
         pass

@@ -157,7 +157,7 @@ def test_a_second_interrupt_waits_for_no_trainer() -> None:
         (["--trainer", "127.0.0.1:1"], "expected 'tcp://host:port'"),
         (["--trainer", "tcp://example.org:1"], "without a secret, expected one"),
         (["--secret-file", "/nowhere"], "--secret-file /nowhere: No such file or directory, expected a file of text"),
-        (["--module", "json:loads"], "module is loads, which takes (s, *, "),
+        (["--module", "inspect:formatargvalues"], "module is formatargvalues, which takes (args, varargs, "),
         (["--num-envs", "0"], "num_envs is 0"),
         (["--agent-to-module", "json:loads"], "agent_to_module_mapping_fn is for environments with several agents"),
         (["--joint", "json:loads"], "joint_connector is for environments with several agents"),

@@ -1,0 +1,94 @@
+"""Policies that are no torch module: functions of observations, and objects with the two methods that acting takes."""
+
+import inspect
+from typing import Any
+
+import torch
+
+from rollflow.nodes.modules.rl_module import Batch, RLModule
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.tree import map_tree
+
+_OF_TORCH = ("state_dict", "load_state_dict", "eval")  # what acts has these
+_METHODS = (
+    *_OF_TORCH,
+    "to",
+    "forward_train",
+    "compute_values",
+    "get_initial_state",
+    "get_exploration_action_dist_cls",
+    "get_inference_action_dist_cls",
+    "get_train_action_dist_cls",
+)
+
+
+class GivenModule(RLModule):
+    """Acts by what is given as `model_config["given"]`, which is `given` then.
+
+        a function    of observations, a tensor any[N, ...] or a tree of them; gives actions any[N, ...], or a dict of
+                      outputs with `actions` or `action_dist_inputs`
+        an object     with `forward_exploration(batch)` and `forward_inference(batch)`, which give dicts of outputs; if
+                      it has others of a module's methods, such as `state_dict`, they are used as well
+
+    Arrays and lists in outputs become tensors. Without a `state_dict` there are no weights.
+    """
+
+    def setup(self) -> None:
+        """Take over the methods of what is given."""
+        self.given: Any = self.model_config["given"]
+        self._is_function = is_function(self.given)
+        for name in _METHODS:
+            method = getattr(self.given, name, None)
+            if callable(method):
+                setattr(self, name, method)
+
+    def _forward(self, batch: Batch, **kwargs: Any) -> Batch:
+        if not self._is_function:
+            return super()._forward(batch, **kwargs)
+        outputs = self.given(batch[Columns.OBS])
+        is_named = isinstance(outputs, dict) and not {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}.isdisjoint(outputs)
+        return self._tensors(outputs if is_named else {Columns.ACTIONS: outputs})
+
+    def _forward_exploration(self, batch: Batch, **kwargs: Any) -> Batch:
+        method = getattr(self.given, "forward_exploration", None)
+        return self._forward(batch, **kwargs) if method is None else self._tensors(method(batch, **kwargs))
+
+    def _forward_inference(self, batch: Batch, **kwargs: Any) -> Batch:
+        method = getattr(self.given, "forward_inference", None)
+        return self._forward(batch, **kwargs) if method is None else self._tensors(method(batch, **kwargs))
+
+    def _tensors(self, outputs: Any) -> Batch:
+        try:
+            return {
+                name: torch.as_tensor(column) if isinstance(column, list) else map_tree(torch.as_tensor, column)
+                for name, column in outputs.items()
+            }
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            name = getattr(self.given, "__qualname__", type(self.given).__name__)
+            raise ModuleError(
+                f"{name} gave a {type(outputs).__name__} that is no dict of tensors or arrays ({error}), expected "
+                "actions any[N, ...], or a dict of outputs with 'actions' or 'action_dist_inputs'"
+            ).see("module") from error
+
+
+def is_function(module: Any) -> bool:
+    """True for a policy that is a function of observations: one argument. What makes modules takes two."""
+    if not callable(module) or isinstance(module, type | torch.nn.Module) or hasattr(module, "forward_exploration"):
+        return False
+    try:
+        signature = inspect.signature(module)
+        signature.bind(None)
+    except (TypeError, ValueError):  # it takes another number, or does not say what it takes
+        return False
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return True
+    return False
+
+
+def is_given(module: Any) -> bool:
+    """True for what acts as a `GivenModule`: a function, or an object that has not all that a torch module has."""
+    has_both = all(callable(getattr(module, f"forward_{name}", None)) for name in ("exploration", "inference"))
+    return is_function(module) or (has_both and not all(callable(getattr(module, name, None)) for name in _OF_TORCH))
