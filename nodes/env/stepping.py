@@ -33,7 +33,7 @@ from rollflow.stream.data.infos import SlotInfos, replaced, without
 from rollflow.stream.data.space import is_columnar, item_of, row_of
 from rollflow.stream.data.space_codec import describe_space
 from rollflow.stream.data.tree import Tree, map_in, map_tree, stack_in, structure_of
-from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.graph.seeding import env_seed_for
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class LaneVectorEnv:
 
 
 def seeds_for(seed: int, first_slot: int, num_envs: int) -> list[int]:
-    """Seeds of so many slots, from the rollout's seed and the number of the first slot."""
-    return [seed_for(seed, "env", first_slot + slot) for slot in range(num_envs)]
+    """Seeds of so many slots, 0 … 2**31 - 1, from the rollout's seed and the number of the first slot."""
+    return [env_seed_for(seed, "env", first_slot + slot) for slot in range(num_envs)]
 
 
 def reset_with(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import checked_count
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
-from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.graph.seeding import env_seed_for
 
 _RESAMPLES, _TAILS = 2000, (2.5, 97.5)  # per cent
 
@@ -150,7 +150,7 @@ def _begins(seat: _Seat, waiting: Any, seed: int) -> bool:
     seat.episode = next(waiting, -1)
     if seat.episode < 0:
         return False
-    seat.observation, _ = seat.env.reset(seed=seed_for(seed, "evaluation", seat.episode) % 2**31)
+    seat.observation, _ = seat.env.reset(seed=env_seed_for(seed, "evaluation", seat.episode))
     seat.reward = 0.0
     return True
 

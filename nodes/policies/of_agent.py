@@ -14,7 +14,7 @@ from rollflow.nodes.stages.agents_acting import AgentsActing
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import map_tree, stack_trees, tree_at
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
-from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.graph.seeding import env_seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
@@ -104,7 +104,7 @@ def evaluate_agents(
         for episode in range(episodes):
             for agent, policy in policies.items():
                 policy.reset(agent)
-            earned, acted = _played(policies, made, seed_for(seed, "evaluation", episode) % 2**31)
+            earned, acted = _played(policies, made, env_seed_for(seed, "evaluation", episode))
             for agent in policies:
                 returns[agent][episode], lengths[agent][episode] = earned[agent], acted[agent]
     finally:

@@ -25,8 +25,13 @@ def generator_for(seed: int, name: str, index: int = 0) -> np.random.Generator:
 
 
 def seed_for(seed: int, name: str, index: int = 0) -> int:
-    """An integer in 0 … 2**32 - 1 that seeds `name`, such as an environment's slot or a torch generator."""
+    """An integer in 0 … 2**32 - 1 that seeds `name`, such as a torch generator; see `env_seed_for` for environments."""
     return int(_sequence(seed, name, index).generate_state(1)[0])
+
+
+def env_seed_for(seed: int, name: str, index: int = 0) -> int:
+    """An integer in 0 … 2**31 - 1 that an environment is reset with: many simulators keep seeds as int32."""
+    return seed_for(seed, name, index) & 0x7FFFFFFF
 
 
 def _sequence(seed: int, name: str, index: int) -> np.random.SeedSequence:

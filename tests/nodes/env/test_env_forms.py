@@ -20,7 +20,7 @@ from remote_hosts import hosting, listening
 
 from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, RLModule, Rollout, RolloutHost
 from rollflow.stream import EnvError, Fragment
-from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.graph.seeding import env_seed_for
 
 NAMES = ["id", "callable", "wrapped callable", "list", "id of sync", "id of subclass", "id of wrapped"]
 READY = ["sync", "subclass", "wrapped"]
@@ -75,7 +75,7 @@ def check_episodes(rollout: Rollout, form: EnvForm, drawn: Setting) -> None:
     """Run it; its episodes are those of direct stepping, each transition once."""
     with rollout:
         fragments = list(rollout.fragments())
-    seeds = [seed_for(drawn.seed, "env", slot) for slot in range(sum(drawn.sizes))]
+    seeds = [env_seed_for(drawn.seed, "env", slot) for slot in range(sum(drawn.sizes))]
     expected = dict(zip(seeds, form.episodes(seeds, 3 * drawn.fragment_length), strict=True))
     assert episodes_of(fragments) == expected
     assert rollout.lost == {}

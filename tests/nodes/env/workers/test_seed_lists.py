@@ -8,6 +8,7 @@ import pytest
 
 from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, RemoteEnvs, Rollout
 from rollflow.nodes.env.stepping import seeds_for
+from rollflow.stream import seed_for
 
 SEEDS = [7, 0, 2**40, 7]
 PLACES = ["inline", "threads", "processes", "rollouts"]
@@ -84,6 +85,31 @@ def test_environments_with_several_agents_take_a_list_as_well(where: Any) -> Non
             [part] = fragment.parts
             seen[fragment.lane] = seeds_seen(part.columns["obs"].tree[part.first_row])
     assert seen[0] + seen[1] == SEEDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("agents", [False, True])
+def test_seeds_that_follow_from_the_rollouts_fit_31_bits(where: Any, agents: bool) -> None:
+    raw = [seed_for(3, "env", slot) for slot in range(4)]
+    assert min(raw) < 2**31 < max(raw)
+    kind: Any = MultiAgentRollout if agents else Rollout
+    seen: dict[int, list[int]] = {}
+    with kind(
+        SeededAgents if agents else Seeded,
+        num_envs=4,
+        lanes=2,
+        where=where,
+        module=RandomModule,
+        fragment_length=1,
+        num_fragments=1,
+        seed=3,
+    ) as rollout:
+        for fragment in rollout.fragments():
+            [part] = fragment.parts if agents else [None]
+            rows = part.columns["obs"].tree[part.first_row] if agents else fragment.column("obs")[0]
+            seen[fragment.lane] = seeds_seen(rows)
+    assert seen[0] + seen[1] == [each % 2**31 for each in raw]
 
 
 def test_a_list_names_the_seeds_that_one_number_would_have_given() -> None:
