@@ -25,6 +25,18 @@ def close_all(closings: Iterable[Closing]) -> None:
 
 
 @contextmanager
+def noting_in(error: BaseException | None) -> Iterator[None]:
+    """Put what the block raises into the notes of an error that is on its way already; None: there is none."""
+    try:
+        yield
+    except Exception as other:
+        if error is None:
+            raise
+        if other is not error:
+            error.add_note(f"closing raised as well: {type(other).__name__}: {other}")
+
+
+@contextmanager
 def closing_on_error(close: Callable[[], Any]) -> Iterator[None]:
     """Close where the block raises; an error of closing goes into the notes of the block's error."""
     try:

@@ -1,7 +1,7 @@
 """Environment sources of a user, as one maker of a vector environment for each lane."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,32 +10,39 @@ from typing import Any
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import LaneVectorEnv, autoreset_mode, nothing
+from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, autoreset_mode, nothing
 from rollflow.stream.data.errors import ColumnError, EnvError, RollflowError, noted, shown
 from rollflow.stream.data.space import check_columnar
 
-EnvMaker = Callable[[], gym.Env[Any, Any]]
+EnvMaker = Callable[[], gym.Env[Any, Any] | VectorEnv[Any, Any, Any]]
 Autoreset = AutoresetMode | str | None  # as gymnasium takes it: a mode, or its value
-EnvSource = str | EnvMaker | Sequence[EnvMaker] | VectorEnv[Any, Any, Any] | Sequence[VectorEnv[Any, Any, Any]]
+EnvSource = (
+    str | EnvSpec | EnvMaker | Sequence[EnvMaker] | VectorEnv[Any, Any, Any] | Sequence[VectorEnv[Any, Any, Any]]
+)
+
+_MAKE_KEYWORDS = ("max_episode_steps", "disable_env_checker")  # of gymnasium.make, and fields of a specification
 
 
 @dataclass(frozen=True, slots=True)
 class LaneMaker:
     """Makes the vector environment of one lane, here or, where it `can_travel`, in another process.
 
-    An id's own vectorized form is used where it has one; other environments are put side by side. Of an id's
-    environments only the first has gymnasium's checks of how one behaves: each check costs a call in every step.
+    An id's own vectorized form is used where it has one; other environments are put side by side. A callable may make a
+    vector environment, which is the lane by itself. Of an id's environments only the first has gymnasium's checks of
+    how one behaves: each check costs a call in every step.
 
     num_envs          slots
     spec, makers,     an id's specification; callables, one for each slot; a vector environment that a user has made
     ready
     first_slot        number of the first slot, for errors
     autoreset_mode    expected mode; None: SAME_STEP where they are put side by side, else their own
+    is_counted        whether `num_envs` was asked for; else a vector environment has its own number
+    vector_lanes      lanes that were asked for, where only vector environments have so many; 0: all may
     """
 
     num_envs: int
@@ -44,10 +51,12 @@ class LaneMaker:
     ready: VectorEnv[Any, Any, Any] | None = None
     first_slot: int = 0
     autoreset_mode: AutoresetMode | None = None
+    is_counted: bool = True
+    vector_lanes: int = 0
 
     @property
     def is_side_by_side(self) -> bool:
-        """True if plain environments are put side by side here: no other code steps or closes them."""
+        """True if environments are put side by side here, unless a callable makes a vector environment."""
         return self.ready is None and (self.spec is None or self.spec.vector_entry_point is None)
 
     @property
@@ -74,27 +83,49 @@ class LaneMaker:
         """The vector environment as a lane takes it. Raises EnvError as `make`."""
         made = self.make()
         with closing_on_error(made.close if self.can_travel else nothing):
-            return LaneVectorEnv(made, is_ours=self.is_side_by_side, deviations=deviations, where=where)
+            return LaneVectorEnv(made, deviations=deviations, where=where)
 
     def to_close(self, made: Any, lane: int) -> list[tuple[str, Any]]:
         """Environments made here that are to be closed, with names for errors: slot by slot where that can be."""
         if not self.can_travel:
             return []
-        if not self.is_side_by_side:
+        if not isinstance(made, SideBySide):
             return [(f"the environments of lane {lane}", made)]
         made.closed = True  # its own `close` would stop at the first error
         return [(f"the environment in slot {slot} of lane {lane}", env) for slot, env in enumerate(made.envs)]
 
     def _make_new(self) -> VectorEnv[Any, Any, Any]:
-        if self.is_side_by_side:
-            return _side_by_side(self._slot_makers(), self.first_slot, self.autoreset_mode or AutoresetMode.SAME_STEP)
         spec = self.spec
-        assert spec is not None
+        if spec is None or spec.vector_entry_point is None:
+            makers = self._slot_makers()
+            if spec is None:
+                made = given_by(makers[0], f"the callable for slot {self.first_slot}", "a gymnasium.Env")
+                if isinstance(made, VectorEnv):
+                    return self._checked(made)
+                if self.vector_lanes:
+                    with closing_on_error(made.close):
+                        sizes_of(1, self.vector_lanes)
+                makers = [lambda: made, *makers[1:]]
+            return _side_by_side(makers, self.first_slot, self.autoreset_mode or AutoresetMode.SAME_STEP)
         with refusing(f"environment '{spec.id}' can't be made:"):
             env = gym.make_vec(spec, num_envs=self.num_envs, vectorization_mode="vector_entry_point")
         with closing_on_error(env.close):
             _check_mode(env, self.autoreset_mode, f"the vectorized form of '{spec.id}'")
         return env
+
+    def _checked(self, made: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
+        """The vector environment that a callable has made. Raises EnvError where this lane has no place for it."""
+        with closing_on_error(made.close):
+            name = f"the vector environment that the callable for slot {self.first_slot} makes"
+            _check_mode(made, self.autoreset_mode, name)
+            are_one = all(make is self.makers[0] for make in self.makers)
+            if self.is_counted and not (are_one and made.num_envs == self.num_envs):
+                raise EnvError(
+                    f"{name} has {made.num_envs} slots and is a lane by itself, but this lane is to have "
+                    f"{self.num_envs}; expected num_envs to be left out, or, of a list of callables, a lane for each "
+                    "(lanes=…)"
+                ).see("environment")
+            return made
 
     def _slot_makers(self) -> Sequence[EnvMaker]:
         spec = self.spec
@@ -161,8 +192,8 @@ def lane_makers(
 
 
 def _makers_of(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[LaneMaker]:
-    if isinstance(env, str):
-        spec = _spec_of(env)
+    if isinstance(env, str | EnvSpec):
+        spec = _spec_of(env) if isinstance(env, str) else env
         return [LaneMaker(size, spec=spec) for size in sizes_of(count_of(env, num_envs), lanes)]
     each: list[Any] = list(env) if isinstance(env, Sequence) else [env]
     if each and all(isinstance(one, VectorEnv) for one in each):
@@ -172,6 +203,10 @@ def _makers_of(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[
             f"env is {shown(env)}, expected an environment's id, a callable that makes one, a list of such callables, "
             "a gymnasium.vector.VectorEnv, or a list of those"
         ).see("environment")
+    is_counted = num_envs is not None or isinstance(env, Sequence)
+    if not is_counted and lanes is not None and is_whole(lanes) and lanes > 1:
+        one = LaneMaker(1, makers=each, is_counted=False, vector_lanes=lanes)
+        return [replace(one, first_slot=lane) for lane in range(lanes)]
     if not isinstance(env, Sequence):
         each *= count_of(env, num_envs)
     elif num_envs not in (None, len(each)):
@@ -179,9 +214,34 @@ def _makers_of(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[
     sizes = sizes_of(len(each), lanes)
     firsts = accumulate(sizes, initial=0)
     return [
-        LaneMaker(size, makers=each[first : first + size], first_slot=first)
+        LaneMaker(
+            size,
+            makers=each[first : first + size],
+            first_slot=first,
+            is_counted=is_counted and not (isinstance(env, Sequence) and size == 1),
+        )
         for size, first in zip(sizes, firsts, strict=False)
     ]
+
+
+def with_kwargs(env: Any, env_kwargs: Mapping[str, Any] | None) -> Any:
+    """The source of environments, with keywords for `gymnasium.make`. Raises EnvError unless it is an id.
+
+    `max_episode_steps` and `disable_env_checker` are `gymnasium.make`'s own; all others are the environment's.
+    """
+    if not env_kwargs:
+        return env
+    if not isinstance(env, str):
+        raise EnvError(
+            f"env_kwargs are for an environment's id, but env is {env!r:.100}; expected a callable that knows its own "
+            "arguments, such as functools.partial(MyEnv, size=8)"
+        ).see("environment")
+    spec = _spec_of(env)
+    own = {name: env_kwargs[name] for name in _MAKE_KEYWORDS if name in env_kwargs}
+    if own.get("max_episode_steps") == -1:  # gymnasium.make's word for no limit
+        own["max_episode_steps"] = None
+    rest = {name: value for name, value in env_kwargs.items() if name not in own}
+    return replace(spec, kwargs=spec.kwargs | rest, **own)
 
 
 def count_of(env: EnvSource, num_envs: int | None) -> int:
@@ -265,7 +325,7 @@ def _side_by_side(makers: Sequence[EnvMaker], first_slot: int, mode: AutoresetMo
                 _space_of(made[-1], attribute, f"slot {slot}")
         # A lane copies observations before the next step, so the environments may reuse their arrays.
         envs = iter(made)
-        return SyncVectorEnv([lambda: next(envs)] * len(made), copy=False, autoreset_mode=mode)
+        return SideBySide([lambda: next(envs)] * len(made), copy=False, autoreset_mode=mode)
 
 
 def _made(make: EnvMaker, slot: int, before: Sequence[gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
@@ -276,6 +336,11 @@ def _made(make: EnvMaker, slot: int, before: Sequence[gym.Env[Any, Any]]) -> gym
             f"the callable for slot {slot} gave {shown(env)}, which has several agents; expected a gymnasium.Env of "
             "one: for several there is MultiAgentRollout"
         ).see("agents")
+    if isinstance(env, VectorEnv):  # which may be a gymnasium.Env as well
+        raise EnvError(
+            f"the callable for slot {slot} gave a vector environment, which is a lane by itself, and the one for slot "
+            f"{slot - len(before)} a single one; expected one kind"
+        ).see("environment")
     if not isinstance(env, gym.Env):
         raise EnvError(f"the callable for slot {slot} gave {shown(env)}, expected a gymnasium.Env").see("environment")
     if any(env is other for other in before):

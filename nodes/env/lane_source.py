@@ -116,6 +116,11 @@ class LaneSource(abc.ABC):
         return 0
 
     @property
+    def report_notes(self) -> Sequence[str]:
+        """Sentences for a report: about lanes that give no more, which only workers and hosts have."""
+        return ()
+
+    @property
     def num_lanes(self) -> int:
         """Number of lanes."""
         return len(self.envs)

@@ -16,6 +16,7 @@ from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
 from optree import PyTreeSpec
 
+from rollflow.nodes.closing import close_all
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, LaneCheck
 from rollflow.nodes.env.vector_env_errors import (
     STEP_GIVES,
@@ -61,21 +62,28 @@ def nothing() -> None:
     """Do nothing."""
 
 
+class SideBySide(SyncVectorEnv):
+    """Plain environments that rollflow has put side by side: no other code steps or closes them."""
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close every environment, also where one raises; then raise the first error."""
+        self.closed = True  # no more is done for those that can't be closed
+        close_all((f"the environment in slot {slot}", env.close) for slot, env in enumerate(self.envs))
+
+
 class LaneVectorEnv:
     """A vector environment as a lane takes it: resets by seeds, vector steps in any autoreset mode, checks of both.
 
-    is_ours       True if rollflow has put it together: see `LaneMaker.is_side_by_side`. Only such a one may be stepped
-                  without its own `step`: one that comes from elsewhere may do anything there, whatever its class
+    Only a `SideBySide` may be stepped without its own `step`: one that comes from elsewhere may do anything there.
+
     deviations    of what it gives
     where         place, at the beginning of texts about those
     """
 
-    def __init__(
-        self, env: VectorEnv[Any, Any, Any], *, is_ours: bool, deviations: Deviations, where: str = ""
-    ) -> None:
+    def __init__(self, env: VectorEnv[Any, Any, Any], *, deviations: Deviations, where: str = "") -> None:
         self.env, self.num_envs = env, env.num_envs
         self._mode = autoreset_mode(env)
-        self._is_one_by_one = is_ours  # and not by its own `step` and `reset`
+        self._is_one_by_one = isinstance(env, SideBySide)  # and not by its own `step` and `reset`
         space = env.single_observation_space
         self._check = LaneCheck(space, deviations, where, is_by_items=self._is_one_by_one)
         self._steps_made = 0
@@ -420,8 +428,10 @@ def _final_items(infos: Mapping[str, Any], slots: Sequence[int]) -> list[Tree]:
     except KeyError:
         raise EnvError(
             f"slots {list(slots)} ended under SAME_STEP autoreset, but infos has no 'final_obs': the last "
-            "observations are lost; use another autoreset mode"
-        ) from None
+            "observations are lost; expected infos['final_obs'], observations any[N, ...], with the last one of each "
+            "slot that ended, kept by the environment before it resets. To name another autoreset mode would not "
+            "bring them back, and would lose a step of each episode"
+        ).see("autoreset") from None
     return [map_tree(lambda leaf, i=i: leaf[i], final) for i in slots]
 
 

@@ -71,14 +71,12 @@ class LaneSite:
     """The place of a lane's rollout.
 
     env           its environments, which whoever made them closes
-    is_ours       whether rollflow has put the vector environment together: see `LaneVectorEnv`
     is_shared     whether other processes may look at the lane's columns
     turn          called when a reset within a step begins, and when it has ended: see `LaneVectorEnv`
     deviations    of observations from their space
     """
 
     env: Any
-    is_ours: bool = False
     is_shared: bool = False
     turn: Turn = nothing
     deviations: Deviations = field(default_factory=lambda: Deviations(is_logged=False))
@@ -322,7 +320,7 @@ class _OneLane(Environments):
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         self.deviations = self._site.deviations  # logged by whoever gets the fragments
         where = f"lane {self._first_lane}, "
-        here = LaneVectorEnv(env, is_ours=self._site.is_ours, deviations=self.deviations, where=where)
+        here = LaneVectorEnv(env, deviations=self.deviations, where=where)
         here.tell_resets(self._site.turn)
         self._here = [here]
         return [env]

@@ -261,8 +261,7 @@ class RolloutLane:
             digests=settings.digests,
         )
         replica.begin(settings.digests)
-        is_ours = isinstance(self._maker, LaneMaker) and self._maker.is_side_by_side
-        site = LaneSite(self.env, is_ours=is_ours, deviations=self._deviations)
+        site = LaneSite(self.env, deviations=self._deviations)
         rollout = LaneRollout(site, plan, replica, between=partial(self._between, session))
         with self._changed:
             self._check(session)

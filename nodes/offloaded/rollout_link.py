@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
-from rollflow.nodes.env.workers.watch import ProgressMark
+from rollflow.nodes.env.workers.watch import Activity
 from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentReader
 from rollflow.nodes.offloaded.fragment_codec import FragmentReader
 from rollflow.nodes.offloaded.offloaded import TurnToken
@@ -240,7 +240,7 @@ class RolloutLink(LaneLink):
         return super().has_no_step and not (self.status.phase is LanePhase.RESETTING and self.pulse)
 
     @property
-    def progress(self) -> ProgressMark:
+    def progress(self) -> tuple[int, Activity]:
         """Count by which the worker shows that it gets on, and its activity."""
         turns, activity = super().progress
         return turns + self.pulse, activity

@@ -107,9 +107,11 @@ class WorkerRollouts(Carried, OffloadedRollouts):
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""
         with self._publishing:
-            super().close()
-            self.newest, self.states = {}, None
-            self._bell.close()
+            try:
+                super().close()
+            finally:
+                self.newest, self.states = {}, None
+                self._bell.close()
 
     def replica_for(self, token: TurnToken, starts: int) -> tuple[Replica, LanePlan]:
         """The replica that acts in a lane's rollout that begins with its next fragment, and its plan."""

@@ -1,6 +1,5 @@
 """A worker process that does whole rollouts, each of one lane: what runs in it."""
 
-import contextlib
 import pickle
 import select
 import socket
@@ -13,7 +12,7 @@ from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.stepping import LaneVectorEnv
 from rollflow.nodes.env.workers.agent_codec import describe
 from rollflow.nodes.env.workers.env_worker import EnvServer
-from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with, receive_frame
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_server import described, failure, serve_all
 from rollflow.nodes.modules.weights_codec import unpack_weights
 from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentWriter
@@ -26,10 +25,6 @@ from rollflow.stream.data.packing import pack, unpack
 from rollflow.stream.fragments.lane import Lane
 
 
-class LaneClosed(BaseException):
-    """Raised, in the middle of a fragment, when the other process wants no more of this lane, or has gone."""
-
-
 class RolloutServer(EnvServer):
     """Serves one lane's socket: gives a fragment for every turn."""
 
@@ -38,13 +33,7 @@ class RolloutServer(EnvServer):
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._rollout: LaneRollout | None = None
-        self._is_ours = False  # whether rollflow has put the environments together
         self._fragments: FragmentWriter | AgentFragmentWriter
-
-    def serve(self) -> None:
-        """Answer frame after frame."""
-        with contextlib.suppress(LaneClosed):
-            super().serve()
 
     def _describe(self, maker: Any) -> bytes:
         return describe(self._env) if isinstance(maker, AgentLaneMaker) else super()._describe(maker)
@@ -83,7 +72,7 @@ class RolloutServer(EnvServer):
         begun = self._fragments.begin()
         if begun is not None:
             self._send_blocks()
-            self._sock.sendall(frame_with(FrameKind.FILLING, pack(begun)))
+            self._send(frame_with(FrameKind.FILLING, pack(begun)))
         self._fragments.keep_finals()
         self._progress[0] = self._rollout.lane.num_steps
         self._progress[UNDER_WAY] = self._rollout.under_way
@@ -92,17 +81,12 @@ class RolloutServer(EnvServer):
             self._busy[number] = busy
         self._progress[2] = self._fragments.place
         while self._poll.poll(0):
-            try:
-                asked = receive_frame(self._sock)
-            except (EOFError, OSError) as error:
-                raise LaneClosed from error
-            if asked.kind is FrameKind.CLOSE:
-                raise LaneClosed
+            asked = self._receive()
             if asked.kind is FrameKind.DRAIN:
                 raise Drained
             answer = self._do(asked)
             if answer:
-                self._sock.sendall(answer)
+                self._send(answer)
 
     def _set_up(self, setup: dict[str, Any]) -> bytes:
         assert self._env is not None
@@ -110,13 +94,13 @@ class RolloutServer(EnvServer):
         replica.begin(plan.digests)
         self._replica = replica
         env = self._env.env if isinstance(self._env, LaneVectorEnv) else self._env
-        site = LaneSite(env, is_ours=self._is_ours, is_shared=True, turn=self._phase.turn, deviations=self._deviations)
+        site = LaneSite(env, is_shared=True, turn=self._phase.turn, deviations=self._deviations)
         self._rollout = LaneRollout(
             site,
             plan,
             replica,
             between=self._between,
-            began=lambda: self._sock.sendall(frame(FrameKind.BEGUN)),
+            began=lambda: self._send(frame(FrameKind.BEGUN)),
             hide=self._hide,
             mark=self._progress[MARK].data,
         )
@@ -136,9 +120,9 @@ class RolloutServer(EnvServer):
         except Exception as refusal:
             return failure(refusal, is_refusal=True)
         if error is None:
-            self._send(fragment, report)
+            self._send_fragment(fragment, report)
             return b""
-        self._send(fragment, report | {"failure": described(error), "lost_steps": lost})
+        self._send_fragment(fragment, report | {"failure": described(error), "lost_steps": lost})
         self._rollout = None
         return b""
 
@@ -147,11 +131,11 @@ class RolloutServer(EnvServer):
             self._progress[0] = self._rollout.lane.num_steps
         super()._close_env()
 
-    def _send(self, fragment: Any, more: dict[str, Any]) -> None:
+    def _send_fragment(self, fragment: Any, more: dict[str, Any]) -> None:
         """Send a fragment, and what there is to say beside it."""
         index, fields = self._fragments.write(fragment)
         self._send_blocks()
-        self._sock.sendall(frame_with(FrameKind.FRAGMENT, self._deviations.packed(fields | more, "fragment"), index))
+        self._send(frame_with(FrameKind.FRAGMENT, self._deviations.packed(fields | more, "fragment"), index))
 
     def _hide(self) -> None:
         """Have no row of the fragment in the making rescued any more."""
@@ -161,7 +145,7 @@ class RolloutServer(EnvServer):
         """Let the other process see the blocks that there are."""
         blocks = self._fragments.blocks
         for index in range(self._blocks_sent, len(blocks)):
-            socket.send_fds(self._sock, [frame(FrameKind.NEW_BLOCK, index, blocks[index].size)], [blocks[index].fd])
+            socket.send_fds(self.sock, [frame(FrameKind.NEW_BLOCK, index, blocks[index].size)], [blocks[index].fd])
         self._blocks_sent = len(blocks)
 
 

@@ -216,7 +216,7 @@ class _OneVectorEnv:
     steps = 1
 
     def __init__(self, env: Any) -> None:
-        self._env = LaneVectorEnv(env, is_ours=False, deviations=Deviations(is_logged=False))
+        self._env = LaneVectorEnv(env, deviations=Deviations(is_logged=False))
         self._actions = _actions(env.action_space)
         self._env.reset(seeds_for(0, 0, env.num_envs))
         self.times: deque[float] = deque(maxlen=_TIMES)

@@ -1,6 +1,7 @@
 """A rollout as its users have it: a plain loop, an async one, or a node of a graph."""
 
 import abc
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ import anyio
 import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_flags, is_whole
-from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.closing import closing_on_error, noting_in
 from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
@@ -82,6 +83,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._state = "new"
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter("learner_pipeline")
+        self._notes_told = 0  # of the environments
         self._doctor = RolloutDoctor(stall, self._learner_meter, self.signs, self.snapshot, log_to.trace)
         self.log = RolloutLog(self, rounds.note, log_to)
 
@@ -155,7 +157,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._doctor.end()
         try:
             if self._drive is not None:
-                self._drive.close(kind, error, traceback)
+                with noting_in(error):
+                    self._drive.close(kind, error, traceback)
         finally:
             self._end(error_before)
 
@@ -344,6 +347,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             max_lag        were too old
             workers        were being made in workers and on hosts that were lost: nobody knows whether they were made;
                            of whole rollouts also what had been reported and not sent
+            set_aside      0, which is there once a lane was set aside: it was lost too many times in a row, gives no
+                           more, and what it would have given was never made
             dropped        an edge threw away that alone led on
             incomplete     belonged to episodes that had not ended when the rollout was left, with `complete_episodes`
 
@@ -393,6 +398,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             if not rounds.is_gathered or rounds.is_empty:
                 with raising_when_closed(lambda: self._state == "running"), HoldingBack():
                     rounds.gather(drive.next, drive.release)
+                self._warn_of_notes()
                 if rounds.is_empty:
                     return
             self._doctor.reader_gets(rounds.ready)
@@ -408,11 +414,19 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:
                 await rounds.gather_async(self._async_drive.next, self._credits.release)
+                self._warn_of_notes()
                 if rounds.is_empty:
                     return
             self._doctor.reader_gets(rounds.ready)
             self.log.rounds += 1
             yield
+
+    def _warn_of_notes(self) -> None:
+        """Warn of lanes that were set aside since the last round."""
+        notes = self.environments.report_notes[self._notes_told :]
+        self._notes_told += len(notes)
+        for note in notes:
+            warnings.warn(f"{note}; the others go on without it", RuntimeWarning, stacklevel=2)
 
     def _batches(self, complete_episodes: bool) -> Iterator[Batch]:
         """The batch of a round; none where all its fragments are too old, or have nothing to learn from."""

@@ -226,6 +226,10 @@ class Graph:
                 found |= {id(node): node for node in wholes or [self.nodes[each].node]}
         return list(found.values())
 
+    def report_notes(self) -> tuple[str, ...]:
+        """Sentences of rollflow's nodes for a report."""
+        return tuple(note for spec in self.nodes.values() for note in getattr(spec.node, "report_notes", ()))
+
     def harmless(self) -> frozenset[str]:
         """The nodes that hold no other back: every edge into them drops items, or comes from such a node."""
         into = {name: [edge for edge in self.edges if edge.target[0] == name] for name in self.nodes}

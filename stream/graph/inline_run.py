@@ -1,6 +1,7 @@
 """InlineRun: a graph that runs step by step, without an event loop."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
@@ -208,7 +209,8 @@ class InlineRun:
         """A report of the counts so far."""
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
         under_way = dict([self._chain.under_way])
-        return report_of(elapsed, [*self._meters.values(), self.caller], [], under_way=under_way)
+        report = report_of(elapsed, [*self._meters.values(), self.caller], [], under_way=under_way)
+        return replace(report, notes=self.graph.report_notes())
 
     def close(self) -> None:
         """Call every node's `close()`. A second call does nothing."""

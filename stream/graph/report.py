@@ -45,7 +45,8 @@ class Report:
     `bottleneck` names the busiest stage: with bounded channels it is the one that all others wait for. Nodes in
     `harmless` are no candidates: items that come too fast for them are dropped, and nobody waits. The reader of the
     outputs is a stage named `caller`, busy between two items. The `holders` are stages too, such as a trainer: their
-    items are waits, at a gate or in a sink, and they are busy while nodes can only wait for them.
+    items are waits, at a gate or in a sink, and they are busy while nodes can only wait for them. `notes` are sentences
+    of nodes on what they do without, such as lanes that were set aside.
     """
 
     elapsed_s: float
@@ -53,6 +54,7 @@ class Report:
     edges: tuple[EdgeReport, ...]
     harmless: frozenset[str] = frozenset()
     holders: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     @property
     def bottleneck(self) -> str | None:
@@ -92,6 +94,7 @@ class Report:
         elapsed_s     float: seconds counted
         bottleneck    text: name of the stage that holds the others back; None: all of them wait
         conclusion    text: the sentence under the table
+        notes         sentences of nodes; left out where there are none
         nodes         name -> `items`, an int; `busy_s`, `idle_s`, `blocked_s`, seconds; `busy`, `idle`, `blocked`,
                       the same as shares of the elapsed time, from 0 to 1
         edges         name -> `capacity`, `items`, `held`, `peak`, `dropped`, `blocked_count`, ints; `mean_held`, a
@@ -110,6 +113,7 @@ class Report:
             "conclusion": self._conclusion(),
             "nodes": nodes,
             "edges": edges,
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
     def __str__(self) -> str:
@@ -130,8 +134,7 @@ class Report:
                 f"{edge.peak:>8} {edge.full:>7.1%} {edge.dropped:>8,}"
                 for edge in self.edges
             ]
-        lines.append(self._conclusion())
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes, self._conclusion()])
 
     def _repr_html_(self) -> str:
         total = max(self.elapsed_s, 1e-9)
@@ -158,7 +161,7 @@ class Report:
         parts = [table(("node", "items", "busy", "idle", "blocked"), nodes)]
         if edges:
             parts.append(table(("edge", "items", "held", "mean", "peak", "full", "dropped"), edges))
-        return "".join([*parts, preformatted(self._conclusion())])
+        return "".join([*parts, preformatted("\n".join([*self.notes, self._conclusion()]))])
 
     def _conclusion(self) -> str:
         busiest = self._busiest

@@ -6,6 +6,7 @@ are cancelled.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,8 @@ class Run:
         channels = [channel.meter for channel in self.channels.values()]
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
         under_way = dict(chain.under_way for chain in self.chains)
-        return report_of(elapsed, nodes, channels, self.graph.harmless(), frozenset(holders), under_way)
+        report = report_of(elapsed, nodes, channels, self.graph.harmless(), frozenset(holders), under_way)
+        return replace(report, notes=self.graph.report_notes())
 
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now, and whether it is stalled. From any thread."""

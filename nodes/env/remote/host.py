@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Literal, Self
 
-from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.closing import close_all, closing_on_error, noting_in
 from rollflow.nodes.env.remote.host_drain import Drain
 from rollflow.nodes.env.remote.host_lane import ServedLane, check_alike
 from rollflow.nodes.env.remote.lane_work import LaneWork
@@ -161,7 +161,8 @@ class Host:
     def close(self) -> None:
         """Stop, end the threads, once they have done the step that they are at, and close the environments.
 
-        From any thread: waits until `connect` or `serve` has returned. Again does nothing.
+        From any thread: waits until `connect` or `serve` has returned. Again does nothing. Raises what closing the
+        environments raises.
         """
         self.stop()
         with self._serving:
@@ -169,14 +170,17 @@ class Host:
                 return
             self._is_closed = True
             self._dismissed()
-            self._work.close(self._limits.handshake_s, math.inf if self._drain is None else self._drain.left_s)
-            self._loop.close()
+            try:
+                self._work.close(self._limits.handshake_s, math.inf if self._drain is None else self._drain.left_s)
+            finally:
+                self._loop.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        with noting_in(error):
+            self.close()
 
     # Connections
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.closing import Closing, close_all, closing_on_error
 from rollflow.nodes.env.env_source import LaneMaker
 from rollflow.nodes.env.multi_agent.agent_environments import lane_makers
 from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
@@ -91,13 +91,17 @@ def end_lanes(threads: LaneThreads, lanes: Sequence[ServedLane], patience: Seque
     """End threads and close their environments, but for those of a lane that is at something for too long.
 
     patience    seconds for each lane
+
+    Raises what closing raises, once all are closed.
     """
     threads.end()
+    closings: list[Closing] = []
     for place, (lane, patience_s) in enumerate(zip(lanes, patience, strict=True)):
         if not threads.has_ended(place, min(_QUIET_S, patience_s)):
             logger.warning("lane %d is still at something: it is waited for, %.3g s at most", place, patience_s)
         if threads.has_ended(place, patience_s):
-            close_failed(lane.env)
+            closings.append((f"the environments of lane {place}", lane.env.close))
+    close_all(closings)
 
 
 class ServedEnvironments(abc.ABC):

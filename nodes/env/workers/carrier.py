@@ -1,6 +1,6 @@
 """Carriers: how a node that steps environments elsewhere talks with the place where they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
@@ -122,6 +122,11 @@ class Carried:
     def last_error(self) -> LastError | None:
         """Why a lane was lost, or late, last; None: none ever was. From any thread."""
         return self._supervisor.last_error
+
+    @property
+    def report_notes(self) -> Sequence[str]:
+        """Sentences about lanes that were set aside, and why. From any thread."""
+        return tuple(self._supervisor.set_aside_texts)
 
     @property
     def in_flight(self) -> int:

@@ -1,7 +1,7 @@
 """A worker process that steps the environments of some lanes: what runs in it.
 
-Each lane has a socket to the process that asks for steps, and a thread of its own where there are several. Actions are
-read from shared memory and what the environments answer is written to it; see `frames` for what goes over the socket.
+Each lane has a socket to the process that asks for steps; all lanes step in the main thread. Actions are read from
+shared memory and what the environments answer is written to it; see `frames` for what goes over the socket.
 """
 
 import socket
@@ -32,7 +32,7 @@ class EnvServer(LaneServer):
         self._blocks: dict[int, dict[str, Column]] = {}
 
     def _describe(self, maker: LaneMaker) -> bytes:
-        env, self._is_ours = self._env.env, maker.is_side_by_side
+        env = self._env.env
         return pack(described(env) | {"num_envs": env.num_envs, "takes_one_seed": takes_one_seed(env)})
 
     def _lay_out(self, fields: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
-from rollflow.nodes.env.workers.watch import DOING, PHASE_BYTES, Activity, ActivityFlag, ProgressMark, calls_of
+from rollflow.nodes.env.workers.watch import DOING, PHASE_BYTES, Activity, ActivityFlag, calls_of
+from rollflow.nodes.env.workers.worker_process import MOST_FDS, Received
 from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import EnvError, RunError
@@ -86,9 +87,6 @@ def _close(kept: deque[tuple[memoryview, int]]) -> None:
         _, fd = kept.popleft()
         if fd >= 0:
             os.close(fd)
-
-
-_MOST_FDS = 64  # that come with what is received at a time
 
 
 class LaneLink(abc.ABC):
@@ -164,7 +162,7 @@ class LaneLink(abc.ABC):
         return self.status.phase in (LanePhase.LOST, LanePhase.MAKING, LanePhase.MADE, LanePhase.RESETTING)
 
     @property
-    def progress(self) -> ProgressMark:
+    def progress(self) -> tuple[int, Activity]:
         """Count by which the worker shows that it gets on, and its activity."""
         is_stepped = self.status.phase in (LanePhase.READY, LanePhase.STEPPING)
         return self._activity.turns, self._activity.doing if is_stepped else Activity.RESET
@@ -186,6 +184,11 @@ class LaneLink(abc.ABC):
             calls=calls_of(self.lane, turns, activity) if phase is not LanePhase.RESETTING else 0,
             limit=None if activity is Activity.STEP else "reset",
         )
+
+    @property
+    def is_at_work(self) -> bool:
+        """True while a worker that has several lanes is at this one."""
+        return self._activity.is_at_work
 
     @property
     def thread(self) -> int:
@@ -224,6 +227,21 @@ class LaneLink(abc.ABC):
             self.sock = self._outbox = None
             self._activity = ActivityFlag()
 
+    def check_closed(self, left: Received) -> None:
+        """Raise EnvError where the worker told, before it ended, that it could not close the environments.
+
+        left    what it had sent and was not read
+        """
+        failures = []
+        for answer in self._reader.feed(*left):
+            if answer.kind is FrameKind.CLOSE_FAILED:
+                failures.append(raised_in_worker(unpack(answer.payload)))
+            answer.discard()
+        for raised in failures:
+            error = EnvError(f"lane {self.index}: its environments can't be closed: {raised.type}: {raised.text}")
+            raised.add_notes_to(error, self.index)
+            raise error
+
     def make(self) -> None:
         """Have the environments made."""
         flag = SharedBlock(PHASE_BYTES)
@@ -254,7 +272,7 @@ class LaneLink(abc.ABC):
         if self.sock is None:
             return None
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MOST_FDS)
+            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, MOST_FDS)
         except BlockingIOError:
             return []
         except OSError:

@@ -1,11 +1,12 @@
 """Server of a worker process: a socket for each of its lanes, frames over it, and environments behind it."""
 
 import abc
-import contextlib
 import fcntl
+import logging
 import os
 import pickle
 import select
+import selectors
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame_with, receive_frame
 from rollflow.nodes.env.workers.watch import ActivityFlag
 from rollflow.nodes.env.workers.worker_process import become_worker
@@ -24,29 +26,43 @@ from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.data.packing import pack, unpack
 
-_loading = threading.Lock()
+logger = logging.getLogger(__name__)
+
+
+class LaneClosed(BaseException):
+    """Raised where the other process wants no more of a lane, or has gone."""
 
 
 class LaneServer(abc.ABC):
-    """Serves one lane's socket until it is closed."""
+    """Serves one lane's socket until it is closed.
+
+    sock    also what the lane is registered by in a selector
+    """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        self.sock = sock
         self._phase = ActivityFlag()
         self._env: Any = None
+        self._has_failed = False  # since its environments were made
         self._seeds: Sequence[int] = ()
         self._deviations = Deviations(is_logged=False)
 
-    def serve(self) -> None:
-        """Answer frame after frame."""
+    def serve_next(self) -> bool:
+        """Answer the next frame; False: there are no more, and the environments are closed."""
+        is_served = False
         try:
-            while (asked := receive_frame(self._sock)).kind is not FrameKind.CLOSE:
-                self._answer(asked)
-        except (EOFError, OSError):
-            pass  # the other process has gone
+            self._answer(self._receive())
+            is_served = True
+        except LaneClosed:
+            pass
         finally:
-            self._close_env()
-            self._sock.close()
+            if not is_served:
+                self._close()
+        return is_served
+
+    def mark_work(self, *, is_begun: bool) -> None:
+        """Say, where others can see it, that a frame's work begins, or has ended."""
+        self._phase.set_at_work(is_begun)
 
     # Requests that each kind of environments has
 
@@ -86,9 +102,11 @@ class LaneServer(abc.ABC):
             self._seeds = fields["seeds"]
             self._lay_out(fields)
             return b""
-        self._close_env()
-        maker = _loaded(asked)
-        self._env = maker.lane_env(self._deviations)
+        failed, self._env = self._env, None
+        if failed is not None:
+            close_failed(failed)
+        maker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
+        self._env, self._has_failed = maker.lane_env(self._deviations), False
         self._phase.set_blended(not self._env.tell_resets(self._phase.turn))
         return frame_with(FrameKind.READY, self._describe(maker))
 
@@ -100,21 +118,44 @@ class LaneServer(abc.ABC):
         try:
             answer = self._do(asked)
         except Exception as error:
+            self._has_failed = True
             answer = failure(error)
         if answer:
-            self._sock.sendall(answer)
+            self._send(answer)
+
+    def _receive(self) -> Frame:
+        """The next frame. Raises LaneClosed where there are no more."""
+        try:
+            asked = receive_frame(self.sock)
+        except (EOFError, OSError) as error:
+            raise LaneClosed from error
+        if asked.kind is FrameKind.CLOSE:
+            raise LaneClosed
+        return asked
+
+    def _send(self, data: bytes) -> None:
+        """Send a frame. Raises LaneClosed where the other process has gone."""
+        try:
+            self.sock.sendall(data)
+        except OSError as error:
+            raise LaneClosed from error
+
+    def _close(self) -> None:
+        """Close the environments and the socket; tell the other process of what they raise."""
+        try:
+            self._close_env()
+        except Exception as error:
+            try:
+                self._send(frame_with(FrameKind.CLOSE_FAILED, pack(described(error))))
+            except LaneClosed:
+                logger.warning("environments can't be closed: %s: %s", type(error).__name__, error)
+        finally:
+            self.sock.close()
 
     def _close_env(self) -> None:
         env, self._env = self._env, None
         if env is not None:
-            with contextlib.suppress(Exception):  # it may be what has failed
-                env.close()
-
-
-def _loaded(asked: Frame) -> Any:
-    """Unpickle the block that came with a frame."""
-    with _loading:  # a module whose import fails in one thread is a KeyError in the others
-        return pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
+            (close_failed if self._has_failed else type(env).close)(env)
 
 
 def described(error: Exception) -> dict[str, Any]:
@@ -154,13 +195,29 @@ def end_with_parent(fd: int) -> None:
 
 
 def serve_all(life: int, servers: Sequence[LaneServer]) -> None:
-    """Serve all lanes, for as long as the pipe `life` is open."""
+    """Serve all lanes in this thread, for as long as the pipe `life` is open.
+
+    It is the process's main thread, which some environments want: asyncio, signals, OpenGL. Lanes take turns in it.
+    """
     become_worker("rollflow-worker")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
-    threads = [threading.Thread(target=server.serve) for server in servers[1:]]
-    for thread in threads:
-        thread.start()
-    servers[0].serve()
-    for thread in threads:
-        thread.join()
+    if len(servers) > 1:
+        _take_turns(servers)
+        return
+    while servers[0].serve_next():
+        pass
+
+
+def _take_turns(servers: Sequence[LaneServer]) -> None:
+    """Serve several lanes, a frame of each at a time, and mark the one that is at work."""
+    with selectors.DefaultSelector() as selector:
+        for server in servers:
+            selector.register(server.sock, selectors.EVENT_READ, server)
+        while selector.get_map():
+            for key, _ in selector.select():
+                served: LaneServer = key.data
+                served.mark_work(is_begun=True)
+                if not served.serve_next():
+                    selector.unregister(key.fileobj)
+                served.mark_work(is_begun=False)

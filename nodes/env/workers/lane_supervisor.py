@@ -120,6 +120,7 @@ class LaneSupervisor:
         deadlines      of the lanes that are waited for
         in_flight      lanes that are waited for, and whatever else is
         lost_steps     transitions that were under way when their lanes were lost
+        set_aside_texts    of every lane that was lost too many times in a row: a sentence that says so, and why
         is_draining    True once no more steps are asked for: then no lane begins anew
 
     Each loss in a row doubles the pause before the lane begins anew; vector steps of a whole fragment forgive them.
@@ -128,6 +129,7 @@ class LaneSupervisor:
     def __init__(self, limits: LaneLimits, progress: Callable[[int], ProgressMark], suffix: str = "") -> None:
         self.lanes: list[LaneStatus] = []
         self.in_flight = self.lost_steps = 0
+        self.set_aside_texts: list[str] = []
         self.is_draining = False
         self.limits = limits
         self._lost: dict[int, LaneStatus] = {}  # those that are LOST
@@ -197,6 +199,8 @@ class LaneSupervisor:
         self.deadlines.end(status.index)
         if status.failures > self.limits.max_failures:
             self.set_aside(status)
+            text = f"lane {status.index} is set aside, lost {status.failures} times in a row: {status.reason}"
+            self.set_aside_texts.append(text)
             return
         status.phase = LanePhase.LOST
         status.due = monotonic() + pause_s(status.failures, _LONGEST_DELAY_S)

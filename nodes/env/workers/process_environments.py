@@ -40,10 +40,12 @@ class ProcessEnvironments(Carried, Environments):
 
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""
-        super().close()
-        for lane in self.lanes:
-            if isinstance(lane.memory, LaneBlocks):
-                lane.memory.pool.close()
+        try:
+            super().close()
+        finally:
+            for lane in self.lanes:
+                if isinstance(lane.memory, LaneBlocks):
+                    lane.memory.pool.close()
 
     # What Environments does otherwise
 
@@ -79,10 +81,12 @@ class AgentProcesses(Carried, AgentEnvironments):
 
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""
-        super().close()
-        for link in self.carrier.links:
-            assert isinstance(link, AgentLink)
-            link.close()
+        try:
+            super().close()
+        finally:
+            for link in self.carrier.links:
+                assert isinstance(link, AgentLink)
+                link.close()
 
     # What AgentEnvironments does otherwise
 

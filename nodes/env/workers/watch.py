@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PHASE_BYTES = 24
+PHASE_BYTES = 32
 
 
 class Activity(Enum):
@@ -23,8 +23,9 @@ class Activity(Enum):
 class ActivityFlag:
     """Says whether a lane's environments are being reset; told by whoever steps them, also from another process.
 
-    memory    i64[3], all 0 at first: how often a reset within a step has begun or ended; whether none can be told from
-              the step; the thread that steps. None: memory of this process alone
+    memory    i64[4], all 0 at first: how often a reset within a step has begun or ended; whether none can be told from
+              the step; the thread that steps; of lanes that take turns in a thread, whether it is this one's turn.
+              None: memory of this process alone
     """
 
     def __init__(self, memory: NDArray[np.int64] | None = None) -> None:
@@ -41,6 +42,15 @@ class ActivityFlag:
     def set_thread(self, native_id: int) -> None:
         """Say which thread of its process steps them."""
         self._memory[2] = native_id
+
+    def set_at_work(self, is_at_work: bool) -> None:
+        """Say whether a thread that serves several lanes is at this one."""
+        self._memory[3] = is_at_work
+
+    @property
+    def is_at_work(self) -> bool:
+        """True while a thread that serves several lanes is at this one."""
+        return bool(self._memory[3])
 
     @property
     def thread(self) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from rollflow.nodes.closing import close_all
 from rollflow.nodes.env.env_source import sizes_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.carrier import L
@@ -17,7 +18,7 @@ from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink, raised_in_worker, refusal
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneStatus, LaneSupervisor
 from rollflow.nodes.env.workers.watch import ProgressMark
-from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_all
+from rollflow.nodes.env.workers.worker_process import Received, WorkerProcess, core_count, end_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.doctor.stacks import Frame as StackFrame
@@ -33,7 +34,8 @@ class WorkerCarrier:
         node       that the lanes are of
         program    module that a worker runs
         link_of    makes the link to a lane's worker, of the lane's status, what makes its environments, and the node
-        workers    processes; several lanes in one have a thread each. None: one for each core, but no more than lanes
+        workers    processes; several lanes in one take turns in its main thread. None: one for each core, but no more
+                   than lanes
         limits     patience with lanes
 
         supervisor    state of the lanes
@@ -54,7 +56,8 @@ class WorkerCarrier:
         limits: LaneLimits,
     ) -> None:
         self.links: list[LaneLink] = []
-        self.supervisor = LaneSupervisor(limits, partial(_progress_of, self.links))
+        self._others: list[list[LaneLink]] = []  # of every lane: the other lanes of its worker
+        self.supervisor = LaneSupervisor(limits, partial(_progress_of, self.links, self._others))
         self._node, self._program, self._link_of = node, program, link_of
         self._asked_workers = workers
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
@@ -77,6 +80,8 @@ class WorkerCarrier:
         count = min(self._asked_workers or core_count(), len(makers))
         for size in sizes_of(len(makers), count):
             self._first_of += [len(self._first_of)] * size
+        for link in self.links:
+            self._others.append([each for each in self._links_of(self._first_of[link.index]) if each is not link])
         for first in sorted(set(self._first_of)):
             self._start_process(first)
         return [self._first_answer(link) for link in self.links]
@@ -163,8 +168,9 @@ class WorkerCarrier:
         """What the worker of every lane that is waited for is at right now. From any thread."""
         places = {first: place for place, first in enumerate(sorted(set(self._first_of)))}
         for link in list(self.links):
-            if not link.status.is_waited:
-                continue
+            at_work = _at_work(link, self._others)
+            if not link.status.is_waited or (at_work is not link and at_work.status.is_waited):
+                continue  # the worker is at another of its lanes
             first, doing = self._first_of[link.index], link.doing
             worker, began = self._workers.get(first), self.supervisor.deadlines.began.get(link.index)
             text, remedy, pid = doing.doing, "", "no process"
@@ -184,10 +190,18 @@ class WorkerCarrier:
             )
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes. Raises EnvError where environments could not be closed there."""
+        sockets = [(link, link.sock) for link in self.links if link.sock is not None]
         for link in self.links:
             link.disconnect(self._selector)
-        self._ending()
+        if self._ending.detach() is None:
+            return
+        left = _end(self._workers, self._selector, is_read=True)
+        close_all(
+            (f"the environments of lane {link.index}", partial(link.check_closed, left[sock]))
+            for link, sock in sockets
+            if sock in left
+        )
 
     # Answers
 
@@ -270,6 +284,7 @@ class WorkerCarrier:
 
     def _late(self, link: LaneLink, text: str) -> dict[int, str]:
         """Why the process of a lane that is late is given up, for every lane in it."""
+        link = _at_work(link, self._others)
         first, reason = self._first_of[link.index], link.late_with(text)
         lanes = [each.index for each in self._links_of(first) if each.status.phase is not LanePhase.ASIDE]
         worker = self._workers[first]
@@ -287,7 +302,7 @@ class WorkerCarrier:
         if self.supervisor.is_draining:
             logger.warning("lane %d is lost while the rollout is drained: %s%s", link.index, reason, traceback)
         elif status.phase is LanePhase.ASIDE:
-            logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, status.failures, reason)
+            logger.error("%s", self.supervisor.set_aside_texts[-1])
         else:
             again = max(0.0, status.due - monotonic())
             logger.warning("lane %d is lost and made again in %.1f s: %s%s", link.index, again, reason, traceback)
@@ -351,8 +366,20 @@ class WorkerCarrier:
                 return description
 
 
-def _progress_of(links: Sequence[LaneLink], lane: int) -> ProgressMark:
-    return links[lane].progress
+def _at_work(link: LaneLink, others: Sequence[Sequence[LaneLink]]) -> LaneLink:
+    """The lane that a lane's worker is at, where that is another one, else the lane itself."""
+    mates = others[link.index]
+    return next((each for each in mates if each.is_at_work), link) if mates and not link.is_at_work else link
+
+
+def _progress_of(links: Sequence[LaneLink], others: Sequence[Sequence[LaneLink]], lane: int) -> ProgressMark:
+    """A lane's progress; while its worker is at another lane that of the other: the time of its own is yet to begin."""
+    link = links[lane]
+    if not others[lane]:
+        return link.progress
+    link = _at_work(link, others)
+    turns, activity = link.progress
+    return turns * len(links) + link.index, activity  # which says as well whose it is
 
 
 def _stack_of(worker: WorkerProcess | None, thread: int) -> tuple[StackFrame, ...]:
@@ -362,10 +389,13 @@ def _stack_of(worker: WorkerProcess | None, thread: int) -> tuple[StackFrame, ..
     return worker.stack_of(thread)
 
 
-def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:
+def _end(
+    workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector, *, is_read: bool = False
+) -> dict[Any, Received]:
     alive = [worker for worker in workers.values() if worker is not None]
-    end_all(alive, frame(FrameKind.CLOSE))
+    left = end_all(alive, frame(FrameKind.CLOSE), is_read=is_read)
     selector.close()
+    return left
 
 
 def _can_be_read(link: LaneLink, worker: WorkerProcess, timeout: float | None) -> bool:

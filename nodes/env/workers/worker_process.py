@@ -1,6 +1,7 @@
 """A worker process, seen from the one that started it."""
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -19,7 +20,10 @@ from rollflow.stream.data.errors import RunError
 from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, is_stopped, thread_dump, worker_dump_file
 from rollflow.stream.doctor.stacks import Frame, stack_in_dump
 
+logger = logging.getLogger(__name__)
+
 CLOSE_TIMEOUT_S = 5.0
+MOST_FDS = 64  # that come with what is received at a time
 _PROGRAM = """
 life, stacks, *fds = descriptors
 import faulthandler
@@ -183,8 +187,17 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def end_all(workers: Sequence[WorkerProcess], last_words: bytes) -> None:
-    """Have every process end: say so on its sockets, wait for a while, and kill those that have not heard."""
+Received = tuple[bytes, list[int]]  # bytes, and descriptors that came with them
+
+
+def end_all(
+    workers: Sequence[WorkerProcess], last_words: bytes, *, is_read: bool = False
+) -> dict[socket.socket, Received]:
+    """Have every process end: say so on its sockets, wait for a while, and kill those that have not heard.
+
+    is_read    whether what processes had sent until their end is read: it is returned by their sockets
+    """
+    left: dict[socket.socket, Received] = {}
     ours = [worker for worker in workers if worker.is_ours]
     for worker in ours:
         for sock in worker.sockets:
@@ -194,8 +207,30 @@ def end_all(workers: Sequence[WorkerProcess], last_words: bytes) -> None:
                 sock.shutdown(socket.SHUT_WR)
     until = monotonic() + CLOSE_TIMEOUT_S
     for worker in ours:
-        worker.has_ended(max(0.0, until - monotonic()))
+        if not worker.has_ended(max(0.0, until - monotonic())):
+            logger.warning(
+                "worker process %d has not ended within %g s and is killed: its environments are not closed",
+                worker.pid,
+                CLOSE_TIMEOUT_S,
+            )
+        if is_read:
+            left |= {sock: _left_in(sock) for sock in worker.sockets}
         worker.kill()
+    return left
+
+
+def _left_in(sock: socket.socket) -> Received:
+    """What has come over a socket and was not read."""
+    data, fds = bytearray(), list[int]()
+    with contextlib.suppress(OSError):  # closed, or its other end is open still
+        sock.setblocking(False)
+        while True:
+            more, with_it, _, _ = socket.recv_fds(sock, 1 << 18, MOST_FDS)
+            if not more:
+                break
+            data += more
+            fds += with_it
+    return bytes(data), fds
 
 
 def _pidfd_of(pid: int) -> int:

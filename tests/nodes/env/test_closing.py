@@ -1,5 +1,7 @@
 """Environments are closed when a rollout can't be made, and all of them, also where one raises in doing so."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -110,6 +112,70 @@ def test_all_environments_are_closed_where_some_raise(kind: Any, made: Any, lane
     assert all(env.closed for env in envs)
     assert any("environment 2 is stuck" in note for note in caught.value.__notes__)
     rollout.environments.close()  # nothing is closed twice
+
+
+class Leaves(NumberedEnv):
+    """Leaves a file when it is closed; that of slot 0 can't be closed."""
+
+    def __init__(self, slot: int, folder: Path) -> None:
+        super().__init__(slot)
+        self.folder = folder
+
+    def close(self) -> None:
+        (self.folder / str(self.slot)).touch()
+        if self.slot == 0:
+            raise OSError("no space left for the recording")
+
+
+class LeavingAgents(NumberedAgents):
+    def __init__(self, slot: int, folder: Path) -> None:
+        super().__init__(slot, nested=0)
+        self.folder = folder
+
+    close = Leaves.close
+
+
+CLOSED_THERE: Any = pytest.mark.parametrize(("kind", "env"), [(Rollout, Leaves), (MultiAgentRollout, LeavingAgents)])
+
+
+@CLOSED_THERE
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_an_environment_that_can_not_be_closed_is_told_of_in_every_place(
+    kind: Any, env: Any, where: Any, tmp_path: Path
+) -> None:
+    makers = [partial(env, slot, tmp_path) for slot in range(4)]
+    options: Any = {"lanes": 2, "where": where, "module": RandomModule, "fragment_length": 2, "seed": 0}
+    if where in ("processes", "rollouts"):
+        options["workers"] = 1
+    with pytest.raises((OSError, EnvError), match="no space left for the recording") as caught:
+        with kind(makers, **options) as rollout:
+            next(iter(rollout.fragments()))
+    told = [str(caught.value), *caught.value.__notes__]
+    assert any("lane 0" in each for each in told)
+    assert {each.name for each in tmp_path.iterdir()} == {"0", "1", "2", "3"}
+
+
+@CLOSED_THERE
+@pytest.mark.parametrize("where", ["inline", "processes"])
+def test_what_closing_raises_goes_into_the_notes_of_what_ended_the_block(
+    kind: Any, env: Any, where: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        with kind(partial(env, 0, tmp_path), where=where, module=RandomModule, seed=0):
+            failing()
+    assert any("no space left for the recording" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("host", [EnvHost, RolloutHost])
+@pytest.mark.parametrize("env", [Leaves, LeavingAgents])
+def test_a_host_tells_of_environments_that_can_not_be_closed(host: Any, env: Any, tmp_path: Path) -> None:
+    makers = [partial(env, slot, tmp_path) for slot in range(4)]
+    with pytest.raises(OSError, match="no space left for the recording"), host(makers, lanes=2):
+        pass
+    assert {each.name for each in tmp_path.iterdir()} == {"0", "1", "2", "3"}
+    with pytest.raises(ZeroDivisionError) as caught, host(makers, lanes=2):
+        failing()
+    assert any("no space left for the recording" in note for note in caught.value.__notes__)
 
 
 @KINDS

@@ -102,9 +102,15 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
 ) -> None:
     makers = [partial(Doomed, slot, tmp_path, "raise", 3, 100 * (slot == 1)) for slot in range(3)]
     options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 4, "seed": 0}
+    told = "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke"
     with Rollout(makers, where="processes", lanes=3, workers=2, **options) as rollout:
-        fragments = list(rollout.fragments())
+        with pytest.warns(RuntimeWarning, match=told):
+            fragments = list(rollout.fragments())
         assert rollout.environments.lanes_at_work == {0, 2}
+        report = rollout.report()
+    assert rollout.lost["set_aside"] == 0
+    assert report.as_dict()["notes"] == [told]
+    assert told in str(report)
     assert [fragment.sequence for fragment in fragments if fragment.lane == 0] == [0, 1, 2, 3]
     assert [fragment.sequence for fragment in fragments if fragment.lane == 2] == [0, 1, 2, 3]
     [cut_short] = [fragment for fragment in fragments if fragment.lane == 1]

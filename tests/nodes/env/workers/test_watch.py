@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numbered_env import NumberedEnv
 
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import LaneVectorEnv, nothing
+from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, nothing
 from rollflow.nodes.env.workers import watch
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressWatch
 
@@ -101,8 +101,8 @@ def test_a_reset_within_a_step_is_told_of_and_its_end_as_well(is_ours: bool) -> 
     phase = ActivityFlag()
     env = Tells(phase)
     mode = AutoresetMode.SAME_STEP if is_ours else AutoresetMode.DISABLED
-    envs = SyncVectorEnv([lambda: env], autoreset_mode=mode)
-    lane_env = LaneVectorEnv(envs, is_ours=is_ours, deviations=Deviations())
+    envs = (SideBySide if is_ours else SyncVectorEnv)([lambda: env], autoreset_mode=mode)
+    lane_env = LaneVectorEnv(envs, deviations=Deviations())
     assert lane_env.tell_resets(phase.turn)
     envs.reset()
     actions = np.zeros(1, np.int64)
@@ -118,4 +118,4 @@ def test_a_reset_within_a_step_is_told_of_and_its_end_as_well(is_ours: bool) -> 
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
 def test_vectorized_environments_reset_where_nobody_can_tell(mode: AutoresetMode) -> None:
     for envs in SyncVectorEnv([lambda: NumberedEnv(0)], autoreset_mode=mode), gym.make_vec("CartPole-v1", num_envs=2):
-        assert not LaneVectorEnv(envs, is_ours=False, deviations=Deviations()).tell_resets(nothing)
+        assert not LaneVectorEnv(envs, deviations=Deviations()).tell_resets(nothing)

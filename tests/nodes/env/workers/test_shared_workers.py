@@ -1,0 +1,99 @@
+"""Lanes that share a worker process: they take turns in its main thread, and none is late for another's turn."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
+from rollflow.nodes.env.workers.lane_link import LaneLink
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+from rollflow.nodes.env.workers.watch import Activity, ActivityFlag
+from rollflow.nodes.env.workers.worker_carrier import _progress_of
+
+BOX = gym.spaces.Box(-1, 1, (1,))
+
+
+def seen() -> Any:
+    assert threading.current_thread() is threading.main_thread()
+    return np.zeros(1, np.float32)
+
+
+class MainThreadEnv(gym.Env[Any, Any]):
+    """Raises outside of the main thread, wherever it is called."""
+
+    observation_space, action_space = BOX, gym.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        seen()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return seen(), {}
+
+    def step(self, action: Any) -> Any:
+        return seen(), 0.0, False, False, {}
+
+    def close(self) -> None:
+        seen()
+
+
+class MainThreadAgents(MultiAgentEnv):
+    """The same with an agent."""
+
+    def __init__(self) -> None:
+        seen()
+        self.possible_agents = ["a"]
+        self.observation_spaces, self.action_spaces = {"a": BOX}, {"a": gym.spaces.Discrete(2)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return {"a": seen()}, {}
+
+    def step(self, action_dict: Any) -> Any:
+        return {"a": seen()}, {"a": 0.0}, {"__all__": False}, {"__all__": False}, {}
+
+    def close(self) -> None:
+        seen()
+
+
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+@pytest.mark.parametrize(("kind", "env"), [(Rollout, MainThreadEnv), (MultiAgentRollout, MainThreadAgents)])
+def test_all_lanes_of_a_worker_step_in_its_main_thread(kind: Any, env: Any, where: Any) -> None:
+    options: Any = {"module": RandomModule, "fragment_length": 5, "num_fragments": 2, "seed": 0}
+    with kind(env, num_envs=6, lanes=3, where=where, workers=1, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert sorted((fragment.lane, fragment.sequence, fragment.num_steps) for fragment in fragments) == [
+        (lane, sequence, 10) for lane in range(3) for sequence in range(2)
+    ]
+    assert rollout.lost == {}
+
+
+class Link(LaneLink):
+    """The link to a lane of which the activity alone matters."""
+
+    def __init__(self, index: int, phase: LanePhase) -> None:
+        self.status, self.index = LaneStatus(index, phase), index
+        self._activity = ActivityFlag()
+
+    @property
+    def flag(self) -> ActivityFlag:
+        return self._activity
+
+    def _reset(self) -> None: ...
+    def step(self) -> None: ...
+    def take(self, answer: Any) -> bool:
+        return False
+
+
+def test_a_lane_that_waits_for_its_turn_has_the_time_of_the_lane_that_has_it() -> None:
+    links = [Link(0, LanePhase.RESETTING), Link(1, LanePhase.STEPPING)]
+    progress = partial(_progress_of, links, [[links[1]], [links[0]]])
+    assert progress(1) == (1, Activity.STEP)
+    links[0].flag.set_at_work(True)
+    waits = progress(1)
+    assert waits == progress(0) == (0, Activity.RESET)
+    links[0].flag.set_at_work(False)
+    links[1].flag.set_at_work(True)
+    assert progress(1) == (1, Activity.STEP) != waits  # its own time begins now
