@@ -10,7 +10,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers, with_kwargs
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource, agent_makers
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, first_made, with_first
 from rollflow.nodes.env.remote.host import Host
@@ -52,6 +52,7 @@ class RolloutHost(Host):
     """Environments, connectors and copies of modules: whole rollouts for a rollout over `RemoteRollouts`.
 
         env, num_envs, lanes        as for `Rollout`, or for `MultiAgentRollout`; every lane has a thread of its own
+        env_kwargs                  as for `Rollout`
         autoreset_mode              as for `Rollout`; not for environments with several agents
         module                      as for the rollout: the same as there, for weights come from there. None: default
                                     modules, of the rollout's configuration
@@ -80,6 +81,7 @@ class RolloutHost(Host):
         self,
         env: EnvSource | AgentEnvSource,
         *,
+        env_kwargs: Mapping[str, Any] | None = None,
         num_envs: int | None = None,
         lanes: int | None = None,
         autoreset_mode: Autoreset = None,
@@ -96,6 +98,8 @@ class RolloutHost(Host):
         limits: Limits | None = None,
     ) -> None:
         self._module, self._device = module, device
+        metadata = {"env": env} if isinstance(env, str) else {}
+        env = with_kwargs(env, env_kwargs)
         self._compiled = compile_options(compile_forward)
         self._connectors = {
             "env_to_module_connector": env_to_module_connector,
@@ -119,7 +123,6 @@ class RolloutHost(Host):
         self._files: dict[str | None, WeightsFile] = {}  # by modules: weights that others of this machine may read
         self._reported: dict[int, LaneProgress] = {}
         self._reported_at = 0.0
-        metadata = {"env": env} if isinstance(env, str) else {}
         super().__init__(self._lanes, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)
 
     # For `Host`

@@ -1,26 +1,35 @@
 """Evaluation of a policy: whole episodes in environments of its own, their returns and lengths."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count
+from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.env.env_source import lane_makers
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
 from rollflow.stream.graph.seeding import env_seed_for
 
 _RESAMPLES, _TAILS = 2000, (2.5, 97.5)  # per cent
 
-EnvMaker = str | Callable[[], gym.Env[Any, Any]]
+EnvMaker = str | EnvSpec | Callable[[], gym.Env[Any, Any] | VectorEnv[Any, Any, Any]]
 
 
-def name_of_env(env: Any) -> str:
-    """The name of environments, as they were given."""
-    return env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
+def name_of_env(env: Any, env_kwargs: Mapping[str, Any] | None = None) -> str:
+    """The name of environments, as they were given, with the keywords that they are made with."""
+    name = env.id if isinstance(env, EnvSpec) else env
+    name = name if isinstance(name, str) else getattr(env, "__qualname__", type(env).__name__)
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in env_kwargs.items())})" if env_kwargs else name
 
 
 def env_to_evaluate(asked: Any, given: Any, *, may_be_id: bool) -> Any:
@@ -31,7 +40,7 @@ def env_to_evaluate(asked: Any, given: Any, *, may_be_id: bool) -> Any:
     Raises PolicyError for what makes no environments one by one.
     """
     made = given if asked is None else asked
-    if not callable(made) and not (may_be_id and isinstance(made, str)):
+    if not callable(made) and not (may_be_id and isinstance(made, str | EnvSpec)):
         whose = "the rollout was given" if asked is None else "env is"
         kinds = "an id, or a function that makes one" if may_be_id else "a function that makes an environment"
         raise PolicyError(f"{whose} {name_of_env(made)}, expected env: {kinds}")
@@ -93,22 +102,32 @@ class Evaluation:
 def evaluated(policy: Evaluated, env: EnvMaker, *, episodes: int, num_envs: int, seed: int) -> Evaluation:
     """Play so many episodes, each with a seed of its own, in environments that step side by side.
 
-    All episodes that begin are counted, so that short ones have no more weight than long ones.
+    Which episodes count is known before they begin, so that short ones have no more weight than long ones. An id whose
+    plain form has other spaces than the policy is made in its vectorized form, as a rollout makes it; slots of vector
+    environments have a seed for their first episode, and go on with their generators.
     """
     for name, count in (("episodes", episodes), ("num_envs", num_envs)):
         try:
             checked_count(name, count, 1)
         except ValueError as error:
             raise PolicyError(str(error)) from None
-    envs: list[gym.Env[Any, Any]] = []
-    try:
-        for _ in range(min(num_envs, episodes)):
-            envs.append(_made(env))
-            check_spaces(policy, envs[-1].observation_space, envs[-1].action_space, str(envs[-1]))
-        return _played(policy, envs, episodes, seed)
-    finally:
-        for each in envs:
-            each.close()
+    envs: list[gym.Env[Any, Any] | VectorEnv[Any, Any, Any]] = [_made(env, policy, min(num_envs, episodes))]
+
+    def close() -> None:
+        close_all((f"environment {place}", each.close) for place, each in enumerate(envs))
+
+    with closing_on_error(close):
+        first = envs[0]
+        if isinstance(first, VectorEnv):
+            check_spaces(policy, first.single_observation_space, first.single_action_space, str(first))
+            found = _played_together(policy, first, episodes, seed)
+        else:
+            check_spaces(policy, first.observation_space, first.action_space, str(first))
+            while len(envs) < min(num_envs, episodes):
+                envs.append(_made(env, policy, 1))
+            found = _played(policy, envs, episodes, seed)
+    close()
+    return found
 
 
 @dataclass(slots=True)
@@ -122,7 +141,7 @@ class _Seat:
     reward: float = 0.0
 
 
-def _played(policy: Evaluated, envs: Sequence[gym.Env[Any, Any]], episodes: int, seed: int) -> Evaluation:
+def _played(policy: Evaluated, envs: Sequence[Any], episodes: int, seed: int) -> Evaluation:
     returns, lengths = np.zeros(episodes), np.zeros(episodes, np.int64)
     waiting = iter(range(episodes))
     seats = [seat for place, env in enumerate(envs) if _begins(seat := _Seat(env, place), waiting, seed)]
@@ -155,11 +174,50 @@ def _begins(seat: _Seat, waiting: Any, seed: int) -> bool:
     return True
 
 
-def _made(env: EnvMaker) -> gym.Env[Any, Any]:
-    made = gym.make(env) if isinstance(env, str) else env() if callable(env) else env
-    if not isinstance(made, gym.Env):
-        raise PolicyError(f"env gives {shown(made)}, expected an id, or a function that makes a gymnasium environment")
-    return made
+def _played_together(policy: Evaluated, env: VectorEnv[Any, Any, Any], episodes: int, seed: int) -> Evaluation:
+    """Play in the slots of a vector environment: slot i of N plays the episodes i, i + N, i + 2 N, …"""
+    slots, resets_next_step = env.num_envs, autoreset_mode(env) is AutoresetMode.NEXT_STEP
+    lane = LaneVectorEnv(env, deviations=Deviations())
+    returns, lengths = np.zeros(episodes), np.zeros(episodes, np.int64)
+    playing, rewards = np.arange(slots), np.zeros(slots, np.float32)
+    resetting = np.zeros(slots, np.bool_)  # in the next step, which is part of no episode
+    observations, _ = lane.reset([env_seed_for(seed, "evaluation", slot) for slot in range(slots)])
+    while playing.min() < episodes:
+        actions = policy.act_batch(map_tree(np.array, observations), rewards, list(range(slots)))
+        stepped = Stepped(*lane.step(actions))
+        observations = stepped.observations
+        rewards = np.where(resetting, 0, stepped.rewards).astype(np.float32)
+        counted = (playing < episodes) & ~resetting
+        returns[playing[counted]] += np.asarray(stepped.rewards, np.float64)[counted]
+        lengths[playing[counted]] += 1
+        ended = np.logical_or(stepped.terminateds, stepped.truncateds) & ~resetting
+        begun, resetting = (resetting, ended) if resets_next_step else (ended, resetting)
+        playing[ended] += slots
+        rewards[begun] = 0
+        for slot in np.flatnonzero(begun).tolist():
+            policy.reset(slot)
+    return Evaluation(returns, lengths)
+
+
+def _made(env: EnvMaker, policy: Evaluated, slots: int) -> gym.Env[Any, Any] | VectorEnv[Any, Any, Any]:
+    """One environment; of an id whose plain form is not there, or has other spaces, so many in its vectorized form."""
+    if not isinstance(env, str | EnvSpec):
+        made = env() if callable(env) else env
+        if not isinstance(made, gym.Env | VectorEnv):
+            raise PolicyError(
+                f"env gives {shown(made)}, expected an id, or a function that makes a gymnasium environment"
+            )
+        return made
+    spec = lane_makers(env, 1, 1)[0].spec
+    assert spec is not None
+    if spec.vector_entry_point is None:
+        return gym.make(env)
+    with suppress(Exception):  # it may not be there, or not take the vectorized form's keywords
+        plain: gym.Env[Any, Any] = gym.make(env)
+        if (plain.observation_space, plain.action_space) == (policy.observation_space, policy.action_space):
+            return plain
+        plain.close()
+    return lane_makers(env, slots, 1)[0].make()
 
 
 def check_spaces(policy: Any, observation_space: Any, action_space: Any, where: str, whose: str = "the policy") -> None:

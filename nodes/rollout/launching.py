@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from gymnasium.envs.registration import EnvSpec
+
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.launch.import_path import import_path
 from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import EnvError, ModuleError
 
 # Argument of a rollout -> option of a host.
 _OPTIONS = {
@@ -44,6 +46,11 @@ def with_hosts(
 
 def _command(env: Any, envs: EnvOptions, forward: ForwardOptions, module: Any, makers: Mapping[str, Any]) -> list[str]:
     """The command of a host, but for the address that it dials."""
+    if isinstance(env, EnvSpec):
+        raise EnvError(
+            f"env_kwargs of '{env.id}' can't be given to hosts that are started; expected env: a function of a module, "
+            "which makes the environment with them"
+        ).see("started hosts")
     command = ["rollflow", "rollout-host", "--env", env if isinstance(env, str) else import_path(env, "env")]
     numbers = {"--num-envs": envs.num_envs, "--lanes": envs.lanes, "--device": forward.device}
     if isinstance(forward.compiled, Mapping):

@@ -10,7 +10,7 @@ import gymnasium as gym
 from rollflow.nodes.argument_checks import check_flags, seeds_of
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
-from rollflow.nodes.env.env_source import Autoreset, EnvSource
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.logs.log_options import Log, LogOptions
@@ -51,6 +51,7 @@ class Rollout(RolloutLoop[Fragment]):
     Environments
     env                                An id, a callable or a list of them, or vector environments: see `Environments`.
                                        `RemoteEnvs` or `RemoteRollouts` for those on other hosts, which are waited for
+    env_kwargs               None      Keywords for `gymnasium.make`, where `env` is an id
     num_envs                 None      Slots in all; None: taken from `env`, or one
     lanes                    None      Groups of slots that step on their own; None: as many as suit the place
     where                    "inline"  Where environments step:
@@ -133,6 +134,7 @@ class Rollout(RolloutLoop[Fragment]):
         metrics                          the `MetricsLogger` that pieces log into
         returns                          `mean` and `count` of the last episodes' returns: see `EpisodeReturns`
         environments, lag                the node that steps them; the `LagBound`
+        env_kwargs                       keywords that an id's environments are made with
         seed, placement                  the seed in use; why it goes where it goes, with `where="auto"`
         stall                            the rules of the stall doctor, of `stall_after` and `on_stall`
         log                              logs one's own values, `log("train/loss", loss)`; `dropped_rows`
@@ -153,6 +155,7 @@ class Rollout(RolloutLoop[Fragment]):
         self,
         env: EnvSource | RemoteHosts,
         *,
+        env_kwargs: Mapping[str, Any] | None = None,
         module: Any = None,
         model_config: Any = None,
         num_envs: int | None = None,
@@ -190,6 +193,8 @@ class Rollout(RolloutLoop[Fragment]):
         debug: bool = False,
     ) -> None:
         check_flags(explore=explore, debug=debug)
+        self.env_kwargs = dict(env_kwargs or {})
+        env = with_kwargs(env, env_kwargs)
         self.seed, slot_seeds = seeds_of(seed)
         envs = EnvOptions(
             num_envs=num_envs,
@@ -333,7 +338,11 @@ class Rollout(RolloutLoop[Fragment]):
             **options,
         )
         made.publish(weights)
-        made.trained_on = {"environment": name_of_env(self._env), "policy_version": version, "steps": self.num_steps}
+        made.trained_on = {
+            "environment": name_of_env(self._env, self.env_kwargs),
+            "policy_version": version,
+            "steps": self.num_steps,
+        }
         made.trained_on[VECTOR_STEPS] = self.environments.vector_steps
         return made
 

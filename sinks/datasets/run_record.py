@@ -39,11 +39,13 @@ def checked_rollout(rollout: Any) -> AnyRollout | None:
 
 
 def _described(rollout: AnyRollout) -> dict[str, Any]:
-    """Id of the environment where it is known here, seed, and names of the classes of the modules and the pieces."""
+    """Id of the environment if it is known, its keywords, seed, and names of the classes of modules and pieces."""
     env = rollout.environments.envs[0]
     spec = getattr(env, "spec", None) or getattr(next(iter(getattr(env, "envs", ())), None), "spec", None)
     described = {"env": None if spec is None else spec.id, "seed": rollout.seed}
     if isinstance(rollout, Rollout):
+        if rollout.env_kwargs:
+            described["env_kwargs"] = {name: _plain(value) for name, value in rollout.env_kwargs.items()}
         return described | {
             "module": _name_of(rollout.module),
             "env_to_module": _pieces_of(rollout.env_to_module),
@@ -54,6 +56,10 @@ def _described(rollout: AnyRollout) -> dict[str, Any]:
         "env_to_module": [_pieces_of(each) for each in rollout.env_to_module],
         "module_to_env": [_pieces_of(each) for each in rollout.module_to_env],
     }
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 def _pieces_of(pipeline: ConnectorPipelineV2) -> list[str]:

@@ -15,6 +15,7 @@ SEE = "see docs/"  # begins a line that names a page
 
 HELP_PAGES = {
     "environment": "how_to/environments.md#what-env-may-be",
+    "autoreset": "how_to/environments.md#vector-environments",
     "spaces": "how_to/environments.md#spaces",
     "flags": "how_to/environments.md#what-step-gives",
     "module": "how_to/modules.md#outputs",

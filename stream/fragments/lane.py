@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
@@ -381,6 +381,14 @@ class Lane(LaneRows):
                 self.fragment.columns[name].tree[row, ends] = False
             done[ends] = False
         slots = dead.nonzero()[0]
+        rewards = self.fragment.columns[Columns.REWARDS].tree[row, slots]
+        if np.count_nonzero(rewards):
+            place = int(rewards.nonzero()[0][0])
+            raise EnvError(
+                f"slot {slots[place]} gave a reward of {rewards[place]:g} in the step after the end of its episode, "
+                "which under NEXT_STEP autoreset is a mere reset, with a reward of 0: its environment resets in the "
+                "step that ends an episode; expected the mode SAME_STEP, with last observations in infos['final_obs']"
+            ).see("autoreset")
         self.num_steps -= len(slots)
         self.episode_start[slots] = row + 1
         self.episode_number += dead

@@ -1,11 +1,11 @@
 """`EnvHost`: environments on this host, for a rollout on another."""
 
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers, with_kwargs
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource
 from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.env.multi_agent.lane_envs import first_made, with_first
@@ -24,6 +24,7 @@ class EnvHost(Host):
 
         env, num_envs, lanes    as for `Rollout`, or for `MultiAgentRollout`; lanes overlap: while one's actions are on
                                 their way, others step
+        env_kwargs              as for `Rollout`
         autoreset_mode          as for `Rollout`; not for environments with several agents
         secret                  the gateway's; None: it has none
         tls                     a context, of a client to `connect` and of a server to `listen`
@@ -43,6 +44,7 @@ class EnvHost(Host):
         self,
         env: EnvSource | AgentEnvSource,
         *,
+        env_kwargs: Mapping[str, Any] | None = None,
         num_envs: int | None = None,
         lanes: int | None = None,
         autoreset_mode: Autoreset = None,
@@ -51,7 +53,7 @@ class EnvHost(Host):
         name: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        made = _lanes_of(env, num_envs, lanes, autoreset_mode)
+        made = _lanes_of(with_kwargs(env, env_kwargs), num_envs, lanes, autoreset_mode)
         self.role = "agents" if isinstance(made[0], AgentHostLane) else "env"
         metadata = {"env": env} if isinstance(env, str) else {}
         super().__init__(made, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)

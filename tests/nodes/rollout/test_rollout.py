@@ -954,7 +954,29 @@ def test_an_environment_that_loses_the_last_observation_is_refused() -> None:
     told = r"slots \[0, 1\] ended under SAME_STEP autoreset, but infos has no 'final_obs'"
     with pytest.raises(EnvError, match=told) as raised, Rollout(env, module=NumberedModule()) as rollout:
         next(iter(rollout.batches()))
-    assert raised.value.__notes__ == ["lane 0, vector step 0", "in node 'env'"]
+    see, *notes = raised.value.__notes__
+    assert see.endswith("environments.md#vector-environments")
+    assert notes == ["lane 0, vector step 0", "in node 'env'"]
+    assert "use another" not in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_a_step_that_is_no_mere_reset_is_refused_under_next_step(where: Any) -> None:
+    class ResetsWithin(SyncVectorEnv):
+        """Resets in the step that ends an episode, and says NEXT_STEP."""
+
+        def __init__(self) -> None:
+            super().__init__(numbered_envs(2, lengths=(3, 3))[1], autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+            self.metadata = {**self.metadata, "autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+
+        def step(self, actions: Any) -> Any:
+            observations, rewards, *rest = super().step(actions)
+            return observations, rewards + 7, *rest
+
+    told = "slot 0 gave a reward of .* in the step after the end of its episode, .* expected the mode SAME_STEP"
+    with pytest.raises(EnvError, match=told):
+        with Rollout(ResetsWithin, module=NumberedModule(), where=where, fragment_length=8) as rollout:
+            next(iter(rollout.batches()))
 
 
 def test_pacing_is_refused_in_a_graph() -> None:
