@@ -9,6 +9,7 @@ from rollflow.nodes.connectors.spaces import Space, space_of_agent
 from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.live_episode import LaneEpisodes, LiveEpisode
 
 Episodes = Sequence[SingleAgentEpisode | MultiAgentEpisode]
 
@@ -78,6 +79,21 @@ def rewrite_last(episode: SingleAgentEpisode, observation: Any, space: Space | N
     episode.set_observations(new_data=observation, at_indices=-1)
     if space is not None:
         episode.observation_space = space_of_agent(space, episode.agent_id)
+
+
+def settle_observations(episodes: Episodes, space: Space | None) -> None:
+    """End the turn of a piece that leaves observations in a space: what it wrote to live episodes is converted to it.
+
+    Other episodes stay as they are.
+    """
+    if isinstance(episodes, LaneEpisodes):
+        episodes.settle(space)
+    elif len(episodes) and isinstance(episodes[0], LiveEpisode):
+        episodes[0].settle(space)  # for all of them
+    elif len(episodes) and isinstance(episodes[0], MultiAgentEpisode):
+        for each in single_agent_episodes(episodes, stepped_only=False):
+            if isinstance(each, LiveEpisode):
+                each.settle(space_of_agent(space, each.agent_id))
 
 
 def id_in_keys(episode: SingleAgentEpisode | MultiAgentEpisode) -> Any:

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.policies.artifact_files import ONNX, arrays_of, json_of, read_files
 from rollflow.stream.data.columns import RULED_OUT, Columns
-from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.errors import ColumnError, PolicyError
+from rollflow.stream.data.ranges import check_range
 
 METADATA = "rollflow"
 FORMAT = 1
@@ -234,6 +235,10 @@ class OnnxPolicy:
             )
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
             raise PolicyError(f"'{name}' is not finite, expected numbers")
+        try:
+            check_range(leaf, dtype, f"'{name}'")
+        except ColumnError as error:
+            raise PolicyError(str(error)) from None
         return np.ascontiguousarray(leaf, dtype)
 
     def _tree_of(self, actions: Arrays, where: Any) -> Tree:

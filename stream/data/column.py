@@ -7,6 +7,7 @@ import optree
 from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import ColumnError, shown
+from rollflow.stream.data.ranges import check_range, is_narrower
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 _ARRAY: Tree = np.empty(0)
@@ -56,7 +57,8 @@ class Column:
     def write(self, row: int, values: Tree) -> None:
         """Copy `values`, a tree of arrays `any[N, ...]`, into row `row`.
 
-        Raises ColumnError when the structure, a shape, or the kind of a dtype differs; nothing is broadcast.
+        Raises ColumnError when the structure, a shape, or the kind of a dtype differs, and for whole numbers that the
+        column's dtype can't hold; nothing is broadcast.
         """
         array = self._array
         if array is not None and type(values) is np.ndarray:
@@ -64,7 +66,8 @@ class Column:
                 array[row] = values
                 return
             array[row] = self._matched_row(values)[0]
-            self._source_dtype = values.dtype
+            if not is_narrower(array.dtype, values.dtype):  # else the next row's numbers are checked as well
+                self._source_dtype = values.dtype
             return
         for leaf, value in zip(self._leaves, self._matched_row(values), strict=True):
             leaf[row] = value
@@ -97,7 +100,7 @@ class Column:
         return map_tree(lambda leaf: leaf[rows, slots], self.tree)
 
     def try_write_slot(self, row: int, slot: int, item: Tree) -> bool:
-        """Copy one slot's item, a tree of arrays `any[...]`, into row `row` if it fits; return True if it does."""
+        """Copy one slot's item, a tree of arrays `any[...]`, into row `row` if it has its dtypes; True if it has."""
         array = self._array
         if array is not None and type(item) is np.ndarray and item.dtype is array.dtype:
             if item.shape == array.shape[2:]:
@@ -106,14 +109,27 @@ class Column:
             return False
         if self._mismatch(item, ()) is not None:
             return False
-        for leaf, value in zip(self._leaves, self._treespec.flatten_up_to(item), strict=True):
+        values = [np.asarray(value) for value in self._treespec.flatten_up_to(item)]
+        if any(value.dtype != leaf.dtype for leaf, value in zip(self._leaves, values, strict=True)):
+            return False
+        for leaf, value in zip(self._leaves, values, strict=True):
             leaf[row, slot] = value
         return True
 
     def cast(self, items: Tree, count: int) -> Tree:
-        """`items`, a tree of arrays `any[count, ...]`, in this column's dtypes. Raises ColumnError as `write` does."""
+        """`items`, a tree of arrays `any[count, ...]`, in this column's dtypes. Raises ColumnError as `write` does.
+
+        Leaves of these dtypes are not copied.
+        """
         leaves = zip(self._leaves, self._matched(items, (count,)), strict=True)
-        return self._treespec.unflatten([value.astype(leaf.dtype) for leaf, value in leaves])
+        return self._treespec.unflatten([value.astype(leaf.dtype, copy=False) for leaf, value in leaves])
+
+    def fitting(self, items: Tree, count: int) -> Tree | None:
+        """`items`, a tree of arrays `any[count, ...]`, as `write` would take them, or `whole` makes them; else None."""
+        if self._mismatch(items, (count,)) is None:
+            return items
+        made = self.whole(items)
+        return made if made is not items and self._mismatch(made, (count,)) is None else None
 
     def whole(self, values: Tree) -> Tree:
         """`values` with float leaves of whole numbers as integers, where this column's leaves are integers.
@@ -124,12 +140,14 @@ class Column:
         if self._array is not None and self._array.dtype.kind not in "iub":
             return values
         try:
-            parts = self._treespec.flatten_up_to(values)
+            parts = [_array_of(part) for part in self._treespec.flatten_up_to(values)]
         except ValueError:
             return values
-        pairs = zip(self._leaves, map(np.asarray, parts), strict=True)
+        pairs = list(zip(self._leaves, parts, strict=True))
+        if any(part is None for part in parts):
+            return values
         return self._treespec.unflatten(
-            [part.astype(leaf.dtype) if are_whole(part, leaf.dtype) else part for leaf, part in pairs]
+            [part.astype(leaf.dtype) if are_whole(part, leaf.dtype) else part for leaf, part in pairs]  # type: ignore[arg-type,union-attr]
         )
 
     def fits_row(self, values: Tree) -> bool:
@@ -172,7 +190,11 @@ class Column:
         problem = self._mismatch(values, leading)
         if problem is not None:
             raise ColumnError(problem)
-        return [np.asarray(part) for part in self._treespec.flatten_up_to(values)]
+        parts = [np.asarray(part) for part in self._treespec.flatten_up_to(values)]
+        for leaf, part in zip(self._leaves, parts, strict=True):
+            if part.dtype is not leaf.dtype:
+                check_range(part, leaf.dtype, f"column '{self.name}'")
+        return parts
 
     def _matched_row(self, values: Tree) -> list[NDArray[Any]]:
         """`_matched` for a whole row, whose error also names a slot."""

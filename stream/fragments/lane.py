@@ -6,12 +6,15 @@ action is yet to be computed. A vector step is
     record_actions(...)    write the module's actions into row `row`
     record_step(...)       write the environments' answer; `row` moves on by one
     observations(), …      connector pieces read the new row and may write it back
+    settle(space)          a piece's turn is over: what it wrote is in the dtypes of its space
     commit()               the row is final; a full fragment may now be cut
 
-Pieces that rewrite observations may change the type of the `obs` column: see `commit`.
+Pieces that rewrite observations may change the type of the `obs` column: see `settle`. Each one is given what the
+environment, or the piece before it, gave, in that one's own type.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import gymnasium as gym
@@ -22,7 +25,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.infos import copied
-from rollflow.stream.data.tree import Tree, map_tree, stack_trees
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees, unstack_tree
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
 from rollflow.stream.fragments.lane_columns import LaneMemory
 from rollflow.stream.fragments.lane_rows import LaneRows
@@ -66,7 +69,7 @@ class Lane(LaneRows):
         self._latest: Tree = None  # current observations, as the environment or the last piece wrote them
         self._items: list[Tree] | None = None  # current observations by slot, while pieces write single slots
         self._settled = False  # whether `_latest` is the column's own row
-        self._rewritten = False
+        self._written = False  # whether what was written last is still to be converted: see `settle`
         self._typing = True  # until the first step the obs column may still take another type
 
     @property
@@ -209,6 +212,7 @@ class Lane(LaneRows):
                 slots = np.flatnonzero(done)
                 self._ended_items = dict(zip(slots.tolist(), final[0], strict=True))
                 self._ended = Final(row, slots, None, final[1])
+                self._written = True
 
     # Reading and writing by connector pieces
 
@@ -216,14 +220,12 @@ class Lane(LaneRows):
         """The current observation of every slot: a tree of views `any[N, ...]`, not to be written to."""
         if self._items is not None:
             self._latest, self._items = self._stacked(), None
-        if not self._settled:
-            self._settle()
         return self._latest
 
     def set_observations(self, observations: Tree) -> None:
         """Replace the current observation of every slot by a tree of arrays `any[N, ...]`."""
         self._latest, self._items, self._settled = observations, None, False
-        self._rewritten = True
+        self._written = True
 
     def observation(self, slot: int) -> Tree:
         """The current observation of one slot, any[...]; if its episode has just ended, the last one."""
@@ -235,16 +237,16 @@ class Lane(LaneRows):
 
     def set_observation(self, slot: int, observation: Tree) -> None:
         """Replace the current observation of one slot, any[...]; if its episode has just ended, the last one."""
-        self._rewritten = True
         if self._ended is not None and slot in self._ended_items:
             self._ended_items[slot] = observation
+            self._written = True
             return
         if self._items is None:
             if self._settled and not self._typing and self._column.try_write_slot(self.row, slot, observation):
                 return
             latest = self._latest
             self._items = [map_tree(lambda leaf, i=i: leaf[i], latest) for i in range(self.layout.num_slots)]
-            self._settled = False
+            self._settled, self._written = False, True
         self._items[slot] = observation
 
     def is_settled(self, slot: int) -> bool:
@@ -263,19 +265,45 @@ class Lane(LaneRows):
             return self._ended.infos
         return self.fragment.infos[row]
 
-    def commit(self) -> None:
-        """End the connector pieces' turn: the current row is final.
+    def settle(self, space: gym.Space[Any] | None) -> None:
+        """End the turn of a connector piece: convert what it has written to the dtypes of its space.
 
-        In the first row this fixes the type of the `obs` column. It becomes that of the observations after the pieces,
-        with the matching space of `observation_spaces`. Later rows must fit it.
+        space    that the piece leaves observations in; None: not known
+
+        Observations that do not fit the space stay as they are. In the first row the `obs` column takes the type of the
+        space of the last piece that writes. Before pieces see the last observations of ended episodes, `settle` with
+        the environments' space converts these.
         """
+        if self._ended is not None:
+            self._settle_ended(space)
+            return
+        if self._settled:
+            return
+        latest, is_written, self._written = self.observations(), self._written, False
+        if space is None or not (is_written or space is self._space):
+            return
+        column, count = self._columns.type_of(space), self.layout.num_slots
+        fitting = None if column is None else column.fitting(latest, count)
+        if column is None or fitting is None:
+            return
+        if self._typing and is_written:
+            self._retype(space)
+        if space is self._space:
+            self._write(fitting)
+        else:
+            self._latest = column.cast(fitting, count)
+
+    def commit(self) -> None:
+        """End the connector pieces' turn: the current row is final. Later rows must fit its type."""
         if self._items is not None or not self._settled:
-            self.observations()
-        if not self._settled:
+            latest = self.observations()
+            if self._typing:  # and no space of the piece that wrote them is known, or fits
+                fitting = [space for space in self.observation_spaces if self._fits(space, latest)]
+                self._retype(fitting[-1] if fitting else self._space)
             try:
-                self._column.write(self.row, self._column.whole(self._latest))
+                self._write(self._column.whole(latest))
             except ColumnError as error:
-                declared = self.observation_spaces[-1] if self._typing and self._rewritten else None
+                declared = self.observation_spaces[-1] if self._typing else None
                 raise self._columns.refusal(error, declared, self._latest, self.layout.num_slots) from None
         self.fragment.observation_space = self._space
 
@@ -294,6 +322,7 @@ class Lane(LaneRows):
             return
         items = self._column.whole(stack_trees(list(self._ended_items.values())))
         observations = self._column.cast(items, len(ended.slots))
+        self._written = False
         self.fragment.finals.append(Final(ended.row, ended.slots, observations, ended.infos))
         self._begin_episodes(ended.slots, self.row)
         self._ended = None
@@ -341,26 +370,35 @@ class Lane(LaneRows):
             column.write(self.row, observations)
             self._latest, self._settled = column.row(self.row), True
         else:
-            self._latest, self._settled = observations, False
+            given = self._columns.type_of(self.observation_spaces[0])
+            assert given is not None
+            self._latest, self._settled = given.cast(observations, self.layout.num_slots), False
 
-    def _settle(self) -> None:
-        """Write `_latest` into the column if it fits; before the first step, first give the column a type that fits."""
-        latest = self._latest
-        if self._typing:
-            space = self._matching_space(latest)
-            if space is not None and space is not self._space:
-                self._space = space
-                self.fragment.columns[Columns.OBS] = self._columns.observations(space)
+    def _settle_ended(self, space: gym.Space[Any] | None) -> None:
+        is_written, self._written = self._written, False
+        column = None if space is None or not is_written else self._columns.type_of(space)
+        with suppress(ValueError):  # items of different shapes, which `commit_ended` refuses
+            items, count = stack_trees(list(self._ended_items.values())), len(self._ended_items)
+            fitting = None if column is None else column.fitting(items, count)
+            if column is not None and fitting is not None:
+                cast = unstack_tree(column.cast(fitting, count))
+                self._ended_items = dict(zip(self._ended_items, cast, strict=True))
+
+    def _fits(self, space: gym.Space[Any], observations: Tree) -> bool:
+        column = self._columns.type_of(space)
+        return column is not None and column.fits_row(observations)
+
+    def _retype(self, space: gym.Space[Any]) -> None:
+        """Give the `obs` column the type of a space."""
+        if space is not self._space:
+            self._space = space
+            self.fragment.columns[Columns.OBS] = self._columns.observations(space)
+
+    def _write(self, observations: Tree) -> None:
+        """Write the current row of the `obs` column."""
         column = self._column
-        if column.fits_row(latest):
-            column.write(self.row, latest)
-            self._latest, self._settled = column.row(self.row), True
-
-    def _matching_space(self, observations: Tree) -> gym.Space[Any] | None:
-        """The last of `observation_spaces` that the observations fit; only the first counts if no piece wrote any."""
-        spaces = self.observation_spaces if self._rewritten else self.observation_spaces[:1]
-        fitting = [space for space in spaces if self._columns.observations(space).fits_row(observations)]
-        return fitting[-1] if fitting else None
+        column.write(self.row, observations)
+        self._latest, self._settled, self._written = column.row(self.row), True, False
 
     def _stacked(self) -> Tree:
         items = self._items or []

@@ -11,7 +11,7 @@ from rollflow.stream.data.blocks import BlockLayout, BlockPool, PrivateBlock, Sh
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
-from rollflow.stream.data.space import row_of
+from rollflow.stream.data.space import is_columnar, row_of
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import FragmentLayout
 
@@ -62,6 +62,7 @@ class LaneColumns:
         self._blocks: tuple[BlockLayout, BlockPool[Any]] | None = None  # of columns that are not in `memory`
         self._in_blocks: dict[str, Tree] = {}  # name -> dtypes and shapes of such a column
         self._made: list[Column] = []  # such columns, of the last fragment
+        self._types: dict[int, tuple[gym.Space[Any], Column | None]] = {}
 
     def first(self, observation_space: gym.Space[Any]) -> dict[str, Column]:
         """The columns of the first fragment, without the extra outputs, whose types follow from the first step."""
@@ -96,6 +97,17 @@ class LaneColumns:
             "says so by recompute_output_observation_space"
         )
         return refusal
+
+    def type_of(self, space: gym.Space[Any]) -> Column | None:
+        """A column for observations in a space that has no rows, to convert others by; None: the space has no columns.
+
+        It is made once for each space.
+        """
+        known = self._types.get(id(space))
+        if known is None:
+            made = Column.empty(Columns.OBS, row_of(space, self._layout.num_slots), 0) if is_columnar(space) else None
+            known = self._types[id(space)] = space, made
+        return known[1]
 
     def extra(self, name: str, values: Tree) -> Column:
         """A new column for an output with `values`, a tree of arrays `any[N, ...]`. Raises ColumnError for others."""

@@ -11,7 +11,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, EpisodeError
 from rollflow.stream.data.infos import info_of
-from rollflow.stream.data.tree import Tree, map_tree, stack_trees
+from rollflow.stream.data.tree import Tree, kind_of, map_tree, stack_trees
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
@@ -72,6 +72,10 @@ class LiveEpisode(SingleAgentEpisode):
     def is_truncated(self) -> bool:  # type: ignore[override]
         """True if the last step truncated the episode."""
         return self._lane.has_ended(self._slot) and self._flag(Columns.TRUNCATEDS)
+
+    def settle(self, space: gym.Space[Any] | None) -> None:
+        """End the turn of a piece over all of the lane's episodes: see `Lane.settle`."""
+        self._lane.settle(space)
 
     def add_env_reset(self, observation: Any, infos: Any = None) -> NoReturn:
         """Raise EpisodeError."""
@@ -136,15 +140,23 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         """Replace the latest observation of every slot by a tree of arrays `any[N, ...]`."""
         self.lane.set_observations(observations)
 
+    def settle(self, space: gym.Space[Any] | None) -> None:
+        """End the turn of a piece that leaves observations in this space: see `Lane.settle`."""
+        self.lane.settle(space)
+
     def recent_observations(self, count: int) -> Tree:
         """Every slot's last `count` observations, oldest first: a tree of new arrays `any[N, count, ...]`.
 
-        Observations before the episode's first, or before the lookback, are zeros.
+        Observations before the episode's first, or before the lookback, are zeros. Earlier ones are as the last piece
+        has left them. Raises ValueError where their dtypes or shapes are not those of the latest ones.
         """
         latest = self.newest()
         if count == 1:
             return map_tree(lambda leaf: leaf[:, None].copy(), latest)
         earlier = self.recent(Columns.OBS, count - 1)
+        ours, theirs = kind_of(latest), kind_of(map_tree(lambda past: past[:, 0], earlier))
+        if ours != theirs:
+            raise ValueError(f"the latest are {ours}, those before them {theirs}")
         return map_tree(lambda past, leaf: np.concatenate([past, leaf[:, None]], axis=1), earlier, latest)
 
     def recent(self, name: str, count: int) -> Tree:

@@ -22,12 +22,15 @@ class AgentEpisodes(LaneEpisodes):
 
     slots           i64[K] ascending
     is_rewritten    whether pieces have written observations
+    space           that the last piece that has written leaves observations in; None: not known
     """
 
     def __init__(self, lane: "AgentLane", slots: NDArray[np.int64], observations: Tree, *, is_rewritten: bool) -> None:
         super().__init__(lane)  # type: ignore[arg-type]  # it has the attributes that are used here
         self.slots = slots
         self.is_rewritten = is_rewritten
+        self.space: Any = None
+        self._is_written = False  # and not converted: see `settle`
         self._agents = lane
         self._latest = observations
         self._items: list[Tree] | None = None
@@ -60,6 +63,15 @@ class AgentEpisodes(LaneEpisodes):
     def set_observations(self, observations: Tree) -> None:
         """Replace the newest observation of every slot by a tree of arrays `any[K, ...]`."""
         self._latest, self._items, self.is_rewritten = observations, None, True
+        self._is_written = True
+
+    def settle(self, space: Any) -> None:
+        """End the turn of a piece: what it has written is converted to the dtypes of its space, if it fits."""
+        if self._is_written:
+            self._is_written, self.space = False, space
+        elif not self._agents.is_retyped or space is not self._agents.observation_space:
+            return
+        self._latest = self._agents.converted(self.newest(), space, len(self))
 
     def observation(self, slot: int) -> Tree:
         """The newest observation of one slot, any[...]."""
@@ -71,7 +83,7 @@ class AgentEpisodes(LaneEpisodes):
         if self._items is None:
             self._items = [map_tree(lambda leaf, i=i: leaf[i], self._latest) for i in range(len(self))]
         self._items[self._place_of[slot]] = observation
-        self.is_rewritten = True
+        self.is_rewritten = self._is_written = True
 
     def whose(self, place: int) -> str:
         """A text of the environment, the agent and the module of the slot `slots[place]`, for errors."""
@@ -238,6 +250,10 @@ class _SlotLane:
         else:
             column = self._lane.fragment.columns[Columns.OBS]
             column.write_slot(self.row, slot, column.whole(observation))
+
+    def settle(self, space: Any) -> None:
+        if self._lane.live.shown is not None:
+            self._lane.live.shown.settle(space)
 
     def is_settled(self, slot: int) -> bool:
         shown = self._lane.live.shown

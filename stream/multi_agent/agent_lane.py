@@ -225,11 +225,12 @@ class AgentLane(AgentLaneRows):
     def settle(self, shown: AgentEpisodes) -> None:
         """Record the newest observations as the pieces have left them.
 
-        The first call fixes the type of the `obs` column, with the matching space of `observation_spaces`.
+        The first call fixes the type of the `obs` column: that of the space of the last piece that has written, or else
+        of the matching one of `observation_spaces`.
         """
         declared = self.observation_spaces[-1] if shown.is_rewritten and self._typing else None
         if declared is not None:
-            self._settle_type(shown.newest(), len(shown))
+            self._settle_type(shown.newest(), len(shown), shown.space)
         self._typing = False
         self.live.hide()
         if not shown.is_rewritten and self._raw is None:
@@ -252,6 +253,17 @@ class AgentLane(AgentLaneRows):
             at = np.flatnonzero(ended.rows == row)
             last = map_tree(lambda leaf, at=at: leaf[at], observations)
             self.fragment.finals.append(Final(row, ended.slots[at], last, ended.infos))
+
+    @property
+    def is_retyped(self) -> bool:
+        """True if pieces have given the `obs` column another type than the environments' observations have."""
+        return self._raw is not None
+
+    def converted(self, observations: Tree, space: Any, count: int) -> Tree:
+        """Observations any[count, ...] in the dtypes of a space, where they fit it; None: they stay as they are."""
+        column = None if space is None else self._columns.type_of(space)
+        fitting = None if column is None else column.fitting(observations, count)
+        return observations if column is None or fitting is None else column.cast(fitting, count)
 
     def newest_of(self, slot: int) -> Tree:
         """The newest recorded observation of one slot, any[...]."""
@@ -357,6 +369,7 @@ class AgentLane(AgentLaneRows):
         """
         if len(came):
             starts, numbers = self.episode_start.copy(), self.episode_number.copy()
+            observations = self.converted(observations, self.observation_spaces[0], len(came))
             self.ended = EndedAgents(came, observations, self.at[came] - 1, starts, numbers)
         rows = self.at[slots] - 1
         self.fragment.ends.update(dict.fromkeys(zip(rows.tolist(), slots.tolist(), strict=True), vector_step))
@@ -403,13 +416,14 @@ class AgentLane(AgentLaneRows):
             return column.row(self._row)
         return column.items(self._rows_of(slots), slots)
 
-    def _settle_type(self, observations: Tree, count: int) -> None:
-        """Give the column the type of the pieces' observations, any[K, ...]: the last space that they fit."""
-        for space in reversed(self.observation_spaces):
-            column = self._columns.observations(space)
-            if space is not self._space and column.fits_items(observations, count):
-                old = self.fragment.columns[Columns.OBS]
-                self._raw = Column.empty(Columns.OBS, row_of(self._space, self.layout.num_slots), 1)
-                self._raw.write(0, old.row(self.layout.lookback))
-                self._space, self.fragment.columns[Columns.OBS] = space, column
+    def _settle_type(self, observations: Tree, count: int, space: Any) -> None:
+        """Give the column the type of the pieces' observations, any[K, ...]: of `space`, or the last that they fit."""
+        for each in (space, *reversed(self.observation_spaces)):
+            column = None if each is None else self._columns.type_of(each)
+            if column is not None and column.fits_items(observations, count):
+                if each is not self._space:
+                    old = self.fragment.columns[Columns.OBS]
+                    self._raw = Column.empty(Columns.OBS, row_of(self._space, self.layout.num_slots), 1)
+                    self._raw.write(0, old.row(self.layout.lookback))
+                    self._space, self.fragment.columns[Columns.OBS] = each, self._columns.observations(each)
                 return

@@ -84,7 +84,7 @@ def _recent(episodes: LaneEpisodes, count: int) -> Tree:
         return episodes.recent_observations(count)
     except ValueError as error:
         raise ColumnError(
-            "FrameStacking: the latest observations and those before them do not have one shape: does a piece after it "
+            "FrameStacking: the latest observations and those before them do not have one type: does a piece after it "
             f"rewrite observations? Put FrameStacking behind that ({error})"
         ) from None
 

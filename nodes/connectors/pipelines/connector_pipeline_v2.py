@@ -7,6 +7,7 @@ from time import perf_counter_ns
 from typing import Any, ClassVar
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.list_form import settle_observations
 from rollflow.nodes.connectors.pipelines.fused import fused_tail
 from rollflow.nodes.connectors.pipelines.pieces import (
     NameOrClass,
@@ -118,6 +119,8 @@ class ConnectorPipelineV2(ConnectorV2):
             piece, timer = self._timers.pairs[place]
             try:
                 batch = piece(batch=batch, episodes=episodes if place >= self._first_columnar else plain, **given)
+                if piece.changes_episodes:
+                    settle_observations(episodes, piece.observation_space)
             except Exception as error:
                 error.add_note(f"in connector piece {self._described(place)}")
                 note_of_piece(error)

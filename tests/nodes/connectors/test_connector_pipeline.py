@@ -134,6 +134,9 @@ class Slots(LaneEpisodes):
     def __len__(self) -> int:
         return 3
 
+    def settle(self, space: Any) -> None:
+        """Do nothing: no lane records what pieces write."""
+
     def __getitem__(self, index: Any) -> Any:
         self.listed += index == 0
         return [SingleAgentEpisode(str(i), observations=[np.float64(i)], len_lookback_buffer=0) for i in range(3)][

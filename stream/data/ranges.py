@@ -1,0 +1,23 @@
+"""Ranges of integer dtypes: casts of whole numbers that would come out as others are refused."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.errors import ColumnError
+
+
+def is_narrower(dtype: np.dtype[Any], than: np.dtype[Any]) -> bool:
+    """True if an integer dtype does not hold all numbers of another one."""
+    return dtype.kind in "iu" and than.kind in "iu" and not np.can_cast(than, dtype)
+
+
+def check_range(values: NDArray[Any], dtype: np.dtype[Any], whose: str) -> None:
+    """Raise ColumnError, whose text begins with `whose`, for whole numbers any[...] that a dtype does not hold."""
+    if not is_narrower(dtype, values.dtype) or not values.size:
+        return
+    info, least, most = np.iinfo(dtype), int(values.min()), int(values.max())
+    if least < info.min or most > info.max:
+        wrong = least if least < info.min else most
+        raise ColumnError(f"{whose}: got {wrong}, expected whole numbers from {info.min} to {info.max}, as {dtype} has")
