@@ -6,7 +6,7 @@
     Discrete(n)      n logits                                  space's dtype[B]
     MultiDiscrete    all parts' logits, end to end             space's dtype[B, *shape]
     MultiBinary      one logit for each                        i8[B, *shape]
-    Box              means, then logarithms of deviations      space's dtype[B, *shape]
+    Box              means, then logarithms of deviations      space's dtype[B, *shape]; nearest whole numbers
     Dict, Tuple      all parts' inputs, end to end             dict or tuple of those
 """
 
@@ -25,12 +25,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.space import whole_bounds
 from rollflow.stream.data.tree import Tree
 
 _LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 _DRAWN = 1 << 15  # numbers at a time
 _SMALLEST = np.finfo(np.float32).tiny
 _HALF = (torch.float16, torch.bfloat16)
+_FLAT, _FAR = 1e-3, 1e6  # in deviations: a density hardly changes over the one; no number lies beyond the other
 
 
 class Distribution(Protocol):
@@ -87,6 +89,8 @@ def distribution_for(space: gym.Space[Any]) -> DistributionType:
         return DistributionType(space, math.prod(space.shape), partial(Bernoulli, shape=space.shape))
     if isinstance(space, spaces.Box):
         make = partial(DiagGaussian, shape=space.shape, dtype=_dtype_of(space))
+        if space.dtype.kind in "iub":
+            make = partial(RoundedGaussian, shape=space.shape, dtype=_dtype_of(space), bounds=whole_bounds_of(space))
         return DistributionType(space, 2 * math.prod(space.shape), make)
     if isinstance(space, spaces.Dict | spaces.Tuple):
         named = dict(space.items()) if isinstance(space, spaces.Dict) else dict(enumerate(space))
@@ -311,7 +315,7 @@ class DiagGaussian:
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn(self.mean.shape, generator=generator, device=self.mean.device, dtype=self.mean.dtype)
-        return _shaped(self.mean + self.log_std.exp() * noise, self._shape, self._dtype)
+        return self._actions(self.mean + self.log_std.exp() * noise)
 
     def logp(self, value: Tensor) -> Tensor:
         flat = value.reshape(self.mean.shape).to(self.mean.dtype)
@@ -326,7 +330,47 @@ class DiagGaussian:
         return (other.log_std - self.log_std + 0.5 * spread * torch.exp(-2.0 * other.log_std) - 0.5).sum(-1)
 
     def to_deterministic(self) -> "Deterministic":
-        return Deterministic(_shaped(self.mean, self._shape, self._dtype), self.mean.shape[:-1])
+        return Deterministic(self._actions(self.mean), self.mean.shape[:-1])
+
+    def _actions(self, values: Tensor) -> Tensor:
+        """Numbers any[B, D] as actions."""
+        return _shaped(values, self._shape, self._dtype)
+
+
+class RoundedGaussian(DiagGaussian):
+    """`DiagGaussian` over a Box of whole numbers: what it draws is rounded to the nearest one, then clipped.
+
+    The probability of a whole number is that of all numbers that become it; entropy and divergence are those of the
+    normal distributions.
+    """
+
+    __slots__ = ("_bounds",)
+
+    def __init__(
+        self, inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype, bounds: "tuple[Tensor, ...]"
+    ) -> None:
+        super().__init__(inputs, shape, dtype)
+        self._bounds = tuple(bound.to(inputs.device) for bound in bounds)
+
+    def logp(self, value: Tensor) -> Tensor:
+        (_, _, low, high), flat = self._bounds, value.reshape(self.mean.shape).double()
+        away, narrow = flat - self.mean.double(), torch.exp(-self.log_std.double())
+        is_low, is_high = flat <= low, flat >= high
+        # Both ends of what becomes the number, on the side of the mean where logarithms keep their digits. Branches
+        # that are not chosen stay finite: their gradients would be 0 times infinity.
+        held = narrow.clamp(_FLAT, _FAR)
+        near = ((0.5 - away.abs()) * held).clamp(-_FAR, _FAR)
+        inner = torch.special.log_ndtr(near)
+        share = torch.log(-torch.expm1(torch.special.log_ndtr(near - held) - inner))
+        z = (away * narrow).clamp(-_FAR, _FAR)
+        wide = -0.5 * z * z - self.log_std.double() - _LOG_SQRT_TWO_PI  # there the density is as good, and no 0
+        logp = torch.where(narrow < _FLAT, wide, inner + share)
+        logp = torch.where(is_low, torch.special.log_ndtr(((0.5 + away) * narrow).clamp(-_FAR, _FAR)), logp)
+        logp = torch.where(is_high, torch.special.log_ndtr(((0.5 - away) * narrow).clamp(-_FAR, _FAR)), logp)
+        return torch.where(is_low & is_high, 0.0, logp).sum(-1).to(self.mean.dtype)
+
+    def _actions(self, values: Tensor) -> Tensor:
+        return _shaped(nearest_whole(values, self._bounds), self._shape, self._dtype)
 
 
 class Deterministic:
@@ -355,6 +399,23 @@ class Deterministic:
 def _shaped(flat: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Actions any[..., D] as dtype[..., *shape]."""
     return flat.reshape(*flat.shape[:-1], *shape).to(dtype)
+
+
+def whole_bounds_of(box: spaces.Box) -> tuple[Tensor, ...]:
+    """The bounds of a Box of whole numbers for `nearest_whole`: i64[D] or u64[D] twice, then `whole_bounds`, f64[D]."""
+    # Selected in i64, which more of torch's functions take, where that holds all of the numbers.
+    wide = np.uint64 if box.dtype == np.uint64 else np.int64
+    return tuple(
+        torch.from_numpy(each.reshape(-1)) for each in (box.low.astype(wide), box.high.astype(wide), *whole_bounds(box))
+    )
+
+
+def nearest_whole(values: Tensor, bounds: Sequence[Tensor]) -> Tensor:
+    """The whole numbers i64[..., D] or u64[..., D] within bounds that are nearest to floats any[..., D]."""
+    (low, high, below, above), numbers = bounds, values.double().round()
+    is_low, is_high = numbers <= below, numbers >= above
+    inside = torch.where(is_low | is_high, 0.0, numbers).to(low.dtype)
+    return torch.where(is_low, low, torch.where(is_high, high, inside))
 
 
 def _dtype_of(space: gym.Space[Any]) -> torch.dtype:

@@ -21,7 +21,7 @@ from rollflow.nodes.policies.examples import Arrays
 from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, named_spaces
 from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
-from rollflow.nodes.policies.tensor_forms import Plan, Step, action_form, add_form
+from rollflow.nodes.policies.tensor_forms import Plan, Step, action_form, add_form, in_types
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
@@ -105,7 +105,8 @@ class TensorPolicy(torch.nn.Module):
         for form in self._after:
             if form is not None:
                 actions, for_env = form(output, actions, for_env)
-        return (actions, actions if for_env is None else for_env), output.get(Columns.ACTION_DIST_INPUTS)
+        given = in_types(self._action_space, actions if for_env is None else for_env)
+        return (actions, given), output.get(Columns.ACTION_DIST_INPUTS)
 
 
 def onnx_bytes(policy: Any, examples: Arrays, before: bytes = b"") -> bytes:

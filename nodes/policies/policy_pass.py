@@ -13,7 +13,7 @@ from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.policies.sessions import SessionGroup
 from rollflow.nodes.stages.module_forward import ModuleForward, note_batch
-from rollflow.nodes.stages.module_to_env import ModuleToEnv
+from rollflow.nodes.stages.module_to_env import ModuleToEnv, convert_actions
 from rollflow.stream.data.tree import Tree
 
 
@@ -49,6 +49,7 @@ class PolicyPass:
         self._forward = ModuleForward(module, weights, explore=explore, flat=flat, threads=1)
         context = {"module": module, "explore": explore}
         self._act = ModuleToEnv(module_to_env, env_space=action_space, threads=1, **context)
+        self._action_space = action_space
         self._needs_lane = remembers
 
     def __call__(
@@ -69,6 +70,7 @@ class PolicyPass:
             sizes = [len(lane.sessions)]
             made = self._after.run_jointly(self._module, output, sizes, self._explore, self._sampling)
             if made is not None:
+                convert_actions(made, lane.layout.action_space, self._action_space)
                 return made
         lane.take_observations(observations, rewards, infos)
         group.prepare(lane)

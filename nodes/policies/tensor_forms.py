@@ -39,7 +39,7 @@ from rollflow.nodes.connectors.module_to_env.individual_items import (
     UnBatchToIndividualItems,
 )
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import ClipActions, NormalizeAndClipActions
-from rollflow.nodes.modules.distribution import DistributionType
+from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.space import flat_size, item_of
@@ -229,7 +229,8 @@ def _made_leaf(rule: LeafRule, items: Tree) -> Tensor:
         low, high = map(torch.from_numpy, rule.bounds)
         rows = torch.minimum(torch.maximum(rows.double(), low), high)
     if rule.rounds and rows.is_floating_point():
-        rows = rows.round()
+        space = rule.target.space
+        rows = nearest_whole(rows, whole_bounds_of(space)) if isinstance(space, spaces.Box) else rows.round()
     like = torch.from_numpy(np.zeros(0, rule.target.space.dtype))
     return rows.to(like.dtype).reshape(count, *rule.target.shape)
 
@@ -303,6 +304,8 @@ def _brought(piece: Any, space: gym.Space[Any], actions: Tree) -> Tree:
         return tuple(_brought(piece, part, action) for part, action in zip(space, actions, strict=True))
     if not isinstance(space, spaces.Box):
         return actions
+    if space.dtype.kind != "f":
+        return _brought_whole(piece, space, actions)
     bounded = np.isfinite(np.stack([space.low, space.high]))
     low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
     if piece.normalize_actions and bounded.all():
@@ -311,6 +314,28 @@ def _brought(piece: Any, space: gym.Space[Any], actions: Tree) -> Tree:
     if piece.clip_actions and bounded.any():
         return torch.minimum(torch.maximum(actions, low), high)
     return actions
+
+
+def in_types(space: gym.Space[Any], actions: Tree) -> Tree:
+    """Actions of a space in the dtypes of its leaves: `items_in` of tensors."""
+    if isinstance(space, spaces.Dict):
+        return {key: in_types(part, actions[key]) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(in_types(part, action) for part, action in zip(space, actions, strict=True))
+    like = torch.from_numpy(np.zeros(0, space.dtype))
+    if isinstance(space, spaces.Box) and actions.is_floating_point() and not like.is_floating_point():
+        actions = nearest_whole(actions.flatten(1), whole_bounds_of(space)).reshape(actions.shape)
+    return actions.to(like.dtype)
+
+
+def _brought_whole(piece: Any, box: spaces.Box, actions: Tensor) -> Tensor:
+    """`_brought` for a Box of whole numbers."""
+    if not actions.is_floating_point():
+        return actions  # of this space: others are refused before they are normalized
+    if piece.normalize_actions:
+        below, above = (bound.reshape(box.shape) for bound in whole_bounds_of(box)[2:])
+        actions = below + (actions.double() + 1.0) * (above / 2.0 - below / 2.0)
+    return in_types(box, actions) if piece.normalize_actions or piece.clip_actions else actions
 
 
 # Spaces

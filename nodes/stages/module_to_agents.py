@@ -8,7 +8,7 @@ import numpy as np
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import TorchThreads
 from rollflow.nodes.stages.acting_module import acting_in
-from rollflow.nodes.stages.module_to_env import acted, check_first_actions
+from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
 from rollflow.stream.multi_agent.agent_lane import AgentLane
@@ -68,6 +68,7 @@ class ModuleToAgents:
         if (lane.index, place) not in self._checked:
             self._checked.add((lane.index, place))
             check_first_actions(batch, part.part.recorded_space, part.part.action_space, len(slots))
+        convert_actions(batch, part.part.recorded_space, part.part.action_space)
         part.record_actions(slots, batch, place, lane.policy_versions[place])
         return slots, batch.get(Columns.ACTIONS_FOR_ENV), batch[Columns.ACTIONS]
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
@@ -11,7 +12,7 @@ from rollflow.nodes.stages.module_forward import LaneOutput
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
-from rollflow.stream.data.space import row_of
+from rollflow.stream.data.space import items_in, row_of
 from rollflow.stream.data.tree import stack_trees
 from rollflow.stream.fragments.lane import Lane
 
@@ -47,11 +48,12 @@ class ModuleToEnv:
         """Work out the actions for the lane's environments."""
         lane = outputs
         try:
-            act = self._threads.run
+            act, chosen = self._threads.run, lane.layout.action_space
             lane.batch = batch = act(acted, self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
             if lane.index not in self._checked:
                 self._checked.add(lane.index)
-                check_first_actions(batch, lane.layout.action_space, self._env_space, lane.layout.num_slots)
+                check_first_actions(batch, chosen, self._env_space, lane.layout.num_slots)
+            convert_actions(batch, chosen, self._env_space)
             lane.record_actions(batch)
         except Exception as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
@@ -85,6 +87,27 @@ def acted(
     return {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
 
 
+def convert_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None) -> None:
+    """Convert a batch's actions to the dtypes of their spaces, in place.
+
+        chosen       in which `actions` are recorded
+        env_space    of what the environments get; None: `chosen`
+
+    No later stage converts actions: what is recorded is what the environments get, or `actions_for_env` where a piece
+    has made those, or where the two spaces have other dtypes.
+    """
+    actions, for_env = batch.get(Columns.ACTIONS), batch.get(Columns.ACTIONS_FOR_ENV)
+    if actions is not None and not (type(actions) is np.ndarray and actions.dtype is chosen.dtype):
+        actions = batch[Columns.ACTIONS] = items_in(chosen, actions)
+    env_space = chosen if env_space is None else env_space
+    if for_env is None:
+        made = actions if env_space is chosen or actions is None else items_in(env_space, actions, rounds=True)
+        if made is not actions:
+            batch[Columns.ACTIONS_FOR_ENV] = made
+    elif not (type(for_env) is np.ndarray and for_env.dtype is env_space.dtype):
+        batch[Columns.ACTIONS_FOR_ENV] = items_in(env_space, for_env, rounds=True)
+
+
 def check_first_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None, count: int) -> None:
     """Raise ColumnError where a pipeline's actions, `count` of them, are in other spaces than they should be.
 
@@ -105,7 +128,7 @@ def check_first_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Spa
     if env_space is None:
         return
     try:
-        for_env = batch.get(Columns.ACTIONS_FOR_ENV, actions)
+        for_env = items_in(env_space, batch.get(Columns.ACTIONS_FOR_ENV, actions), rounds=True)
         Column.empty(Columns.ACTIONS_FOR_ENV, row_of(env_space, count), 1).write(0, for_env)
     except ColumnError as error:
         error.add_note(

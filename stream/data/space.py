@@ -1,8 +1,9 @@
 """gymnasium spaces as trees of arrays: items, rows, one-hot vectors and flat vectors of a space."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -10,6 +11,7 @@ from gymnasium import spaces
 from numpy.typing import DTypeLike, NDArray
 
 from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.ranges import check_range
 from rollflow.stream.data.tree import Tree, map_tree
 
 _NUMERIC = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -60,6 +62,86 @@ def _item(space: gym.Space[Any], value: float) -> Tree:
 def row_of(space: gym.Space[Any], slots: int) -> Tree:
     """A tree of zeros `dtype[slots, ...]`, one item for each slot. Raises ColumnError as `item_of` does."""
     return map_tree(lambda leaf: np.zeros((slots, *leaf.shape), leaf.dtype), item_of(space))
+
+
+def items_in(space: gym.Space[Any], items: Tree, *, rounds: bool = False) -> Tree:
+    """Items of a space in the dtypes of their leaves' spaces.
+
+        items     one item, or a tree of arrays `any[..., ...]` with leading axes
+        rounds    True: floats for a Box of whole numbers become the nearest ones in its bounds
+
+    Whole numbers for a narrower Box are clipped to its bounds. The very same object is returned where nothing changes;
+    what can't be converted, as items of another structure, stays as it is. Raises ColumnError for numbers that a
+    Discrete, MultiDiscrete or MultiBinary leaf's dtype can't hold, and for NaN in the place of whole numbers.
+    """
+    if isinstance(space, spaces.Dict):
+        if not isinstance(items, Mapping) or items.keys() != space.spaces.keys():
+            return items
+        made = {key: items_in(part, items[key], rounds=rounds) for key, part in space.items()}
+        return items if all(made[key] is items[key] for key in made) else made
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(items, tuple | list) or len(items) != len(space):
+            return items
+        several = tuple(items_in(part, item, rounds=rounds) for part, item in zip(space, items, strict=True))
+        return items if all(map(operator.is_, several, items)) else several
+    values, dtype = np.asarray(items), np.dtype(space.dtype)
+    if values.dtype == dtype:
+        return items
+    if isinstance(space, spaces.Box) and dtype.kind in "iub":
+        if values.dtype.kind == "f":
+            return nearest(space, values) if rounds else items
+        return clipped(space, values) if values.dtype.kind in "iub" else items
+    if not np.can_cast(values.dtype, dtype, "same_kind"):
+        return items
+    check_range(values, dtype, str(space))
+    return values.astype(dtype)
+
+
+def whole_bounds(box: spaces.Box) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The largest floats, f64[...], that are no larger than the lower bounds of a Box of whole numbers, and likewise
+    the smallest ones for its upper bounds: a float has too few digits for all of 64 bits.
+    """
+    shape = box.shape
+    below = [_rounded(int(low), -math.inf) for low in box.low.reshape(-1)]
+    above = [_rounded(int(high), math.inf) for high in box.high.reshape(-1)]
+    return np.array(below, np.float64).reshape(shape), np.array(above, np.float64).reshape(shape)
+
+
+def _rounded(number: int, towards: float) -> float:
+    """The float nearest to a whole number in one direction."""
+    near = float(number)
+    is_beyond = int(near) < number if towards > 0 else int(near) > number
+    return math.nextafter(near, towards) if is_beyond else near
+
+
+def nearest(
+    box: spaces.Box, values: Any, bounds: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+) -> NDArray[Any]:
+    """The whole numbers of a Box, dtype[..., ...], that are nearest to floats any[..., ...]; halves go to even ones.
+
+    bounds    as `whole_bounds` gives them; None: they are worked out
+
+    Raises ColumnError for NaN.
+    """
+    below, above = whole_bounds(box) if bounds is None else bounds
+    numbers = np.rint(np.asarray(values, np.float64))
+    if np.isnan(numbers).any():
+        raise ColumnError(f"got NaN, expected a number for {box}")
+    is_low, is_high = numbers <= below, numbers >= above
+    made: NDArray[Any] = np.where(is_low | is_high, 0.0, numbers).astype(box.dtype)
+    return np.where(is_low, box.low, np.where(is_high, box.high, made))
+
+
+def clipped(box: spaces.Box, values: NDArray[Any]) -> NDArray[Any]:
+    """Whole numbers any[..., ...] clipped to the bounds of a Box of whole numbers, in its dtype."""
+    dtype: Any = box.dtype
+    if values.dtype.kind == "b" or dtype.kind == "b":
+        values = np.clip(values.astype(np.int64), box.low.astype(np.int64), box.high.astype(np.int64))
+        return values.astype(dtype)
+    ours, theirs = np.iinfo(dtype), np.iinfo(cast("Any", values.dtype))
+    values = np.clip(values, max(int(ours.min), int(theirs.min)), min(int(ours.max), int(theirs.max)))
+    made: NDArray[Any] = np.clip(values.astype(dtype), box.low, box.high)
+    return made
 
 
 def one_hot(

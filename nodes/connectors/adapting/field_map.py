@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.connectors.adapting.fields import Leaf, leaves_within, numbers_within
 from rollflow.nodes.connectors.spaces import Space
 from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.space import items_in, nearest
 from rollflow.stream.data.tree import Tree
 
 Origin = float | str | list[Any]
@@ -55,10 +56,13 @@ class LeafRule:
             rows = np.where(self.filled, self.constants, rows)
         if self.bounds is not None:
             rows = np.clip(rows, *self.bounds)
+        rows, space = rows.reshape(*lead, *self.target.shape), self.target.space
+        if self.rounds and isinstance(space, spaces.Box):
+            made: NDArray[Any] = nearest(space, rows) if rows.dtype.kind == "f" else items_in(space, rows)
+            return made
         if self.rounds and rows.dtype.kind == "f":
             rows = np.rint(rows)
-        made: NDArray[Any] = rows.astype(self.target.space.dtype, copy=False).reshape(*lead, *self.target.shape)
-        return made
+        return rows.astype(space.dtype, copy=False)
 
 
 class FieldMap:

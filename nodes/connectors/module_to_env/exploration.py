@@ -19,6 +19,7 @@ from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import N
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.space import nearest
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 Schedule = Callable[[int], float]
@@ -263,7 +264,7 @@ class OrnsteinUhlenbeckNoise(GaussianNoise):
 
     def _noise(self, batch: Batch, episodes: Episodes, draws: NDArray[np.float64]) -> NDArray[np.float64]:
         noise = (1.0 - self.theta) * _noise_before(episodes, draws.shape) + draws
-        batch[ACTION_NOISE] = _like(batch[Columns.ACTIONS], noise)
+        batch[ACTION_NOISE] = _like(batch[Columns.ACTIONS], noise, are_floats=True)
         return noise
 
 
@@ -311,9 +312,18 @@ def _rows(column: Any) -> NDArray[Any]:
     return np.stack([as_array(item) for item in column]) if isinstance(column, list) else as_array(column)
 
 
-def _like(column: Any, values: NDArray[Any]) -> Any:
-    """Values any[N, ...] in the form and dtype of a column that they take the place of."""
-    values = values.astype(_rows(column).dtype)
+def _like(column: Any, values: NDArray[Any], *, are_floats: bool = False) -> Any:
+    """Values any[N, ...] in the form and dtype of a column that they take the place of, rounded to whole numbers.
+
+    are_floats    True: as f32 where the column is of whole numbers
+    """
+    dtype: Any = _rows(column).dtype
+    if dtype.kind in "iu" and are_floats:
+        dtype = np.dtype(np.float32)
+    elif dtype.kind in "iu" and values.dtype.kind == "f":
+        info = np.iinfo(dtype)
+        values = nearest(gym.spaces.Box(info.min, info.max, values.shape[1:], dtype.type), values)
+    values = values.astype(dtype)
     if is_keyed_by_episode(column):
         rest = iter(values)
         return {key: [next(rest) for _ in items] for key, items in column.items()}

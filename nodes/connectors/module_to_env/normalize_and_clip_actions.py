@@ -10,6 +10,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, SharedDat
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.space import items_in, nearest, whole_bounds
 
 PASSED_ON = "actions_passed_on"
 """Key in `shared_data`, True where the environments get `actions` themselves."""
@@ -26,8 +27,10 @@ class NormalizeAndClipActions(ConnectorV2):
     Of several agents the action space is a Dict by agent ids, or the same for all.
 
     Boxes alone change, also inside a Dict or Tuple. A Box that is bounded on all sides can be normalized; any other is
-    clipped to the bounds it has. Where nothing changes both columns have the same items. Without either option no
-    column is added. An `actions_for_env` of another piece stays as it is.
+    clipped to the bounds it has. Floats for a Box of whole numbers become the nearest ones in its bounds; to be
+    normalized they have to be floats, of a module whose own action space is a Box of floats. Where nothing changes both
+    columns have the same items. Without either option no column is added. An `actions_for_env` of another piece stays
+    as it is.
     """
 
     columnar = True
@@ -71,6 +74,8 @@ class NormalizeAndClipActions(ConnectorV2):
         actions = batch[Columns.ACTIONS]
         try:
             batch[Columns.ACTIONS_FOR_ENV] = same_items(actions) if bring is None else self._for_env(actions, bring)
+        except ConnectorError:
+            raise
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ConnectorError(
                 f"{self.name}: '{Columns.ACTIONS}' are {_described(actions)}, expected actions in the environments' "
@@ -109,6 +114,8 @@ class NormalizeAndClipActions(ConnectorV2):
 
     def _box_bringer(self, box: spaces.Box) -> Bring | None:
         low, high = box.low, box.high
+        if box.dtype.kind != "f":
+            return self._whole_bringer(box)
         bounded = np.isfinite(np.stack([low, high]))
         if self.normalize_actions and bounded.all():
             return lambda actions: np.clip(low + (np.asarray(actions) + 1.0) * (high - low) / 2.0, low, high).astype(
@@ -117,6 +124,26 @@ class NormalizeAndClipActions(ConnectorV2):
         if self.clip_actions and bounded.any():
             return lambda actions: np.clip(actions, low, high)
         return None
+
+    def _whole_bringer(self, box: spaces.Box) -> Bring | None:
+        """`_box_bringer` for a Box of whole numbers, which is always bounded."""
+        bounds = whole_bounds(box)
+        low, high = bounds
+
+        def clip(actions: Any) -> Any:
+            values = np.asarray(actions)
+            return nearest(box, values, bounds) if values.dtype.kind == "f" else items_in(box, values)
+
+        def normalize(actions: Any) -> Any:
+            values = np.asarray(actions)
+            if values.dtype.kind != "f":
+                raise ConnectorError(
+                    f"{self.name}: '{Columns.ACTIONS}' are {values.dtype}{list(values.shape)}, expected floats from -1 "
+                    f"to 1 to be normalized for {box}: of a module whose own action_space is a Box of floats"
+                )
+            return nearest(box, low + (values + 1.0) * (high / 2.0 - low / 2.0), bounds)
+
+        return normalize if self.normalize_actions else clip if self.clip_actions else None
 
 
 def _described(actions: Any) -> str:

@@ -438,3 +438,31 @@ def test_what_scales_nothing_does_not_matter() -> None:
     with Rollout(Heater, module_to_env_connector=lambda env: [idle, noise], **HEATED) as rollout:
         [batch] = rollout.batches()
     assert (batch["actions"].min(), batch["actions"].max()) == (300, 500)
+
+
+@pytest.mark.parametrize("piece_type", [GaussianNoise, OrnsteinUhlenbeckNoise])
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [(np.uint8, 0, 255), (np.int8, -9, 9), (np.int64, -(2**63), 2**63 - 1)]
+)
+def test_noise_on_whole_numbers_is_rounded_and_clipped_and_kept_as_floats(
+    piece_type: Any, dtype: Any, low: int, high: int
+) -> None:
+    space = spaces.Box(low, high, (1,), dtype)
+    piece = piece_type(None, space, schedule=4.0)
+
+    def moved(actions: Any) -> Any:
+        episodes: Any = [SingleAgentEpisode(observations=[0.0])] * len(actions)
+        generator = {"generator": torch.Generator().manual_seed(0)}
+        return piece(rl_module=None, batch={"actions": actions}, episodes=episodes, explore=True, shared_data=generator)
+
+    middle = moved(np.full((1000, 1), 5, dtype))
+    if dtype is np.int64:  # where nothing is clipped
+        by = middle["actions"].ravel() - 5
+        assert abs(by.mean()) < 0.5  # 4 / sqrt(1000) = 0.13
+        assert by.min() < -8
+    ends = moved(np.array([[low], [high]] * 100, dtype))["actions"]
+    assert all(action in space for action in ends)
+    assert {low, high} <= set(ends.ravel().tolist())
+    if piece_type is OrnsteinUhlenbeckNoise:
+        assert middle["action_noise"].dtype == np.float32
+        assert middle["action_noise"].min() < -8.0

@@ -571,6 +571,47 @@ def test_actions_for_the_environments_that_a_piece_put_there_stay() -> None:
     assert call(piece, batch)["actions_for_env"].tolist() == [[1.0, 1.0]]
 
 
+WHOLE = [np.uint8, np.int8, np.uint16, np.int32, np.int64, np.uint64]
+
+
+@pytest.mark.parametrize("dtype", WHOLE)
+def test_floats_for_a_box_of_whole_numbers_are_rounded_and_clipped(dtype: Any) -> None:
+    low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    space = spaces.Box(low, high, (1,), dtype)
+    actions = np.array([[-1e30], [-3.4], [0.5], [1.5], [300.0], [1e30]])
+    clip = NormalizeAndClipActions(None, space, normalize_actions=False, clip_actions=True)
+    brought = call(clip, {"actions": actions})["actions_for_env"]
+    assert brought.dtype == dtype
+    assert [int(number) for number in brought.ravel()] == [
+        min(max(number, low), high) for number in (-(10**30), -3, 0, 2, 300, 10**30)
+    ]
+    normalize = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=True)
+    ends = call(normalize, {"actions": np.array([[-1.0], [1.0], [-7.0], [7.0]], np.float32)})["actions_for_env"]
+    assert [int(number) for number in ends.ravel()] == [low, high, low, high]
+
+
+def test_the_middle_of_a_box_of_whole_numbers_is_normalized_to_the_nearest_one() -> None:
+    space = spaces.Box(np.array([-128, 0], np.int8), np.array([127, 10], np.int8), dtype=np.int8)
+    piece = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=False)
+    actions = np.array([[0.0, 0.0], [0.5, 0.55], [-0.5, -0.55]], np.float32)
+    # -128 + 255 / 2 = -0.5, -128 + 1.5 * 255 / 2 = 63.25, -128 + 0.5 * 255 / 2 = -64.25; and 5, 7.75, 2.25
+    assert call(piece, {"actions": actions})["actions_for_env"].tolist() == [[0, 5], [63, 8], [-64, 2]]
+
+
+def test_whole_numbers_of_a_wider_type_are_clipped() -> None:
+    space = spaces.Box(-5, 100, (1,), np.int8)
+    piece = NormalizeAndClipActions(None, space, normalize_actions=False, clip_actions=True)
+    brought = call(piece, {"actions": np.array([[-300], [-5], [99], [2**40]])})["actions_for_env"]
+    assert (brought.dtype, brought.ravel().tolist()) == (np.int8, [-5, -5, 99, 100])
+
+
+def test_whole_numbers_are_not_normalized() -> None:
+    piece = NormalizeAndClipActions(None, spaces.Box(0, 9, (1,), np.uint8), normalize_actions=True, clip_actions=True)
+    text = r"'actions' are uint8\[2, 1\], expected floats from -1 to 1 to be normalized"
+    with pytest.raises(ConnectorError, match=text):
+        call(piece, {"actions": np.zeros((2, 1), np.uint8)})
+
+
 # Items for the environments
 
 
