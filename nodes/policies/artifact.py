@@ -42,7 +42,7 @@ from rollflow.nodes.policies.program import programs_of
 from rollflow.nodes.policies.program_module import Origin, ProgramModule
 from rollflow.nodes.policies.registry import is_known
 from rollflow.nodes.policies.space_text import described, space_of
-from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import equal_trees, map_tree
 
 FORMAT = 1
@@ -190,7 +190,7 @@ def parts_of(
     if not isinstance(manifest["explore"], bool) or not isinstance(trained_on, dict):
         raise PolicyError("policy.json: explore and trained_on are not as expected: True or False, and a dict")
     if not is_whole(steps := trained_on.get("vector_steps", 0)) or steps < 0:
-        raise PolicyError(f"policy.json: vector_steps of trained_on is {steps!r:.100}, expected a whole number")
+        raise PolicyError(f"policy.json: vector_steps of trained_on is {shown(steps)}, expected a whole number")
     inputs = {name: array for name, array in examples.items() if name.startswith("inputs/")}
     computed = {name: array for name, array in examples.items() if name not in inputs}
     return Parts(
