@@ -233,7 +233,7 @@ def with_kwargs(env: Any, env_kwargs: Mapping[str, Any] | None) -> Any:
         return env
     if not isinstance(env, str):
         raise EnvError(
-            f"env_kwargs are for an environment's id, but env is {env!r:.100}; expected a callable that knows its own "
+            f"env_kwargs are for an environment's id, but env is {shown(env)}; expected a callable that knows its own "
             "arguments, such as functools.partial(MyEnv, size=8)"
         ).see("environment")
     spec = _spec_of(env)
