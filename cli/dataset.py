@@ -13,7 +13,6 @@ from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.dataset_check import check_dataset
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of, whole_folder
 from rollflow.sinks.datasets.episode_summary import EpisodeSummary, histogram
-from rollflow.sinks.datasets.lerobot_episodes import write_lerobot
 from rollflow.sinks.datasets.minari_episodes import minari_data_of, write_minari
 from rollflow.stream.data.errors import DatasetError
 
@@ -41,21 +40,13 @@ def add_to(commands: Any) -> None:
     _add_filter(actions)
     convert = actions.add_parser("convert", help="write a dataset in another library's format")
     convert.add_argument("path", type=Path)
+    convert.add_argument("--to", required=True, choices=["minari"], help="Minari's HDF5 files (extra minari)")
     convert.add_argument(
-        "--to",
-        required=True,
-        choices=["minari", "lerobot"],
-        help="Minari's HDF5 files (extra minari), or LeRobot's Parquet files, v3.0",
+        "--id", required=True, help="by which minari.load_dataset finds it, such as cartpole/expert-v0"
     )
-    convert.add_argument("--id", help="minari: by which minari.load_dataset finds it, such as cartpole/expert-v0")
     convert.add_argument(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="minari: of all datasets (where Minari keeps its own); lerobot: of this one",
+        "--out", type=Path, metavar="FOLDER", help="of all datasets of Minari's (default: where Minari keeps its own)"
     )
-    convert.add_argument("--fps", type=float, metavar="N", default=30.0, help="lerobot: steps in a second (30)")
-    convert.add_argument("--task", metavar="TEXT", help="lerobot: what is done, in words (the environment's id)")
     convert.set_defaults(run=_convert)
 
 
@@ -201,17 +192,8 @@ def _convert(args: argparse.Namespace) -> int:
         raise DatasetError(
             f"{args.path} is of several agents, expected one, such as the folder of one of its modules"
         ).see("dataset")
-    needed = "id" if args.to == "minari" else "out"
-    if getattr(args, needed) is None:
-        raise DatasetError(f"--to {args.to} needs --{needed} as well").see("dataset")
-    if args.to == "minari":
-        spaces = source.observation_space, source.action_space
-        folder = write_minari(source.fragments(), spaces, source.description, args.id, args.out)
-    else:
-        folder = args.out
-        names = {environment_of(run) for run in source.description["runs"]} - {None}
-        task = args.task or ", ".join(sorted(map(str, names))) or args.path.name
-        write_lerobot(source.episodes(), folder, task=task, fps=args.fps)
+    spaces = source.observation_space, source.action_space
+    folder = write_minari(source.fragments(), spaces, source.description, args.id, args.out)
     print(f"{folder} has {source.num_episodes} episodes, {source.num_steps} steps")
     return 0
 

@@ -134,8 +134,9 @@ class DatasetFolder:
             if not any(self.path.glob(f"*/*{_SUFFIX}")):
                 return no_steps(self.path)
             return DatasetError(f"{self.path} has files of a dataset, but {DESCRIPTION} is missing").see("dataset")
-        others = "or Minari's, RLlib's or D4RL's files"
-        return DatasetError(f"there is no dataset at {self.path}, expected a folder with {DESCRIPTION}, {others}")
+        return DatasetError(
+            f"there is no dataset at {self.path}, expected a folder with {DESCRIPTION}, or a dataset of Minari's"
+        )
 
     def space(self, description: dict[str, Any], name: str) -> Any:
         """The space of a name in a description; None if it is not known. Raises DatasetError if it is damaged."""

@@ -21,14 +21,12 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnect
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.sinks.datasets.agents_block import AgentsBlock
-from rollflow.sinks.datasets.d4rl_episodes import D4rlEpisodes
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.sinks.datasets.env_episodes import EnvEpisodes
 from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore
 from rollflow.sinks.datasets.episode_summary import EpisodeSummary, step_bytes, summary_of, windows_of
 from rollflow.sinks.datasets.minari_episodes import MinariEpisodes, minari_data_of
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
-from rollflow.sinks.datasets.rllib_episodes import RllibEpisodes, rllib_files_of
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.datasets.stored_steps import Ints, ReadAhead
@@ -70,8 +68,7 @@ class _Window(NamedTuple):
 class DatasetSource(IterableDataset[Any]):
     """Reads the dataset in a folder: episodes, fragments, and train batches by a learner pipeline.
 
-        path                 folder that a `DatasetSink` has written, a dataset's folder of Minari's, a file of D4RL's,
-                             or a folder with RLlib's Parquet files of episodes
+        path                 folder that a `DatasetSink` has written, or a dataset's folder of Minari's
         batch_size           steps in a fragment, and in a batch; the last one of a pass may have fewer
         complete_episodes    whether a fragment has whole episodes alone: then as many as make `batch_size` steps
         shuffle_seed         of the order of the episodes, which is another one in each pass; None: as they were made
@@ -358,12 +355,8 @@ class DatasetSource(IterableDataset[Any]):
 
 def _episodes_at(path: Path) -> EpisodeStore | EnvEpisodes:
     """The episodes at a path, by its files. Raises DatasetError where they can't be read."""
-    if path.suffix in (".hdf5", ".h5") and path.is_file():
-        return D4rlEpisodes(path)
     if (data := minari_data_of(path)) is not None:
         return MinariEpisodes(data)
-    if files := rllib_files_of(path):
-        return RllibEpisodes(path, files)
     folder = DatasetFolder(path)
     return EnvEpisodes(folder) if folder.has_agents else ParquetEpisodes(folder)
 

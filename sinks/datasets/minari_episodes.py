@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from rollflow.sinks.datasets.arrow_columns import Description
 from rollflow.sinks.datasets.dataset_folder import environment_of, whole_folder
 from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces, copy_rows
-from rollflow.sinks.datasets.hdf5_groups import Hdf5Groups
 from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
-from rollflow.stream.data.tree import map_tree
+from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
 _DATA, _METADATA, _ARRAYS = "data", "metadata.json", "main_data.hdf5"
@@ -127,12 +126,14 @@ def write_minari(
 
 def _write_arrays(path: Path, fragments: Iterable[Fragment]) -> tuple[int, int]:
     """Write a group for each episode; the numbers of episodes and steps."""
+    import h5py
+
     number = steps = 0
-    with Hdf5Groups(path) as file:
+    with h5py.File(path, "w", track_order=True) as file:
         for fragment in fragments:
             chunks = fragment.chunks
             lengths: Ints = chunks.stop - chunks.start
-            ends, numbers = np.cumsum(lengths), np.arange(number, number + len(lengths))
+            ends = np.cumsum(lengths)
             columns = {_KEYS[name]: fragment.gather(name) for name in _KEYS if name not in _FLAGS}
             columns["observations"] = map_tree(
                 lambda leaf, last, ends=ends: np.insert(leaf, ends, last, axis=0),
@@ -142,10 +143,28 @@ def _write_arrays(path: Path, fragments: Iterable[Fragment]) -> tuple[int, int]:
             for name, flags in (("terminations", chunks.terminated), ("truncations", chunks.truncated)):
                 columns[name] = np.zeros(fragment.num_steps, np.bool_)
                 columns[name][ends - 1] = flags
-            rows = {name: lengths + (name == "observations") for name in columns}
-            file.add([f"episode_{each}" for each in numbers], columns, rows, id=numbers, total_steps=lengths)
-            number, steps = number + len(lengths), steps + fragment.num_steps
+            for place, (length, end) in enumerate(zip(lengths.tolist(), ends.tolist(), strict=True)):
+                group = file.create_group(f"episode_{number}")
+                group.attrs["id"], group.attrs["total_steps"] = number, length
+                for name, tree in columns.items():
+                    # Each episode has one observation more than steps.
+                    begin, more = (end - length + place, 1) if name == "observations" else (end - length, 0)
+                    _write_rows(group, name, tree, slice(begin, begin + length + more))
+                number += 1
+            steps += fragment.num_steps
     return number, steps
+
+
+def _write_rows(group: Any, name: str, tree: Tree, rows: slice) -> None:
+    """Write some rows of a tree of arrays: a dataset, or a group of them; the parts of a tuple are `_index_0`, …."""
+    if isinstance(tree, tuple | list):
+        tree = {f"_index_{place}": part for place, part in enumerate(tree)}
+    if not isinstance(tree, dict):
+        group.create_dataset(name, data=tree[rows])
+        return
+    inner = group.create_group(name)
+    for key, part in tree.items():
+        _write_rows(inner, key, part, rows)
 
 
 def _facts_of(dataset_id: str, total_episodes: int, total_steps: int, size: float) -> dict[str, Any]:
