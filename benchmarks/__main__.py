@@ -24,7 +24,6 @@ PROGRAMS = (
     "two_cores",
     "stragglers",
     "placement",
-    "plan",
     "connector",
     "multi_agent",
     "serving",

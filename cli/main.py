@@ -17,7 +17,6 @@ from rollflow.stream.data.errors import RollflowError
 # module alone: most others need torch, which takes seconds.
 _COMMANDS = {
     "rollout": ("rollout", "add_to"),
-    "plan": ("plan", "add_to"),
     "env-host": ("hosts", "add_env_host"),
     "rollout-host": ("hosts", "add_rollout_host"),
     "replay-host": ("replay_host", "add_to"),

@@ -23,8 +23,8 @@ from rollflow.nodes.rollout.execution import execution_for
 from rollflow.nodes.rollout.launching import with_hosts
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
-from rollflow.nodes.rollout.placement_trials import trial_of_several
 from rollflow.nodes.rollout.policy import AgentsPolicy, StageOptions
+from rollflow.nodes.rollout.race import trial_of_several
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import sampling_data
 from rollflow.nodes.stages.agent_learner import AgentLagBound, AgentLearner

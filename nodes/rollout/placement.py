@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from rollflow.nodes.closing import closing_on_error
@@ -19,26 +18,13 @@ from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Where
-from rollflow.nodes.rollout.placement_cost_model import (
-    WORTH_EXPECTED,
-    WORTH_MADE,
-    PlacementChoice,
-    PlacementRequest,
-    close,
-    expected,
-    explanation,
-    fastest,
-    refusals,
-)
-from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generators_kept, probe, probe_agents
-from rollflow.nodes.rollout.placement_trials import is_worth_while, race
+from rollflow.nodes.rollout.race import Trial, race, workers_in
 
 
 class Places(NamedTuple):
     """Nodes that step environments of one kind, by their place.
 
     is_ready    whether environments are made already
-    probe       measures what a vector step costs
     """
 
     inline: Callable[..., Any]
@@ -47,12 +33,9 @@ class Places(NamedTuple):
     remote_envs: Callable[..., Any]
     remote_rollouts: Callable[..., Any]
     is_ready: Callable[[Any], bool]
-    probe: Callable[..., ProbeResult]
 
 
-ONE_AGENT = Places(
-    Environments, ProcessEnvironments, RolloutProcesses, RemoteEnvironments, HostedRollouts, is_ready, probe
-)
+ONE_AGENT = Places(Environments, ProcessEnvironments, RolloutProcesses, RemoteEnvironments, HostedRollouts, is_ready)
 SEVERAL_AGENTS = Places(
     AgentEnvironments,
     AgentProcesses,
@@ -60,7 +43,6 @@ SEVERAL_AGENTS = Places(
     RemoteAgentEnvironments,
     AgentHostedRollouts,
     lambda env: isinstance(env, MultiAgentVectorEnv),
-    probe_agents,
 )
 
 
@@ -84,18 +66,7 @@ def place(
     """
     reason = ""
     if envs.where == "auto" and not isinstance(env, RemoteHosts):
-        request = PlacementRequest(
-            envs.lanes,
-            envs.workers,
-            forward.max_batch,
-            forward.in_thread,
-            forward.max_wait,
-            flow.prefetch,
-            envs.fragment_length,
-            metrics,
-            forward.device,
-        )
-        envs, reason = _chosen_place(env, envs, request, places, make_trial)
+        envs, reason = _chosen_place(env, envs, forward, flow, metrics, places, make_trial)
     if isinstance(env, RemoteRollouts):
         with closing_on_error(env.close):
             forward.check_offloaded(metrics, is_remote=True)
@@ -155,41 +126,25 @@ def _check_remote(envs: EnvOptions) -> None:
 
 
 def _chosen_place(
-    env: Any, envs: EnvOptions, request: PlacementRequest, places: Places, make_trial: Callable[[], Trial]
+    env: Any,
+    envs: EnvOptions,
+    forward: ForwardOptions,
+    flow: FlowOptions,
+    metrics: Any,
+    places: Places,
+    make_trial: Callable[[], Trial],
 ) -> tuple[EnvOptions, str]:
     """The options with the place that is fastest, and why; inline if that can't be measured."""
+    here = replace(envs, where="inline", workers=None)
     if places.is_ready(env):
-        here = replace(envs, where="inline", workers=None)
         return here, "where='inline': these vector environments are here already"
     try:
-        with generators_kept():
-            choice, reason = _measured_choice(env, envs.num_envs, request, places, make_trial())
+        result = race(env, envs, forward, flow, metrics, make_trial())
     except Exception as error:  # an argument that can't be worked with is refused by the rollout itself
-        reason = f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
-        return replace(envs, where="inline", workers=None), reason
-    return replace(envs, where=choice.where, lanes=choice.lanes, workers=choice.workers), reason
-
-
-def _measured_choice(
-    env: Any, num_envs: int | None, request: PlacementRequest, places: Places, trial: Trial
-) -> tuple[PlacementChoice, str]:
-    """The choice, and why: by what its parts take, and by a try where that leaves several."""
-    cores = core_count()
-    sizes = [-(-count_of(env, num_envs) // (request.lanes or request.workers or cores))]
-    measured, ruled_out, agents = places.probe(
-        env, num_envs, trial, sizes=sizes, length=request.fragment_length, device=request.device
-    )
-    ruled_out = refusals(request) | ruled_out
-    most = None if request.max_batch is None else max(1, request.max_batch // agents)
-    choices = expected(measured, replace(request, max_batch=most), cores, ruled_out)
-    rates, tried = {"expected steps/s": choices}, close(choices)
-    if is_worth_while(tried, measured):
-        passes: dict[str, Any] = {
-            name: getattr(request, name) for name in ("max_batch", "max_wait", "forward_in_thread")
-        }
-        whole = partial(trial, env, num_envs=num_envs, prefetch=request.prefetch, **passes)
-        made, failed = race(tried, whole, measured.slots, request)
-        tried, ruled_out = made or choices[:1], ruled_out | failed
-        rates["made steps/s"] = made
-    best = fastest(tried, WORTH_MADE if "made steps/s" in rates else WORTH_EXPECTED)
-    return best, explanation(best, measured, rates, request, ruled_out)
+        return here, f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
+    if not result.rates:
+        return here, f"where='inline': nothing could be measured; {result}"
+    where: Any = result.fastest
+    workers = workers_in(where, envs)
+    unused = f"; workers={envs.workers} is not used" if workers != envs.workers else ""
+    return replace(envs, where=where, workers=workers), f"where='{where}': {result}{unused}"

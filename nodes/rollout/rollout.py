@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import gymnasium as gym
 
@@ -24,9 +24,8 @@ from rollflow.nodes.rollout.execution import execution_for
 from rollflow.nodes.rollout.launching import with_hosts
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place, PolicyOptions
 from rollflow.nodes.rollout.placement import ONE_AGENT, place
-from rollflow.nodes.rollout.placement_trials import trial_of
-from rollflow.nodes.rollout.planning import Changes, Plan, Planner, Running
 from rollflow.nodes.rollout.policy import OnePolicy, StageOptions
+from rollflow.nodes.rollout.race import trial_of
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.rollout.silent_faults import PublishCheck, ReturnsCheck
 from rollflow.nodes.stages.acting import Acting, acting_for, seed_lane
@@ -141,7 +140,7 @@ class Rollout(RolloutLoop[Fragment]):
         is_running, policy_version, num_steps, lost, loaded
 
     Methods: `publish` new weights; `state_dict`, and `load_state_dict` to go on with an earlier run; loop over
-    `batches()` or `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain` and `what_if`; `policy`,
+    `batches()` or `fragments()`; `start`, `drain`, `close`; `report`, `diagnose` and `explain`; `policy`,
     `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a diagram; hooks `on_batch`, `on_episode`, `on_publish`;
     for sinks `publish_as`, `watch`, `hold_back` and others.
 
@@ -238,7 +237,6 @@ class Rollout(RolloutLoop[Fragment]):
             envs, forward, flow = envs.debugged(), forward.debugged(), flow.debugged()
         make_trial = partial(trial_of, Rollout, policy, envs, forward, flow)
         self._env = env
-        self._planner = Planner(env, envs, forward, flow, make_trial)
         hosted, envs, forward = with_hosts(env, envs, forward, flow, policy.module, policy.acting_connectors)
         self.environments, self.placement = place(
             hosted, envs, forward, flow, places=ONE_AGENT, metrics=metrics, make_trial=make_trial
@@ -291,18 +289,6 @@ class Rollout(RolloutLoop[Fragment]):
         self._prepare_lanes()
         text = self._execution.explain(self._ties.gate() or self._credits)
         return f"{text}\n{self.placement}" if self.placement else text
-
-    def what_if(self, **changes: Unpack[Changes]) -> Plan:
-        """Predictions of the steps per second that another setting would give, and what to change first.
-
-        changes    see `Changes`; none: a table of what is worth a look
-
-        Its first call measures environments and module apart for a second or two, beside times of the run, and runs
-        some settings a moment; a table takes more. Raises ValueError for what can't be, and for ready environments.
-        """
-        running = Running.of(self.report() if self._drive or self._async_drive else None, self._doctor)
-        with self._doctor.pausing():
-            return self._planner.plan(self.environments, running, changes)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.

@@ -1,8 +1,7 @@
 """RolloutDoctor: the stall doctor of a rollout, with its reader and the learner pipeline in the reader's thread."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -73,8 +72,7 @@ class RolloutDoctor:
         self._tracing, self._trace_to = Tracing(self._traceable), trace_to
         self._socket = RunSocket(snapshot, self._tracing.serve)
         self._times: deque[float] = deque(maxlen=_KEPT)  # seconds for which the reader had each of its last rounds
-        self._gets: deque[int] = deque(maxlen=_KEPT)  # times when it got its last rounds, in ns, since it paused last
-        self._works_since = 0  # when it got the last of them, or the end of a pause after it; 0: it has none
+        self._works_since = 0  # time in ns when it got the last of them; 0: it has none
         self._reader = 0  # its thread
         self._held: tuple[int, int, list[FragmentName]] | None = None  # given, busy time of the learner then, what
 
@@ -95,9 +93,9 @@ class RolloutDoctor:
 
     def reader_asks(self) -> None:
         """Take note that the reader asks for the next round, in its thread."""
+        if self._works_since:
+            self._times.append((clock() - self._works_since) / 1e9)
         self._reader, self._works_since = get_ident(), 0
-        if gets := self._gets:  # those from before a pause, if another thread has one right now
-            self._times.append((clock() - gets[-1]) / 1e9)
         if self._tracing.fragments is not None:
             self._trace_update()
             self._tracing.follow()  # in a thread or a task of its own, the ring has its meters by now
@@ -105,30 +103,9 @@ class RolloutDoctor:
     def reader_gets(self, fragments: Iterable[Any]) -> None:
         """Take note that the reader gets a round of these fragments."""
         self._works_since = got = clock()
-        self._gets.append(got)
         if self._tracing.fragments is not None:
             names = [(fragment.lane, fragment.sequence) for fragment in fragments]
             self._held = got, self._learner.busy_ns, names
-
-    @property
-    def reader_times(self) -> tuple[float, ...]:
-        """Seconds for which the reader had each of its last rounds, with the batches that were made of them."""
-        return tuple(self._times)
-
-    @property
-    def round_s(self) -> float | None:
-        """Seconds from one of the reader's last rounds to the next, in the mean; None: it has had none or one."""
-        gets = self._gets
-        return (gets[-1] - gets[0]) / 1e9 / (len(gets) - 1) if len(gets) > 1 else None
-
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Block that the reader is in, and that does not count as its own work. In any thread."""
-        try:
-            yield
-        finally:
-            self._gets = deque(maxlen=_KEPT)  # another one: who looks meanwhile keeps that which he has
-            self._works_since = self._works_since and clock()
 
     def diagnose(self) -> Diagnosis:
         """What the rollout waits for right now."""

@@ -1,0 +1,198 @@
+"""The race for `where="auto"`: each place that can be used runs on copies for about a second, and the fastest wins."""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.learner.values import device_of
+from rollflow.nodes.env.env_source import count_of
+from rollflow.nodes.env.workers.worker_process import core_count
+from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.rollout.options import (
+    JOINT_PASSES,
+    EnvOptions,
+    FlowOptions,
+    ForwardOptions,
+    PolicyOptions,
+)
+from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces
+
+logger = logging.getLogger(__name__)
+
+Trial = Callable[..., Any]  # (environments, where=…, num_envs=…, …) -> a rollout with copies of module and connectors
+
+PLACES = ("inline", "threads", "processes", "rollouts")  # the simplest first
+WORTH = 1.05  # how much faster than a simpler place another one must be
+_RUN_S = 0.8  # of each place, once it has started
+_FRAGMENT_S = 0.05  # of a fragment, about
+_STARTS_S = 2.0  # that the environments of one place may take to be made: of slower ones fewer are made
+
+
+class Result(NamedTuple):
+    """Results of a race.
+
+    rates      place -> steps per second
+    lanes      place -> number of its lanes
+    ruled_out  place -> why it is not used
+    """
+
+    rates: dict[str, float]
+    lanes: dict[str, int]
+    ruled_out: dict[str, str]
+
+    @property
+    def fastest(self) -> str:
+        """The fastest place, or a simpler one that is about as fast."""
+        most = max(self.rates.values())
+        return next(where for where in PLACES if WORTH * self.rates.get(where, 0.0) >= most)
+
+    def __str__(self) -> str:
+        made = [f"{where} ({self.lanes[where]} lanes) {rate:,.0f}" for where, rate in self.rates.items()]
+        refused = [f"not where='{where}': {why}" for where, why in self.ruled_out.items()]
+        return "; ".join([f"steps/s in a short run each: {', '.join(made)}", *refused])
+
+
+def race(env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions, metrics: Any, trial: Trial) -> Result:
+    """Run each place for a moment, one after the other. Raises what an inline rollout of one environment raises.
+
+    A place that raises is ruled out.
+    """
+    passes = {"max_batch": forward.max_batch, "max_wait": forward.max_wait, "forward_in_thread": forward.in_thread}
+    result = Result({}, {}, {})
+    slots = count_of(env, envs.num_envs)
+    with generators_kept():
+        began = time.perf_counter()
+        with _open(trial(_first(env, 1), num_envs=1, fragment_length=1)) as alone:
+            fragments = alone.fragments()
+            next(fragments)
+            start_s = time.perf_counter() - began
+            step_s = min(_seconds(partial(next, fragments)) for _ in range(3))
+            result.ruled_out.update(_refusals(forward, metrics, alone))
+        if slots * start_s > _STARTS_S:
+            slots = min(slots, max(envs.lanes or 1, envs.workers or 1, 4 * core_count()))
+        length = max(1, min(envs.fragment_length, int(_FRAGMENT_S / (slots * step_s))))
+        for where in PLACES:
+            if where in result.ruled_out:
+                continue
+            try:
+                with _open(
+                    trial(
+                        _first(env, slots),
+                        num_envs=slots,
+                        where=where,
+                        lanes=envs.lanes,
+                        workers=workers_in(where, envs),
+                        fragment_length=length,
+                        prefetch=flow.prefetch,
+                        **passes,
+                    )
+                ) as rollout:
+                    result.rates[where] = _rate(rollout)
+                    result.lanes[where] = rollout.environments.num_lanes
+            except Exception as error:  # whatever an environment, a piece or a module may raise there
+                result.ruled_out[where] = f"it raised {type(error).__name__}: {error}"
+    return result
+
+
+def workers_in(where: str, envs: EnvOptions) -> int | None:
+    """The number of workers asked for, in a place that has workers."""
+    return envs.workers if where in ("processes", "rollouts") else None
+
+
+def trial_of(
+    rollout: type, policy: PolicyOptions, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions
+) -> Trial:
+    """Maker of rollouts of one agent with copies of the module and the pieces."""
+    return partial(
+        rollout,
+        module=copied_module(policy.module),
+        model_config=policy.model_config,
+        lookback=flow.lookback,
+        seed=envs.seed,
+        explore=forward.explore,
+        env_to_module_connector=copied_pieces(policy.env_to_module_connector),
+        module_to_env_connector=copied_pieces(policy.module_to_env_connector),
+        learner_connector=copied_pieces(policy.learner_connector),
+        flat_forward=forward.flat,
+        forward_threads=forward.threads,
+        device=forward.device,
+        autoreset_mode=envs.autoreset_mode,
+        stall_after=None,
+        **envs.timeouts,
+    )
+
+
+def trial_of_several(rollout: type, module: Any, connectors: Mapping[str, Any], **options: Any) -> Trial:
+    """Maker of rollouts of several agents, with copies of the modules and the pieces, and these `options`."""
+    several = isinstance(module, Mapping)
+    copies = {each: copied_module(one) for each, one in module.items()} if several else copied_module(module)
+    pieces = {name: copied_pieces(connector) for name, connector in connectors.items()}
+    return partial(rollout, module=copies, **pieces, **options)
+
+
+def _first(env: Any, slots: int) -> Any:
+    return env[:slots] if isinstance(env, list | tuple) else env
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _rate(rollout: Any) -> float:
+    """Steps per second once each lane has given a fragment."""
+    fragments = rollout.fragments()
+    for _ in range(rollout.environments.num_lanes):
+        next(fragments)
+    steps, began, taken = 0, time.perf_counter(), 0.0
+    while taken < _RUN_S:
+        steps += next(fragments).num_steps
+        taken = time.perf_counter() - began
+    return steps / taken
+
+
+def _refusals(forward: ForwardOptions, metrics: Any, alone: Any) -> dict[str, str]:
+    """Place -> why it does not keep to what is asked for."""
+    if forward.joins_lanes:
+        return {"rollouts": JOINT_PASSES}
+    if not isinstance(metrics, MetricsLogger | None):
+        return {"rollouts": f"metrics of type {type(metrics).__name__} can't be merged"}
+    for module in alone.replica().modules.values():
+        on = device_of(module) if forward.device is None else torch.device(forward.device)
+        if on.type != "cpu":
+            return {"rollouts": f"the module acts on {on}, where a copy for each worker is not faster"}
+    return {}
+
+
+@contextmanager
+def _open(rollout: Any) -> Iterator[Any]:
+    """Enter a rollout and leave it. An error in closing is logged, since it says nothing of the speed."""
+    rollout.__enter__()
+    try:
+        yield rollout
+    finally:
+        try:
+            rollout.__exit__(None, None, None)
+        except Exception as error:
+            logger.warning("where='auto': closing a trial raised %s: %s", type(error).__name__, error)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the shared generators of random numbers, of Python, numpy and torch, as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
