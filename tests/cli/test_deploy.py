@@ -1,4 +1,4 @@
-"""Image and Compose file: what they name is there, and the commands work as processes of this machine."""
+"""Files to deploy with: they are what their formats ask for, and the commands work as processes of this machine."""
 
 import io
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 import check_jsonschema
 import httpx
+import kubernetes_validate
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
@@ -78,6 +79,71 @@ def test_the_compose_file_is_one(compose: Any) -> None:
         assert (FOLDER / build["context"]).resolve() == ROOT
         assert ROOT / build["dockerfile"] == FOLDER / "Dockerfile"
         assert each["secrets"] == [*compose["secrets"]]
+
+
+def test_the_manifests_of_kubernetes_are_valid() -> None:
+    manifests = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
+    for each in manifests:
+        kubernetes_validate.validate(each, "1.30", strict=True)
+    named = {(each["kind"], each["metadata"]["name"]): each for each in manifests}
+    pods = [each["spec"]["template"] for each in manifests if "template" in each["spec"]]
+    assert len(pods) == 3
+    for pod in pods:
+        [container] = pod["spec"]["containers"]
+        assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["spec"]["volumes"]}
+        assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    labels = [pod["metadata"]["labels"] for pod in pods]
+    for kind in ("trainer", "server"):
+        assert named["Service", f"rollflow-{kind}"]["spec"]["selector"] in labels
+
+
+def test_the_commands_of_kubernetes_are_those_of_the_compose_file(compose: Any) -> None:
+    manifests = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
+    containers = [each["spec"]["template"]["spec"]["containers"][0] for each in manifests if "template" in each["spec"]]
+    trainer, host, server = (each.get("args", each.get("command")) for each in containers)
+    services = compose["services"]
+
+    def here(command: list[str]) -> list[str]:
+        places = {"//trainer:": "//rollflow-trainer:", "/run/secrets/key": "/run/secrets/rollflow/key"}
+        for there, place in places.items():
+            command = [part.replace(there, place) for part in command]
+        return command
+
+    assert host == here(services["hosts"]["command"])
+    assert server == here(services["server"]["command"])
+    assert trainer[2:] == here(services["trainer"]["command"])
+
+
+@pytest.mark.slow
+def test_the_slurm_script_trains_with_stand_ins_for_slurm(tmp_path: Path) -> None:
+    # The arguments before the program are options; a task for each of --ntasks. The trainer is started, and hosts that
+    # print what they would dial.
+    stand_ins = {
+        "srun": """
+            tasks=1
+            while [[ $1 == --* ]]; do
+              case "$1" in --ntasks=*) tasks=${1#--ntasks=};; esac
+              shift
+            done
+            for ((i = 0; i < tasks; i++)); do "$@" & done
+            wait
+        """,
+        "hostname": "echo 127.0.0.1",
+        "python": f'[[ $1 == -c ]] && exec {sys.executable} "$@"; echo "trainer $*"; test -s "$4"',
+        "rollflow": 'echo "host $*"',
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = FOLDER / "rollflow.sbatch"
+    ran = subprocess.run(["bash", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    lines = sorted(ran.stdout.splitlines())
+    assert [line.split()[0] for line in lines] == ["host", "host", "trainer"]
+    assert all("--connect=tcp://127.0.0.1:7000 --secret-file=" in line for line in lines[:2])
+    assert lines[2].startswith("trainer -m deploy.train tcp://0.0.0.0:7000 ")
+    assert not list(tmp_path.glob("rollflow-key.*"))
 
 
 class Layout:
