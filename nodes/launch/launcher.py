@@ -1,4 +1,4 @@
-"""The interface of launchers: six verbs by which programs are started somewhere and looked after."""
+"""The interface of launchers: five verbs by which programs are started somewhere and looked after."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Protocol
 
 SECRET_VARIABLE = "ROLLFLOW_SECRET"  # in the environment of a program that a launcher starts
 NAME = "{name}"  # argument of a command
-DRAINING_S = 25.0  # for programs that others go on without: hosts hand over what they have, in 20 s
 
 
 @dataclass(slots=True, eq=False)
@@ -54,13 +53,6 @@ class Launcher(Protocol):
 
     def restart(self, handle: Handle) -> None:
         """Start a program again; one that runs is ended first."""
-
-    def scale(self, n: int) -> list[Handle]:
-        """Have so many programs that run: start more, or tell those to end that were started last. All there are.
-
-        Those that have ended are forgotten. Those that are told to end are not waited for; `alive` sees to it that
-        they end.
-        """
 
     def stop(self) -> None:
         """End all programs. Those that are ending by themselves are given the time for it."""

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.argument_checks import check_numbers, checked_count
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import RemoteRollouts
 from rollflow.nodes.env.workers.worker_process import refuse_in_worker
 from rollflow.nodes.launch.host_keeper import HostKeeper
 from rollflow.nodes.launch.launcher import NAME, SECRET_VARIABLE, Launcher
 from rollflow.nodes.launch.process_launcher import ProcessLauncher
-from rollflow.nodes.launch.scaling import HostRange, HostScaler
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.zstd import check_available
 from rollflow.stream.wire import TcpAddress, parse_address
@@ -25,9 +24,7 @@ _Strategy = Literal["spread", "pack"]
 class OnProcesses:
     """Whole rollouts on hosts that are processes of this machine; the rollout starts them, and they dial it.
 
-        num_hosts       hosts at first; each has as many environments as the rollout's `num_envs` says. None: the least
-        min_hosts,      there are more hosts where they hold the run back, and fewer where whoever takes their fragments
-        max_hosts       does; each change is logged with its reason. None: as many as at first
+        num_hosts       number of hosts; each has as many environments as the rollout's `num_envs` says
         join_timeout    seconds in which all must come, and, when all have left, another; None: for ever
 
     The environment, module and connectors of the rollout must be what hosts can import: an id, or classes and functions
@@ -36,19 +33,12 @@ class OnProcesses:
     Raises ValueError for numbers that are none, or too small.
     """
 
-    num_hosts: int | None = None
-    min_hosts: int | None = None
-    max_hosts: int | None = None
+    num_hosts: int = 1
     join_timeout: float | None = 120.0
 
     def __post_init__(self) -> None:
+        checked_count("num_hosts", self.num_hosts, 1)
         check_numbers(join_timeout=(self.join_timeout, 0))
-        _ = self.hosts
-
-    @property
-    def hosts(self) -> HostRange:
-        """How many there are, and may be."""
-        return HostRange.of(self.num_hosts, self.min_hosts, self.max_hosts)
 
     def start(self, command: Sequence[str]) -> RemoteRollouts:
         """Start the hosts, with a command that ends before their address."""
@@ -59,9 +49,7 @@ class OnProcesses:
 class OnRay:
     """Whole rollouts on hosts that Ray places: actors, which it starts again elsewhere when they or their nodes die.
 
-        num_hosts,      as for `OnProcesses`; Ray's autoscaler may bring the room for more
-        min_hosts,
-        max_hosts
+        num_hosts       as for `OnProcesses`
         num_cpus        CPUs of each host
         num_gpus        GPUs of each host; the rollout's `device="cuda"` has policies use them
         resources       other resources of each host: name -> amount
@@ -79,9 +67,7 @@ class OnRay:
     are none, or too small, for another strategy or compression, and for an address that can't be dialled.
     """
 
-    num_hosts: int | None = None
-    min_hosts: int | None = None
-    max_hosts: int | None = None
+    num_hosts: int = 1
     num_cpus: float = 1
     num_gpus: float = 0
     resources: Mapping[str, float] | None = None
@@ -92,9 +78,9 @@ class OnRay:
     compression: Literal["zstd"] | None = None
 
     def __post_init__(self) -> None:
+        checked_count("num_hosts", self.num_hosts, 1)
         check_numbers(join_timeout=(self.join_timeout, 0))
         check_available(self.compression)
-        _ = self.hosts
         if self.strategy not in get_args(_Strategy):
             raise ValueError(f"strategy is {self.strategy!r}, expected 'spread' or 'pack'")
         if not isinstance(self.resources, Mapping | None):
@@ -109,11 +95,6 @@ class OnRay:
             raise ValueError(f"address is {self.address!r}, expected a 'tcp://host:port' that hosts can dial")
         if importlib.util.find_spec("ray") is None:
             raise EnvError("OnRay takes the package ray: pip install rollflow[ray]").see("started hosts")
-
-    @property
-    def hosts(self) -> HostRange:
-        """How many there are, and may be."""
-        return HostRange.of(self.num_hosts, self.min_hosts, self.max_hosts)
 
     def start(self, command: Sequence[str]) -> RemoteRollouts:
         """Have Ray start the hosts, with a command that ends before their address."""
@@ -141,11 +122,11 @@ def _started(
 ) -> RemoteRollouts:
     """Rollouts on the hosts that a launcher starts, with a secret of their own; closing them ends the hosts."""
     refuse_in_worker()
-    secret, count = secrets.token_hex(32), place.hosts
+    secret = secrets.token_hex(32)
     options: dict[str, Any] = {"join_timeout": place.join_timeout, "compression": compression}
-    hosts = RemoteRollouts.listen(address, secret=secret, hosts=count.first, **options)
+    hosts = RemoteRollouts.listen(address, secret=secret, hosts=place.num_hosts, **options)
     with closing_on_error(hosts.close):
         dials = ["--connect", str(hosts.addresses[0]), "--secret-env", SECRET_VARIABLE, "--name", NAME]
-        handles = launcher.start(count.first, [*command, *dials], secret, resources)
-        hosts.supply = HostKeeper(launcher, handles, HostScaler(count) if count.is_wide else None)
+        handles = launcher.start(place.num_hosts, [*command, *dials], secret, resources)
+        hosts.supply = HostKeeper(launcher, handles)
     return hosts

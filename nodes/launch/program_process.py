@@ -2,16 +2,13 @@
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rollflow.nodes.env.workers.worker_process import WorkerProcess
-
-logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 14  # of what it has written
 _LAST_BYTES_S = 1.0  # until what a process wrote before its end has been read
@@ -22,35 +19,25 @@ class ProgramProcess:
 
         command      name of a program, and its arguments
         variables    added to its environment
-        is_worker    whether the program is one of this installation, and starts no workers of its own: then the command
-                     does not stand on the process's command line. Else it is any program
-        output       called with bytes that it writes, as they come, and with none at their end, in another thread.
-                     Where it raises, that is logged, and it is called no more. None: the bytes are kept alone
 
-    Raises RunError in a worker process.
+    The command does not stand on the process's command line. Raises RunError in a worker process.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         variables: Mapping[str, str],
-        *,
-        is_worker: bool = True,
-        output: Callable[[bytes], None] | None = None,
     ) -> None:
-        is_ours = is_worker and command[0] == "rollflow"  # which imports what others of it have imported
+        is_ours = command[0] == "rollflow"  # which imports what others of it have imported
         self._worker = WorkerProcess("rollflow.nodes.launch.program", 2, is_forked=is_ours)
         orders, written = self._worker.sockets
-        self._output = output
         self._end: str | None = None
         self._written = bytearray()
         self._source = written.dup()  # read by another thread: the worker's is closed under its hands
         self._reader = threading.Thread(target=self._read, name="rollflow program", daemon=True)
         self._reader.start()
         with contextlib.suppress(OSError):  # it has ended already, which `end` says
-            order = {"command": list(command), "variables": dict(variables), "is_worker": is_worker}
-            if not is_worker:
-                order["environment"] = dict(os.environ)  # a worker's has been added to
+            order = {"command": list(command), "variables": dict(variables)}
             orders.sendall(json.dumps(order).encode() + b"\n")
 
     @property
@@ -93,17 +80,3 @@ class ProgramProcess:
             while data := self._source.recv(1 << 12):
                 self._written += data
                 del self._written[:-_MOST_BYTES]
-                self._hand_on(data)
-        self._hand_on(b"")
-
-    def _hand_on(self, data: bytes) -> None:
-        """Give bytes to the output. Whatever it raises, the program's bytes are read on: else it would stand still."""
-        if self._output is None:
-            return
-        try:
-            self._output(data)
-        except Exception as error:
-            self._output = None
-            logger.warning(
-                "what process %d writes is no longer handed on: %s: %s", self._worker.pid, type(error).__name__, error
-            )

@@ -10,7 +10,7 @@ from gymnasium.envs.registration import EnvSpec
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.launch.import_path import import_path
 from rollflow.nodes.launch.on_hosts import OnHosts
-from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
+from rollflow.nodes.rollout.options import EnvOptions, ForwardOptions
 from rollflow.stream.data.errors import EnvError, ModuleError
 
 # Argument of a rollout -> option of a host.
@@ -23,7 +23,7 @@ _OPTIONS = {
 
 
 def with_hosts(
-    env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions, module: Any, makers: Mapping[str, Any]
+    env: Any, envs: EnvOptions, forward: ForwardOptions, module: Any, makers: Mapping[str, Any]
 ) -> tuple[Any, EnvOptions, ForwardOptions]:
     """The environments on hosts that are started here, with the options that are left; else all as it was given.
 
@@ -34,11 +34,6 @@ def with_hosts(
     """
     if not isinstance(envs.where, OnHosts) or isinstance(env, RemoteHosts):
         return env, envs, forward
-    if envs.where.hosts.is_wide and not flow.prefetch:
-        raise ValueError(
-            "min_hosts and max_hosts are for a rollout that runs ahead of its reader, who alone holds hosts back else; "
-            "expected prefetch=1 or more"
-        )
     hosts = envs.where.start(_command(env, envs, forward, module, makers))
     here = replace(envs, where="inline", num_envs=None, lanes=None)
     return hosts, here, replace(forward, device=None, compiled=False)

@@ -241,7 +241,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             **envs.timeouts,
         )
         named = connectors | {"agent_to_module_mapping_fn": agent_to_module_mapping_fn}
-        hosted, envs, options = with_hosts(env, envs, options, flow, module, named)
+        hosted, envs, options = with_hosts(env, envs, options, module, named)
         self.environments, self.placement = place(
             hosted, envs, options, flow, places=SEVERAL_AGENTS, metrics=metrics, make_trial=make_trial
         )

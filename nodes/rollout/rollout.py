@@ -237,7 +237,7 @@ class Rollout(RolloutLoop[Fragment]):
             envs, forward, flow = envs.debugged(), forward.debugged(), flow.debugged()
         make_trial = partial(trial_of, Rollout, policy, envs, forward, flow)
         self._env = env
-        hosted, envs, forward = with_hosts(env, envs, forward, flow, policy.module, policy.acting_connectors)
+        hosted, envs, forward = with_hosts(env, envs, forward, policy.module, policy.acting_connectors)
         self.environments, self.placement = place(
             hosted, envs, forward, flow, places=ONE_AGENT, metrics=metrics, make_trial=make_trial
         )

@@ -99,14 +99,6 @@ def node_of(cluster: Cluster, actor: psutil.Process) -> Any:
     return node
 
 
-def announce_end(cluster: Cluster, node: Any, seconds: int | None) -> None:
-    """Tell Ray that a node will be taken away in so many seconds, as a cloud does; None: some time."""
-    told = ["--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
-    limit = [] if seconds is None else ["--deadline-remaining-seconds", str(seconds)]
-    command = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", cluster.address, *told, *limit]
-    subprocess.run(command, check=True, capture_output=True)
-
-
 @pytest.mark.parametrize("strike", [kill_actor, kill_node])
 def test_a_host_that_is_lost_comes_back_as_another(
     strike: Callable[[Cluster, psutil.Process], None], cluster: Cluster, tmp_path: Path
@@ -225,81 +217,6 @@ def test_a_host_that_is_told_to_end_loses_nothing_and_comes_back_as_another(clus
     await_that(all_free)
 
 
-@pytest.mark.parametrize(("hosts", "seconds"), [(4, 60), (4, None), (1, 60)])
-def test_hosts_of_a_node_that_ray_will_take_away_lose_nothing_and_go_on_elsewhere(
-    hosts: int, seconds: int | None, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
-    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=hosts), **options) as rollout:
-        fragments = rollout.fragments()
-        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == hosts)
-        before = pids_of(taken)
-        actors = actors_of(rollout)
-        going, raylet = node_of(cluster, actors[min(before)]), actors[min(before)].ppid()
-        leaving = hosts_on(raylet, actors)
-        announce_end(cluster, going, seconds)
-        taken += taken_until(fragments, lambda more: len(pids_of(more) - before) == len(leaving))
-        await_that(lambda: not any(map(psutil.pid_exists, leaving)))
-        come = pids_of(taken) - before
-        assert not come & hosts_on(raylet, actors_of(rollout))
-        cluster.remove_node(going)
-        cluster.add_node(num_cpus=2)
-        taken += taken_until(fragments, lambda more: pids_of(more) == before - leaving | come)
-        rollout.drain()
-        taken += list(fragments)
-    check_counts(taken, rollout)
-    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
-    told = f"leaves node {going.node_id}, which Ray will take away" + (" in " if seconds else "")
-    assert caplog.text.count(told) == len(leaving)
-    await_that(all_free)
-
-
-def test_hosts_of_a_full_cluster_come_back_on_the_node_that_takes_another_one_s_place(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
-    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=8), **options) as rollout:
-        fragments = rollout.fragments()
-        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 8)
-        here = pids_of(taken)
-        for _ in range(2):
-            actors = actors_of(rollout)
-            going = node_of(cluster, actors[min(here)])
-            leaving = hosts_on(actors[min(here)].ppid(), actors)
-            announce_end(cluster, going, 60)
-            taken += taken_until(fragments, lambda more: not any(map(psutil.pid_exists, leaving)))  # noqa: B023
-            cluster.remove_node(going)
-            cluster.add_node(num_cpus=2)
-            stay = here - leaving
-            more = taken_until(fragments, lambda more: len(pids_of(more) - stay - leaving) == len(leaving))  # noqa: B023
-            here = stay | pids_of(more) - leaving
-            taken += more
-        rollout.drain()
-        taken += list(fragments)
-    check_counts(taken, rollout)
-    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
-    await_that(all_free)
-
-
-def test_hosts_come_while_they_hold_the_run_back_and_go_while_the_reader_does(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollflow.nodes.launch.scaling.WINDOW_S", 1.0)
-    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
-    place = on_ray(tmp_path, min_hosts=1, max_hosts=2)
-    with Rollout(telling_env, num_envs=2, where=place, **options) as rollout:
-        fragments = rollout.fragments()
-        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 2)
-        gateway = rollout.environments.carrier.gateway
-        await_that(lambda: len(gateway.hosts) == 1)  # nobody takes what they make
-        await_that(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"] - 1)
-        rollout.drain()
-        taken += list(fragments)
-    check_counts(taken, rollout)
-    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
-    await_that(all_free)
-
-
 def test_every_step_of_several_agents_comes_once(cluster: Cluster, tmp_path: Path) -> None:
     options: Any = {"module": {"agent 0": NumberedModule, "default_policy": NumberedModule}, "fragment_length": 8}
     place = on_ray(tmp_path, num_hosts=2)
@@ -338,15 +255,13 @@ def test_hosts_whose_environment_can_not_be_made_say_so(cluster: Cluster) -> Non
     await_that(all_free)
 
 
-def test_the_six_verbs_of_a_launcher_are_what_they_are_for_processes(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_five_verbs_of_a_launcher_are_what_they_are_for_processes(cluster: Cluster, tmp_path: Path) -> None:
     install(tmp_path)
     launcher = RayLauncher("spread", {"env_vars": {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}})
     first, _ = launcher.start(2, [NAME, "wait", "--name", "{name}"], "sesame", {"CPU": 1})
     await_that(lambda: launcher.logs(first).endswith("waits\n"))
     assert launcher.logs(first).startswith("['wait', '--name', 'ray-0'] sesame\n")
-    assert launcher.scale(1) == launcher.alive() == [first]
-    assert [handle.name for handle in launcher.scale(2)] == ["ray-0", "ray-2"]
-    await_that(lambda: "waits" in launcher.logs(first))
+    assert [handle.name for handle in launcher.alive()] == ["ray-0", "ray-1"]
     launcher.restart(first)
     await_that(lambda: "waits" in launcher.logs(first))
     assert (first.end, len(launcher.alive())) == ("", 2)

@@ -135,8 +135,6 @@ class HostCarrier:
 
     def start(self) -> Iterator[Any]:
         """Have every lane set out, all at a time."""
-        if self._supply is not None:
-            self._supply.begin(lambda: (len(self.gateway.hosts), self.supervisor.share_at_work))
         for index, (env, first_slot) in enumerate(zip(self._node.envs, self._node.first_slots(), strict=True)):
             self._new_lane(index, env, first_slot, self.gateway.host_of(index))
         for remote in self.lanes:

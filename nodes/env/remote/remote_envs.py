@@ -5,7 +5,7 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
@@ -26,13 +26,6 @@ class HostSupply(Protocol):
     @property
     def problems(self) -> Sequence[str]:
         """Why hosts are not there, a line each."""
-
-    def begin(self, at_work: Callable[[], tuple[int, float | None]]) -> None:
-        """Take note that the rollout has begun.
-
-        at_work    gives how many hosts are there, and the share of their lanes that are at work; None: there is no
-                   lane; from any thread
-        """
 
     def check(self, *, is_first: bool) -> None:
         """Raise EnvError where hosts can't be kept alive; `is_first` while the rollout waits for its first ones."""

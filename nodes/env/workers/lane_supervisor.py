@@ -149,15 +149,6 @@ class LaneSupervisor:
             return None
         return LastError(f"lane {lane.index}: {lane.reason}", monotonic() - lane.noted_at)
 
-    @property
-    def share_at_work(self) -> float | None:
-        """Share of the lanes that are waited for, 0.0 to 1.0, but for those that are set aside; None: all are.
-
-        From any thread.
-        """
-        waited = [status.is_waited for status in list(self.lanes) if status.phase is not LanePhase.ASIDE]
-        return sum(waited) / len(waited) if waited else None
-
     # Lanes that come and go
 
     def wait_for(self, status: LaneStatus) -> None:

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 import pytest
 from remote_rollouts import await_that
 
-from rollflow.nodes.launch import host_keeper, scaling
+from rollflow.nodes.launch import host_keeper
 from rollflow.nodes.launch.host_keeper import HostKeeper
 from rollflow.nodes.launch.launcher import Handle
-from rollflow.nodes.launch.scaling import HostRange, HostScaler
 from rollflow.stream import EnvError
 
 
@@ -25,7 +24,6 @@ class Launched:
         self.running = set(self.starts)
         self.ends = ends
         self.is_stopped = False
-        self.added = 0
         self.fault: Exception | None = None
         for handle in self.starts if ends else ():
             self.end(handle, ends)
@@ -53,16 +51,6 @@ class Launched:
         if self.ends:
             self.end(handle, self.ends)
 
-    def scale(self, n: int) -> list[Handle]:
-        running = [handle for handle in self.starts if handle in self.running][:n]
-        self.starts, self.running = {handle: self.starts[handle] for handle in running}, set(running)
-        while len(self.starts) < n:
-            self.added += 1
-            handle = Handle(f"added {self.added}")
-            self.starts[handle] = 1
-            self.running.add(handle)
-        return list(self.starts)
-
     def stop(self) -> None:
         self.is_stopped = True
 
@@ -74,8 +62,8 @@ def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def kept(launcher: Launched, scaler: HostScaler | None = None) -> Iterator[HostKeeper]:
-    keeper = HostKeeper(launcher, list(launcher.starts), scaler)
+def kept(launcher: Launched) -> Iterator[HostKeeper]:
+    keeper = HostKeeper(launcher, list(launcher.starts))
     try:
         yield keeper
     finally:
@@ -104,22 +92,6 @@ def test_a_host_that_has_been_told_goodbye_is_not() -> None:
         await_that(lambda: launcher.starts[other] == 2)
         assert launcher.starts[one] == 1
         assert keeper.problems == ["host other exited with code 1: start 1"]
-
-
-def test_what_becomes_of_each_host_is_said() -> None:
-    launcher = Launched("one", "other", "third")
-    one, other, third = launcher.starts
-    with kept(launcher) as keeper:
-        launcher.end(one, "")
-        await_that(lambda: keeper.states["one"] == "has ended")
-        assert keeper.states["other"].startswith("runs for ")
-        assert not keeper.is_done
-        launcher.end(other, "was killed by SIGKILL")
-        await_that(lambda: launcher.starts[other] == 2)
-        for handle in (other, third):
-            launcher.end(handle, "")
-        await_that(lambda: keeper.is_done)
-        assert keeper.states == dict.fromkeys(["one", "other", "third"], "has ended")
 
 
 def test_a_host_that_fails_twice_before_a_rollout_has_begun_says_that_all_will() -> None:
@@ -166,40 +138,6 @@ def test_what_hosts_wait_for_is_said_once_for_all(
         for handle in launcher.starts:
             handle.waits = ""
         assert keeper.problems == []
-
-
-def test_there_are_more_hosts_where_they_hold_the_run_back_and_fewer_where_they_wait(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scaling, "WINDOW_S", 0.02)
-    launcher = Launched("one")
-    busy = 1.0
-    with kept(launcher, HostScaler(HostRange(1, 1, 3))) as keeper:
-        keeper.begin(lambda: (len(launcher.starts), busy))
-        await_that(lambda: len(launcher.starts) == 3)
-        assert "1 hosts are to be 2: in the last 0.0 s hosts were at work for 100% of the time" in caplog.text
-        [first, *_, third] = launcher.starts
-        launcher.end(third, "was killed by SIGKILL")
-        await_that(lambda: launcher.starts[third] == 2)
-        busy = 0.0
-        await_that(lambda: list(launcher.starts) == [first])
-        assert "3 hosts are to be 1: " in caplog.text
-
-
-def test_others_take_the_place_of_hosts_that_are_given_up_where_more_are_to_be(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scaling, "WINDOW_S", 0.02)
-    launcher = Launched("one", "other")
-    _, other = launcher.starts
-    with kept(launcher, HostScaler(HostRange(2, 1, 2))) as keeper:
-        keeper.begin(lambda: (len(launcher.running), 1.0))
-        while "is given up" not in caplog.text:
-            await_that(lambda: other in launcher.running or "is given up" in caplog.text)
-            launcher.end(other, "exited with code 3")
-        await_that(lambda: [handle.name for handle in launcher.starts] == ["one", "added 1"])
-        assert "1 hosts are to be 2: " in caplog.text
-        await_that(lambda: keeper.states.keys() == {"one", "added 1"})
 
 
 def test_a_launcher_that_fails_ends_the_rollout() -> None:

@@ -14,7 +14,7 @@ from ending_agent_envs import logs_of
 from leftovers import held_here
 from lost_agents import not_emitted
 from numbered_module import NumberedModule
-from remote_rollouts import await_that, check_counts, check_laws, taken_until
+from remote_rollouts import check_counts, check_laws, taken_until
 from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
 
 from rollflow.nodes import DefaultModule, FlattenObservations, MultiAgentRollout, OnProcesses, OnRay, Rollout
@@ -76,26 +76,6 @@ def test_a_host_that_is_told_to_end_loses_nothing_and_comes_back_as_another(
         rollout.drain()
         taken += list(fragments)
     check_laws(taken, rollout.lost, slots_lost=0)
-    check_counts(taken, rollout)
-    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
-
-
-@pytest.mark.slow
-def test_hosts_come_while_they_hold_the_run_back_and_go_while_the_reader_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("rollflow.nodes.launch.scaling.WINDOW_S", 1.0)
-    place = OnProcesses(min_hosts=1, max_hosts=2)
-    with rollout_on(place, tmp_path, monkeypatch, num_envs=2, prefetch=1) as rollout:
-        fragments = rollout.fragments()
-        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 2)
-        assert "1 hosts are to be 2: " in caplog.text
-        gateway = rollout.environments.carrier.gateway  # type: ignore[attr-defined]
-        await_that(lambda: len(gateway.hosts) == 1)  # nobody takes what they make
-        assert "2 hosts are to be 1: " in caplog.text
-        taken += [next(fragments) for _ in range(4)]
-        rollout.drain()
-        taken += list(fragments)
     check_counts(taken, rollout)
     assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
 
@@ -185,12 +165,6 @@ def test_wrong_numbers_of_hosts_are_refused() -> None:
         OnProcesses(num_hosts=0)
     with pytest.raises(ValueError, match="join_timeout is 'long', expected seconds"):
         OnProcesses(join_timeout="long")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="num_hosts is 1, min_hosts is 2 and max_hosts is None, expected min_hosts <="):
-        OnProcesses(num_hosts=1, min_hosts=2)
-    with pytest.raises(
-        ValueError, match=r"min_hosts and max_hosts are for a rollout that runs ahead .*expected prefetch=1"
-    ):
-        Rollout("CartPole-v1", where=OnProcesses(max_hosts=2))
 
 
 @pytest.mark.parametrize(

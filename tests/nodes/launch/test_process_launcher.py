@@ -1,4 +1,4 @@
-"""The six verbs of a launcher, with processes of this machine."""
+"""The five verbs of a launcher, with processes of this machine."""
 
 import os
 import signal
@@ -89,41 +89,6 @@ def test_a_program_is_started_again_under_its_name() -> None:
         assert launcher.alive() == [handle]
 
 
-def test_there_are_as_many_programs_as_are_asked_for() -> None:
-    with started(2, "wait") as (launcher, [first, second]):
-        [*before, third] = launcher.scale(3)
-        assert before == [first, second]
-        assert launcher.scale(1) == launcher.alive() == [first]
-        await_that(lambda: [*launcher.alive(), len(children())] == [first, 1])
-        [_, fourth] = launcher.scale(2)
-        assert [third.name, fourth.name] == ["process-2", "process-3"]
-
-
-def test_programs_that_are_told_to_end_are_not_waited_for_until_their_time_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rollflow.nodes.launch.process_launcher._LEAVING_S", 0.05)
-    with started(2, "stay") as (launcher, handles):
-        await_that(lambda: all("stays" in launcher.logs(handle) for handle in handles))
-        assert launcher.scale(1) == launcher.alive() == handles[:1]
-        assert len(children()) == 2  # the other one does not end
-        monkeypatch.setattr("rollflow.nodes.launch.process_launcher.DRAINING_S", 0.0)
-        assert launcher.scale(0) == []
-        await_that(lambda: [*launcher.alive(), len(children())] == [1])
-    assert children() == []
-
-
-def test_programs_that_have_ended_are_not_among_those_that_there_are_to_be() -> None:
-    with started(3, "wait") as (launcher, [first, second, third]):
-        await_that(lambda: all("waits" in launcher.logs(handle) for handle in (first, second, third)))
-        children()[0].kill()
-        await_that(lambda: launcher.alive() == [second, third])
-        assert launcher.scale(2) == launcher.alive() == [second, third]
-        [*before, fourth] = launcher.scale(3)
-        assert before == [second, third]
-        assert fourth.name == "process-3"
-
-
 def test_nothing_is_left_of_programs_that_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ENDING_S", "_LEAVING_S"):
         monkeypatch.setattr(f"rollflow.nodes.launch.process_launcher.{name}", 0.05)
@@ -132,28 +97,6 @@ def test_nothing_is_left_of_programs_that_are_stopped(monkeypatch: pytest.Monkey
         with started(2, command) as (launcher, handles):
             await_that(lambda: all(map(launcher.logs, handles)))
     assert held_here() == before
-
-
-def test_output_has_an_end_and_one_that_raises_does_not_hold_the_program_up(caplog: pytest.LogCaptureFixture) -> None:
-    given: dict[str, list[bytes]] = {"good-0": [], "broken-0": []}
-
-    def output(name: str, data: bytes) -> None:
-        given[name].append(data)
-        if name == "broken-0":
-            raise BrokenPipeError("nobody reads")
-
-    good, broken = (ProcessLauncher(name, are_workers=False, output=output) for name in ("good", "broken"))
-    handles = [
-        *good.start(1, [sys.executable, "-c", "import sys; sys.stdout.write('no newline')"], "", {}),
-        *broken.start(1, [sys.executable, "-c", "print('x' * (1 << 20), 'last')"], "", {}),
-    ]
-    await_that(lambda: not good.alive() and not broken.alive())  # its bytes are more than a socket holds
-    assert [handle.end for handle in handles] == ["", ""]
-    assert (b"".join(given["good-0"]), given["good-0"][-1]) == (b"no newline", b"")
-    assert len(given["broken-0"]) == 1
-    assert broken.logs(handles[1]).endswith("xxx last\n")
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line.endswith(" writes is no longer handed on: BrokenPipeError: nobody reads")
 
 
 PROGRAM = f"""

@@ -199,19 +199,6 @@ def test_it_goes_on_where_that_may_be_an_accident(what: str) -> None:
     supervisor.check_first_errors()
 
 
-def test_the_share_at_work_is_of_the_lanes_that_are_left() -> None:
-    supervisor = supervisor_of(4)
-    first, second, *others = supervisor.lanes
-    assert supervisor.share_at_work == 0.0
-    supervisor.wait_for(first)
-    assert supervisor.share_at_work == 0.25
-    supervisor.set_aside(second)
-    assert supervisor.share_at_work == pytest.approx(1 / 3)
-    for lane in (first, *others):
-        supervisor.set_aside(lane)
-    assert supervisor.share_at_work is None
-
-
 def test_the_run_ends_where_no_lane_is_left() -> None:
     supervisor = supervisor_of(2, max_failures=0)
     for lane in supervisor.lanes:
