@@ -1,0 +1,122 @@
+"""Budgets of each folder: code lines and classes, and public names of each package. They only fall.
+
+Code lines hold a token of code: no blank lines, comments or docstrings. A change that needs more says why beside its
+folder's line here, and a change that needs less lowers that line.
+"""
+
+import ast
+import importlib
+import io
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = ("stream", "nodes", "policy", "sinks", "cli")
+CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1)}
+SLACK = 40  # code lines by which a folder may be below its budget
+BUDGETS = {  # folder -> code lines, classes
+    "cli": (1851, 8),
+    "nodes": (386, 0),
+    "nodes/connectors": (655, 5),
+    "nodes/connectors/adapting": (513, 10),
+    "nodes/connectors/alpha": (1752, 35),
+    "nodes/connectors/common": (742, 10),
+    "nodes/connectors/env_to_module": (582, 9),
+    "nodes/connectors/learner": (634, 11),
+    "nodes/connectors/module_to_env": (641, 13),
+    "nodes/connectors/pipelines": (813, 11),
+    "nodes/env": (1246, 14),
+    "nodes/env/multi_agent": (1073, 18),
+    "nodes/env/remote": (1924, 30),
+    "nodes/env/remote/conformance": (375, 4),
+    "nodes/env/workers": (2236, 40),
+    "nodes/external": (245, 4),
+    "nodes/launch": (461, 11),
+    "nodes/logs": (846, 17),
+    "nodes/metrics": (678, 11),
+    "nodes/modules": (1447, 35),
+    "nodes/offloaded": (2935, 50),
+    "nodes/policies": (3144, 30),
+    "nodes/rollout": (2126, 28),
+    "nodes/stages": (2068, 35),
+    "policy": (245, 2),
+    "policy/serving": (1308, 31),
+    "sinks": (52, 0),
+    "sinks/datasets": (2393, 32),
+    "sinks/learner": (88, 4),
+    "sinks/replay": (2758, 42),
+    "sinks/trainer": (935, 5),
+    "sinks/trainer/messages": (501, 4),
+    "sinks/trainer/ranks": (867, 19),
+    "sinks/trainer/rollout_side": (1228, 20),
+    "sinks/trainer/trainer_side": (1717, 29),
+    "stream": (158, 0),
+    "stream/data": (1126, 34),
+    "stream/doctor": (704, 20),
+    "stream/episodes": (1874, 15),
+    "stream/fragments": (1340, 25),
+    "stream/graph": (2636, 33),
+    "stream/multi_agent": (1398, 21),
+    "stream/net": (1648, 35),
+    "stream/pictures": (262, 0),
+    "stream/snapshots": (332, 2),
+    "stream/traces": (432, 11),
+    "stream/wire": (1451, 33),
+    "stream/wire/codec": (1702, 57),
+}
+PUBLIC_NAMES = {"stream": 38, "nodes": 90, "policy": 10, "sinks": 31}
+
+
+def code_lines(source: str) -> int:
+    """Number of lines that hold a token of code."""
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_documented and ast.get_docstring(node, clean=False) is not None:
+            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in CODE:
+            held.update(range(token.start[0], token.end[0] + 1))
+    return len(held - documented)
+
+
+def figures() -> dict[str, tuple[int, int]]:
+    """Folder -> code lines and classes of the files in it."""
+    lines, classes = Counter[str](), Counter[str]()
+    for layer in LAYERS:
+        for path in (ROOT / layer).rglob("*.py"):
+            source, folder = path.read_text(), path.parent.relative_to(ROOT).as_posix()
+            lines[folder] += code_lines(source)
+            classes[folder] += sum(isinstance(node, ast.ClassDef) for node in ast.walk(ast.parse(source)))
+    return {folder: (lines[folder], classes[folder]) for folder in sorted(lines)}
+
+
+def test_no_folder_grows_and_budgets_follow_what_shrinks() -> None:
+    now = figures()
+    beyond = {
+        folder: f"{count} code lines and {classes} classes, budget {BUDGETS.get(folder, (0, 0))}"
+        for folder, (count, classes) in now.items()
+        if count > BUDGETS.get(folder, (0, 0))[0] or classes > BUDGETS.get(folder, (0, 0))[1]
+    }
+    assert beyond == {}
+    lower = {
+        folder: now.get(folder, (0, 0))
+        for folder, (count, classes) in BUDGETS.items()
+        if count - now.get(folder, (0, 0))[0] > SLACK or classes > now.get(folder, (0, 0))[1]
+    }
+    assert lower == {}, "lower these budgets"
+
+
+@pytest.mark.parametrize("layer", PUBLIC_NAMES)
+def test_no_package_has_more_public_names(layer: str) -> None:
+    assert len(importlib.import_module(f"rollflow.{layer}").__all__) == PUBLIC_NAMES[layer]
+
+
+def test_code_lines_are_those_that_hold_code() -> None:
+    text = "{0}One.\n\nTwo.{0}\n\nimport io  # three\n\n\ndef f():\n    {0}Four.{0}\n    # five\n"
+    text += "    return (\n        {0}a\n        b{0}\n    )\n"
+    assert code_lines(text.format('"' * 3)) == 6
