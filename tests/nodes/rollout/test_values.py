@@ -1,0 +1,329 @@
+"""Truth of values: pieces, modules, environments and learners are given what direct stepping has, bit for bit."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from remote_hosts import hosting, listening
+from typed_env import (
+    ACTION_SPACES,
+    OBSERVATION_DTYPES,
+    Episode,
+    Form,
+    TypedAgents,
+    TypedEnv,
+    action_for,
+    checksum,
+    folded,
+    stepped_directly,
+)
+
+from rollflow.nodes import (
+    AddNextObservationsFromEpisodesToTrainBatch,
+    ConnectorV2,
+    GeneralAdvantageEstimation,
+    MultiAgentRollout,
+    RemoteEnvs,
+    RemoteRollouts,
+    RLModule,
+    Rollout,
+    RolloutHost,
+)
+from rollflow.stream import SingleAgentEpisode
+from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
+
+PLACES = ("inline", "threads", "processes", "rollouts", "hosts", "hosted rollouts")
+
+
+class Setting(NamedTuple):
+    """Random settings of a rollout.
+
+    pieces    target dtype of each connector piece that rewrites the observations, and whether it is columnar
+    """
+
+    form: Form
+    slots: int
+    lanes: int
+    fragment_length: int
+    lookback: int
+    mode: AutoresetMode
+    pieces: tuple[tuple[str, bool], ...]
+    prefetch: int
+    seed: int
+
+
+forms = st.builds(
+    Form,
+    dtype=st.sampled_from(OBSERVATION_DTYPES),
+    nested=st.booleans(),
+    action=st.sampled_from(sorted(ACTION_SPACES)),
+    longest=st.integers(1, 9),
+)
+drawn_settings = st.builds(
+    Setting,
+    form=forms,
+    slots=st.integers(1, 4),
+    lanes=st.integers(1, 2),
+    fragment_length=st.integers(1, 8),
+    lookback=st.integers(0, 3),
+    mode=st.sampled_from(list(AutoresetMode)),
+    pieces=st.lists(st.tuples(st.sampled_from(["u1", "i2", "f2", "f4"]), st.booleans()), max_size=2).map(tuple),
+    prefetch=st.integers(0, 1),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda drawn: drawn.lanes <= drawn.slots)
+
+
+class Fold(ConnectorV2):
+    """Rewrites observations as `folded` does, and refuses those that are not in the types of its input space."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        super().__init__()
+
+    def recompute_output_observation_space(self, observation_space: Any, action_space: Any) -> Any:
+        if isinstance(observation_space, gym.spaces.Dict):
+            parts = observation_space.spaces.items()
+            return gym.spaces.Dict({name: self.recompute_output_observation_space(part, None) for name, part in parts})
+        return gym.spaces.Box(0, 255, observation_space.shape, np.dtype(self.target))
+
+    def turned(self, observations: Any) -> Any:
+        seen = [leaf.dtype for leaf in leaves_of(observations)]
+        space: Any = self.input_observation_space
+        parts = space.spaces.values() if isinstance(space, gym.spaces.Dict) else [space]
+        assert seen == [part.dtype for part in parts]
+        return folded(observations, self.target)
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in self.single_agent_episode_iterator(episodes):
+            episode.set_observations(new_data=self.turned(episode.get_observations(-1)), at_indices=-1)
+        return batch
+
+
+class ColumnarFold(Fold):
+    """The same for a whole lane at once."""
+
+    columnar = True
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        if not hasattr(episodes, "set_observations"):
+            return super().__call__(batch=batch, episodes=episodes, **kwargs)
+        episodes.set_observations(self.turned(episodes.newest()))
+        return batch
+
+
+class Exact(RLModule):
+    """Takes the action that follows from each bit of an observation; its parts have a training mode.
+
+    Outputs: `seen`, the observation; `kept`, ones that dropout leaves alone unless it is training; `vf_preds`.
+    """
+
+    def setup(self) -> None:
+        self.norm, self.drop = torch.nn.BatchNorm1d(1), torch.nn.Dropout(0.5)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        seen = map_tree(lambda leaf: leaf.clone(), batch["obs"])
+        arrays = map_tree(lambda leaf: leaf.numpy(), seen)
+        rows = range(len(leaves_of(arrays)[0]))
+        items = [map_tree(lambda leaf, row=row: leaf[row], arrays) for row in rows]
+        actions = map_tree(torch.from_numpy, stack_trees([action_for(self.action_space, item) for item in items]))
+        return {"actions": actions, "seen": seen, "kept": self.drop(torch.ones(len(items))), **self._values(items)}
+
+    def _values(self, items: list[Any]) -> dict[str, Any]:
+        numbers = torch.tensor([[float(checksum(item) % 1000)] for item in items])
+        return {"vf_preds": self.norm(numbers)[:, 0]}
+
+    def compute_values(self, batch: dict[str, Any], **kwargs: Any) -> torch.Tensor:
+        outputs: torch.Tensor = self._forward(batch)["vf_preds"]
+        return outputs
+
+
+def pieces_of(drawn: Setting) -> Callable[[Any], list[ConnectorV2]]:
+    return lambda env: [(ColumnarFold if columnar else Fold)(target) for target, columnar in drawn.pieces]
+
+
+def turned_by(drawn: Setting) -> Callable[[Any], Any]:
+    def turned(observation: Any) -> Any:
+        for target, _ in drawn.pieces:
+            observation = folded(observation, target)
+        return observation
+
+    return turned
+
+
+@contextmanager
+def rollout_in(place: str, drawn: Setting, **options: Any) -> Iterator[Rollout]:
+    """A rollout of two fragments of every lane, stepped in a place."""
+    makers = [partial(TypedEnv, slot, drawn.form) for slot in range(drawn.slots)]
+    env_options = {"lanes": drawn.lanes, "autoreset_mode": drawn.mode}
+    options |= {
+        "module": Exact(),
+        "fragment_length": drawn.fragment_length,
+        "lookback": drawn.lookback,
+        "env_to_module_connector": pieces_of(drawn),
+        "prefetch": drawn.prefetch,
+        "num_fragments": 2,
+        "seed": drawn.seed,
+    }
+    if not place.startswith("host"):
+        with Rollout(makers, where=place, **env_options, **options) as rollout:
+            yield rollout
+        return
+    hosted: dict[str, Any] = {}
+    if place == "hosted rollouts":
+        hosted = {"kind": RolloutHost, "module": Exact(), "env_to_module_connector": pieces_of(drawn)}
+    envs = listening(RemoteRollouts if hosted else RemoteEnvs)
+    with hosting(envs.addresses[0], makers, **env_options, **hosted), Rollout(envs, **options) as rollout:
+        yield rollout
+
+
+def same_bits(values: Any, expected: list[Any], like: Any) -> None:
+    """Assert that values, any[T, ...], are the expected items, in the types that `like` has."""
+    for leaf, wanted, kind in zip(leaves_of(values), leaves_of(stack_trees(expected)), leaves_of(like), strict=True):
+        array = np.asarray(leaf)
+        assert array.dtype == wanted.dtype == kind.dtype
+        assert array.tobytes() == wanted.tobytes(), f"{array} is not {wanted}"
+
+
+def check_chunk(chunk: SingleAgentEpisode, episode: Episode, action_space: gym.Space[Any]) -> None:
+    start, stop, lookback = chunk.t_started, chunk.t, chunk.rewards.lookback
+    seen = [chunk.get_observations(i, neg_index_as_lookback=True) for i in range(-lookback, len(chunk) + 1)]
+    same_bits(stack_trees(seen), episode.observations[start - lookback : stop + 1], episode.observations[0])
+    assert chunk.get_infos() == episode.infos[start : stop + 1]
+    if not len(chunk):
+        return
+    actions = [chunk.get_actions(i, neg_index_as_lookback=True) for i in range(-lookback, len(chunk))]
+    kinds = map_tree(np.asarray, episode.actions[0])
+    same_bits(stack_trees(actions), episode.actions[start - lookback : stop], kinds)
+    assert all(info.get("contained", True) for info in chunk.get_infos())
+    same_bits(chunk.get_rewards(), [np.float32(reward) for reward in episode.rewards[start:stop]], np.zeros(1, "f4"))
+    same_bits(chunk.get_extra_model_outputs("seen"), episode.observations[start:stop], episode.observations[0])
+    assert (chunk.get_extra_model_outputs("kept") == 1).all()
+    is_last = stop == len(episode.actions)
+    assert (chunk.is_terminated, chunk.is_truncated) == (episode.ends if is_last else (False, False))
+
+
+def check_batch(batch: dict[str, Any], episodes: list[tuple[SingleAgentEpisode, Episode]]) -> None:
+    """Assert that a train batch has the steps of the chunks, in their order, and values of the module that acted."""
+    told = [(chunk, episode) for chunk, episode in episodes if len(chunk)]
+
+    def joined(of: Callable[[Episode, int], Any]) -> list[Any]:
+        return [of(episode, t) for chunk, episode in told for t in range(chunk.t_started, chunk.t)]
+
+    observations = joined(lambda episode, t: episode.observations[t])
+    arrays = {name: map_tree(lambda leaf: leaf.numpy(), batch[name]) for name in ("obs", "new_obs", "actions")}
+    same_bits(arrays["obs"], observations, observations[0])
+    same_bits(arrays["new_obs"], joined(lambda episode, t: episode.observations[t + 1]), observations[0])
+    actions = joined(lambda episode, t: episode.actions[t])
+    same_bits(arrays["actions"], actions, map_tree(np.asarray, actions[0]))
+    same_bits(batch["rewards"].numpy(), joined(lambda episode, t: np.float32(episode.rewards[t])), np.zeros(1, "f4"))
+    # With gamma and lambda 0 an advantage is the reward less the value that the module gave as it acted.
+    expected = batch["rewards"] - batch["vf_preds"]
+    torch.testing.assert_close(batch["advantages"], expected, rtol=1e-5, atol=1e-3, equal_nan=True)
+
+
+def check_place(place: str, drawn: Setting) -> None:
+    def learner_pieces(*spaces: Any) -> list[ConnectorV2]:
+        estimation = GeneralAdvantageEstimation(gamma=0.0, lambda_=0.0, normalize_advantages=False)
+        return [AddNextObservationsFromEpisodesToTrainBatch(), estimation]
+
+    with rollout_in(place, drawn, learner_connector=learner_pieces) as rollout:
+        fragments = list(rollout.fragments())
+        module = rollout.module
+        module.train()
+        statistics = module.norm.running_mean.clone()
+        batches = [rollout.learner_pipeline.of_fragments([fragment], module) for fragment in fragments]
+        assert module.training
+        assert torch.equal(module.norm.running_mean, statistics)
+        assert rollout.lost == {}
+    played = [
+        stepped_directly(TypedEnv(slot, drawn.form), turned_by(drawn), 2 * drawn.fragment_length + 3)
+        for slot in range(drawn.slots)
+    ]
+    steps = 0
+    for fragment, batch in zip(fragments, batches, strict=True):
+        told = [(chunk, played[info["slot"]][info["episode"]]) for chunk, info in first_infos(fragment.episodes())]
+        for chunk, episode in told:
+            check_chunk(chunk, episode, ACTION_SPACES[drawn.form.action])
+            steps += len(chunk)
+        if batch:
+            check_batch(batch, told)
+    assert steps == rollout.num_steps
+
+
+def first_infos(chunks: Any) -> Iterator[tuple[SingleAgentEpisode, dict[str, Any]]]:
+    return ((chunk, chunk.get_infos(0)) for chunk in chunks)
+
+
+@given(drawn_settings, st.sampled_from(["inline", "threads"]))
+@settings(max_examples=examples(80))
+def test_values_are_those_of_direct_stepping(drawn: Setting, place: str) -> None:
+    check_place(place, drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES[2:])
+@given(drawn=drawn_settings)
+@settings(max_examples=examples(12))
+def test_values_are_those_of_direct_stepping_in_every_place(place: str, drawn: Setting) -> None:
+    check_place(place, drawn)
+
+
+def check_agents(place: str, drawn: Setting, others: list[Form]) -> None:
+    forms = [drawn.form, *others]
+    count = len(forms)
+    modules = {f"agent {slot}": None for slot in range(count)}
+    rollout = MultiAgentRollout(
+        [partial(TypedAgents, 0, forms)],
+        module={name: Exact() for name in modules},
+        agent_to_module_mapping_fn=agent_as_module,
+        where=place,
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        env_to_module_connector=pieces_of(drawn),
+        prefetch=drawn.prefetch,
+        num_fragments=2,
+        seed=drawn.seed,
+    )
+    with rollout:
+        fragments = list(rollout.fragments())
+    played = [
+        stepped_directly(TypedEnv(slot, form), turned_by(drawn), 2 * drawn.fragment_length + 3)
+        for slot, form in enumerate(forms)
+    ]
+    numbers: dict[str, int] = defaultdict(int)
+    for fragment in fragments:
+        for module_id in fragment.module_ids:
+            for chunk, info in first_infos(fragment.agent_episodes(module_id)):
+                check_chunk(chunk, played[info["slot"]][info["episode"]], ACTION_SPACES[forms[info["slot"]].action])
+                numbers[module_id] += len(chunk)
+    assert numbers.keys() == modules.keys()
+    assert sum(numbers.values()) == rollout.num_steps
+    assert rollout.lost == {}
+
+
+def agent_as_module(agent: str, episode: Any) -> str:
+    return agent
+
+
+@given(drawn_settings, st.lists(forms, max_size=2), st.sampled_from(["inline", "threads"]))
+@settings(max_examples=examples(60))
+def test_values_of_several_agents_are_those_of_direct_stepping(drawn: Setting, others: list[Form], place: str) -> None:
+    check_agents(place, drawn, others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["processes", "rollouts"])
+@given(drawn=drawn_settings, others=st.lists(forms, max_size=2))
+@settings(max_examples=examples(12))
+def test_values_of_several_agents_are_the_same_in_every_place(place: str, drawn: Setting, others: list[Form]) -> None:
+    check_agents(place, drawn, others)
