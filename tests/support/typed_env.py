@@ -157,6 +157,41 @@ class TypedAgents(MultiAgentEnv):
         return seen, rewards, terminateds, truncateds, infos  # the episode ends with its last agent
 
 
+class MaskedEnv(gym.Env[Any, Any]):
+    """Says in its observations which of four actions are ruled out in a step, and slot, episode and step."""
+
+    observation_space = gym.spaces.Dict(
+        {"action_mask": gym.spaces.MultiBinary(4), "at": gym.spaces.Box(0, 2**31 - 1, (3,), np.int32)}
+    )
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, slot: int, longest: int) -> None:
+        self._slot, self._longest, self._episode = slot, longest, -1
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._episode += 1
+        self._step = 0
+        self._length = int(np.random.default_rng([self._slot, self._episode]).integers(1, self._longest + 1))
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._step += 1
+        return self._observation(), 0.0, False, self._step == self._length, {}
+
+    def _observation(self) -> Any:
+        at = np.array([self._slot, self._episode, self._step], np.int32)
+        return {"action_mask": mask_at(at), "at": at}
+
+
+def mask_at(at: NDArray[np.int32]) -> NDArray[np.int8]:
+    """The mask i8[4] of a `MaskedEnv` at (slot, episode, step); one action at least is allowed."""
+    chance = np.random.default_rng(at.tolist())
+    mask = chance.integers(0, 2, 4).astype(np.int8)
+    mask[chance.integers(4)] = 1
+    return mask
+
+
 class Episode(NamedTuple):
     """One episode as direct stepping makes it."""
 

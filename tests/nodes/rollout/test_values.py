@@ -2,8 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -20,17 +22,20 @@ from typed_env import (
     OBSERVATION_DTYPES,
     Episode,
     Form,
+    MaskedEnv,
     TypedAgents,
     TypedEnv,
     action_for,
     checksum,
     folded,
+    mask_at,
     stepped_directly,
 )
 
 from rollflow.nodes import (
     AddNextObservationsFromEpisodesToTrainBatch,
     ConnectorV2,
+    EpsilonGreedy,
     GeneralAdvantageEstimation,
     MultiAgentRollout,
     RemoteEnvs,
@@ -38,7 +43,9 @@ from rollflow.nodes import (
     RLModule,
     Rollout,
     RolloutHost,
+    mask_logits,
 )
+from rollflow.sinks import DatasetSink, DatasetSource, Replay, Sequences
 from rollflow.stream import SingleAgentEpisode
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
 
@@ -161,29 +168,38 @@ def turned_by(drawn: Setting) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def rollout_in(place: str, drawn: Setting, **options: Any) -> Iterator[Rollout]:
-    """A rollout of two fragments of every lane, stepped in a place."""
-    makers = [partial(TypedEnv, slot, drawn.form) for slot in range(drawn.slots)]
-    env_options = {"lanes": drawn.lanes, "autoreset_mode": drawn.mode}
-    options |= {
-        "module": Exact(),
-        "fragment_length": drawn.fragment_length,
-        "lookback": drawn.lookback,
-        "env_to_module_connector": pieces_of(drawn),
-        "prefetch": drawn.prefetch,
-        "num_fragments": 2,
-        "seed": drawn.seed,
-    }
+def rollout_at(
+    place: str, makers: list[Any], envs: dict[str, Any], acts: dict[str, Any], **options: Any
+) -> Iterator[Rollout]:
+    """A rollout of two fragments of every lane, stepped in a place.
+
+    envs    options of environments, which hosts have instead
+    acts    module and connectors for acting, which hosts of whole rollouts have as well
+    """
+    options = {"num_fragments": 2, **acts, **options}
     if not place.startswith("host"):
-        with Rollout(makers, where=place, **env_options, **options) as rollout:
+        with Rollout(makers, where=place, **envs, **options) as rollout:
             yield rollout
         return
-    hosted: dict[str, Any] = {}
-    if place == "hosted rollouts":
-        hosted = {"kind": RolloutHost, "module": Exact(), "env_to_module_connector": pieces_of(drawn)}
-    envs = listening(RemoteRollouts if hosted else RemoteEnvs)
-    with hosting(envs.addresses[0], makers, **env_options, **hosted), Rollout(envs, **options) as rollout:
+    hosted: dict[str, Any] = {"kind": RolloutHost, **acts} if place == "hosted rollouts" else {}
+    remote = listening(RemoteRollouts if hosted else RemoteEnvs)
+    with hosting(remote.addresses[0], makers, **envs, **hosted), Rollout(remote, **options) as rollout:
         yield rollout
+
+
+def rollout_in(place: str, drawn: Setting, **options: Any) -> AbstractContextManager[Rollout]:
+    """A rollout over a `TypedEnv` in each slot."""
+    return rollout_at(
+        place,
+        [partial(TypedEnv, slot, drawn.form) for slot in range(drawn.slots)],
+        {"lanes": drawn.lanes, "autoreset_mode": drawn.mode},
+        {"module": Exact(), "env_to_module_connector": pieces_of(drawn)},
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        prefetch=drawn.prefetch,
+        seed=drawn.seed,
+        **options,
+    )
 
 
 def same_bits(values: Any, expected: list[Any], like: Any) -> None:
@@ -327,3 +343,114 @@ def test_values_of_several_agents_are_those_of_direct_stepping(drawn: Setting, o
 @settings(max_examples=examples(12))
 def test_values_of_several_agents_are_the_same_in_every_place(place: str, drawn: Setting, others: list[Form]) -> None:
     check_agents(place, drawn, others)
+
+
+# Masks, schedules and initial states
+
+INITIAL = 1000.0
+MAX_SEQ_LEN = 3
+
+
+class Chosen(NamedTuple):
+    """Random settings of a rollout whose environments mask actions."""
+
+    longest: int
+    slots: int
+    lanes: int
+    fragment_length: int
+    prefetch: int
+    seed: int
+
+
+chosen_settings = st.builds(
+    Chosen,
+    longest=st.integers(1, 9),
+    slots=st.integers(1, 4),
+    lanes=st.integers(1, 2),
+    fragment_length=st.integers(1, 8),
+    prefetch=st.integers(0, 1),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda drawn: drawn.lanes <= drawn.slots)
+
+
+class Counting(RLModule):
+    """Prefers the first actions that the mask allows; its state begins at `INITIAL` and counts the episode's steps."""
+
+    def get_initial_state(self) -> Any:
+        return {"count": np.full(1, INITIAL, np.float32)}
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        mask = batch["obs"]["action_mask"]
+        logits = torch.arange(4.0, 0.0, -1.0).expand(mask.shape)
+        counts = batch["state_in"]["count"] + mask.shape[1]
+        return {"action_dist_inputs": mask_logits(logits, mask), "state_out": {"count": counts}}
+
+
+def epsilon(step: int) -> float:
+    return float(step // 2 % 2)
+
+
+def explore(env: Any) -> ConnectorV2:
+    return EpsilonGreedy(schedule=epsilon)
+
+
+def check_choices(place: str, drawn: Chosen) -> None:
+    makers = [partial(MaskedEnv, slot, drawn.longest) for slot in range(drawn.slots)]
+    acts: dict[str, Any] = {
+        "module": Counting(model_config={"max_seq_len": MAX_SEQ_LEN}),
+        "module_to_env_connector": explore,
+    }
+    # In this mode each vector step is a step of every slot.
+    envs = {"lanes": drawn.lanes, "autoreset_mode": AutoresetMode.SAME_STEP}
+    options = {"fragment_length": drawn.fragment_length, "prefetch": drawn.prefetch, "seed": drawn.seed}
+    with rollout_at(place, makers, envs, acts, **options) as rollout:
+        fragments = list(rollout.fragments())
+        batches = [rollout.learner_pipeline.of_fragments([fragment], rollout.module) for fragment in fragments]
+        assert rollout.lost == {}
+    steps: dict[int, int] = defaultdict(int)
+    for fragment, batch in zip(fragments, batches, strict=True):
+        for chunk in fragment.episodes():
+            for t in range(len(chunk)):
+                at = chunk.get_observations(t)["at"]
+                action, logp = int(chunk.get_actions(t)), float(chunk.get_extra_model_outputs("action_logp", t))
+                allowed = np.flatnonzero(mask_at(at))
+                assert action in allowed
+                if epsilon(steps[int(at[0])]):
+                    assert logp == pytest.approx(-np.log(len(allowed)), abs=1e-6)
+                else:
+                    assert (action, logp) == (allowed[0], 0.0)
+                steps[int(at[0])] += 1
+        firsts = batch["obs"]["at"][:, 0, 2]  # the step in its episode with which each sequence begins
+        assert batch["state_in"]["count"][:, 0].tolist() == [INITIAL + step for step in firsts.tolist()]
+    assert sum(steps.values()) == rollout.num_steps
+    check_stored(fragments, drawn)
+
+
+def check_stored(fragments: list[Any], drawn: Chosen) -> None:
+    """Assert that a replay and a dataset give the states that acted."""
+    replay = Replay(1024, sampler=Sequences(2), batch_size=64, seed=drawn.seed)
+    with TemporaryDirectory() as folder:
+        with DatasetSink(Path(folder) / "data") as sink:
+            for fragment in fragments:
+                replay.insert(fragment)
+                sink(fragment)
+        module = Counting(model_config={"max_seq_len": MAX_SEQ_LEN})
+        source = DatasetSource(Path(folder) / "data", batch_size=5, module=module, shuffle_seed=drawn.seed)
+        batches = [replay.sample(), *source.batches()]
+    for batch in batches:
+        firsts = batch["obs"]["at"][:, 0, 2]
+        assert batch["state_in"]["count"][:, 0].tolist() == [INITIAL + step for step in firsts.tolist()]
+
+
+@given(chosen_settings, st.sampled_from(["inline", "threads"]))
+@settings(max_examples=examples(40))
+def test_masks_schedules_and_states_hold(drawn: Chosen, place: str) -> None:
+    check_choices(place, drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES[2:])
+@given(drawn=chosen_settings)
+@settings(max_examples=examples(10))
+def test_masks_schedules_and_states_hold_in_every_place(place: str, drawn: Chosen) -> None:
+    check_choices(place, drawn)
