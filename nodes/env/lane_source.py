@@ -2,7 +2,6 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from threading import get_ident
 from typing import Any
@@ -19,14 +18,6 @@ from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.traces.fragment_trace import FragmentTrace
 
 _MOST_LANES = 1 << 16  # where others may come
-
-
-@dataclass(frozen=True, slots=True)
-class NoFragment:
-    """Word in place of a fragment that a lane, gone for good or absent, does not give, or not now."""
-
-    index: int
-    is_set_aside: bool = True  # it does not go on round the ring
 
 
 class LaneListener:

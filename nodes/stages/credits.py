@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollflow.nodes.env.lane_source import LaneListener, LaneSource, NoFragment
+from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.fragments.fragment_records import NoFragment
 from rollflow.stream.graph.gate import Gate
 
 
@@ -94,7 +95,8 @@ class FragmentCredits:
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
         self._begun -= len(lanes)
-        self._held.subtract(lanes)
+        for lane in lanes:
+            self._held[lane] -= 1
         for absent in filter(None, map(self._absent.get, lanes)) if self._absent else ():
             if absent.in_round:
                 absent.in_round -= 1
@@ -166,7 +168,8 @@ class LaneCredits(FragmentCredits):
 
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
-        self._held.subtract(lanes)
+        for lane in lanes:
+            self._held[lane] -= 1
         self._changed()
 
     def waits_for(self) -> Wait | None:

@@ -9,12 +9,12 @@ import numpy as np
 from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED, states_at
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
-from rollflow.nodes.env.lane_source import NoFragment
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.fragments.fragment_records import NoFragment
 from rollflow.stream.fragments.lane import Lane
 
 if TYPE_CHECKING:

@@ -96,3 +96,11 @@ class EpisodeIds:
 
     def __reduce__(self) -> Any:
         return EpisodeIds, (self.prefix,)
+
+
+@dataclass(frozen=True, slots=True)
+class NoFragment:
+    """Word in place of a fragment that a lane, gone for good or absent, does not give, or not now."""
+
+    index: int
+    is_set_aside: bool = True  # it does not go on round the ring

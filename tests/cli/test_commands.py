@@ -185,7 +185,7 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"rollflow {version('rollflow')}\n"
 
 
-@pytest.mark.parametrize("command", ["--version", "top --help", "doctor --help", "status --help"])
+@pytest.mark.parametrize("command", ["--version", "top --help", "doctor --help"])
 def test_commands_that_only_look_do_not_wait_for_torch(command: str) -> None:
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; import atexit; from rollflow.cli.main import main; "

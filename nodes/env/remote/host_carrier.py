@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.env.lane_source import NoFragment
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.host_waits import asking, wait_for
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
@@ -28,6 +27,7 @@ from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, La
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.fragments.fragment_records import NoFragment
 from rollflow.stream.wire import Answer, Failed, Request
 
 _LOOK_S = 0.5

@@ -261,5 +261,5 @@ def test_auto_does_not_go_where_state_would_be_lost() -> None:
             makers, where="auto", module=NumberedModule(), env_to_module_connector=lambda env, p=piece: p()
         )
         rollout.environments.close()
-        assert f"not where='rollouts': {piece.__name__}" in rollout.placement
+        assert f"not where='rollouts': it raised StateError: {piece.__name__}" in rollout.placement
         assert told in rollout.placement

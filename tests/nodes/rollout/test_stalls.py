@@ -18,7 +18,7 @@ from doctor_clock import Looking
 from held_envs import LONGEST_S, Held, await_held, await_that, let_go
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
-from stalled_rollouts import OPTIONS, await_blocker, await_end_of, being_read, line_of
+from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
 
 from rollflow.nodes import ConnectorV2, MultiAgentRollout, RandomModule, Rollout
 from rollflow.stream import StallError
@@ -219,8 +219,7 @@ def test_of_several_lanes_in_a_worker_the_one_that_hangs_is_named(tmp_path: Path
     envs = [partial(Held, slot, tmp_path, lengths=(50, 50), steps=[3] if slot == 1 else []) for slot in range(2)]
     rollout = Rollout(envs, lanes=2, module=NumberedModule(), where="processes", workers=1, **OPTIONS)
     with being_read(rollout, lambda: let_go(tmp_path, 1)):
-        await_held(tmp_path, 1)
-        await_end_of(rollout, 0)
+        await_held(tmp_path, 1)  # lane 0 waits for its turn in the same thread
         await_blocker(rollout, "env")
         text = Looking(rollout._doctor).until_told(7.5)
         assert re.search(r"env \(lane 1, worker 0, pid \d+\) is in step\(\)", text), text

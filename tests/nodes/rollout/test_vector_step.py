@@ -41,8 +41,11 @@ class Vectorized(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> Any:
         self._steps += 1
-        ends = np.full(self.num_envs, self._steps % 8 == 7)
-        return self._observations, np.ones(self.num_envs), ends, np.zeros(self.num_envs, bool), {}
+        ends, rewards = (
+            np.full(self.num_envs, self._steps % 8 == 7),
+            np.full(self.num_envs, self._steps % 8 != 0, float),
+        )
+        return self._observations, rewards, ends, np.zeros(self.num_envs, bool), {}
 
 
 class Policy(RLModule):

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.nodes.env.lane_source import NoFragment
 from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts, LaneCredits
 from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.column import Column
+from rollflow.stream.fragments.fragment_records import NoFragment
 
 
 class Published(LagBound):
