@@ -334,8 +334,8 @@ def _last_observations(space: gym.Space[Any], structure: PyTreeSpec) -> Callable
     column = Column.empty("obs", row_of(space, 1), 1)
 
     def copied(slot: int, observation: Tree) -> Tree:
-        if not column.try_write_slot(0, 0, observation):
-            raise EnvError(f"slot {slot}: {misfit_of(space, observation)}").see("spaces")
+        if not column.try_write_slot(0, 0, observation) and (problem := misfit_of(space, observation)) is not None:
+            raise EnvError(f"slot {slot}: {problem}").see("spaces")
         return map_in(structure, _array_copied, observation)
 
     return copied

@@ -42,7 +42,7 @@ def test_episodes_are_called_as_is_told_last() -> None:
         (None, "layout is None, expected a map"),
         (np.zeros(2), "expected a map"),
         (TOLD | {"episodes": np.zeros(2)}, "expected a map"),
-        (TOLD | {"num_slots": np.zeros(2)}, "layout.num_slots is array"),
+        (TOLD | {"num_slots": np.zeros(2)}, r"layout.num_slots is an array float64\[2\], expected a whole number"),
         (TOLD | {"num_slots": 2.0}, "layout.num_slots is 2.0, expected a whole number"),
         (TOLD | {"lookback": True}, "layout.lookback is True, expected a whole number"),
         ({name: value for name, value in TOLD.items() if name != "num_rows"}, "layout.num_rows is None"),
