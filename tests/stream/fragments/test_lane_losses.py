@@ -51,10 +51,11 @@ class Simulated:
 
 def step(lane: Lane, simulated: Simulated, ending: Any) -> None:
     lane.record_actions({"actions": np.zeros(simulated.slots, np.int64)})
+    rewards = np.where(simulated.is_over, 0.0, 1.0)  # a mere reset has none
     ended, last = simulated.step(ending)
     none = np.zeros(simulated.slots, bool)
     final = None if last is None or not last else (last, {})
-    lane.record_step(simulated.observations(), np.ones(simulated.slots), ended, none, {}, final)
+    lane.record_step(simulated.observations(), rewards, ended, none, {}, final)
     lane.commit_ended()
     lane.commit()
 

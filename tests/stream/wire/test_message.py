@@ -135,6 +135,7 @@ MAY_BE_MISSING = {
     ("hello", "answers_trace"),
     ("welcome", "answers_trace"),
     ("step", "agent_slots"),
+    ("turn", "step"),
     ("goodbye", "drained"),
     ("weights", "module"),
     ("weights", "share"),

@@ -175,7 +175,9 @@ class Breaks(NumberedAgents):
         return super().step(actions)
 
     def reset(self, **options: Any) -> Any:
-        if (self.at == "reset" and self.slot == 1 and self.episode == 0) or self.at == "first reset":
+        if (self.at == "reset" and self.slot == 1 and self.episode == 0) or (
+            self.at == "first reset" and self.slot == 0
+        ):
             raise ZeroDivisionError("it broke")
         return super().reset(**options)
 
