@@ -4,7 +4,6 @@ import os
 import re
 import select
 import sys
-import termios
 import time
 import tty
 from collections import deque
@@ -19,6 +18,9 @@ from rich.text import Text
 from rollflow.cli.call_times import measured_calls
 from rollflow.cli.doctor import stack_report
 from rollflow.cli.run_picture import picture
+from rollflow.stream.data.system import system_module
+
+termios = system_module("termios")
 
 Runs = Sequence[Mapping[str, Any]]
 

@@ -221,7 +221,14 @@ class LaneSource(abc.ABC):
     def close(self) -> None:
         """Close all environments that this node made itself, also where one raises."""
         self.is_closed = True
+        self._release()
         self._close_opened()
+
+    def _release(self) -> None:
+        """Release the memory of all lanes, and the listener: it may hold this node."""
+        self.listener = LaneListener()
+        for lane in self.lanes:
+            lane.release()
 
     # What the kind of environments says
 

@@ -1,6 +1,7 @@
 """Whole rollouts on other hosts, as a node: environments, connectors and a copy of the module on each."""
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,8 @@ class HostRollouts(Carried, OffloadedRollouts):
         self._counts: list[LaneCount] = []
         self._form: Any = None  # of a row of the columns
         self.carrier = HostCarrier(self, self, env, LaneLimits.taken_from(options))
-        self._equipment = HostEquipment(self.carrier, self._message_of)
+        node = weakref.proxy(self)  # which holds the equipment
+        self._equipment = HostEquipment(self.carrier, lambda *weights: node._message_of(*weights))
         with self.carrier.closing_on_error():
             super().__init__(env, **options)  # type: ignore[arg-type]
 

@@ -33,6 +33,10 @@ class TurnToken:
         self.fragment: Fragment | MultiAgentFragment | None = None
         self.is_set_aside = False
 
+    def release(self) -> None:
+        """Let go of the fragment: no more turns are taken."""
+        self.fragment = None
+
     def take(self, fragment: Fragment | MultiAgentFragment) -> None:
         """Come back with a fragment."""
         self.fragment, self.sequence = fragment, fragment.sequence + 1
@@ -85,6 +89,10 @@ class OffloadedRollouts(LaneSource):
     def work_for(self, owner: RolloutOwner) -> None:
         """Have an owner, which is made for the spaces found here. Before it runs."""
         self.owner = owner
+
+    def _release(self) -> None:
+        super()._release()
+        vars(self).pop("owner", None)  # which holds this node
 
     def broadcast(self, published: Published) -> None:
         """Have every lane use these weights, which are copied, from its next forward pass on.

@@ -218,6 +218,12 @@ class RolloutLink(LaneLink):
         at_work = self.under_way
         return text if at_work is None else f"{text}; it has been in node '{at_work[0]}' for {at_work[1]:.1f} s"
 
+    def release(self) -> None:
+        """Release the memory that the worker wrote to; its counts stay."""
+        self._fragments = self._states = None
+        if self._progress is not None:
+            self._progress = self._progress.copy()
+
     def forget_progress(self) -> None:
         """Count no more what the worker has made and not given."""
         self._progress = None

@@ -113,6 +113,11 @@ class WorkerRollouts(Carried, OffloadedRollouts):
                 self.newest, self.states = {}, None
                 self._bell.close()
 
+    def _release(self) -> None:
+        super()._release()
+        for link in self._links:
+            link.release()
+
     def replica_for(self, token: TurnToken, starts: int) -> tuple[Replica, LanePlan]:
         """The replica that acts in a lane's rollout that begins with its next fragment, and its plan."""
         lane, is_listed = token.index, self.slot_seeds is not None and not starts

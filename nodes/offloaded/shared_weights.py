@@ -5,7 +5,6 @@ processes of the same user may do. It is sealed, so what was read of it once can
 last process that has it open or mapped has ended, in whatever way.
 """
 
-import fcntl
 import mmap
 import os
 import weakref
@@ -18,7 +17,10 @@ import numpy as np
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.system import system_module
 from rollflow.stream.wire import MARK_BYTES, Weights, WeightsShared, decode, encode
+
+fcntl = system_module("fcntl")
 
 
 @cache
@@ -84,4 +86,4 @@ def _name(mark: bytes) -> str:
 
 
 def _seals() -> int:
-    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    return int(fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)

@@ -162,6 +162,7 @@ class InlineDriver:
     def _end(self) -> None:
         self._run.close()
         self._interruption.close()
+        self._waiting = []
 
 
 class ThreadDriver:
@@ -261,13 +262,18 @@ class ThreadDriver:
             logger.warning("the rollout's thread is left behind: %s after %.1f s", what, monotonic() - began)
             return
         self._bell.close()
+        self._fragments = deque([None])
         if error is None:
             self._raise()
+        self._error = None
 
     def _raise(self) -> None:
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose traceback refers to this frame
 
     def _command(self, command: Callable[[], None]) -> None:
         if not self._is_closed:
@@ -291,6 +297,7 @@ class ThreadDriver:
                     self._commands.popleft()()
                 for _, fragment in run.next_outputs_unmetered():
                     self._put(fragment)
+                    del fragment  # which this frame would hold, in the traceback of an error
         finally:
             self._has_stopped.set()
 
@@ -376,4 +383,7 @@ class PortalDriver:
         """Cancel what still runs, close the nodes, and end the event loop and its thread."""
         if self._is_open:
             self._is_open = False
-            self._stack.__exit__(kind, error, traceback)
+            try:
+                self._stack.__exit__(kind, error, traceback)
+            finally:
+                self._received = None

@@ -42,6 +42,10 @@ class StagesHere:
         """A text on the ring with this gate; no stage reports to the gate."""
         return ring_of(self._environments, self._prepare, self._forward, self._act, gate).explain()
 
+    def let_go(self) -> None:
+        """Let go of the gate: the run is over."""
+        self._relay.gate = None
+
     def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
         self.policy.begin_lane(lane, self._seed)
@@ -98,6 +102,10 @@ class StagesElsewhere:
     def explain(self, gate: LaneGate | None) -> str:
         """A text on the ring with this gate; no stage reports to the gate."""
         return ring_of_turns(self._rollouts, self._emitter, gate).explain()
+
+    def let_go(self) -> None:
+        """Let go of the gate: the run is over."""
+        self._relay.gate = None
 
     def begin_lane(self, lane: Any) -> None:
         """Do nothing: a lane that comes is seeded where it is."""

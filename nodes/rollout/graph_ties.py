@@ -39,6 +39,10 @@ class GraphTies:
             )
         self.is_in_graph = False
 
+    def let_go(self) -> None:
+        """Let go of gates and nodes, which may refer to the rollout: the graph's run is over."""
+        self._gates, self._watching = [], []
+
     def gate(self) -> LaneGate | None:
         """All gates as one; None: nothing holds the rollout back."""
         return AllGates(self._gates) if self._gates else None

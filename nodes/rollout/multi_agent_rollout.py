@@ -397,8 +397,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         if self.environments.is_started:
             return
         learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
+        seed = self.seed  # the lanes do not refer to this rollout
         self.environments.make_lanes(
             lookback_for(self._lookback_asked, (*self._pipelines, *learning), stateful=self._modules.is_stateful),
             self._modules,
-            lambda lane, acting: sampling_data(lane, self.seed, acting.seed_name),
+            lambda lane, acting: sampling_data(lane, seed, acting.seed_name),
         )

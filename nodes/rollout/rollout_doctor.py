@@ -7,6 +7,7 @@ from functools import partial
 from os import PathLike
 from threading import get_ident
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.doctor.diagnosis import Diagnosis
@@ -52,7 +53,7 @@ class RolloutDoctor:
 
     rules       when and how it speaks
     learner     meter of the learner pipeline
-    signs       gives silent faults
+    signs       method that gives silent faults; held weakly
     snapshot    method that gives what there is to see of the rollout; held weakly
     trace_to    file for a trace; None: there is one only when it is asked for
     """
@@ -66,7 +67,7 @@ class RolloutDoctor:
         trace_to: str | PathLike[str] | None = None,
     ) -> None:
         self.rules = rules
-        self._learner, self._signs = learner, signs
+        self._learner, self._signs = learner, WeakMethod(signs)
         self._drive: Watched | None = None
         self._watcher = Watcher(self, rules, self._end_stalled)
         self._tracing, self._trace_to = Tracing(self._traceable), trace_to
@@ -140,7 +141,8 @@ class RolloutDoctor:
 
     def signs(self) -> Sequence[Sign]:
         """Silent faults of the rollout."""
-        return self._signs()
+        signs = self._signs()
+        return () if signs is None else signs()
 
     def snapshot(self, report: Callable[[], Report]) -> dict[str, Any]:
         """What there is to see of the run that is watched, as `run_snapshot` has it; empty: there is none."""

@@ -1,5 +1,6 @@
 """RolloutLog: what a rollout logs, in a loop and in a graph."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,9 @@ class RolloutLog(RunLog):
     def __init__(self, rollout: Any, note: Callable[[Any], None], options: LogOptions) -> None:
         super().__init__(options)
         self.rounds = 0
-        self._rollout, self._note, self._trace = rollout, note, options.trace
-        self._report: Callable[[], Report] = rollout.report
+        self._find_rollout = weakref.ref(rollout)  # it holds its log
+        self._note, self._trace = note, options.trace
+        self._report: Callable[[], Report] | None = None  # of the run of a graph
         rollout.lag.is_asked = bool(options.texts)
 
     def go_on_from(self, steps: int, updates: int) -> None:
@@ -47,12 +49,26 @@ class RolloutLog(RunLog):
         """Take the stages from the report of a graph's run."""
         self._report = report
 
+    def end_following(self) -> None:
+        """End the log with the graph's run, whose last report stays."""
+        self.end()
+        if self._report is not None:
+            last = self._report()
+            self._report = lambda: last
+
+    @property
+    def _rollout(self) -> Any:
+        rollout = self._find_rollout()
+        if rollout is None:
+            raise RunError("the rollout of this log is gone")
+        return rollout
+
     def counts(self) -> Counts:
         """What the rollout has counted."""
         rollout = self._rollout
         rollout.lag.is_asked = True  # again, for the row after this one
         try:
-            report = self._report()
+            report = rollout.report() if self._report is None else self._report()
         except RunError:  # it has not begun yet
             report = None
         return Counts(
@@ -97,5 +113,6 @@ class _LogNode:
         self._trace = None if trace is None else (name, trace)
 
     def close(self) -> None:
-        """End the log."""
-        self._log.end()
+        """End the log, and have the rollout leave the graph."""
+        self._log.end_following()
+        self._rollout.leave_graph()

@@ -112,6 +112,11 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """
         self._ties.be_drawn_anew(has_run=self._state != "new" or self.environments.is_started)
 
+    def leave_graph(self) -> None:
+        """As a node of a graph whose run is over: let go of what held it back and watched it."""
+        self._ties.let_go()
+        self._execution.let_go()
+
     def _check_ready(self) -> None:
         """Raise ModuleError where its parts don't fit together."""
 
@@ -352,7 +357,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             dropped        an edge threw away that alone led on
             incomplete     belonged to episodes that had not ended when the rollout was left, with `complete_episodes`
 
-        In a graph a fragment is under way until every sink has it.
+        In a graph a fragment is under way until every sink has it, but for sinks behind an edge that drops.
         """
         source, taken = self.environments, (self.lag, self._rounds)
         return losses_of(source, *taken, self._ended_by, self._ledger if self._ties.is_in_graph else None)
@@ -386,6 +391,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def _end(self, error: BaseException | None) -> None:
         self._doctor.end()
         self._state, self._ended_by = "closed", cause_of(error)
+        self._rounds.let_go()
         self.log.end()
 
     def take_rounds(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Train batches out of multi-agent fragments, a learner pipeline for each module, and how old fragments may be."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,7 +45,8 @@ class AgentLearner:
             raise ModuleError(f"modules_to_train is {to_train!r}, expected a list of ids among {list(modules)}")
         self.to_train = None if to_train is None else frozenset(to_train)
         self._acting, self._modules = acting.acting, modules
-        self._connector, self._metrics, self._runner = connector, metrics, runner
+        self._connector, self._metrics = connector, metrics
+        self._runner = None if runner is None else weakref.ref(runner)  # it holds this
         self.has_pieces = connector is not None  # beside the default ones
         self._published = PublishedModules()
         # By what acts, not by id: another that is added under the id, in whichever thread, begins with its own.
@@ -99,8 +101,9 @@ class AgentLearner:
             spaces = module.observation_space, module.action_space
             taught = pieces_given(self._connector, "learner_connector", *spaces)
             made = LearnerConnectorPipeline.default(*spaces, taught, stateful=is_stateful(module))
-            if self._runner is not None:
-                made.refuse_edits_while_run_by(self._runner)
+            runner = None if self._runner is None else self._runner()
+            if runner is not None:
+                made.refuse_edits_while_run_by(runner)
             self._pipelines[acting] = made
         return made
 

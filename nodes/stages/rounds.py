@@ -56,6 +56,10 @@ class EveryLane:
         self._present.add(lane)
         return True
 
+    def let_go(self) -> None:
+        """Let go of fragments that were kept for later rounds."""
+        self._early = {}
+
     def next_round(self) -> list[Any]:
         """Begin the next round: the fragments of it that have come already, of each lane its oldest."""
         self._present = set(self._early)
@@ -259,6 +263,12 @@ class FragmentRounds(Generic[F]):
                 self.handed_steps += whole.num_steps
                 yield whole
 
+    def let_go(self) -> None:
+        """Let go of fragments that were not handed out, and of the error, once the run is over."""
+        self._waiting, self._again, self.error = deque(), [], None
+        if self.every_lane is not None:
+            self.every_lane.let_go()
+
     def put_back(self, handed: Sequence[Any], *, again: bool) -> None:
         """Count fragments as not handed out, since nobody got what was to be made of them.
 
@@ -270,8 +280,8 @@ class FragmentRounds(Generic[F]):
 
     def _hand_out(self) -> Iterator[F]:
         """The fragments of the round, but for those that have become too old meanwhile."""
-        while self._waiting:
-            fragment = self._waiting.popleft()
+        while waiting := self._waiting:  # another one, once another thread has closed the rollout
+            fragment = waiting.popleft()
             if self._lag.admits(fragment):
                 self.handed_steps += fragment.num_steps
                 yield fragment
@@ -307,35 +317,37 @@ class RolloutIterator(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         begun, self._begun = self._begun, None
-        return begun or self._items()
+        return begun or _items(self._source, self._made)
 
     def __next__(self) -> T:
         if self._begun is None:
-            self._begun = self._items()
+            self._begun = _items(self._source, self._made)  # which does not refer to this
         try:
             return next(self._begun)
         except BaseException:  # its generator has ended with this
             self._begun = None
             raise
 
-    def _items(self) -> Iterator[T]:
-        for _ in self._source.take_rounds():
-            yield from self._made()
-
     def __aiter__(self) -> AsyncIterator[T]:
         begun, self._begun_async = self._begun_async, None
-        return begun or self._items_async()
+        return begun or _items_async(self._source, self._made)
 
     async def __anext__(self) -> T:
         if self._begun_async is None:
-            self._begun_async = self._items_async()
+            self._begun_async = _items_async(self._source, self._made)
         try:
             return await anext(self._begun_async)
         except BaseException:
             self._begun_async = None
             raise
 
-    async def _items_async(self) -> AsyncIterator[T]:
-        async for _ in self._source.take_rounds_async():
-            for item in self._made():
-                yield item
+
+def _items(source: RoundSource, made: Callable[[], Iterator[T]]) -> Iterator[T]:
+    for _ in source.take_rounds():
+        yield from made()
+
+
+async def _items_async(source: RoundSource, made: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
+    async for _ in source.take_rounds_async():
+        for item in made():
+            yield item

@@ -25,6 +25,7 @@ from rollflow.sinks.trainer.messages.item_message import arrays_of
 from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError, error_field, shown
+from rollflow.stream.data.system import require
 from rollflow.stream.net.request_clients import (
     MOST_STRANGERS,
     ClientPeer,
@@ -67,6 +68,7 @@ class SampleServer:
         publish: Callable[[Mapping[str, Any]], int],
         rollouts: Callable[[], Sequence[str]],
     ) -> None:
+        require("a replay for other processes", (select, "epoll"))
         self._replay, self._publish, self._rollouts = replay, publish, rollouts
         self._first_id = secrets.randbits(62 - POSITION_BITS) << POSITION_BITS
         self._sockets = listen_on(address)

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import inf
 from time import monotonic
 from typing import Any, Literal, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import anyio
 
 from rollflow.nodes.argument_checks import checked_number
+from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import WaitReminder
 
@@ -132,8 +134,11 @@ async def run_both(*parts: Callable[[], Awaitable[None]], beside: Callable[[], C
             if raised is not None or not left:
                 tasks.cancel_scope.cancel()
 
-        tasks.start_soon(beside)
+        tasks.start_soon(ending_quietly, beside)
         for part in parts:
-            tasks.start_soon(work, part)
-    if raised is not None:
-        raise raised
+            tasks.start_soon(ending_quietly, partial(work, part))
+    try:
+        if raised is not None:
+            raise raised
+    finally:
+        del raised  # whose traceback refers to this frame

@@ -6,6 +6,7 @@ import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, check_ro
 from rollflow.sinks.trainer.sink import TrainerSink
 from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
 from rollflow.stream.traces.trace import check_trace
@@ -160,17 +162,21 @@ async def _run_graph(
     raised: Exception | None = None
     with anyio.open_signal_receiver(*numbers) if numbers else nullcontext() as signals:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_leave_with_trainer, sink, tasks.cancel_scope)
+            tasks.start_soon(ending_quietly, partial(_leave_with_trainer, sink, tasks.cancel_scope))
             try:
                 async with graph.run(stall_after=rules.after, on_stall=rules.on_stall, trace=trace) as run:
                     if signals is not None:
-                        tasks.start_soon(_leave_when_signalled, signals, run, sink, tasks, received)
+                        leave = partial(_leave_when_signalled, signals, run, sink, tasks, received)
+                        tasks.start_soon(ending_quietly, leave)
                     await run.wait()
             except Exception as error:
                 raised = error  # as it is, not in a group
             tasks.cancel_scope.cancel()
-    if raised is not None:
-        raise raised
+    try:
+        if raised is not None:
+            raise raised
+    finally:
+        del raised  # whose traceback refers to this frame
     return None if run is None else run.report(), received[-1] if received else None
 
 
@@ -193,7 +199,8 @@ async def _leave_when_signalled(
             logger.warning(_INTERRUPTED, "" if sink.linger is None else f" for {sink.linger:g} s (linger)")
             run.stop()
             if sink.linger is not None:
-                tasks.start_soon(_leave_without_trainer, sink, sink.linger, tasks.cancel_scope)
+                leave = partial(_leave_without_trainer, sink, sink.linger, tasks.cancel_scope)
+                tasks.start_soon(ending_quietly, leave)
         received.append(number)
 
 

@@ -1,11 +1,14 @@
 """Folders for sockets that other processes of this machine are to find."""
 
-import fcntl
 import os
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from rollflow.stream.data.system import system_module
+
+fcntl = system_module("fcntl")
 
 _PREFIX, _LOCK = "rollflow-", ".rollflow-sockets"
 

@@ -4,7 +4,9 @@ import logging
 import secrets
 import socket
 import ssl
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.doctor.waits import LastError, Wait
 from rollflow.stream.graph.channel import Inlet
+from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import check_shared
 from rollflow.stream.traces.fragment_trace import FragmentTrace
@@ -127,12 +130,13 @@ class TrainerSink:
         self._trainer_name = f"the trainer at {target}"
         self._has_own_rollout = rollout is not None  # and does not look for one in the graph
         self._connected_end = None if rollout is None else self._end_of(rollout)
+        sink = weakref.proxy(self)  # it holds its uplink
         self._uplink = TrainerUplink(
             TrainerLink(target, limits or wire.Limits(), secret_bytes(secret), tls, self._lender, retry_s),
-            self._hello,
+            lambda: sink._hello(),
             self._session,
             self._buffer,
-            lambda version, weights: self._rollout_end.publish(version, weights),
+            lambda version, weights: sink._rollout_end.publish(version, weights),
         )
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
@@ -148,9 +152,9 @@ class TrainerSink:
         raised: Exception | None = None
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._follow_uplink, tasks.cancel_scope)
+                tasks.start_soon(ending_quietly, partial(self._follow_uplink, tasks.cancel_scope))
                 if self._watch is not None:
-                    tasks.start_soon(self._run_watch, self._watch, tasks.cancel_scope)
+                    tasks.start_soon(ending_quietly, partial(self._run_watch, self._watch, tasks.cancel_scope))
                 try:
                     await self._send_all(fragments)
                 except Exception as error:
@@ -160,8 +164,11 @@ class TrainerSink:
             self._is_over = True
             self._notify()
         raised = raised or self._uplink.error or self._watch_error
-        if raised is not None:
-            raise raised
+        try:
+            if raised is not None:
+                raise raised
+        finally:
+            del raised  # whose traceback refers to this frame
 
     def take_drain(self) -> None:
         """The run is being drained: whatever comes now is among the last."""
@@ -253,15 +260,16 @@ class TrainerSink:
         return [rollout]
 
     def _end_of(self, rollout: AnyRollout) -> RolloutEnd:
+        sink = weakref.proxy(self)  # it holds this end of the rollout
         return RolloutEnd(
             rollout,
             self._buffer,
             sends=self._sends,
             shares=self._lender is not None,
-            look_up=self._notify,
+            look_up=lambda: sink._notify(),
             trainer=self._trainer_name,
-            ring=lambda: self._uplink.bell.ring(),
-            ask=lambda: self._uplink.inspect(),
+            ring=lambda: sink._uplink.bell.ring(),
+            ask=lambda: sink._uplink.inspect(),
         )
 
     def _hello(self) -> wire.Hello:

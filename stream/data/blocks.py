@@ -4,11 +4,9 @@ A shared block is an anonymous file, passed on as a descriptor. The system frees
 has ended. Where the system offers seals, a block can't shrink, so a process that got one can always read all of it.
 """
 
-import fcntl
 import math
 import mmap
 import os
-import resource
 import tempfile
 import weakref
 from collections import deque
@@ -19,7 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
+from rollflow.stream.data.system import system_module
 from rollflow.stream.data.tree import Tree, map_tree
+
+resource = system_module("resource")
+fcntl = system_module("fcntl")
 
 _ALIGNMENT = 64  # bytes: a cache line, and what torch's fastest kernels want
 _SPARE_FDS = 256  # descriptors left for other uses before the next block is made

@@ -1,8 +1,11 @@
 """Locks on open files, which the system releases when their last owner has ended, in whatever way."""
 
-import fcntl
 from contextlib import suppress
 from typing import TextIO
+
+from rollflow.stream.data.system import system_module
+
+fcntl = system_module("fcntl")
 
 
 def lock_file(file: int | TextIO) -> bool:

@@ -22,8 +22,12 @@ def lazy_names(
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        home = f"{within or package}.{homes[name]}"
         with _no_collection():
-            value = getattr(importlib.import_module(f"{within or package}.{homes[name]}"), name)
+            try:
+                value = getattr(importlib.import_module(home), name)
+            except AttributeError as error:  # as of a name that the system lacks: else `from … import` would hide it
+                raise ImportError(f"{package}.{name} can't be imported, {home} raised {error}") from error
         there[name] = value
         return value
 

@@ -56,7 +56,10 @@ class Diagnosis:
         blocker = self.blocker
         if blocker is None:
             return ""
-        text = _DEADLOCK if self.is_closed else blocker.remedy or _REMEDIES[blocker.kind]
+        if self.is_closed:
+            text = next((wait.remedy for wait in self.way if wait.remedy), _DEADLOCK)
+        else:
+            text = blocker.remedy or _REMEDIES[blocker.kind]
         return f"{text}; see docs/{HELP_PAGES['stall']}"
 
     def __str__(self) -> str:

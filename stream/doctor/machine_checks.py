@@ -1,6 +1,8 @@
 """Silent faults of a process and its machine: memory that rises steadily, and a clock that was set."""
 
+import mmap
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -67,7 +69,9 @@ class MachineChecks:
 
 
 def memory_bound() -> int:
-    """Bytes of memory that this machine has, or this container may use."""
+    """Bytes of memory that this machine has, or this container may use; very many if the system does not say."""
+    if not hasattr(os, "sysconf"):
+        return sys.maxsize
     bound = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # there is no container, or it has no bound
         bound = min(bound, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -80,7 +84,7 @@ def process_memory() -> Usage:
         pages = Path("/proc/self/statm").read_text().split()
     except OSError:
         return 0, 0
-    page = os.sysconf("SC_PAGE_SIZE")
+    page = mmap.PAGESIZE
     return page * int(pages[5]), page * int(pages[1])
 
 

@@ -6,7 +6,6 @@ follow frames that are gone, and end the process.
 """
 
 import faulthandler
-import fcntl
 import os
 import re
 import signal
@@ -18,7 +17,12 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import IO
 
-DUMP_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2  # which hardly anybody uses
+from rollflow.stream.data.system import at_fork, system_module
+
+fcntl = system_module("fcntl")
+
+# Which hardly anybody uses; 0: there is none here.
+DUMP_SIGNAL = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", 0)
 _ANSWER_S, _LOOK_S = 0.5, 0.01
 _QUIET_LOOKS = 5  # after which a thread that has got the signal has written nothing: it has no Python
 _OWN, _WORKERS = "rollflow stacks", "rollflow stacks of a worker"
@@ -40,7 +44,7 @@ def answering_dumps() -> Iterator[None]:
     here = os.getpid()
     with _lock:
         _runs += 1
-        if _file is None and _PROC.exists() and not _catches_signal(here):
+        if _file is None and DUMP_SIGNAL and _PROC.exists() and not _catches_signal(here):
             _file = _dump_file(_OWN)
             faulthandler.register(DUMP_SIGNAL, file=_file, all_threads=False)
     try:
@@ -118,7 +122,7 @@ def _forget_runs() -> None:
     _stop_answering()
 
 
-os.register_at_fork(after_in_child=_forget_runs)
+at_fork(after_in_child=_forget_runs)
 
 
 def is_stopped(pid: int) -> bool:

@@ -24,11 +24,11 @@ class Watcher:
     rules    when and how it speaks
     end      method that is called with the error that is to end a stalled run, with `on_stall="raise"`
 
-    The thread holds both weakly, and ends when they are gone.
+    Both are held weakly. The thread ends when they are gone.
     """
 
     def __init__(self, probe: Probe, rules: StallRules, end: Callable[[StallError], Any]) -> None:
-        self._probe, self._rules, self._end = probe, rules, end
+        self._probe, self._rules, self._end = weakref.ref(probe), rules, weakref.WeakMethod(end)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._answering = ExitStack()
@@ -39,7 +39,7 @@ class Watcher:
         if self._rules.after is None or self._thread is not None or self._stopping.is_set():
             return
         self._answering.enter_context(answering_dumps())
-        arguments = (self._watch, self._rules, self._stopping, weakref.ref(self._probe), weakref.WeakMethod(self._end))
+        arguments = (self._watch, self._rules, self._stopping, self._probe, self._end)
         self._thread = threading.Thread(target=_work, args=arguments, name="rollflow doctor", daemon=True)
         self._thread.start()
 

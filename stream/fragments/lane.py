@@ -345,9 +345,16 @@ class Lane(LaneRows):
     def leave(self) -> Fragment:
         """Return the last fragment, and release all memory: no more steps are made."""
         last = self.cut()
-        self.fragment.columns.clear()
-        self._latest = self._items = None
+        self.release()
         return last
+
+    def release(self) -> None:
+        """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""
+        self._release_rows()
+        self._latest = self._items = self._ended = None
+        self._ended_items = {}
+        self.batch, self.shared_data = {}, {}
+        vars(self).pop("episodes", None)  # which refer to the lane
 
     # Inside
 

@@ -140,6 +140,14 @@ class LaneRows:
         self.row = lookback
         return old
 
+    def _release_rows(self) -> None:
+        """Release the memory of the current fragment, and that which the next ones would reuse."""
+        self.fragment.columns.clear()
+        self.fragment.infos.clear()
+        self.fragment.finals.clear()
+        self.memory = None
+        self._columns = LaneColumns(self.layout, None)
+
     def _move_to_shared(self) -> None:
         """Move the columns of the current fragment to shared memory."""
         old = self.fragment

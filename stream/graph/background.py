@@ -3,15 +3,17 @@
 `Waiter` blocks a thread without an event loop. `BackgroundWatch` wakes a chain that is a task of an event loop.
 """
 
-import select
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
 import anyio.abc
 
+from rollflow.stream.data.system import POLLIN, make_poll
 from rollflow.stream.graph.interrupts import breakable
 from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.graph.wakeup import Wakeup
 
 
@@ -78,10 +80,10 @@ class Waiter:
     def __init__(self, nodes: Sequence[tuple[Background, NodeMeter]], *bells: Wakeup) -> None:
         self._nodes = nodes
         self._bells = {bell.fileno(): bell for bell in bells}
-        self._poll = select.poll()
+        self._poll = make_poll()
         self._listens = {node.fileno(): False for node, _ in nodes if node.fileno() >= 0}
         for fd in self._bells:
-            self._poll.register(fd, select.POLLIN)
+            self._poll.register(fd, POLLIN)
 
     def wait(self) -> None:
         """Block until a node has completed something, its patience is over, or a bell rings."""
@@ -99,14 +101,15 @@ class Waiter:
 
     @breakable
     def _polled(self, timeout_ms: float | None) -> list[tuple[int, int]]:
-        return self._poll.poll(timeout_ms)
+        ready: list[tuple[int, int]] = self._poll.poll(timeout_ms)
+        return ready
 
     def _listen(self, fd: int, listens: bool) -> None:
         if self._listens.get(fd, listens) == listens:
             return
         self._listens[fd] = listens
         if listens:
-            self._poll.register(fd, select.POLLIN)
+            self._poll.register(fd, POLLIN)
         else:
             self._poll.unregister(fd)
 
@@ -145,7 +148,8 @@ class BackgroundWatch:
             if node.fileno() >= 0:
                 self._scopes.append(anyio.CancelScope())
                 self._begins.append(ChainWakeup())
-                tasks.start_soon(self._watch, node, self._scopes[-1], self._begins[-1])
+                watch = partial(self._watch, node, self._scopes[-1], self._begins[-1])
+                tasks.start_soon(ending_quietly, watch)
 
     def begin(self) -> None:
         """Watch every node until it has woken the chain once."""

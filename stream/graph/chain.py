@@ -87,9 +87,9 @@ class Chain:
         for name in reversed(self.names):
             self._routes[name] = self._route(name)
             self._steps[name] = self._step(name)
-        for edge in graph.edges:
-            if edge.gate is not None and edge.source[0] in self.names:
-                edge.gate.watch(self._reopen)
+        self._gates = [edge.gate for edge in graph.edges if edge.gate is not None and edge.source[0] in self.names]
+        for gate in self._gates:
+            gate.watch(self._reopen)
 
     def entry(self, port: Port) -> Deliver:
         """The function that `carry` calls with an item that arrives at an inlet."""
@@ -248,6 +248,15 @@ class Chain:
         """Discard runnable and parked items."""
         self.runnable.clear()
         self.parked.clear()
+
+    def close(self) -> None:
+        """Let go of all items, and of the functions that call the nodes: no more items are carried."""
+        self.give_up()
+        for items in (self.pending, self._collected, self._raised_on, self._steps, self._routes):
+            items.clear()
+        self._broken_off, self.on_gate = None, _nothing
+        for gate in self._gates:
+            gate.watch(_nothing)
 
     def _reopen(self) -> None:
         self.reopened = True

@@ -111,6 +111,16 @@ class Channel(Generic[T]):
         self.meter.holds(0)
         self._wake_senders()
 
+    def let_go(self, error: Exception | None) -> None:
+        """Let go of all items and of what the channel calls, once its run is over.
+
+        error    takes the place of the one that ended the channel, which refers to the run by its traceback
+        """
+        self._items.clear()
+        self._lose = self.on_item = _nothing
+        if self.error is not None and error is not None:
+            self.error = error
+
     def held(self) -> list[T]:
         """The items that wait to be taken."""
         return list(self._items)
@@ -319,7 +329,7 @@ class Unsent:
     async def send(self, outputs: Iterable[Any]) -> None:
         """Send all outputs in order, without None. After a cancelled call the rest is still held."""
         for output in outputs:
-            values = output if self._has_fields else (output,)
+            values = output if self._has_fields and output is not None else (output,)
             self._items.extend(pair for pair in zip(self._outlets, values, strict=False) if pair[1] is not None)
         while self._items:
             outlet, value = self._items[0]

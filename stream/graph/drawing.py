@@ -58,7 +58,9 @@ def _task_line(graph: "Graph", group: list[str]) -> str:
     prefix = _common_prefix(group)
     names = " → ".join(name.removeprefix(prefix) for name in group)
     shown = f"[{names}{' ↺' if loops else ''}]" if len(group) > 1 or loops else names
-    where = "worker thread" if graph.nodes[group[0]].where == "thread" else "inline"
+    where = "worker thread" if graph.place_of(group[0]) == "thread" else "inline"
+    if group[0] in graph.slowing_sinks():
+        where = "inline, as asked for: its calls hold up the run"
     nodes = [graph.nodes[name].node for name in group]
     details = [text for node in nodes if hasattr(node, "describe") and (text := node.describe())]
     return f"{prefix.rstrip('/') + '   ' if prefix else ''}{shown}   {', '.join(['one task', *details, where])}"
@@ -68,7 +70,7 @@ def _edge_line(graph: "Graph", edge: "Edge") -> str:
     target = edge.target[0]
     if edge.is_output:
         return f"{'.'.join(edge.source)} ──({_bound(edge)})──▶ output '{edge.target[1]}'"
-    thread = "   worker thread" if graph.nodes[target].where == "thread" else ""
+    thread = "   worker thread" if graph.place_of(target) == "thread" else ""
     feedback = "   feedback" if edge.feedback else ""
     return f"{'.'.join(edge.source)} ──({_bound(edge)})──▶ {'.'.join(edge.target)}{thread}{feedback}"
 

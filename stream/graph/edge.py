@@ -73,7 +73,8 @@ def is_only_way(edge: Edge, edges: Iterable[Edge]) -> bool:
         ways = [each for each in edges if each.source == port and not (inside and each.target[0].startswith(inside))]
         if len(ways) > 1:
             return False
-        ports += [each.source for each in edges if each.target[0] == port[0] and not each.feedback]
+        before = [each for each in edges if each.target[0] == port[0] and not (each.feedback or each.is_output)]
+        ports += [each.source for each in before]
     return True
 
 

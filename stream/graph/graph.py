@@ -13,6 +13,7 @@ from typing import Any
 
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.doctor.rules import OnStall, StallRules
+from rollflow.stream.graph.background import is_background
 from rollflow.stream.graph.channel import Overflow
 from rollflow.stream.graph.drawing import explain, mermaid, shape
 from rollflow.stream.graph.edge import Edge, Port, check_room, leading_to, may_drop_before, reached, within
@@ -63,7 +64,10 @@ class Graph:
             self.add_node(name, node)
 
     def add_node(self, name: str, node: Any, *, where: Where | None = None) -> None:
-        """Add one node; `where="thread"` calls a synchronous node in a worker thread, one call at a time."""
+        """Add one node; `where="thread"` calls a synchronous node in a worker thread, one call at a time.
+
+        Without `where` a sink is called in a thread if all edges into it drop items, and any other node inline.
+        """
         if name in self.nodes or name in self._composites:
             raise GraphError(f"graph '{self.name}' has a node '{name}' already")
         if "." in name or "/" in name:
@@ -166,7 +170,8 @@ class Graph:
             for port in spec.outlets:
                 if (name, port) not in read:
                     raise GraphError(
-                        f"outlet '{name}.{port}' is connected to nothing: connect it to an inlet, or make it an output"
+                        f"outlet '{name}.{port}' is connected to nothing, neither by graph.connect('{name}.{port}', …) "
+                        f"nor by graph.output('{port}', '{name}.{port}'): connect it to an inlet, or make it an output"
                         f"{gives_nothing(spec)}"
                     ).see("graph")
         cycle = self._cycle()
@@ -230,15 +235,42 @@ class Graph:
         """Sentences of rollflow's nodes for a report."""
         return tuple(note for spec in self.nodes.values() for note in getattr(spec.node, "report_notes", ()))
 
+    def place_of(self, name: str) -> Where:
+        """Where a node is called: as it was asked for; else a sink behind edges that drop in a thread, others inline.
+
+        Inline such a sink would hold up the whole run, whatever its edges drop.
+        """
+        spec = self.nodes[name]
+        if spec.where is not None:
+            return spec.where
+        is_sink = not (spec.is_async or spec.outlets or is_background(spec.node))
+        return "thread" if is_sink and self.is_fed_by_drops(name) else "inline"
+
+    def is_fed_by_drops(self, name: str) -> bool:
+        """True if every edge into a node drops items."""
+        into = [edge for edge in self.edges if edge.target[0] == name]
+        return bool(into) and all(edge.overflow != "block" for edge in into)
+
+    def slowing_sinks(self) -> list[str]:
+        """The sinks behind edges that drop which were asked to be inline: their calls hold up the run all the same."""
+        return [
+            name
+            for name, spec in self.nodes.items()
+            if spec.where == "inline" and not (spec.is_async or spec.outlets) and self.is_fed_by_drops(name)
+        ]
+
     def harmless(self) -> frozenset[str]:
-        """The nodes that hold no other back: every edge into them drops items, or comes from such a node."""
+        """The nodes that hold no other back: every edge into them drops items, or comes from such a node.
+
+        A synchronous node that is called inline is none of them: it holds up the event loop.
+        """
         into = {name: [edge for edge in self.edges if edge.target[0] == name] for name in self.nodes}
         found: set[str] = set()
         for name in self.flow_order():
             edges = [edge for edge in into[name] if not edge.feedback]
             if edges and all(edge.overflow != "block" or edge.source[0] in found for edge in edges):
                 found.add(name)
-        return frozenset(found)
+        return frozenset(each for each in found if self.nodes[each].is_async or self.place_of(each) == "thread")
 
     # Showing and running
 
@@ -372,10 +404,8 @@ class Graph:
         """True if the edge asks for no channel, and neither of its nodes needs one."""
         if edge.capacity is not None or edge.is_output:
             return False
-        return all(
-            not spec.is_async and spec.where == "inline"
-            for spec in (self.nodes[edge.source[0]], self.nodes[edge.target[0]])
-        )
+        names = edge.source[0], edge.target[0]
+        return all(not self.nodes[name].is_async and self.place_of(name) == "inline" for name in names)
 
     def _task_of(self, name: str) -> str:
         """The name of the first node of the task that a node runs in.

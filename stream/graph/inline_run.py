@@ -213,11 +213,15 @@ class InlineRun:
         return replace(report, notes=self.graph.report_notes())
 
     def close(self) -> None:
-        """Call every node's `close()`. A second call does nothing."""
+        """Call every node's `close()`, and let go of all items. A second call does nothing."""
         if self._state != "closed":
             self._state = "closed"
             self._end()
-            close_nodes(self.graph)
+            self._failure = self._steps = None  # an error's traceback refers to this run
+            try:
+                close_nodes(self.graph)
+            finally:
+                self._chain.close()
 
     def _end(self) -> None:
         """Count no more; what the caller does from now on is none of this run's."""
@@ -229,5 +233,5 @@ class InlineRun:
 def can_run_inline(graph: Graph) -> bool:
     """True if every node is synchronous and inline, and every edge but the outputs is chained."""
     return all(graph.is_chained(edge) for edge in graph.edges) and all(
-        not spec.is_async and spec.where == "inline" for spec in graph.nodes.values()
+        not spec.is_async and graph.place_of(name) == "inline" for name, spec in graph.nodes.items()
     )

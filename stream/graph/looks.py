@@ -76,7 +76,7 @@ def chain_waits(
         return
     if full:
         doing = f"waits for room in {', '.join(edge for _, edge in full)}"
-        yield Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=items)
+        yield Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=items, remedy=_to_read(full))
         return
     if working:
         yield Wait(name, "waits", "waits", on=tuple(wait.name for wait in working), mark=items, is_part=True)
@@ -121,7 +121,7 @@ def _node_waits(run: "Run", spec: "NodeSpec", tasks: dict[str, str]) -> list[Wai
     asked = list(_asked(spec, name))
     if full or (meter.is_blocked and not asked):
         doing = f"waits for room in {', '.join(edge for _, edge in full) or 'an edge'}"
-        return [Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=mark)]
+        return [Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=mark, remedy=_to_read(full))]
     if meter.is_waiting and spec.inlets:
         sources = dict.fromkeys(edge.source[0] for edge in run.graph.edges if edge.target[0] == name)
         on = tuple(dict.fromkeys(_task(source, tasks) for source in sources))
@@ -132,7 +132,7 @@ def _node_waits(run: "Run", spec: "NodeSpec", tasks: dict[str, str]) -> list[Wai
         return [Wait(name, "waits", "waits", on=tuple(wait.name for wait in asked), mark=mark), *asked]
     limit: Limit | None = "sink" if not spec.outlets else None
     kind: Kind = "call"
-    doing = "is in its call" if spec.where == "thread" else "is at work, and neither sends nor receives"
+    doing = "is in its call" if run.graph.place_of(name) == "thread" else "is at work, and neither sends nor receives"
     return [Wait(name, kind, doing, mark=mark, calls=meter.items, limit=limit, stack=partial(_stack, run, name))]
 
 
@@ -170,6 +170,22 @@ def _full_from(run: "Run", names: Sequence[str], tasks: dict[str, str]) -> list[
         if edge.source[0] in names and _has_no_room(channel):
             found.append((READER if edge.is_output else _task(edge.target[0], tasks), edge.name))
     return found
+
+
+def _to_read(full: Sequence[tuple[str, str]]) -> str:
+    """The remedy if an output of the graph is full, which its reader does not read; "" if none is.
+
+    full    (task, edge) of the edges that have no room
+    """
+    for task, edge in full:
+        if task == READER:
+            outlet, _, output = edge.partition(" → ")
+            name = output.rpartition(".")[2]
+            return (
+                f"read output '{name}' as well, in a task of its own: async for item in run['{name}']; or connect "
+                f"'{outlet}' to a sink instead of graph.output('{name}', …)"
+            )
+    return ""
 
 
 def _has_no_room(channel: "Channel[Any]") -> bool:

@@ -1,6 +1,10 @@
-"""Errors of nodes: the note that names the node, and the closing of all nodes of a graph."""
+"""Ends of nodes: the note that names the node of an error, tasks that are cancelled, and the closing of all nodes."""
 
+import math
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
+
+import anyio
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
@@ -35,3 +39,15 @@ def close_nodes(graph: "Graph") -> None:
         raise errors[0]
     if errors:
         raise ExceptionGroup(f"closing graph '{graph.name}'", errors)
+
+
+async def ending_quietly(task: Callable[[], Awaitable[None]]) -> None:
+    """Run a task of a group: where it is cancelled with the group, or with what is around it, it ends without an error.
+
+    An event loop would keep the cancellation in a cycle, with a frame that refers to all callers of the loop.
+    """
+    try:
+        await task()
+    except anyio.get_cancelled_exc_class():
+        if anyio.current_effective_deadline() != -math.inf:
+            raise

@@ -6,13 +6,13 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from rollflow.stream.data.errors import GraphError
-from rollflow.stream.graph.channel import Inlet, Outlet
+from rollflow.stream.graph.channel import Inlet, Outlet, Unsent
 
 Where = Literal["inline", "thread"]
 
@@ -21,6 +21,7 @@ Where = Literal["inline", "thread"]
 class NodeSpec:
     """A node and its ports.
 
+    where              place that was asked for; None: `Graph.place_of` decides
     inlets, outlets    name -> type of the items
     has_fields         whether a synchronous node returns a NamedTuple, one field per outlet
     generator          parameter of an asynchronous node that takes a random generator; None: there is none
@@ -29,7 +30,7 @@ class NodeSpec:
     name: str
     node: Any
     is_async: bool
-    where: Where
+    where: Where | None
     inlets: Mapping[str, Any]
     outlets: Mapping[str, Any]
     has_fields: bool
@@ -45,16 +46,18 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
     """Read a node's signature. Raises GraphError for an object that is no node.
 
     A synchronous node is a callable of one parameter, its inlet. Its return annotation gives its outlets: the fields of
-    a NamedTuple, none for None, else one called `out`. An asynchronous node is an `async def`, or has a method `async
-    def run`, with parameters annotated `Inlet[...]` and `Outlet[...]`. A parameter annotated `numpy.random.Generator`
-    gets a generator that follows from the run's seed and the node's name.
+    a NamedTuple, none for None, else one called `out`. An `async def` of one item is the same, and awaited. Any other
+    asynchronous node is an `async def`, or has a method `async def run`, with parameters annotated `Inlet[...]` and
+    `Outlet[...]`. A parameter annotated `numpy.random.Generator` gets a generator that follows from the run's seed and
+    the node's name.
 
     A synchronous node may have
 
         start()     its outputs are sent before any item has come
         finish()    its outputs are sent after the last item
         done        True when a source of a ring wants no more items
-        where       "inline" or "thread"
+        where       "inline" or "thread"; without it a sink behind edges that drop is called in a thread, and any other
+                    node inline
 
     Any node may have
 
@@ -80,7 +83,8 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
     if inspect.iscoroutinefunction(run):
         if where == "thread":
             raise GraphError(f"node '{name}' is asynchronous and can't be placed in a thread; expected where='inline'")
-        return _async_spec(name, node, run)
+        each = _EachItem.of(node)
+        return _async_spec(name, node, run) if each is None else each.spec(name)
     if not callable(node) or _gives_no_items(_annotated(node)):
         what = f"{node!r}, whose call is asynchronous" if callable(node) else repr(node)
         raise GraphError(
@@ -130,6 +134,46 @@ def type_name(port_type: Any) -> str:
     return port_type.__name__ if isinstance(port_type, type) else str(port_type).replace("typing.", "")
 
 
+_ITEM = "; or, for an async def that is called with one item after the other, one parameter with the item's type"
+
+
+class _EachItem:
+    """Asynchronous node of an `async def` function that takes one item, and returns what is sent on."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._call, self._has_fields = function, False
+
+    @classmethod
+    def of(cls, node: Any) -> "_EachItem | None":
+        """The node for a function of one parameter that is annotated as an item; None for any other node."""
+        if not inspect.iscoroutinefunction(node):
+            return None
+        needed = [each for each in inspect.signature(node).parameters.values() if each.default is each.empty]
+        hint = _hints(_annotated(node)).get(needed[0].name) if len(needed) == 1 else None
+        ends = Inlet, Outlet, np.random.Generator
+        return None if hint is None or (typing.get_origin(hint) or hint) in ends else cls(node)
+
+    def spec(self, name: str) -> NodeSpec:
+        """Its ports, as those of a synchronous node with the same annotations."""
+        found = _sync_spec(name, self._call, "inline")
+        self._has_fields = found.has_fields
+        return replace(found, node=self, is_async=True)
+
+    async def run(self, **ends: Any) -> None:
+        """Call the function with one item after the other."""
+        inlet = next(end for end in ends.values() if isinstance(end, Inlet))
+        outlets = [end for end in ends.values() if isinstance(end, Outlet)]
+        unsent = Unsent(outlets, has_fields=self._has_fields)
+        async for item in inlet:
+            output = await self._call(item)
+            await unsent.send([output])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._call, name)
+
+
 def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
     inlets: dict[str, Any] = {}
     outlets: dict[str, Any] = {}
@@ -148,8 +192,8 @@ def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
         elif parameter.default is inspect.Parameter.empty:
             has = f"is annotated {type_name(hint)}" if parameter.name in hints else "has no annotation that can be read"
             raise GraphError(
-                f"node '{name}': parameter '{parameter.name}' of run {has}, expected Inlet[...], Outlet[...] or "
-                "numpy.random.Generator"
+                f"node '{name}': parameter '{parameter.name}' of {run.__name__} {has}, expected Inlet[...], "
+                f"Outlet[...] or numpy.random.Generator{_ITEM if run is node else ''}"
             )
     return NodeSpec(name, node, True, "inline", inlets, outlets, False, generator)
 
@@ -184,8 +228,8 @@ def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:
         outlets = {}
     else:
         outlets = {"out": result}
-    placed: Any = getattr(node, "where", "inline") if where is None else where
-    if placed not in ("inline", "thread"):
+    placed: Any = getattr(node, "where", None) if where is None else where
+    if placed not in (None, "inline", "thread"):
         raise GraphError(f"node '{name}': where is {placed!r}, expected 'inline' or 'thread'")
     inlets = {parameters[0].name: hints.get(parameters[0].name, Any)}
     return NodeSpec(name, node, False, placed, inlets, outlets, has_fields)
@@ -223,5 +267,11 @@ def _without_none(port_type: Any) -> Any:
 
 def gives_nothing(spec: NodeSpec) -> str:
     """Advice for the outlet of a callable without a return annotation; "" for any other node."""
-    is_stated = spec.is_async or spec.has_fields or tuple(spec.outlets) != ("out",) or spec.outlets["out"] is not Any
-    return "" if is_stated else "; a callable that gives nothing says so by its annotation: def sink(item) -> None"
+    is_async = spec.is_async and not isinstance(spec.node, _EachItem)
+    is_stated = is_async or spec.has_fields or tuple(spec.outlets) != ("out",) or spec.outlets["out"] is not Any
+    if is_stated:
+        return ""
+    how = "def __call__(self, item) -> None" if _annotated(spec.node) is not spec.node else "def sink(item) -> None"
+    if isinstance(spec.node, _EachItem):
+        how = "async def sink(item: …) -> None"
+    return f"; a callable that gives nothing says so by its annotation: {how}"

@@ -5,7 +5,8 @@ Nothing outlives the group. A task closes its channels only if its node ends wit
 are cancelled.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -25,7 +26,7 @@ from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
 from rollflow.stream.graph.edge import Edge, Port, is_only_way
 from rollflow.stream.graph.meter import NodeMeter, WaitAttribution, clock
-from rollflow.stream.graph.node_errors import close_nodes, note_node
+from rollflow.stream.graph.node_errors import close_nodes, ending_quietly, note_node
 from rollflow.stream.graph.port import NodeSpec
 from rollflow.stream.graph.report import CALLER, Report, report_of
 from rollflow.stream.graph.run_doctor import RunDoctor
@@ -33,6 +34,8 @@ from rollflow.stream.graph.seeding import fresh_seed, generator_for
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
+
+logger = logging.getLogger(__name__)
 
 _Entry = tuple[Channel[Any], Deliver]  # a channel into a chain, and the function that takes its items
 
@@ -67,7 +70,10 @@ class Run:
         self._outputs = {name: Output(self.channels[edge], self.caller) for name, edge in graph.outputs.items()}
         self._draining = False
         self._stops: list[Callable[[], None]] = []
-        self._holding: list[FragmentHolder] = [*self.channels.values()]  # parts that may hold items
+        # Parts that may hold items, but for those which might be dropped and also go elsewhere.
+        self._holding: list[FragmentHolder] = [
+            channel for edge, channel in self.channels.items() if not self._is_spare(edge)
+        ]
         self._ended = anyio.Event()
         self._ended_at: int | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -139,14 +145,19 @@ class Run:
             spec = self.graph.nodes[names[0]]
             if spec.is_async:
                 work.append((names[0], partial(self._run_async, spec)))
-            elif spec.where == "thread":
+            elif self.graph.place_of(names[0]) == "thread":
                 work.append((names[0], partial(self._run_in_thread, spec)))
             else:
                 self.chains.append(Chain(self.graph, names, self.meters))
                 work.append((names[0], partial(self._run_chain, self.chains[-1])))
+        for name in self.graph.slowing_sinks():
+            logger.info(
+                "node '%s' is behind an edge that drops, and inline, as asked for: its calls hold up the run", name
+            )
         self._tasks, self._live, self.thread = tasks, {name for name, _ in work}, get_ident()
         for name, function in work:
-            tasks.start_soon(self._counted, name, function, name=f"{self.graph.name}/{name}")
+            task = partial(self._counted, name, function)
+            tasks.start_soon(ending_quietly, task, name=f"{self.graph.name}/{name}")
         for spec in self.graph.nodes.values():
             if hasattr(spec.node, "take_report"):
                 spec.node.take_report(self.report)
@@ -168,7 +179,23 @@ class Run:
             for spec in self.graph.nodes.values():
                 if hasattr(spec.node, "take_failure"):
                     spec.node.take_failure(failure)
-        close_nodes(self.graph)
+        try:
+            close_nodes(self.graph)
+        finally:
+            self._let_go(failure)
+
+    def _let_go(self, failure: Exception | None) -> None:
+        """Let go of all items, and of what refers to this run: tasks, and a node's error, by its traceback."""
+        if failure is not None:
+            text = f"graph '{self.graph.name}' has failed with {type(failure).__name__}: {failure}"
+            failure = self._error = RunError(text)
+        for chain in self.chains:
+            chain.close()
+        for channel in self.channels.values():
+            channel.let_go(failure)
+        self._stops.clear()
+        self.at.clear()
+        self._tasks = None
 
     def _end(self, error: Exception | None) -> None:
         if self._ended.is_set():
@@ -299,7 +326,7 @@ class Run:
             ends[port] = Inlet(self._channels_into((spec.name, port)), meter, self._holders)
         run = spec.node if not hasattr(spec.node, "run") else spec.node.run
         randomness = {} if spec.generator is None else {spec.generator: generator_for(self.seed, spec.name)}
-        self._holding += ends.values()
+        self._hold(spec.name, *ends.values())
         with anyio.CancelScope() as scope:
             stop = None if spec.inlets else SourceStop(scope)
             for port in spec.outlets:
@@ -324,22 +351,26 @@ class Run:
         inlet: Inlet[Any] = Inlet(self._channels_into((spec.name, inlet_name)), meter)
         outlets = [Outlet(self._channels_from((spec.name, port)), meter) for port in spec.outlets]
         unsent = Unsent(outlets, has_fields=spec.has_fields)
-        self._holding += [inlet, unsent]
+        self._hold(spec.name, inlet, unsent)
         limiter = anyio.CapacityLimiter(1)
 
         async def call(function: Callable[..., Any], *args: Any) -> Any:
-            def here() -> Any:
+            def here() -> tuple[Any, Exception | None]:
                 self.at[spec.name] = get_ident()
-                return function(*args)
+                return next(_outcome(function, *args))
 
             meter.begin_life()
             try:
-                return await anyio.to_thread.run_sync(here, limiter=limiter)
-            except Exception as error:
-                note_node(error, spec.name)
-                raise
+                output, error = await anyio.to_thread.run_sync(here, limiter=limiter)
             finally:
                 meter.end_life()
+            try:
+                if error is not None:
+                    note_node(error, spec.name)
+                    raise error
+            finally:
+                del error  # whose traceback refers to this frame
+            return output
 
         async def carry(method: str) -> None:
             function = getattr(spec.node, method, None)
@@ -369,6 +400,16 @@ class Run:
         is_counted = self._losses.are_counted and is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
         return self._losses.drop if is_counted else None
 
+    def _is_spare(self, edge: Edge) -> bool:
+        """True if the items of an edge may be dropped, and also go elsewhere."""
+        return edge.overflow != "block" and not is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
+
+    def _hold(self, name: str, *parts: FragmentHolder) -> None:
+        """Have the items in parts of a node count as held, unless all that come to it are spare."""
+        into = [edge for edge in self.graph.edges if edge.target[0] == name]
+        if not into or not all(map(self._is_spare, into)):
+            self._holding += parts
+
     def _on_stop(self, stop: Callable[[], None]) -> None:
         self._stops.append(stop)
         if self._draining:
@@ -392,3 +433,15 @@ class Run:
         for port in self.graph.nodes[name].outlets:
             for channel in self._channels_from((name, port)):
                 channel.close()
+
+
+def _outcome(function: Callable[..., Any], *args: Any) -> Iterator[tuple[Any, Exception | None]]:
+    """What a call returns, and what it raises, once.
+
+    An error's traceback refers to its frames, and each of these to its caller. A generator's frame refers to none: the
+    worker thread, which would keep the error in a cycle, is not among them.
+    """
+    try:
+        yield function(*args), None
+    except Exception as error:
+        yield None, error

@@ -1,5 +1,6 @@
 """RunDoctor: the stall doctor of a run on an event loop."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from rollflow.stream.doctor.waits import Look, Sign, Wait
 from rollflow.stream.doctor.watcher import Watcher
 from rollflow.stream.graph.looks import look_of_run
 from rollflow.stream.graph.meter import clock
+from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.graph.run_snapshot import run_snapshot
 from rollflow.stream.graph.tracing import Traceable, Tracing
 from rollflow.stream.graph.wakeup import Wakeup
@@ -41,7 +43,8 @@ class RunDoctor:
     """
 
     def __init__(self, run: "Run", rules: StallRules, *, watches: bool) -> None:
-        self._run, self._rules, self._watches = run, rules, watches
+        self._run: Run = weakref.proxy(run)  # it holds its doctor
+        self._rules, self._watches = rules, watches
         self._watcher = Watcher(self, rules, self.end_stalled)
         self.trace_to: str | PathLike[str] | None = None
         self._tracing = Tracing(self._with_reader)
@@ -57,7 +60,7 @@ class RunDoctor:
         """Begin, with the run's tasks. In the event loop."""
         if self._rules.after is not None:
             self._bell = Wakeup()
-            tasks.start_soon(self._answer, self._bell)
+            tasks.start_soon(ending_quietly, partial(self._answer, self._bell))
         self._tracing.begin(self.trace_to)
         if self._watches:
             self._watcher.start()
@@ -70,6 +73,7 @@ class RunDoctor:
         self._tracing.end()
         if self._bell is not None:
             self._bell.close()
+        self._error = None  # whose traceback refers to this
 
     def look(self) -> Look | None:
         """What every task does right now; None: the run has ended."""

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import anyio
 
+from rollflow.stream.data.errors import GraphError
 from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.run import Run
 from rollflow.stream.traces.trace import check_trace
@@ -50,6 +51,17 @@ class RunHandle(AbstractAsyncContextManager[Run]):
     ) -> bool | None:
         return await self._block.__aexit__(kind, error, traceback)
 
+    def __enter__(self) -> NoReturn:
+        """Raise GraphError: a graph runs in an event loop."""
+        self._is_entered = True  # this error is enough
+        raise GraphError(
+            f"graph '{self._name}' was entered by 'with', but it runs in an event loop; expected 'async with "
+            "graph.run() as run:' in an async function, run by anyio.run(function)"
+        ).see("graph")
+
+    def __exit__(self, *error: object) -> None:
+        """Never called."""
+
     def __del__(self) -> None:
         if not self._is_entered:
             text = f"graph '{self._name}' was not run: expected `async with graph.run() as run:`"
@@ -82,6 +94,7 @@ async def _running(
             raise failure
         finally:
             failure.__context__ = context
+            del failure, context  # whose tracebacks refer to this frame
 
 
 def _close_after(run: Run, error: BaseException) -> None:

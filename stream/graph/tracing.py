@@ -31,14 +31,14 @@ class Tracing:
 
     Nodes that have a method `take_trace(name, trace)` are given their name and a `FragmentTrace`, and None at its end.
 
-    run    gives the parts of the run; None: it has not begun, or has ended
+    run    method that gives the parts of the run; None: it has not begun, or has ended. Held weakly
 
     fragments    the trace of a rollout's own lanes; None: nothing is traced
     """
 
     def __init__(self, run: Callable[[], Traceable | None]) -> None:
         self.fragments: FragmentTrace | None = None
-        self._run = run
+        self._parts = weakref.WeakMethod(run)
         self._trace: Trace | None = None
         self._file: BinaryIO | None = None  # of the trace that began last
         self._rollouts: dict[str, FragmentTrace] = {}  # by the prefix of their nodes
@@ -63,6 +63,10 @@ class Tracing:
                 self._begin(asker.makefile("wb"), lambda: not poll.poll(0), asker)
                 return
         _hang_up(asker)
+
+    def _run(self) -> Traceable | None:
+        parts = self._parts()
+        return None if parts is None else parts()
 
     def _begin(
         self,

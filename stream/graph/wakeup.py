@@ -1,9 +1,12 @@
 """Wakeup: a signal from any thread to a thread that waits on descriptors."""
 
 import os
+import socket
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 
 _ONE = (1).to_bytes(8, sys.byteorder)  # what an eventfd takes
 
@@ -13,18 +16,23 @@ class Wakeup:
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
-            self._in = self._out = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        else:
-            self._in, self._out = os.pipe()
-            os.set_blocking(self._in, False)
-            os.set_blocking(self._out, False)
+            fd = self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._write, self._read = partial(os.write, fd, _ONE), partial(os.read, fd, 4096)
+            closing: list[Callable[[], None]] = [partial(os.close, fd)]
+        else:  # sockets: on some systems nothing else can be waited for
+            ends = there, here = socket.socketpair()
+            for end in ends:
+                end.setblocking(False)
+            self._fd = here.fileno()
+            self._write, self._read = partial(there.send, _ONE), partial(here.recv, 4096)
+            closing = [end.close for end in ends]
         self._is_rung = False  # whether the descriptor is readable: saves system calls
         self._lock = threading.RLock()
-        self._closing = weakref.finalize(self, _close, {self._in, self._out})
+        self._closing = weakref.finalize(self, _call_all, closing)
 
     def fileno(self) -> int:
         """The descriptor."""
-        return self._in
+        return self._fd
 
     def ring(self) -> None:
         """Make the descriptor readable; does nothing once it is closed."""
@@ -32,14 +40,14 @@ class Wakeup:
             return
         with self._lock:
             if not self._is_rung and self._closing.alive:
-                os.write(self._out, _ONE)
+                self._write()
                 self._is_rung = True
 
     def silence(self) -> None:
         """Make the descriptor unreadable. To be called before looking for news, so that none is missed."""
         with self._lock:
             if self._is_rung:
-                os.read(self._in, 4096)
+                self._read()
                 self._is_rung = False
 
     def close(self) -> None:
@@ -48,6 +56,6 @@ class Wakeup:
             self._closing()
 
 
-def _close(fds: set[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

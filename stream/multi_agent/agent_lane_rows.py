@@ -68,8 +68,9 @@ class AgentLaneRows:
         self._columns = LaneColumns(self.layout, None, is_shared=True)
 
     def release(self) -> None:
-        """Release the memory: no more steps are made."""
+        """Release all memory: no more steps are made. Drops the unfinished fragment."""
         self.fragment.columns.clear()
+        self._columns = LaneColumns(self.layout, None)
 
     # Writing
 

@@ -208,12 +208,16 @@ class MultiAgentLane:
         """Return the last fragment, and release all memory: no more steps are made."""
         last = self.cut()
         last.is_last = True
+        self.release()
+        return last
+
+    def release(self) -> None:
+        """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""
         for lane in self.parts:
             lane.release()
         by_module = (self.modules, self.module_ids, self._places, self._part_of)
         for each in (*by_module, self.batches, self.shown, self.policy_versions, self._shared_data):
             each.clear()
-        return last
 
     # Inside
 

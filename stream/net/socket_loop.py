@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
+from rollflow.stream.data.system import require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
 from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet
@@ -61,10 +62,13 @@ class SocketLoop(Generic[P]):
     dialler   of the addresses that `dial` was given
     """
 
-    def __init__(self, handler: SocketHandler[P], *, epoll: select.epoll | None = None, max_strangers: int = 1) -> None:
+    def __init__(
+        self, handler: SocketHandler[P], *, epoll: "select.epoll | None" = None, max_strangers: int = 1
+    ) -> None:
         self.lock = threading.RLock()
         self.wakeup = Wakeup()
         self._handler = handler
+        require("a connection to a host, a trainer or a replay", (select, "poll"))
         self._poll: SocketPoll = select.poll() if epoll is None else epoll
         self._units = 1e3 if epoll is None else 1.0  # of the poll's timeout, in a second
         self._poll.register(self.wakeup.fileno(), select.POLLIN)

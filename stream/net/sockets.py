@@ -1,7 +1,6 @@
 """Peers, which are connections with their sockets, and sockets that accept more of them."""
 
 import logging
-import resource
 import select
 import socket
 import sys
@@ -10,9 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from rollflow.stream.data.system import system_module
 from rollflow.stream.net.dialler import Dialled, SocketPoll
 from rollflow.stream.net.transport import Transport
 from rollflow.stream.wire import Connection, ConnectionPhase, TcpAddress
+
+resource = system_module("resource")
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,10 @@ class PeerSet(Generic[P]):
 
 def check_descriptors(connections: int) -> None:
     """Warn where so many connections are expected, and this process may not have as many descriptors."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError:  # this system has no such limit
+        return
     if most < connections + _SPARE:
         logger.warning(
             "%d connections are expected, and this process may have %d descriptors; expected %d or more: ulimit -n",

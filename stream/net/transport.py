@@ -1,12 +1,10 @@
 """Transports: they carry a connection's bytes through a socket, with TLS or without, and never block."""
 
 import contextlib
-import fcntl
 import select
 import socket
 import ssl
 import sys
-import termios
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -14,7 +12,11 @@ from itertools import islice
 from time import monotonic
 
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.system import system_module
 from rollflow.stream.wire import Address, Connection, ConnectionBroken, Event, TcpAddress
+
+termios = system_module("termios")
+fcntl = system_module("fcntl")
 
 _MOST_READS = 64  # in a row, before others have their turn
 _MOST_BUFFERS = 64  # sent at a time
@@ -37,7 +39,7 @@ class Transport:
 
     def __init__(self, sock: socket.socket, connection: Connection) -> None:
         sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
+        if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:  # which does not grow as that of TCP does, and holds a fifth of this
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)

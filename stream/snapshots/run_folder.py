@@ -25,6 +25,8 @@ def run_folder() -> Path | None:
 
     It lies below XDG_RUNTIME_DIR, or else in the folder of temporary files. Nothing is made.
     """
+    if not hasattr(socket, "AF_UNIX"):
+        return None
     named = os.environ.get(FOLDER)
     if named is not None:
         return Path(named).absolute() if named else None

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import mmap
 import os
 import secrets
 import select
@@ -185,6 +186,6 @@ def _answer(snapshot: Snapshot | None, began: float) -> bytes:
 def _resident_bytes() -> int | None:
     """Memory of this process, as the system counts it; None: it does not say."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
         return None

@@ -17,6 +17,7 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostAnswered, HostEvent, HostProgressed, HostShared, RemoteHost
 from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.system import require
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.inspections import Inspections
 from rollflow.stream.net.lookers import Lookers
@@ -74,6 +75,7 @@ class Gateway:
     """
 
     def __init__(self, envs: RemoteHosts, role: str) -> None:
+        require("a rollout whose environments are on other hosts", (select, "epoll"))
         envs.take()
         self._registry = Registry(role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
@@ -384,7 +386,7 @@ def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
         del there
 
 
-def _end(closing: threading.Event, loop: SocketLoop[HostPeer], envs: RemoteHosts, epoll: select.epoll) -> None:
+def _end(closing: threading.Event, loop: SocketLoop[HostPeer], envs: RemoteHosts, epoll: "select.epoll") -> None:
     """Close what is open."""
     closing.set()
     loop.close()

@@ -1,6 +1,7 @@
 """Hosts of lanes: taken in by a gateway, asked, heard, given up and awaited, as they come and go."""
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -104,9 +105,10 @@ class HostCarrier:
     def __init__(self, node: Any, dialogue: HostDialogue, hosts: RemoteHosts, limits: LaneLimits) -> None:
         self.lanes: list[RemoteLane] = []
         suffix = ", the resets after ended episodes included"
-        self.supervisor = LaneSupervisor(limits, dialogue.progress, suffix=suffix)
+        self._node: Any = weakref.proxy(node)  # it holds the carrier
+        self._dialogue = dialogue = self._node if dialogue is node else dialogue
+        self.supervisor = LaneSupervisor(limits, lambda lane: dialogue.progress(lane), suffix=suffix)
         self.join_timeout, self._supply = hosts.join_timeout, hosts.supply
-        self._node, self._dialogue = node, dialogue
         self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
         self._vacancy: HostWait | None = None  # while there is no lane
         self.gateway = Gateway(hosts, dialogue.role)

@@ -1,6 +1,7 @@
 """Environments on other hosts, as nodes: the same lanes as everywhere, whose hosts come and go."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,8 +40,12 @@ class SteppingDialogue:
         role: str,
         envs_on: Callable[[RemoteHost], list[Any]],
     ) -> None:
-        self.role, self.envs_on, self.new_lane = role, envs_on, node.new_lane
-        self._node = node
+        self.role, self.envs_on = role, envs_on
+        self._node: Any = weakref.proxy(node)  # it holds the carrier, which holds this
+
+    def new_lane(self, index: int, env: Any, first_slot: int) -> Any:
+        """A lane, as it goes round."""
+        return self._node.new_lane(index, env, first_slot)
 
     def progress(self, lane: int) -> ProgressMark:
         """Nothing is seen of a step or a reset until it is answered."""

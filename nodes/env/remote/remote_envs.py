@@ -219,13 +219,13 @@ def listen_on(address: Address, connections: int = 0) -> list[socket.socket]:
 def address_of(sock: socket.socket) -> Address:
     """Address that a socket listens on."""
     name = sock.getsockname()
-    return UnixAddress(name) if sock.family == socket.AF_UNIX else TcpAddress(name[0], name[1])
+    return UnixAddress(name) if sock.family == getattr(socket, "AF_UNIX", None) else TcpAddress(name[0], name[1])
 
 
 def close_sockets(sockets: Sequence[socket.socket]) -> None:
     """Close listening sockets, and take the files of Unix sockets away."""
     for sock in sockets:
-        if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
+        if sock.family == getattr(socket, "AF_UNIX", None) and sock.fileno() >= 0:
             with suppress(OSError):
                 os.unlink(sock.getsockname())
         sock.close()

@@ -109,9 +109,12 @@ class Carried:
         return self.carrier.lanes_at_work
 
     def close(self) -> None:
-        """End all that was begun elsewhere."""
+        """End all that was begun elsewhere, and release the memory of all lanes."""
         self.is_closed = True
-        self.carrier.close()
+        try:
+            self.carrier.close()
+        finally:
+            self._release()  # type: ignore[attr-defined]
 
     @property
     def patience(self) -> float | None:

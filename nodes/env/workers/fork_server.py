@@ -19,7 +19,6 @@ import gc
 import importlib
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -30,6 +29,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
+from rollflow.stream.data.system import system_module
+
+resource = system_module("resource")
 
 NUMBER = struct.Struct("<i")
 STARTED_WITHIN_S = 60.0  # and asked for the first time

@@ -1,7 +1,6 @@
 """Server of a worker process: a socket for each of its lanes, frames over it, and environments behind it."""
 
 import abc
-import fcntl
 import logging
 import os
 import pickle
@@ -25,6 +24,9 @@ from rollflow.nodes.env.workers.worker_process import become_worker
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.data.packing import pack, unpack
+from rollflow.stream.data.system import system_module
+
+fcntl = system_module("fcntl")
 
 logger = logging.getLogger(__name__)
 

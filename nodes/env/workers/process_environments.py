@@ -38,14 +38,11 @@ class ProcessEnvironments(Carried, Environments):
         """Have the lane's worker step its environments with the actions that it brings."""
         return self.carrier.hand_over(actions)
 
-    def close(self) -> None:
-        """End the worker processes and give back the shared memory."""
-        try:
-            super().close()
-        finally:
-            for lane in self.lanes:
-                if isinstance(lane.memory, LaneBlocks):
-                    lane.memory.pool.close()
+    def _release(self) -> None:
+        for lane in self.lanes:
+            if isinstance(lane.memory, LaneBlocks):
+                lane.memory.pool.close()
+        super()._release()
 
     # What Environments does otherwise
 

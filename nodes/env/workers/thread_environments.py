@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -50,8 +50,9 @@ class ThreadEnvironments:
             are_told = environments.tell_resets([phase.turn for phase in self._phases])
             for phase, is_told in zip(self._phases, are_told, strict=True):
                 phase.set_blended(not is_told)
-            self._watch = ProgressWatch(step_timeout, reset_timeout, self._at)
             self._is_reset = [False for _ in lanes]
+            progress = partial(_progress_of, self._phases, self._is_reset)
+            self._watch = ProgressWatch(step_timeout, reset_timeout, progress)
             # of every lane: when its thread began what it is at, in ns, and the thread
             self._begun: list[tuple[int, int] | None] = [None for _ in lanes]
             self._done: deque[tuple[Any, BaseException | None]] = deque()
@@ -92,7 +93,10 @@ class ThreadEnvironments:
             self._watch.end(lane.index)
             if error is not None:
                 self._environments.unrecorded_steps += lane.steps_under_way if self._is_reset[lane.index] else 0
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # whose traceback refers to this frame
             yield lane
         for index, reason in self._watch.overdue().items():
             raise EnvError(f"lane {index}, vector step {self._environments.lanes[index].vector_steps}: {reason}")
@@ -101,7 +105,7 @@ class ThreadEnvironments:
         """What every lane's thread is at right now."""
         for index, begun in enumerate(list(self._begun)):
             if begun is not None:
-                turns, activity = self._at(index)
+                turns, activity = _progress_of(self._phases, self._is_reset, index)
                 yield Wait(
                     name,
                     "call",
@@ -135,10 +139,6 @@ class ThreadEnvironments:
         self._bell.close()
         self._environments.close()
 
-    def _at(self, index: int) -> ProgressMark:
-        phase = self._phases[index]
-        return phase.turns, phase.doing if self._is_reset[index] else Activity.RESET
-
     def _hand_over(self, lane: Any, job: Job) -> None:
         self.in_flight += 1
         self._watch.begin(lane.index)
@@ -157,4 +157,9 @@ class ThreadEnvironments:
         if trace is not None:
             trace.stepped(lane.index, begun[0], does)
         self._done.append((lane, error))
+        del error  # whose traceback refers to this frame
         self._bell.ring()
+
+
+def _progress_of(phases: Sequence[ActivityFlag], is_reset: Sequence[bool], index: int) -> ProgressMark:
+    return phases[index].turns, phases[index].doing if is_reset[index] else Activity.RESET

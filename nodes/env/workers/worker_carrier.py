@@ -1,7 +1,9 @@
 """Worker processes of lanes: started, asked, heard, given up and started again."""
 
 import logging
+import select
 import selectors
+import socket
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.nodes.env.workers.worker_process import Received, WorkerProcess, core_count, end_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
+from rollflow.stream.data.system import require
 from rollflow.stream.doctor.stacks import Frame as StackFrame
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.wakeup import Wakeup
@@ -55,15 +58,17 @@ class WorkerCarrier:
         workers: int | None,
         limits: LaneLimits,
     ) -> None:
+        require("a rollout in worker processes", (socket, "AF_UNIX"), (socket, "send_fds"), (select, "poll"))
         self.links: list[LaneLink] = []
         self._others: list[list[LaneLink]] = []  # of every lane: the other lanes of its worker
         self.supervisor = LaneSupervisor(limits, partial(_progress_of, self.links, self._others))
-        self._node, self._program, self._link_of = node, program, link_of
+        self._node: Any = weakref.proxy(node)  # it holds the carrier
+        self._program, self._link_of = program, link_of
         self._asked_workers = workers
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
         self._without_step: deque[LaneLink] = deque()  # links of lanes that are to come back as they are
-        self._woken: Callable[[], None] | None = None
+        self._woken: weakref.WeakMethod[Callable[[], None]] | None = None
         # With functions of this class, which take the carrier, and nothing that refers to the carrier itself.
         self._selector = selectors.DefaultSelector()
         self._ending = weakref.finalize(self, _end, self._workers, self._selector)
@@ -146,8 +151,8 @@ class WorkerCarrier:
                 self._make(self.links[status.index])
 
     def call_when_woken(self, wakeup: Wakeup, call: Callable[[], None]) -> None:
-        """Have a function called, where lanes are completed, whenever it has been rung."""
-        self._woken = call
+        """Have a method, held weakly, called where lanes are completed whenever `wakeup` has been rung."""
+        self._woken = weakref.WeakMethod(call)
         self._selector.register(wakeup, selectors.EVENT_READ, WorkerCarrier._wake)
 
     @property
@@ -249,8 +254,9 @@ class WorkerCarrier:
             yield from self._process_lost(first)
 
     def _wake(self, events: int) -> Iterator[Any]:
-        assert self._woken is not None
-        self._woken()
+        woken = None if self._woken is None else self._woken()
+        if woken is not None:
+            woken()
         return iter(())
 
     # Losses

@@ -17,6 +17,7 @@ from time import monotonic
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.workers.forked_process import ENDING, UNKNOWN_CODE, ForkedProcess, connected_server, fork_off
 from rollflow.stream.data.errors import RunError
+from rollflow.stream.data.system import at_fork
 from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, is_stopped, thread_dump, worker_dump_file
 from rollflow.stream.doctor.stacks import Frame, stack_in_dump
 
@@ -254,4 +255,4 @@ def _disown_all() -> None:
     _starting.release()
 
 
-os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_disown_all)
+at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_disown_all)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from rollflow.stream.data.system import at_fork
 from rollflow.stream.net.descriptor_transport import Descriptor
 
 
@@ -42,7 +43,7 @@ def _give_up_all() -> None:
     os.close(nothing)
 
 
-os.register_at_fork(after_in_child=_give_up_all)
+at_fork(after_in_child=_give_up_all)
 
 
 lock = threading.Lock()  # held while this process is forked, and while it is told what is over
@@ -70,7 +71,7 @@ def watch(debts: BorrowedBlocks) -> None:
         _watched.add(debts)
         if not _is_registered:
             _is_registered = True
-            os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+            at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
 
 
 def inherited(debts: BorrowedBlocks) -> set[int]:

@@ -65,9 +65,10 @@ def test_lost_environments_are_known_behind_the_wire() -> None:
     with rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
-    lane = rollout.environments.lanes[0]
-    lane.lose("a crash")
-    here, parts = lane.cut(), description_of(DRAWN).parts
+        lane = rollout.environments.lanes[0]
+        lane.lose("a crash")
+        here = lane.cut()
+    parts = description_of(DRAWN).parts
     there = agents_of_message(behind_the_wire(message_of_agents(1, here, parts, {})), parts)
     assert there.losses == here.losses
     assert there.losses[0][1] == "a crash"

@@ -47,6 +47,8 @@ async def test_a_reader_of_one_output_while_the_other_is_full_is_a_deadlock_with
         tasks.cancel_scope.cancel()
     deadlock = "the reader waits for an item of graph.right; both waits for room in both.left → graph.left"
     assert f": deadlock: {deadlock}" in text
+    read = "do: read output 'left' as well, in a task of its own: async for item in run['left']; or connect 'both.left'"
+    assert read in text
 
 
 async def test_code_of_a_node_that_holds_up_the_event_loop_is_named() -> None:

@@ -117,7 +117,8 @@ async def test_who_is_fed_by_dropping_edges_holds_nobody_back() -> None:
             await done.wait()
 
     graph = Graph()
-    graph.add(source=source, fast=lambda item: None, slow=Busy(), after=lambda item: sum(range(10**6)))
+    graph.add(source=source, fast=lambda item: None, slow=Busy())
+    graph.add_node("after", lambda item: sum(range(10**6)), where="thread")
     graph.connect("source", "fast", capacity=2)
     graph.connect("source", "slow", capacity=1, overflow="latest")
     graph.connect("slow", "after", capacity=1)

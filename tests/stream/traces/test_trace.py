@@ -168,9 +168,17 @@ def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_pa
                 serving.start()
                 serving.join(0.2)  # it has to wait for the end
 
+    class InRun:
+        def __init__(self, graph: Graph) -> None:
+            self._graph = graph
+
+        def parts(self) -> Traceable:
+            return Traceable(self._graph, [], [])
+
     graph = Graph()
     graph.add(node=Node())
-    tracing = Tracing(lambda: Traceable(graph, [], []))
+    run = InRun(graph)
+    tracing = Tracing(run.parts)
     tracing.begin(str(tmp_path / "run.trace"))
     tracing.end()
     assert events_of(tmp_path / "run.trace")[-1]["name"] == "end of the trace"

@@ -1,0 +1,69 @@
+"""What not every system has: Linux has all of it, macOS and Windows lack some."""
+
+import os
+import select
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from rollflow.stream.data.errors import EnvError
+
+POLLIN = getattr(select, "POLLIN", 1)
+
+
+def system_module(name: str) -> Any:
+    """A module of the standard library; where the system lacks it, an object whose attributes raise OSError."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        return _Missing(name)
+
+
+def require(what: str, *needed: tuple[Any, str]) -> None:
+    """Raise EnvError if this system lacks one of the names, pairs (module, name), that `what` needs."""
+    missing = [f"{module.__name__}.{name}" for module, name in needed if not hasattr(module, name)]
+    if missing:
+        raise EnvError(
+            f"{what} can't run on this system, {sys.platform}, which has no {', '.join(missing)}: expected Linux; "
+            "where='inline' and where='threads' run everywhere"
+        )
+
+
+def at_fork(**functions: Callable[[], Any]) -> None:
+    """`os.register_at_fork`, on systems that fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**functions)
+
+
+def make_poll() -> Any:
+    """A `select.poll`, or what does the same for descriptors to be read, on systems without it."""
+    return select.poll() if hasattr(select, "poll") else _ReadPoll()
+
+
+class _Missing:
+    """A module that this system lacks."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise OSError(f"this system, {sys.platform}, has no module '{self.__name__}', of which '{attribute}' is needed")
+
+
+class _ReadPoll:
+    """The part of `select.poll` that waits for descriptors to be read, by `select.select`."""
+
+    def __init__(self) -> None:
+        self._fds: set[int] = set()
+
+    def register(self, fd: int, events: int) -> None:
+        assert events == POLLIN
+        self._fds.add(fd)
+
+    def unregister(self, fd: int) -> None:
+        self._fds.remove(fd)
+
+    def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
+        ready, _, _ = select.select(list(self._fds), [], [], None if timeout_ms is None else timeout_ms / 1e3)
+        return [(fd, POLLIN) for fd in ready]

@@ -1,0 +1,367 @@
+"""A run's memory is free once it has ended, without the cycle collector, however it ends and wherever it runs."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import anyio
+import gymnasium as gym
+import numpy as np
+import pytest
+from feeding_rollouts import agents_rollout_over, fed, trainer
+from leftovers import join_loop_workers, shared_mappings
+from numbered_agents import NumberedAgents
+from numbered_module import NumberedModule
+from remote_hosts import hosting, listening
+from remote_rollouts import makers, rollouts_on
+
+from rollflow.nodes import ConnectorV2, MultiAgentRollout, RemoteRollouts, Rollout
+from rollflow.sinks import LearnerPipeline, Replay
+from rollflow.stream import Fragment, Graph, Inlet, Run
+from rollflow.stream.data.blocks import root_of
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.tree import leaves_of
+
+PLACES: list[dict[str, Any]] = [
+    {"where": "inline"},
+    {"where": "inline", "prefetch": 1},  # in a thread
+    {"where": "inline", "lanes": 2, "max_batch": 4},  # on an event loop in a thread
+    {"where": "threads", "lanes": 2},
+    {"where": "processes", "workers": 1},
+    {"where": "rollouts", "workers": 1},
+]
+NAMES = ["inline", "ahead", "joint", "threads", "processes", "rollouts"]
+
+
+class Memory:
+    """Arrays that columns of fragments lie in, since `begin`, while nothing collects cycles."""
+
+    def __init__(self) -> None:
+        self._arrays: list[weakref.ref[Any]] = []
+        self._mappings = shared_mappings()
+
+    def add(self, column: Column) -> None:
+        if len(column) > 1:  # one row is no fragment's, but room for an environment's last observation
+            self._arrays += [weakref.ref(root_of(leaf)) for leaf in leaves_of(column.tree)]
+
+    @property
+    def held(self) -> int:
+        """Bytes of those arrays that are still there."""
+        return sum({id(array): array.nbytes for each in self._arrays if (array := each()) is not None}.values())
+
+    @property
+    def was_used(self) -> bool:
+        return bool(self._arrays)
+
+    @property
+    def mappings(self) -> int:
+        return shared_mappings() - self._mappings
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+    made = Column.__init__
+
+    def init(self: Column, name: str, tree: Any) -> None:
+        made(self, name, tree)
+        kept.add(self)
+
+    gc.collect()
+    gc.disable()
+    try:
+        kept = Memory()
+        monkeypatch.setattr(Column, "__init__", init)
+        yield kept
+    finally:
+        gc.enable()
+
+
+class Steps(gym.Env[Any, Any]):
+    """Episodes of six steps; raises in step `fails_at`."""
+
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.steps, self._fails_at = 0, fails_at
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t, self.steps = self.t + 1, self.steps + 1
+        if self.steps == self._fails_at:
+            raise ValueError("the simulator fails")
+        return np.full(3, 0.1, np.float32), 1.0, self.t == 6, False, {}
+
+
+class EachEpisode(ConnectorV2):
+    """A piece without a columnar form, which has live episodes made."""
+
+    def __call__(self, *, episodes: Any, batch: Any, **kwargs: Any) -> Any:
+        for episode in self.single_agent_episode_iterator(episodes):
+            episode.get_observations(-1)
+        return batch
+
+
+def rollout_of(fails_at: int | None = None, **options: Any) -> Rollout:
+    given = {"num_envs": 4, "fragment_length": 8, "num_fragments": 3, "seed": 0, **options}
+    pieces = {"env_to_module_connector": lambda env: EachEpisode()}
+    return Rollout(lambda: Steps(fails_at), **{**pieces, **given})
+
+
+def agents_of(**options: Any) -> MultiAgentRollout:
+    given = {"num_fragments": 3, **options}
+    return agents_rollout_over([partial(NumberedAgents, slot, agents=2, nested=1) for slot in range(2)], **given)
+
+
+def read_all(rollout: Any) -> None:
+    with rollout:
+        for _ in rollout.batches():
+            pass
+
+
+def leave_in_a_round(rollout: Any) -> None:
+    with rollout:
+        for _ in rollout.fragments():
+            break
+
+
+def fail_in_the_loop(rollout: Any) -> None:
+    with pytest.raises(KeyError), rollout:
+        for batch in rollout.batches():
+            raise KeyError(len(batch))
+
+
+def leave_async(rollout: Any) -> None:
+    async def main() -> None:
+        async with rollout:
+            async for _ in rollout.batches():
+                break
+
+    anyio.run(main)
+
+
+ENDS = [read_all, leave_in_a_round, fail_in_the_loop, leave_async]
+
+
+def check_ended(memory: Memory, ended: Any) -> "weakref.ref[Any]":
+    """Check that a run's memory is free while its rollout is there, and that what it counts is, too."""
+    join_loop_workers()
+    assert memory.was_used
+    assert memory.held == 0
+    assert ended.num_steps > 0
+    assert sum(ended.lost.values()) >= 0
+    assert ended.returns.count >= 0
+    assert "closed" in repr(ended) or "ended" in repr(ended)
+    return weakref.ref(ended)
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+@pytest.mark.parametrize("place", PLACES, ids=NAMES)
+def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(
+    memory: Memory, place: dict[str, Any], end: Callable[[Any], None]
+) -> None:
+    if place.get("prefetch") and end is leave_async:
+        pytest.skip("an async loop runs in no thread of its own")
+    rollout = rollout_of(**place)
+    end(rollout)
+    ref = check_ended(memory, rollout)
+    assert rollout.report().nodes
+    assert rollout.module is not None
+    del rollout
+    assert ref() is None
+    assert memory.mappings == 0
+
+
+@pytest.mark.parametrize("place", [*PLACES[:2], *PLACES[3:]], ids=[*NAMES[:2], *NAMES[3:]])
+def test_memory_of_several_agents_is_free(memory: Memory, place: dict[str, Any]) -> None:
+    rollout = agents_of(**place)
+    read_all(rollout)
+    ref = check_ended(memory, rollout)
+    del rollout
+    assert ref() is None
+    assert memory.mappings == 0
+
+
+@pytest.mark.parametrize("place", PLACES[:4], ids=NAMES[:4])
+def test_memory_is_free_once_the_error_of_an_environment_is_gone(memory: Memory, place: dict[str, Any]) -> None:
+    rollout = rollout_of(fails_at=12, **place)
+    with pytest.raises(ValueError, match="the simulator fails"), rollout:  # its traceback refers to the rollout
+        for _ in rollout.batches():
+            pass
+    ref = check_ended(memory, rollout)
+    del rollout
+    assert ref() is None
+
+
+class Refuses(ConnectorV2):
+    """A piece that fails."""
+
+    def __call__(self, **kwargs: Any) -> Any:
+        raise ValueError("no batch can be made")
+
+
+@pytest.mark.parametrize("connector", ["env_to_module_connector", "learner_connector"])
+def test_memory_is_free_once_the_error_of_a_piece_is_gone(memory: Memory, connector: str) -> None:
+    rollout = rollout_of(**{connector: lambda *spaces: Refuses()})
+    with pytest.raises(ValueError, match="no batch can be made"):
+        read_all(rollout)
+    join_loop_workers()
+    assert memory.held == 0
+    ref = weakref.ref(rollout)
+    del rollout
+    assert ref() is None
+
+
+def test_memory_of_a_rollout_that_is_closed_by_hand_is_free(memory: Memory) -> None:
+    rollout = rollout_of().start()
+    next(rollout.batches())
+    rollout.close()
+    ref = check_ended(memory, rollout)
+    del rollout
+    assert ref() is None
+
+
+# On hosts
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["steps", "rollouts"])
+def test_memory_of_lanes_on_hosts_is_free(memory: Memory, whole: bool) -> None:
+    envs = listening(kind=RemoteRollouts) if whole else listening()
+    on = rollouts_on if whole else hosting
+    with on(envs.addresses[0], makers(0, 1)):
+        rollout = Rollout(envs, module=NumberedModule, fragment_length=8, num_fragments=2, seed=0)
+        read_all(rollout)
+        assert memory.was_used
+        ref = weakref.ref(rollout)
+        del rollout
+        assert ref() is None
+    if not whole:  # the host is in this process, and has columns of its own
+        assert memory.held == 0
+
+
+# In graphs
+
+
+def graph_with(rollout: Any, **sinks: Any) -> Graph:
+    graph = Graph("training")
+    graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module), **sinks)
+    graph.connect("rollout.fragments", "learner", capacity=2)
+    graph.output("batches", "learner.batches")
+    for name in sinks:
+        graph.connect("rollout.fragments", name, capacity=2)
+    return graph
+
+
+class Latest:
+    """A sink with a task of its own, which keeps nothing."""
+
+    async def run(self, fragments: Inlet[Fragment]) -> None:
+        async for _ in fragments:
+            pass
+
+
+class InThread:
+    """A sink in a thread that fails at its second fragment, where it is to."""
+
+    where = "thread"
+
+    def __init__(self, fails: bool) -> None:
+        self._left = 2 if fails else -1
+
+    def __call__(self, fragment: Fragment) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise ValueError("the disk is full")
+
+
+async def run_to_the_end(graph: Graph, runs: list[Run]) -> None:
+    async with graph.run() as run:
+        runs.append(run)
+        async for _ in run["batches"]:
+            pass
+        await run.wait()
+
+
+async def leave_at_a_batch(graph: Graph, runs: list[Run]) -> None:
+    async with graph.run() as run:
+        runs.append(run)
+        async for _ in run["batches"]:
+            break
+
+
+async def be_cancelled(graph: Graph, runs: list[Run]) -> None:
+    with anyio.CancelScope() as scope:
+        async with graph.run() as run:
+            runs.append(run)
+            async for _ in run["batches"]:
+                scope.cancel()
+
+
+@pytest.mark.parametrize("end", [run_to_the_end, leave_at_a_batch, be_cancelled], ids=lambda end: end.__name__)
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[3]], ids=[NAMES[0], NAMES[3]])
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_memory_is_free_after_a_graph(
+    memory: Memory, end: Callable[[Graph, list[Run]], Any], place: dict[str, Any], backend: str
+) -> None:
+    rollout = rollout_of(**place)
+    graph = graph_with(rollout, latest=Latest(), thread=InThread(False))
+    runs: list[Run] = []
+    anyio.run(end, graph, runs, backend=backend)
+    ref = check_ended(memory, rollout)
+    assert runs[0].report().nodes
+    del rollout, graph, runs
+    assert ref() is None
+    assert memory.mappings == 0
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_memory_is_free_after_a_graph_whose_sink_fails(memory: Memory, backend: str) -> None:
+    async def main(graph: Graph) -> None:  # an error that left the event loop would stay in a cycle of the loop's own
+        with pytest.raises(ValueError, match="the disk is full"):
+            await run_to_the_end(graph, [])
+
+    rollout = rollout_of(num_fragments=None)
+    anyio.run(main, graph_with(rollout, latest=Latest(), thread=InThread(True)), backend=backend)
+    ref = check_ended(memory, rollout)
+    del rollout
+    assert ref() is None
+
+
+def test_a_replay_keeps_no_fragment_and_no_rollout(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, fragments = Fragment.__init__, []
+
+    def init(self: Fragment, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        fragments.append(weakref.ref(self))
+
+    monkeypatch.setattr(Fragment, "__init__", init)
+    rollout = rollout_of()
+    replay = Replay(1000, batch_size=8)
+    graph = Graph("replay")
+    graph.connect(rollout.fragments, replay)
+    graph.output("batches", "replay")
+    anyio.run(leave_at_a_batch, graph, [])
+    ref = weakref.ref(rollout)
+    del rollout, graph
+    assert ref() is None
+    assert len(replay) > 0
+    assert fragments
+    assert not any(each() for each in fragments)
+
+
+@pytest.mark.parametrize("sends", ["fragments", "batches"])
+def test_memory_of_what_a_trainer_got_is_free(memory: Memory, sends: str) -> None:
+    rollout = rollout_of()
+    stream = trainer()
+    with fed(stream, rollout, sends=sends):
+        for _ in stream:
+            pass
+    ref = check_ended(memory, rollout)
+    del rollout
+    assert ref() is None

@@ -1,0 +1,220 @@
+"""Sinks behind edges that drop: they are called in a thread, hold nobody up, and no report blames the wrong node."""
+
+import logging
+import re
+import threading
+from typing import Any
+
+import anyio
+import pytest
+
+from rollflow.stream import Graph, GraphError, Inlet, Outlet
+from rollflow.stream.graph.edge import is_only_way
+from rollflow.stream.graph.meter import NodeMeter
+from rollflow.stream.graph.report import report_of
+
+LONGEST_S = 60.0
+DROPS: list[Any] = ["drop_oldest", "latest"]
+
+pytestmark = pytest.mark.anyio
+
+
+async def numbers(out: Outlet[int]) -> None:
+    for number in range(20):
+        await out.send(number)
+
+
+class Held:
+    """A sink whose first call returns when it is let go."""
+
+    def __init__(self) -> None:
+        self.begins, self.let_go = threading.Event(), threading.Event()
+
+    def __call__(self, number: int) -> None:
+        self.begins.set()
+        assert self.let_go.wait(LONGEST_S)
+
+
+class HeldInline(Held):
+    where = "inline"
+
+
+class HeldOn(Held):
+    """Not a sink: it sends on what it gets."""
+
+    def __call__(self, number: int) -> int:  # type: ignore[override]
+        super().__call__(number)
+        return number
+
+
+def graph_with(slow: Any, overflow: Any, where: Any = None) -> Graph:
+    graph = Graph("drops")
+    graph.add(source=numbers, learner=lambda number: number)
+    graph.add_node("slow", slow, where=where)
+    graph.connect("source", "learner", capacity=1)
+    graph.connect("source", "slow", capacity=1, overflow=overflow)
+    graph.output("batches", "learner")
+    if graph.nodes["slow"].outlets:
+        graph.output("others", "slow")
+    return graph
+
+
+@pytest.mark.parametrize("overflow", DROPS)
+async def test_a_sink_behind_an_edge_that_drops_holds_nobody_up(overflow: Any) -> None:
+    sink = Held()
+    graph = graph_with(sink, overflow)
+    assert "slow.number   worker thread" in graph.explain()
+    async with graph.run() as run:
+        try:
+            # Its first call is under way until the last of these has come.
+            assert [item async for item in run["batches"]] == list(range(20))
+            assert await anyio.to_thread.run_sync(sink.begins.wait, LONGEST_S)
+        finally:
+            sink.let_go.set()
+    assert run.report().nodes[2].name == "slow"
+
+
+@pytest.mark.parametrize("overflow", DROPS)
+def test_only_sinks_whose_every_edge_drops_get_a_thread(overflow: Any) -> None:
+    assert graph_with(HeldOn(), overflow).place_of("slow") == "inline"
+    graph = graph_with(Held(), overflow)
+    assert graph.place_of("slow") == "thread"
+    graph.connect("learner", "slow", capacity=1)
+    assert graph.place_of("slow") == "inline"
+    assert graph_with(Held(), "block").place_of("slow") == "inline"
+    assert graph_with(HeldInline(), overflow).place_of("slow") == "inline"
+    assert graph_with(Held(), overflow, where="inline").place_of("slow") == "inline"
+    assert graph_with(HeldInline(), overflow, where="thread").place_of("slow") == "thread"
+
+
+async def test_a_sink_that_is_to_be_inline_is_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    sink = HeldInline()
+    sink.let_go.set()
+    graph = graph_with(sink, "latest")
+    assert "inline, as asked for: its calls hold up the run" in graph.explain()
+    with caplog.at_level(logging.INFO, "rollflow.stream.graph.run"):
+        async with graph.run() as run:
+            async for _ in run["batches"]:
+                pass
+    [record] = caplog.records
+    assert record.getMessage().startswith("node 'slow' is behind an edge that drops, and inline, as asked for")
+
+
+@pytest.mark.parametrize("gives", [False, True], ids=["sink", "outlet"])
+@pytest.mark.parametrize("overflow", ["block", *DROPS])
+@pytest.mark.parametrize("where", ["inline", "thread"])
+def test_the_report_names_a_slow_node_if_and_only_if_it_holds_others_back(
+    where: Any, overflow: Any, gives: bool
+) -> None:
+    graph = graph_with(HeldOn() if gives else Held(), overflow, where)
+    slow, learner = NodeMeter("slow"), NodeMeter("learner")
+    slow.busy_ns, learner.busy_ns = 950_000_000, 150_000_000
+    report = report_of(10**9, [learner, slow], [], graph.harmless())
+    is_harmless = where == "thread" and overflow != "block"
+    assert report.bottleneck == ("learner" if is_harmless else "slow")
+    conclusion = "held back by learner (busy 15% of 1.0 s)" if is_harmless else "held back by slow (busy 95% of 1.0 s)"
+    assert str(report).splitlines()[-1] == conclusion
+
+
+def test_a_node_that_a_slow_thread_feeds_is_harmless_only_off_the_event_loop() -> None:
+    graph = graph_with(HeldOn(), "latest", "thread")
+    graph.add(inline=lambda number: None, task=collect)
+    graph.connect("slow", "inline", capacity=1)
+    graph.connect("slow", "task", capacity=1)
+    graph.output("nothing", "inline")
+    assert graph.harmless() == {"slow", "task"}
+
+
+async def collect(items: Inlet[int]) -> None:
+    async for _ in items:
+        pass
+
+
+# Functions that are asynchronous
+
+
+async def test_an_async_function_of_an_item_is_a_node() -> None:
+    seen: list[int] = []
+
+    async def keep(number: int) -> None:
+        await anyio.lowlevel.checkpoint()
+        seen.append(number)
+
+    async def double(number: int) -> int | None:
+        await anyio.lowlevel.checkpoint()
+        return None if number % 2 else 2 * number
+
+    graph = Graph("async")
+    graph.add(source=numbers, double=double)
+    graph.connect("source", "double", capacity=1)
+    graph.connect("double", keep, capacity=1)
+    assert graph.nodes["keep"].outlets == {}
+    assert graph.nodes["double"].outlets == {"out": int}
+    async with graph.run() as run:
+        await run.wait()
+    assert seen == [2 * number for number in range(0, 20, 2)]
+
+
+def test_an_async_function_whose_parameter_is_no_item_is_told_what_to_write() -> None:
+    async def stats(number) -> None:  # type: ignore[no-untyped-def]
+        pass
+
+    async def two(number: int, other: int) -> None:
+        pass
+
+    item = "or, for an async def that is called with one item after the other, one parameter with the item's type"
+    with pytest.raises(GraphError, match="parameter 'number' of stats has no annotation that can be read") as raised:
+        Graph().add(stats=stats)
+    assert str(raised.value).endswith(item)
+    with pytest.raises(GraphError, match="parameter 'number' of two is annotated int"):
+        Graph().add(two=two)
+
+    async def silent(number: int):  # type: ignore[no-untyped-def]
+        pass
+
+    graph = Graph()
+    graph.add(source=numbers, silent=silent)
+    graph.connect("source", "silent", capacity=1)
+    with pytest.raises(GraphError, match=r"says so by its annotation: async def sink\(item: …\) -> None\n"):
+        graph.validate()
+
+
+# Mistakes
+
+
+def test_an_outlet_that_is_connected_to_nothing_is_told_both_calls() -> None:
+    graph = Graph()
+    graph.add(source=numbers)
+    told = r"neither by graph.connect\('source.out', …\) nor by graph.output\('out', 'source.out'\)"
+    with pytest.raises(GraphError, match=told):
+        graph.validate()
+
+
+def test_a_sink_without_an_annotation_is_told_the_form_of_its_own() -> None:
+    class Sink:
+        def __call__(self, number):  # type: ignore[no-untyped-def]
+            pass
+
+    for sink, form in (Sink(), "def __call__(self, item) -> None"), (lambda number: None, "def sink(item) -> None"):
+        graph = Graph()
+        graph.add(source=numbers, sink=sink)
+        graph.connect("source", "sink")
+        with pytest.raises(GraphError, match=f"says so by its annotation: {re.escape(form)}\n"):
+            graph.validate()
+
+
+def test_a_graph_that_is_entered_by_a_plain_with_is_told_how() -> None:
+    graph = Graph("mine")
+    graph.add(source=numbers)
+    graph.output("out", "source")
+    with pytest.raises(GraphError, match=r"graph 'mine' was entered by 'with'.* expected 'async with graph.run\(\)"):
+        with graph.run():
+            raise AssertionError
+
+
+def test_a_graph_may_have_the_name_of_a_node() -> None:
+    graph = Graph("source")
+    graph.add(source=numbers)
+    graph.output("out", "source")
+    edge = graph.outputs["out"]
+    assert is_only_way(edge, [edge])
