@@ -27,8 +27,7 @@ def losses_of(
         lost[ended_by] = made - rounds.handed_steps - lag.dropped_steps - lost["incomplete"]
     elif ledger is not None:
         lost += ledger.lost_of(made)
-    found = {cause: steps for cause, steps in lost.items() if steps}
-    return found | ({"set_aside": 0} if environments.report_notes else {})
+    return {cause: steps for cause, steps in lost.items() if steps}
 
 
 def not_entered(state: str, driver: object, expected: str) -> RunError:

@@ -352,8 +352,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             max_lag        were too old
             workers        were being made in workers and on hosts that were lost: nobody knows whether they were made;
                            of whole rollouts also what had been reported and not sent
-            set_aside      0, which is there once a lane was set aside: it was lost too many times in a row, gives no
-                           more, and what it would have given was never made
             dropped        an edge threw away that alone led on
             incomplete     belonged to episodes that had not ended when the rollout was left, with `complete_episodes`
 

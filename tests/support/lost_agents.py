@@ -106,6 +106,6 @@ def check_laws(rollout: MultiAgentRollout, fragments: Sequence[MultiAgentFragmen
     missing = not_emitted(fragments, logs)
     assert missing <= rollout.lost.get("workers", 0)
     assert rollout.num_steps == len(emitted_steps(fragments))
-    assert rollout.lost.keys() <= {"workers", "set_aside"}
+    assert rollout.lost.keys() <= {"workers"}
     check_continuity(fragments)
     check_multi_agent_chunks(fragments)

@@ -237,7 +237,7 @@ def test_what_it_gave_before_is_kept_and_counted_once() -> None:
 TOLD: dict[str, tuple[Any, str]] = {
     "nothing": ({}, "no lanes, expected it among"),
     "no list": ({"lanes": 5}, "metrics.lanes is 5, expected a list of at most 1"),
-    "an array": ({"lanes": np.zeros((1, 5))}, "metrics.lanes is array"),
+    "an array": ({"lanes": np.zeros((1, 5))}, "metrics.lanes is an array"),
     "lists of another length": (
         {"lanes": [[1, 0, 0, 0]]},
         "metrics.lanes: .*, expected a list of lane, start, steps",

@@ -99,7 +99,7 @@ def test_a_users_module_and_a_program_of_it_are_exported(tmp_path: Path) -> None
 def test_exploration_is_left_out_of_a_program(tmp_path: Path) -> None:
     parts = policy_of("box", "filter", False)
     for piece in (EpsilonGreedy, GaussianNoise, OrnsteinUhlenbeckNoise, Temperature):
-        parts.module_to_env.append(piece(schedule=Linear(1.0, 0.5, 100)))
+        parts.module_to_env.insert_before("NormalizeAndClipActions", piece(schedule=Linear(1.0, 0.5, 100)))
     policy = Policy(parts.module, parts.env_to_module, parts.module_to_env, **SPACES)
     policy.save(tmp_path / "p", onnx=True)
     assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p"), "box")

@@ -96,7 +96,7 @@ def test_environments_that_raise_cut_a_fragment_short_and_those_that_always_do_a
             rounds.rest(stream)
     assert rounds.steps == rollout.num_steps
     assert stream.lost == {}
-    assert rollout.lost == {"workers": max(agents, 1), "set_aside": 0}  # the step that raised
+    assert rollout.lost == {"workers": max(agents, 1)}  # the step that raised
 
 
 @pytest.mark.slow
