@@ -141,8 +141,8 @@ def test_an_environment_that_is_lost_keeps_nothing_of_them_for_the_next_episode(
     with MultiAgentRollout(Team, module=RandomModule, fragment_length=3, num_fragments=1, seed=0) as rollout:
         list(rollout.fragments())
         lane = rollout.environments.lanes[0]
-    lane.lose("a crash")
-    assert [lane.cut().parts[0].early != [], lane.cut().parts[0].early] == [True, []]
+        lane.lose("a crash")
+        assert [lane.cut().parts[0].early != [], lane.cut().parts[0].early] == [True, []]
 
 
 def test_a_replay_takes_the_steps_alone() -> None:

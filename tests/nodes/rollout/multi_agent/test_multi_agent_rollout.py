@@ -206,12 +206,13 @@ def test_a_module_that_chooses_other_actions_than_its_agents_have_is_refused(ask
     if asked == 2:
         talk(**given).environments.close()
         return
-    match = r"module 'b': 'DefaultModule' was made for actions in Discrete\(3\), but those of agent 'b' are in Discr.*2"
+    # Both agents have the same spaces, so that nobody asks which of them is mapped to it.
+    match = r"module 'b': 'DefaultModule' was made for actions in Discrete\(3\), but those of agent 'a' are in Discr.*2"
     with pytest.raises(ModuleError, match=match):
         talk(**given)
     talk(**given, module_to_env_connector=lambda part: ClipActions()).environments.close()  # a piece may translate them
     rollout = talk()
-    with pytest.raises(ModuleError, match=match.replace("'b'", "'c'", 1).replace("'b'", "'a'")):
+    with pytest.raises(ModuleError, match=match.replace("'b'", "'c'", 1)):
         rollout.add_module("c", made)
     assert list(rollout.module) == ["a", "b"]
     rollout.environments.close()
