@@ -954,7 +954,7 @@ def test_an_environment_that_loses_the_last_observation_is_refused() -> None:
     told = r"slots \[0, 1\] ended under SAME_STEP autoreset, but infos has no 'final_obs'"
     with pytest.raises(EnvError, match=told) as raised, Rollout(env, module=NumberedModule()) as rollout:
         next(iter(rollout.batches()))
-    see, *notes = raised.value.__notes__
+    *notes, see = raised.value.__notes__
     assert see.endswith("environments.md#vector-environments")
     assert notes == ["lane 0, vector step 0", "in node 'env'"]
     assert "use another" not in str(raised.value)
