@@ -55,11 +55,6 @@ class LaneMaker:
     vector_lanes: int = 0
 
     @property
-    def is_side_by_side(self) -> bool:
-        """True if environments are put side by side here, unless a callable makes a vector environment."""
-        return self.ready is None and (self.spec is None or self.spec.vector_entry_point is None)
-
-    @property
     def can_travel(self) -> bool:
         """True if the environment is yet to be made."""
         return self.ready is None
