@@ -44,18 +44,13 @@ class Prioritized(Sampler):
             raise ReplayError("this Prioritized sampler belongs to another replay: expected one for each replay")
         self._tree = SumTree(rows.num_rows)
 
-    def mass(self, rows: RowIndex) -> float:
-        """The sum of all priorities."""
-        return self._sums.total
-
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         tree = self._sums
         places = tree.draw(count, generator)
         weights = (tree.values[places] * (rows.num_live / tree.total)) ** -self.beta
-        scale = float(weights.max())
-        weights /= scale
+        weights /= float(weights.max())
         positions = rows.positions(places)
-        return Draw(positions, positions, weights.astype(np.float32), scale=scale, beta=self.beta)
+        return Draw(positions, positions, weights.astype(np.float32))
 
     def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
         if len(positions):

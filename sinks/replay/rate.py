@@ -9,8 +9,6 @@ I·r - S.
 An insert that begins below the minimum is always let through: nothing can be sampled until the minimum is reached.
 The two conditions leave always one side free if 2·b ≥ (steps of a sample) + (steps of an insert)·r. To ask changes no
 count: an insert counts among the sizes once it has come, even if it waits, and a sample once it is drawn.
-
-Where a replay is one of several shards, I, D and S are those of all of them, as far as this one has been told.
 """
 
 from dataclasses import dataclass
@@ -59,15 +57,6 @@ class SamplesPerInsert:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCounts:
-    """Steps inserted, removed and sampled so far."""
-
-    inserted: int = 0
-    removed: int = 0
-    sampled: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayReport:
     """What a replay has counted, in steps. `str(report)` is a sentence.
 
@@ -103,7 +92,6 @@ class RateLimiter:
     samples    steps of an ordinary sample
 
     sampled                  number of steps sampled
-    elsewhere                counts of the other shards; of none, at first
     most_inserts             steps of the largest insert that has come so far, or waits
     most_samples             steps of the largest sample so far
 
@@ -112,7 +100,7 @@ class RateLimiter:
 
     def __init__(self, rate: SamplesPerInsert | None, samples: int = 1) -> None:
         self.rate, self._ordinary = rate, samples
-        self.sampled, self.elsewhere = 0, StepCounts()
+        self.sampled = 0
         self.most_inserts, self.most_samples = 1, samples
         self.check()
 
@@ -127,7 +115,7 @@ class RateLimiter:
     def admits_insert(self, steps: int, inserted: int, removed: int) -> bool:
         """True if so many steps may be inserted."""
         rate, balance = self.rate, self._balance(inserted)
-        if rate is None or self._num_kept(inserted, removed) < rate.min_size:
+        if rate is None or inserted - removed < rate.min_size:
             return True
         return balance + steps * rate.ratio <= rate.min_size * rate.ratio + self._buffer(steps)
 
@@ -140,21 +128,18 @@ class RateLimiter:
         rate = self.rate
         if rate is None:
             return inserted > removed
-        if self._num_kept(inserted, removed) < rate.min_size or inserted == removed:
+        if inserted - removed < rate.min_size:
             return False
         least = min(steps - self._buffer(), self._buffer() - self.most_inserts * rate.ratio)
         return self._balance(inserted) - rate.min_size * rate.ratio >= least
 
     def beyond(self, inserted: int) -> int:
-        """Steps inserted beyond the minimum, with those of the other shards."""
-        return max(0, inserted + self.elsewhere.inserted - (0 if self.rate is None else self.rate.min_size))
-
-    def _num_kept(self, inserted: int, removed: int) -> int:
-        return inserted - removed + self.elsewhere.inserted - self.elsewhere.removed
+        """Steps inserted beyond the minimum."""
+        return max(0, inserted - (0 if self.rate is None else self.rate.min_size))
 
     def _balance(self, inserted: int) -> float:
         ratio = 0.0 if self.rate is None else self.rate.ratio
-        return (inserted + self.elsewhere.inserted) * ratio - self.sampled - self.elsewhere.sampled
+        return inserted * ratio - self.sampled
 
     def _buffer(self, inserts: int = 0) -> float:
         """The error buffer: the one asked for, or the smallest that suits such an insert and all sizes so far."""

@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from rollflow.nodes.argument_checks import check_numbers, checked_count
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert, StepCounts
+from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
 from rollflow.sinks.replay.replay_table import Batch as Batch
 from rollflow.sinks.replay.replay_table import ReplayTable, held_back, report_of
@@ -157,56 +156,21 @@ class Replay:
         Raises ReplayError where the rate lets it through no sooner, and where nothing can be sampled, or the batch is
         larger; nothing is counted or removed then.
         """
-        return self.sample_of_shard(count, wait_s=wait_s, max_bytes=max_bytes)[0]
-
-    def sample_of_shard(
-        self,
-        count: int | None = None,
-        *,
-        wait_s: float | None = 0.0,
-        max_bytes: int | None = None,
-        modules: Sequence[Any] | None = None,
-    ) -> tuple[Batch, dict[str, float]]:
-        """A batch as of `sample`, and what its weights stand for beside other shards: `held`, `scale` and `beta`.
-
-        modules    the one whose batch alone it is, [None] of one agent; None: all, and of several agents no facts
-        held       number of steps that might have been drawn; for `scale` and `beta` see `Draw`
-        """
         count = self.batch_size if count is None else checked_count("count", count, 1)
-        only = None if modules is None else modules[0]
         with self._lock:
-            tables = self._wait("sample", lambda: self._admitting(count, modules), wait_s)
+            tables = self._wait("sample", lambda: self._admitting(count), wait_s)
             drawn = {each: table.drawn(count, self.pieces) for each, table in tables.items()}
             batches = {each: batch for each, (batch, _) in drawn.items()}
             check_size(batches, max_bytes)
-            facts = tables[only].facts(drawn[only][1]) if only in tables else {}
             for each, (_, draw) in drawn.items():
                 tables[each].count(draw, count)
             self.turns.notify()
-        return batches[only] if only in batches else batches, facts
+        return batches.get(None, batches)
 
-    def shard_report(self, elsewhere: StepCounts, module_id: Any = None) -> dict[str, Any]:
-        """What this replay counts as one of several shards: the fields of its report, and those below.
-
-        elsewhere    counts of the other shards, which the rate adds to its own from now on
-        module_id    of several agents: the module; one that has no steps here counts nothing
-
-        These are `held`, the steps that may be drawn; `mass`, their number or the sum of their priorities; and the
-        replay's `batch_size` and its rate's `min_size`.
-        """
-        with self._lock:
-            if (table := self._tables.get(module_id)) is not None and elsewhere != table.rate.elsewhere:
-                table.rate.elsewhere = elsewhere
-                self.turns.notify()
-            report = report_of([] if table is None else [table], self._rate, self.turns)
-            held, mass = (0, 0.0) if table is None else (table.rows.num_live, table.sampler.mass(table.rows))
-            least = 0 if self._rate is None else self._rate.min_size
-            return asdict(report) | {"held": held, "mass": mass, "batch_size": self.batch_size, "min_size": least}
-
-    def may_sample(self, count: int | None = None, modules: Sequence[Any] | None = None) -> bool:
+    def may_sample(self, count: int | None = None) -> bool:
         """True if the rate lets `count` rows be sampled now; None: `batch_size`. Raises ReplayError: it never can."""
         with self._lock:
-            return bool(self._admitting(self.batch_size if count is None else count, modules))
+            return bool(self._admitting(self.batch_size if count is None else count))
 
     def batches(self, count: int | None = None) -> Iterator[Batch]:
         """Batches for as long as the rate lets them be sampled: after each insert in a plain loop.
@@ -383,10 +347,9 @@ class Replay:
         self._tables = tables | self._maker.of_modules(new, tables)
         return [(self._tables[each], part) for each, part in parts.items()]
 
-    def _admitting(self, count: int, modules: Sequence[Any] | None = None) -> dict[Any, ReplayTable]:
-        """The tables whose rate lets a sample through, of those that it is asked of: all, or those of some modules."""
-        asked = self._tables if modules is None else modules
-        return {each: table for each, table in self._tables.items() if each in asked and table.admits_sample(count)}
+    def _admitting(self, count: int) -> dict[Any, ReplayTable]:
+        """The tables whose rate lets a sample through."""
+        return {each: table for each, table in self._tables.items() if table.admits_sample(count)}
 
     def _wait(self, side: Side, admits: Callable[[], T], wait_s: float | None) -> T:
         """What `admits` returns once a side may go on; the lock is held. Raises ReplayError once `wait_s` is over."""

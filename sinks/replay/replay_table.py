@@ -132,10 +132,6 @@ class ReplayTable:
             batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)
         return batch, draw
 
-    def facts(self, draw: Draw) -> dict[str, float]:
-        """What a draw that is not counted yet stands for beside other shards: see `Replay.sample_of_shard`."""
-        return {"held": self.rows.num_live, "scale": draw.scale, "beta": draw.beta}
-
     def count(self, draw: Draw, count: int) -> None:
         """Count a draw of `count` rows, and remove what the remover wants gone after it."""
         self.rate.sampled += draw.num_steps
@@ -196,12 +192,11 @@ def report_of(tables: Collection[ReplayTable], rate: SamplesPerInsert | None, tu
     """A report of some tables together, of a replay with this rate, whose sides wait by these turns."""
     beyond = sum(table.rate.beyond(table.rows.inserted) for table in tables)
     sampled = sum(table.rate.sampled for table in tables)
-    of_all = sampled + sum(table.rate.elsewhere.sampled for table in tables)
     return ReplayReport(
         inserted=sum(table.rows.inserted for table in tables),
         removed=sum(table.rows.removed for table in tables),
         sampled=sampled,
-        ratio=of_all / beyond if beyond else 0.0,
+        ratio=sampled / beyond if beyond else 0.0,
         wanted=None if rate is None else rate.ratio,
         waiting=turns.waiting,
         insert_wait_s=turns.waited_s("insert"),

@@ -4,7 +4,7 @@ import secrets
 import select
 import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -18,7 +18,6 @@ from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
-from rollflow.sinks.replay.rate import StepCounts
 from rollflow.sinks.replay.replay import Batch, Replay
 from rollflow.sinks.replay.sampled_steps import IDS
 from rollflow.sinks.trainer.messages.item_message import arrays_of
@@ -40,7 +39,7 @@ _MOST_CLIENTS = 1024
 _WINDOW = 64  # queries that a sampler may have under way
 _MOST_WAIT_S = 1e6
 _REST = 1 << 14  # bytes of an answer besides its arrays, at most
-POSITION_BITS = 40  # of an id; above them stands the number of the host that gave it
+_POSITION_BITS = 40  # of an id; above them stands the number of the host that gave it
 
 
 class SampleServer:
@@ -70,7 +69,7 @@ class SampleServer:
     ) -> None:
         require("a replay for other processes", (select, "epoll"))
         self._replay, self._publish, self._rollouts = replay, publish, rollouts
-        self._first_id = secrets.randbits(62 - POSITION_BITS) << POSITION_BITS
+        self._first_id = secrets.randbits(62 - _POSITION_BITS) << _POSITION_BITS
         self._sockets = listen_on(address)
         self.address = address_of(self._sockets[0])
         self._epoll = select.epoll()
@@ -129,25 +128,20 @@ class SampleServer:
         try:
             columns, values = await self._called(client, query)
             result = wire.Result(query.number, columns, values, None)
-        except _HeldBackError as error:
-            result = wire.Result(query.number, {}, {"is_held_back": True}, error_field(error))
         except Exception as error:
             result = _refusal(query.number, error)
         self._clients.answer(client, result, partial(_refusal, query.number))
 
     async def _called(self, client: RequestClient, query: wire.Query) -> tuple[Batch, dict[str, Any]]:
         """Columns and other values of the answer to a query."""
-        module_id, elsewhere = query.values.get("module_id"), query.values.get("elsewhere")
+        module_id = query.values.get("module_id")
         if module_id is not None and type(module_id) not in (str, int):
             raise ReplayError(f"module_id is {shown(module_id)}, expected text, a whole number, or none")
         if query.name == "sample":
-            if elsewhere is not None:
-                self._report_beside(elsewhere, module_id)
-            batch, facts = await self._sample(client, query.values, None if elsewhere is None else [module_id])
-            columns = arrays_of(batch)
-            for part in columns.values() if elsewhere is None and self._replay.module_ids else [columns]:
+            columns = arrays_of(await self._sample(client, query.values))
+            for part in columns.values() if self._replay.module_ids else [columns]:
                 part[IDS] = part[IDS] + self._first_id
-            return columns, facts if elsewhere is None else self._report_beside(elsewhere, module_id) | facts
+            return columns, {}
         if query.name == "update_priorities":
             self._update_priorities(_array_of(query, "ids"), _array_of(query, "values"), module_id)
             return {}, {}
@@ -155,18 +149,9 @@ class SampleServer:
             dtypes, others = query.values.get("dtypes", {}), query.values.get("others", {})
             weights = from_arrays(Arrays(dict(query.arrays), dict(dtypes), dict(others)))
             return {}, {"version": self._publish(weights)}
-        if elsewhere is not None:
-            return {}, self._report_beside(elsewhere, module_id)
-        return {}, asdict(self._replay.report(module_id)) | {"module_ids": self._replay.module_ids}
+        return {}, asdict(self._replay.report(module_id))
 
-    def _report_beside(self, elsewhere: Any, module_id: Any) -> dict[str, Any]:
-        """The report of one of several shards, which takes the counts of the others."""
-        report = self._replay.shard_report(_counts_of(elsewhere), module_id)
-        return report | {"first_id": self._first_id, "module_ids": self._replay.module_ids}
-
-    async def _sample(
-        self, client: RequestClient, values: Mapping[str, Any], modules: Sequence[Any] | None
-    ) -> tuple[Batch, dict[str, float]]:
+    async def _sample(self, client: RequestClient, values: Mapping[str, Any]) -> Batch:
         """A batch, as soon as the rate lets it through; a sampler that is away gets none."""
         replay = self._replay
         count, wait_s = values.get("count"), values.get("wait_s", 0.0)
@@ -175,19 +160,17 @@ class SampleServer:
         if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MOST_WAIT_S:
             raise ReplayError(f"wait_s is {shown(wait_s)}, expected seconds, 0 or more")
         with anyio.move_on_after(wait_s):
-            await replay.turns.wait_in_loop(
-                "sample", lambda: self._is_there(client) and replay.may_sample(count, modules)
-            )
+            await replay.turns.wait_in_loop("sample", lambda: self._is_there(client) and replay.may_sample(count))
         if not self._is_there(client):
             raise ReplayError("the sampler was away")
         try:
             most = client.peer.connection.peer_max_frame - _REST
-            return replay.sample_of_shard(count, max_bytes=most, modules=modules)
+            return replay.sample(count, max_bytes=most)
         except ReplayError as error:
-            if replay.may_sample(count, modules):
+            if replay.may_sample(count):
                 raise
             names = ", ".join(self._rollouts()) or "none is there"
-            raise _HeldBackError(f"{error}; rollouts that feed this host: {names}") from None
+            raise ReplayError(f"{error}; rollouts that feed this host: {names}") from None
 
     def _is_there(self, client: RequestClient) -> bool:
         """True unless a sampler is away. Raises ReplayError once it is known no longer."""
@@ -197,23 +180,9 @@ class SampleServer:
 
     def _update_priorities(self, ids: NDArray[Any], values: NDArray[Any], module_id: Any) -> None:
         if ids.shape == values.shape and ids.ndim == 1 and ids.dtype == np.int64:
-            is_ours = ids >> POSITION_BITS == self._first_id >> POSITION_BITS
+            is_ours = ids >> _POSITION_BITS == self._first_id >> _POSITION_BITS
             ids, values = ids[is_ours] - self._first_id, values[is_ours]
         self._replay.update_priorities(ids, values, module_id)
-
-
-class _HeldBackError(ReplayError):
-    """Raised when the rate has held a sample back for all of its time."""
-
-
-def _counts_of(counts: Any) -> StepCounts:
-    """The counts of other shards in a query."""
-    names = [each.name for each in fields(StepCounts)]
-    if not isinstance(counts, Mapping) or sorted(counts) != sorted(names):
-        raise ReplayError(f"elsewhere is {shown(counts)}, expected {', '.join(names)}")
-    if not all(is_whole(count) and count >= 0 for count in counts.values()):
-        raise ReplayError(f"elsewhere is {shown(counts)}, expected whole numbers of steps, 0 or more")
-    return StepCounts(**counts)
 
 
 def _array_of(query: wire.Query, name: str) -> NDArray[Any]:

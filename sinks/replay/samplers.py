@@ -24,16 +24,12 @@ class Draw:
     ids          i64[B]  the step that each row was drawn for, whose priority may be updated
     weights      f32[B]  importance weights; None: all rows count alike
     trained      bool[B, L]  the steps to be trained on; None: all of them
-    scale        the weights times this are (number of steps · probability)**-beta
-    beta         exponent of the weights
     """
 
     positions: Ints
     ids: Ints
     weights: NDArray[np.float32] | None = None
     trained: Bools | None = None
-    scale: float = 1.0
-    beta: float = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -61,13 +57,6 @@ class Sampler(abc.ABC):
     def has_priorities(self) -> bool:
         """True if steps have priorities, which may be updated."""
         return False
-
-    def mass(self, rows: RowIndex) -> float:
-        """What a replay counts beside others, when a batch is drawn from several shards: the number of its steps.
-
-        Raises ReplayError for a sampler that can't draw from several.
-        """
-        return float(rows.num_live)
 
     def waits_for(self, rows: RowIndex) -> str:
         """What has to come, beside steps, before there is anything to draw, as a noun; "": nothing.
@@ -157,11 +146,6 @@ class Mixture(Sampler):
     def has_priorities(self) -> bool:
         return any(sampler.has_priorities for sampler, _ in self.parts)
 
-    def mass(self, rows: RowIndex) -> float:
-        if self.has_priorities:
-            raise ReplayError("a Mixture with priorities can't be drawn from several hosts, expected Prioritized()")
-        return super().mass(rows)
-
     def waits_for(self, rows: RowIndex) -> str:
         return next((text for sampler, _ in self.parts if (text := sampler.waits_for(rows))), "")
 
@@ -241,9 +225,6 @@ class Sequences(Sampler):
     def has_priorities(self) -> bool:
         return self.of.has_priorities
 
-    def mass(self, rows: RowIndex) -> float:
-        return self.of.mass(rows)
-
     def waits_for(self, rows: RowIndex) -> str:
         return self.of.waits_for(rows)
 
@@ -286,9 +267,6 @@ class Episodes(Sampler):
     def __init__(self) -> None:
         self._whole: tuple[Ints, Ints] = np.empty(0, np.int64), np.empty(0, np.int64)
         self._counts = (0, 0)  # of the steps that had come and gone when they were found
-
-    def mass(self, rows: RowIndex) -> float:
-        raise ReplayError("Episodes can't be drawn from several hosts, expected Sequences()")
 
     def waits_for(self, rows: RowIndex) -> str:
         # Where steps have gone already, more of them would not help: `draw` raises.

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import NamedTuple, Protocol
 
 from rollflow.stream import wire
-from rollflow.stream.data.errors import RollflowError, WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
@@ -22,10 +22,6 @@ logger = logging.getLogger(__name__)
 
 # Codes of errors after which the server is dialled again.
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
-
-
-class LinkLostError(RollflowError):
-    """Raised when a request that waits for no other connection has lost its own."""
 
 
 class LinkTarget(NamedTuple):
@@ -79,7 +75,6 @@ class RequestLink:
         self._target, self._reader = target, reader
         self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._futures: dict[int, Future[wire.AnyAnswer]] = {}
-        self._impatient: set[int] = set()  # numbers of the requests that fail with their connection
         self._fatal: Exception | None = None
         self._is_closing = self._is_known = False
         self._there_at = monotonic()  # when the server was last seen to be there
@@ -95,35 +90,27 @@ class RequestLink:
         make: Callable[[int, int], wire.AnyRequest],
         until: float,
         give_up: Callable[[], object] = lambda: None,
-        *,
-        is_impatient: bool = False,
     ) -> wire.AnyAnswer:
         """Send a request, and wait for its answer until a time.
 
-        make            makes the request of its number, and the number up to which all are answered
-        give_up         called, as `make` is, with the lock held: the answer has not come in time
-        is_impatient    whether LinkLostError is raised as soon as there is no connection
+        make       makes the request of its number, and the number up to which all are answered
+        give_up    called, as `make` is, with the lock held: the answer has not come in time
         """
         future: Future[wire.AnyAnswer] = Future()
         with self.changed:
-            self.wait(until, lambda: self.session.may_ask or (is_impatient and not self.is_connected))
-            if is_impatient and not self.is_connected:
-                raise self.lost()
+            self.wait(until, lambda: self.session.may_ask)
             request = make(self.session.number + 1, self.session.done)
             self._futures[request.number] = future
-            if is_impatient:
-                self._impatient.add(request.number)
             self._send(request)
         try:
             return self._answer(future, until)
-        except (TimeoutError, LinkLostError) as error:
+        except TimeoutError:
             with self.changed:
                 self.session.drop(request.number)
                 give_up()
-                raise (error if isinstance(error, LinkLostError) else self._unanswered()) from None
+                raise self._unanswered() from None
         finally:
             self._futures.pop(request.number, None)
-            self._impatient.discard(request.number)
 
     @property
     def is_connected(self) -> bool:
@@ -195,10 +182,6 @@ class RequestLink:
 
     def _unanswered(self) -> Exception:
         return self._target.unanswered(self._server(f"has not answered within {self._patience:g} s"))
-
-    def lost(self) -> LinkLostError:
-        """The error for a server without a connection, with the reason."""
-        return LinkLostError(self._server("is away"))
 
     @property
     def _patience(self) -> float:
@@ -299,7 +282,6 @@ class RequestLink:
                     if peer.dialled is not None:
                         peer.dialled.problem = f"it has said goodbye: {quoted(event.reason)}"
                     self.loop.drop(peer)
-                    self._end_impatient()
             self.changed.notify_all()
 
     def fail(self, peer: Peer[wire.ClientConnection], error: Exception, now: float) -> None:
@@ -309,19 +291,9 @@ class RequestLink:
                 peer.dialled.problem = str(error)
             peer.connection.refuse(error.code, str(error))
             logger.info("%s: %s; it is dialled again", peer.where, error)
-            with self.changed:
-                self._end_impatient()
-                self.changed.notify_all()
         else:
             peer.connection.refuse(getattr(error, "code", "message"), str(error))
             self._fatal = error
-
-    def _end_impatient(self) -> None:
-        """Have the requests fail that wait for no other connection; the lock is held."""
-        for number in tuple(self._impatient):
-            future = self._futures.get(number)
-            if future is not None and not future.done():
-                future.set_exception(self.lost())
 
 
 def _left(until: float) -> float:

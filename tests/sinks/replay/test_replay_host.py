@@ -238,12 +238,20 @@ def test_a_host_that_is_gone_is_named_once_the_time_is_over(tmp_path: Path) -> N
     with serving(Replay(64), tmp_path) as host:
         client = client_of(host)
         assert client.report().inserted == 0
-    client._hosts[0]._timeout = 0.3
+    client.timeout = 0.3
     with (
         client,
         pytest.raises(ReplayError, match=r"host at unix:.* has not answered within 20 s: .*(is closing|No such file)"),
     ):
         client.report()
+
+
+def test_a_client_that_is_closed_says_so_at_once(tmp_path: Path) -> None:
+    with serving(Replay(64), tmp_path) as host, client_of(host) as client:
+        client.close()
+        for call in (lambda: client.sample(8), client.report):
+            with pytest.raises(ReplayError, match="this client is closed"):
+                call()
 
 
 @pytest.mark.parametrize(
