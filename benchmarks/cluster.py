@@ -4,8 +4,7 @@ Each has whole rollouts of vectorized CartPole, and the hosts by hand are the co
 is that of train batches once all hosts are at work; a start is from the call of `Rollout` until all have joined. Ray
 runs here, with two nodes that have a core each; without it, its lines are left out. RLlib's are an `EnvRunnerGroup` of
 as many runners, which hand over episodes and not train batches. Starts of many hosts by Ray stand beside those of as
-many actors that do nothing. A last line has many hosts of this machine act with one version of large weights after
-another: sent once, and sent to each.
+many actors that do nothing.
 
     python -m benchmarks.cluster [--quick]
 """
@@ -19,66 +18,20 @@ from contextlib import closing, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
-
-import torch
 
 from benchmarks.command import run
 from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, in_steady_state, in_turns, record, steps_per_s
-from rollflow.nodes import OnProcesses, OnRay, RemoteRollouts, RLModule, Rollout
+from rollflow.nodes import OnProcesses, OnRay, RemoteRollouts, Rollout
 
 HOSTS, SLOTS = 2, 32
-MANY_HOSTS, WIDTH = 16, 2_500_000  # of weights with 10 MB
 _STARTED, _STARTS = 32, 3  # hosts; pairs
 
 Opened = Callable[[], Any]  # gives a context manager of a rollout over the hosts
 
 
-class Wide(RLModule):
-    """Acts by a few of its many weights."""
-
-    def setup(self) -> None:
-        """Make them."""
-        self.wide = torch.nn.Parameter(torch.zeros(WIDTH))
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"action_dist_inputs": self.wide[:2].expand(len(batch["obs"]), 2)}
-
-
-def measure(sizes: Sizes, hosts: int = HOSTS, slots: int = SLOTS, many_hosts: int = MANY_HOSTS) -> list[Record]:
-    """A line for the rate and one for the start, of each place; one for weights to many hosts."""
-    return [*_beside_by_hand(sizes, hosts, slots), _weights(sizes, many_hosts)]
-
-
-def _weights(sizes: Sizes, hosts: int) -> Record:
-    """Versions of large weights that hosts of this machine act with, beside the same where each host is sent all."""
-    place = OnProcesses(num_hosts=hosts, join_timeout=None)
-    with Rollout("CartPole-v1", where=place, module=Wide, fragment_length=1, step_timeout=None) as rollout:
-        batches, weights = iter(rollout.batches()), rollout.module.state_dict()
-        peers = rollout.environments.carrier.gateway.hosts.values()
-        sent_mb: dict[bool, float] = {}
-
-        def version() -> int:
-            rollout.publish(weights)
-            next(batches)
-            return 1000
-
-        def rate(*, is_shared: bool) -> float:
-            with patch("rollflow.nodes.offloaded.weight_shares._LEAST_BYTES", 0 if is_shared else 1 << 60):
-                before = sum(host.connection._sent_bytes for host in peers)
-                version()
-                sent_mb[is_shared] = round((sum(host.connection._sent_bytes for host in peers) - before) / 1e6, 1)
-                return steps_per_s(version, max(1.0, sizes.seconds))
-
-        next(batches)
-        pairs = in_turns(partial(rate, is_shared=True), partial(rate, is_shared=False), sizes.rounds)
-    told: dict[str, Any] = {"where": "processes", "beside_name": "each host is sent all weights"}
-    told |= {"mb_per_version": sent_mb[True], "beside_mb": sent_mb[False]}
-    return record("10 MB of weights to hosts of one machine (versions per 1,000 s)", hosts, pairs, aim=None, **told)
-
-
-def _beside_by_hand(sizes: Sizes, hosts: int, slots: int) -> list[Record]:
+def measure(sizes: Sizes, hosts: int = HOSTS, slots: int = SLOTS) -> list[Record]:
+    """A line for the rate and one for the start, of each place."""
     by_hand = partial(_by_hand, hosts, slots)
     lines = _beside("processes", partial(_started, OnProcesses(num_hosts=hosts), slots), by_hand, hosts * slots, sizes)
     if importlib.util.find_spec("ray") is None:

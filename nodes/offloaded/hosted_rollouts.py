@@ -15,7 +15,6 @@ from rollflow.nodes.env.remote.remote_host import (
     HostLeft,
     HostProgressed,
     HostReconnected,
-    HostShared,
     RemoteHost,
     RemoteLane,
     vectors_on,
@@ -62,7 +61,7 @@ class HostRollouts(Carried, OffloadedRollouts):
         self._form: Any = None  # of a row of the columns
         self.carrier = HostCarrier(self, self, env, LaneLimits.taken_from(options))
         node = weakref.proxy(self)  # which holds the equipment
-        self._equipment = HostEquipment(self.carrier, lambda *weights: node._message_of(*weights))
+        self._equipment = HostEquipment(self.carrier.gateway, lambda *weights: node._message_of(*weights))
         with self.carrier.closing_on_error():
             super().__init__(env, **options)  # type: ignore[arg-type]
 
@@ -90,16 +89,9 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
-        self._equipment.begin_held_up()
         yield from super().completed()
         for host in self._equipment.outdated():
             self._equip(host)
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds until there is something to do, though no host says a word."""
-        seconds = [each for each in (super().patience, self._equipment.patience) if each is not None]
-        return min(seconds, default=None)
 
     def hasten(self) -> None:
         """Have every host give what there is of the fragments that it is making."""
@@ -167,7 +159,7 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     def ask(self, remote: RemoteLane) -> None:
         index, count = remote.status.index, self._counts[remote.status.index]
-        self._equip(remote.host, is_urgent=self.owner.wants_newest, has_turn=True)
+        self._equip(remote.host, is_urgent=self.owner.wants_newest)
         resets = remote.status.failures > 0 or not count.reported  # environments are to be made, or reset
         count.first_pulse, count.is_in_vain = count.pulse if resets else -1, False
         count.turns, count.since = count.turns + 1, clock()
@@ -189,8 +181,6 @@ class HostRollouts(Carried, OffloadedRollouts):
                 self._equip(event.host)
                 if self.is_draining:
                     self._cut(self.carrier.lanes_of(event.host))
-            case HostShared():
-                self._equipment.take(event)
             case HostLeft():
                 self._equipment.forget(event.host)
 
@@ -286,7 +276,7 @@ class HostRollouts(Carried, OffloadedRollouts):
             self._check_form(fragment)
         return fragment
 
-    def _equip(self, host: RemoteHost, *, is_urgent: bool = False, has_turn: bool = False) -> None:
+    def _equip(self, host: RemoteHost, *, is_urgent: bool = False) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet; see `HostEquipment.give`."""
         if self._equipment.settings is None:
             replica, options = self.owner.replica(), self.owner.pass_options
@@ -301,7 +291,7 @@ class HostRollouts(Carried, OffloadedRollouts):
                 seed=self.seed,
             )
             self._equipment.begin(settings.message(), weights)
-        self._equipment.give(host, is_urgent=is_urgent, has_turn=has_turn)
+        self._equipment.give(host, is_urgent=is_urgent)
 
     def _message_of(self, module_id: Any, version: int, weights: Mapping[str, Any]) -> Weights:
         return Weights(version, *to_arrays(weights), module=self.wire_id(module_id))

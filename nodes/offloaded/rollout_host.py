@@ -21,7 +21,6 @@ from rollflow.nodes.offloaded.replica import OneReplica, Replica, SeveralReplica
 from rollflow.nodes.offloaded.rollout_lane import RolloutLane
 from rollflow.nodes.offloaded.rollout_report import LaneProgress, metrics_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
-from rollflow.nodes.offloaded.shared_weights import WeightsFile, machine, read_weights
 from rollflow.nodes.stages.acting import acting_for, compile_options
 from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.module_set import AgentToModule
@@ -39,9 +38,6 @@ from rollflow.stream.wire import (
     Settings,
     States,
     Weights,
-    WeightsComing,
-    WeightsShared,
-    WeightsUnread,
     Welcome,
 )
 
@@ -120,7 +116,6 @@ class RolloutHost(Host):
             )
             self._lanes = all_made(RolloutLane(maker, self._replica) for maker in makers)
         self._ids: list[int] = []  # of the lanes, as the rollout has them
-        self._files: dict[str | None, WeightsFile] = {}  # by modules: weights that others of this machine may read
         self._reported: dict[int, LaneProgress] = {}
         self._reported_at = 0.0
         super().__init__(self._lanes, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)
@@ -133,14 +128,12 @@ class RolloutHost(Host):
             for lane in self._lanes:
                 lane.resume()
             return
-        self._release_all()
         self._ids, self._fatal = [grant.lane for grant in welcome.lanes], None
         for lane, grant in zip(self._lanes, welcome.lanes, strict=True):
             lane.begin(grant)
 
     def _dismissed(self) -> None:
         self._ids = []
-        self._release_all()
         for lane in self._lanes:
             lane.begin(None)
 
@@ -187,64 +180,14 @@ class RolloutHost(Host):
                 for lane in self._lanes:
                     lane.take_states(news.states)
             case Weights():
-                if news.share:  # others wait for them, and hear of them before a turn that uses them is over
-                    self._share(news)
-                self._publish(news)
-            case WeightsComing():
-                self._expect(news)
-            case WeightsShared():
-                weights = read_weights(news)
-                if weights is not None:
-                    self._publish(weights)
-                else:
-                    self._expect(news)
-                    self._tell_of(WeightsUnread(news.version, news.mark, news.module))
+                weights = from_arrays(Arrays(dict(news.tensors), dict(news.dtypes), dict(news.others)))
+                for lane in self._lanes:
+                    lane.publish(news.version, weights, news.module)
             case Cut():
                 self._lanes[self._ids.index(news.lane)].cut(news.number)
 
-    def _publish(self, message: Weights) -> None:
-        weights = from_arrays(Arrays(dict(message.tensors), dict(message.dtypes), dict(message.others)))
-        for lane in self._lanes:
-            lane.publish(message.version, weights, message.module)
-        file = self._files.get(message.module)
-        if file is not None and file.shared.version < message.version:
-            self._release(message.module)
-
-    def _expect(self, message: WeightsComing | WeightsShared) -> None:
-        for lane in self._lanes:
-            lane.expect(message.version, message.module)
-
-    def _share(self, weights: Weights) -> None:
-        """Let other hosts of this machine read a module's weights."""
-        try:
-            file = WeightsFile(weights)
-        except OSError as error:
-            logger.warning("weights %d can't be shared on this machine: %s", weights.version, error)
-            self._tell_of(WeightsUnread(weights.version, None, weights.module))
-            return
-        self._release(weights.module)
-        self._files[weights.module] = file
-        self._tell_of(file.shared)
-
-    def _release(self, module: str | None) -> None:
-        """Close the file of a module's weights, if there is one."""
-        file = self._files.pop(module, None)
-        if file is not None:
-            file.close()
-
-    def _release_all(self) -> None:
-        for module in list(self._files):
-            self._release(module)
-
-    def _tell_of(self, message: WeightsShared | WeightsUnread) -> None:
-        """Tell the gateway of shared weights; through a connection that is lost it needs no word."""
-        peer = self._welcomed_peer
-        if peer is not None:
-            with self._lock, contextlib.suppress(WireError):
-                peer.connection.tell(message)
-
     def _hello(self) -> Hello:
-        return replace(super()._hello(), machine=machine(), unpacks=bool(available()))
+        return replace(super()._hello(), unpacks=bool(available()))
 
     def _replica(self, env: Any, settings: RolloutSettings) -> tuple[Replica, dict[str, Any]]:
         """The replica that acts in a lane, and options of acting. Raises ModuleError or ConnectorError for a misfit."""

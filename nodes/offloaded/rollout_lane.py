@@ -42,7 +42,7 @@ class LaneSession:
     """Session of a lane with a rollout, from its welcome on; None as the grant: there is no rollout.
 
     published      module id -> version and weights
-    awaited        module id -> least version of weights that are yet to come; None: nobody knows of which modules
+    awaited        ids of modules whose weights are yet to come; None: nobody knows of which modules
     states         of connectors by pipeline, to be taken over before the next turn
     known_states   taken over last
     replica        where published weights go to, once it acts
@@ -59,7 +59,7 @@ class LaneSession:
     grant: LaneGrant | None
     settings: RolloutSettings | None = None
     published: dict[Any, tuple[int, Weights]] = field(default_factory=dict)
-    awaited: dict[Any, int] | None = None
+    awaited: set[Any] | None = None
     states: Mapping[str, Any] | None = None
     known_states: Mapping[str, Any] | None = None
     replica: Replica | None = None
@@ -75,11 +75,11 @@ class LaneSession:
     @property
     def is_equipped(self) -> bool:
         """True with settings, states and weights, which come in this order."""
-        return self.awaited == {}
+        return self.awaited == set()
 
     def await_all(self) -> None:
         """Have the next turn wait for weights of every module, whichever version."""
-        self.awaited = None if self.settings is None else dict.fromkeys(self.settings.modules, 0)
+        self.awaited = None if self.settings is None else set(self.settings.modules)
 
     def new_states(self) -> Mapping[str, Any] | None:
         """States that connectors are to take over, once."""
@@ -135,31 +135,18 @@ class RolloutLane:
         Raises ModuleError where they are not the module's, and WireError where they come before the settings.
         """
         with self._changed:
-            module, awaited = self._awaited(module_id)
             session = self.session
+            if session.settings is None or session.awaited is None:
+                raise WireError("weights before settings, expected them after", "order")
+            module = DEFAULT_MODULE_ID if isinstance(session.settings.module, str) else module_id
+            if module not in session.settings.modules:
+                expected = sorted(session.settings.modules)
+                raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
             session.published[module] = version, weights
-            if version >= awaited.get(module, 0):
-                awaited.pop(module, None)
+            session.awaited.discard(module)
             if session.replica is not None:
                 session.replica.put({module: (version, weights)})
             self._changed.notify_all()
-
-    def expect(self, version: int, module_id: str | None = None) -> None:
-        """Have the next turn wait for weights of this version, or newer ones. Raises as `publish` does."""
-        with self._changed:
-            module, awaited = self._awaited(module_id)
-            awaited[module] = version
-
-    def _awaited(self, module_id: str | None) -> tuple[Any, dict[Any, int]]:
-        """The module of this id in messages, and the versions that are awaited."""
-        session = self.session
-        if session.settings is None or session.awaited is None:
-            raise WireError("weights before settings, expected them after", "order")
-        module = DEFAULT_MODULE_ID if isinstance(session.settings.module, str) else module_id
-        if module not in session.settings.modules:
-            expected = sorted(session.settings.modules)
-            raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
-        return module, session.awaited
 
     def take_states(self, states: Mapping[str, Any]) -> None:
         """Have the connectors go on from these states, by pipeline, from the next turn on."""

@@ -78,7 +78,7 @@ from rollflow.stream.wire.codec.messages import (
 )
 from rollflow.stream.wire.codec.replaying import Query, QueryName, Result
 from rollflow.stream.wire.codec.rows import AgentForm, RowForm
-from rollflow.stream.wire.codec.sharing import MARK_BYTES, WeightsComing, WeightsPacked, WeightsShared, WeightsUnread
+from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.codec.standing import Inspect, Snapshots, StackCall, Standing
 from rollflow.stream.wire.codec.tracing import MOST_ITEMS, MOST_SPANS, TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event

@@ -6,7 +6,7 @@ from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.handshake import LOOKER, ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.codec.sharing import WeightsComing, WeightsPacked, WeightsShared, WeightsUnread
+from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.codec.standing import Inspect, Standing
 from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import Event, encoded
@@ -26,8 +26,6 @@ class HostConnection(Initiator):
         Welcome                     the gateway has accepted the host
         Reset, Step or Turn         each request once: answer with `answer`, different lanes in any order
         Settings, Weights, States   between the requests of a rollout host
-        WeightsComing,              the same, where its Hello names a machine
-        WeightsShared
         Cut                         a Turn that is not answered yet is to end now
         Inspect                     the gateway asks what a lane is at: answer with `tell` and a Standing
         TraceRequest                it asks what lanes were at: answer with `tell` and TraceSpans
@@ -97,8 +95,6 @@ class HostConnection(Initiator):
                 return [message]
             case WeightsPacked() if self._hello.role in ROLLOUTS:
                 return [self._unpacked(message)]
-            case WeightsComing() | WeightsShared() if self._hello.role in ROLLOUTS and self._hello.machine is not None:
-                return [message]
             case messages.Cut() if self._hello.role in ROLLOUTS:
                 return [message] if self._session.cuts(message) else []
             case Inspect() if self._hello.answers_inspect:
@@ -128,7 +124,6 @@ class GatewayConnection(Acceptor):
         Rows, AgentRows, Failed, Fragment   the answer to each request, once
         Metrics                             unrequested, each for a credit
         Standing                            the answer to an `inspect`
-        WeightsShared, WeightsUnread        the answer to Weights to be shared; WeightsUnread also to WeightsShared
         TraceSpans                          the answer to a `trace`
         Goodbye, ConnectionBroken           the end
     """
@@ -136,8 +131,6 @@ class GatewayConnection(Acceptor):
     credits = 0
     _form: AnswerSchema | None = None
     _session: GatewaySession | None = None
-    _to_share = 0  # weights whose answer is yet to come
-    _to_read = 0  # shared weights that may still be answered
 
     def welcome(self, session: GatewaySession, *, credits: int = 0) -> None:
         """Welcome the host, with the new or earlier session that its Hello names.
@@ -180,7 +173,7 @@ class GatewayConnection(Acceptor):
         self.credits += count
 
     def tell(self, news: Message) -> None:
-        """Send settings, weights, or word of them, states or a cut, whose arrays must not change until they are sent.
+        """Send settings, weights, states or a cut, whose arrays must not change until they are sent.
 
         A cut of an answered turn is not sent. The session's next connection sends none of these again. Raises WireError
         if the connection is not running, the host runs no rollouts, or a cut is of a turn that was not requested.
@@ -190,8 +183,6 @@ class GatewayConnection(Acceptor):
             raise WireError(f"{news.kind}: not for a host of environments", "role")
         if not isinstance(news, messages.Cut) or self._welcomed(news.kind)[0].cuts(news):
             super().tell(news)
-            self._to_share += isinstance(news, messages.Weights) and news.share
-            self._to_read += isinstance(news, WeightsShared)
 
     def _welcomed(self, what: str) -> tuple[GatewaySession, AnswerSchema]:
         if self._session is None or self._form is None:
@@ -216,20 +207,7 @@ class GatewayConnection(Acceptor):
         if isinstance(message, TraceSpans):
             self._take_spans(message)
             return [message.of_lanes(self._session.lanes)]
-        if isinstance(message, WeightsShared | WeightsUnread):
-            return self._take_shared(message)
         raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")
-
-    def _take_shared(self, message: WeightsShared | WeightsUnread) -> list[Event]:
-        """Take word of shared weights. Raises WireError where the host was told of none."""
-        is_read = isinstance(message, WeightsUnread) and message.mark is not None
-        if not (self._to_read if is_read else self._to_share):
-            raise WireError(f"{message.kind} without weights to {'read' if is_read else 'share'}", "order")
-        if is_read:
-            self._to_read -= 1
-        else:
-            self._to_share -= 1
-        return [message]
 
     def _take_answer(self, answer: messages.Answer) -> list[Event]:
         session, form = self._welcomed(answer.kind)

@@ -7,7 +7,6 @@ that all first ones come first, then all second ones, and so on; all of it is on
 
 import threading
 import zlib
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +44,7 @@ class WeightsPacker:
 
         base    version that the other end got last as such a message; None: it got none
         """
-        return replace(self._frames_of(weights).packed(weights, base), share=weights.share)
+        return self._frames_of(weights).packed(weights, base)
 
     def _frames_of(self, weights: Weights) -> "_Frames":
         return self._modules.setdefault(weights.module, _Frames())
@@ -79,7 +78,7 @@ class _Frames:
         return made
 
     def _add(self, weights: Weights) -> None:
-        self._frames[weights.version] = np.frombuffer(b"".join(encode(replace(weights, share=False))), np.uint8)
+        self._frames[weights.version] = np.frombuffer(b"".join(encode(weights)), np.uint8)
         last = [*self._frames][-2:]
         self._packed = {key: made for key, made in self._packed.items() if key[0] in last}
         while len(self._frames) > 2 and (
@@ -112,7 +111,7 @@ class WeightsUnpacker:
         except (ValueError, WireError) as error:
             raise WireError(f"{what}: {error}", "packed") from error
         self._last[message.module] = message.version, frame.copy()  # users may write to the tensors
-        return replace(weights, share=message.share)
+        return weights
 
     def _base_of(self, message: WeightsPacked) -> Bytes | None:
         """The frame that a message's is a difference from. Raises ValueError where this end does not have it."""

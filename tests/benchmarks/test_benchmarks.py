@@ -34,7 +34,6 @@ from benchmarks.envs import plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.policies import Mlp
 from rollflow.nodes import Rollout
-from rollflow.nodes.offloaded import weight_shares
 
 TINY = pairs.Sizes(1, 0.01)
 KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "runs"}
@@ -92,15 +91,13 @@ def test_workers_and_memory_are_measured() -> None:
 
 
 @pytest.mark.slow
-def test_hosts_that_are_started_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_shares, "_PATIENCE_S", 1e9)  # nobody is given up for being slow
-    lines = cluster.measure(TINY, hosts=1, slots=2, many_hosts=2)
+def test_hosts_that_are_started_are_measured() -> None:
+    lines = cluster.measure(TINY, hosts=1, slots=2)
     assert [line["workload"] for line in lines[:2]] == [
         "whole rollouts on hosts by processes",
         "starts of hosts by processes (per 1,000 s)",
     ]
     assert all(line.keys() >= KEYS for line in lines)
-    assert lines[-1]["mb_per_version"] < 11 < 20 <= lines[-1]["beside_mb"]
 
 
 @pytest.mark.slow

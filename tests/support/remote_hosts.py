@@ -254,7 +254,7 @@ class RawHost:
     ) -> None:
         makers = [lambda slot=slot: env(900 + slot) for slot in range(2)]
         with kind(makers, secret=secret, name="raw") as pattern:  # type: ignore[call-arg]
-            self.hello = replace(pattern._hello(), **{"machine": None, **said})
+            self.hello = replace(pattern._hello(), **said)
         self.sock = socket.create_connection((address.host, address.port))
         self.session = HostSession(self.hello.session)
         self.connection = HostConnection(self.hello, self.session, secret=secret, limits=SHORT, now=0.0)

@@ -14,7 +14,7 @@ from time import monotonic
 
 from rollflow.nodes.env.remote.registry import Registry
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import HostAnswered, HostEvent, HostProgressed, HostShared, RemoteHost
+from rollflow.nodes.env.remote.remote_host import HostAnswered, HostEvent, HostProgressed, RemoteHost
 from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import require
@@ -41,10 +41,7 @@ from rollflow.stream.wire import (
     States,
     TraceSpans,
     Weights,
-    WeightsComing,
     WeightsPacker,
-    WeightsShared,
-    WeightsUnread,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,7 +50,7 @@ _TEND_S = 0.25  # how long nobody may look at the sockets
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _GOODBYE_S = 1.0
 _MUCH = 1 << 16  # bytes that wait for a host
-HostNews = Weights | WeightsComing | WeightsShared | States | Settings | Cut  # that hosts don't answer
+HostNews = Weights | States | Settings | Cut  # that hosts don't answer
 _COMES_BACK = ("lost", "silent", "undelivered", "packed")  # codes of errors after which a host is waited for
 
 
@@ -100,10 +97,6 @@ class Gateway:
     def hosts(self) -> Mapping[bytes, RemoteHost]:
         """Hosts that are there, or may come back, by the token of their session."""
         return self._registry.hosts
-
-    def count_on(self, machine: str) -> int:
-        """Number of these hosts that name a machine."""
-        return self._registry.machines[machine]
 
     def fileno(self) -> int:
         """Descriptor that can be read once there is something to do for `service`, or something new for `news`."""
@@ -314,9 +307,6 @@ class Gateway:
             case Metrics():
                 assert peer.host is not None
                 self._registry.news.append(HostProgressed(peer.host, event.metrics))
-            case WeightsShared() | WeightsUnread():
-                assert peer.host is not None
-                self._registry.news.append(HostShared(peer.host, event))
             case Standing():
                 self._inspections.take(event)
             case TraceSpans():

@@ -1,7 +1,7 @@
 """Registry of the hosts that a gateway has taken in, and of the numbers of their lanes."""
 
 import logging
-from collections import Counter, deque
+from collections import deque
 
 from rollflow.nodes.env.remote.remote_host import HostAway, HostEvent, HostJoined, HostLeft, HostReconnected, RemoteHost
 from rollflow.stream.data.errors import WireError
@@ -33,7 +33,6 @@ class Registry:
         max_hosts    number of hosts beyond which more are refused
 
         hosts        hosts that are there, or may come back, by the token of their session
-        machines     number of these hosts by the machine that they name
         news         what has happened, oldest first
 
     Every host's lanes get numbers that were never used before; their spaces must be those of the first host.
@@ -41,7 +40,6 @@ class Registry:
 
     def __init__(self, role: str, max_hosts: int) -> None:
         self.hosts: dict[bytes, RemoteHost] = {}
-        self.machines: Counter[str | None] = Counter()
         self.news: deque[HostEvent] = deque()
         self._role, self._max_hosts = role, max_hosts
         self._first: Hello | None = None
@@ -65,7 +63,6 @@ class Registry:
         self._next_slot += session.hello.num_envs
         self._first = self._first or session.hello
         self.hosts[session.token] = host
-        self.machines[session.hello.machine] += 1
         self._host_of.update(dict.fromkeys(session.lanes, host))
         self.news.append(HostJoined(host))
         logger.info("host %s has joined with %d environments", host.name, session.hello.num_envs)
@@ -88,7 +85,6 @@ class Registry:
     def leave(self, host: RemoteHost, reason: str) -> None:
         """Remove a host that has gone for good, if it is still here."""
         if self.hosts.pop(host.session.token, None) is not None:
-            self.machines -= Counter([host.session.hello.machine])
             host.is_away = False
             logger.warning("host %s has left: %s", host.name, reason)
             self.news.append(HostLeft(host, reason))

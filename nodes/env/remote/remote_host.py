@@ -9,7 +9,7 @@ from rollflow.nodes.env.workers.env_link import RemoteVectorEnv
 from rollflow.nodes.env.workers.lane_supervisor import LaneStatus
 from rollflow.stream.net.backoff import Reminder, WaitReminder
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.wire import Answer, GatewayConnection, GatewaySession, WeightsShared, WeightsUnread
+from rollflow.stream.wire import Answer, GatewayConnection, GatewaySession
 
 
 @dataclass(slots=True, eq=False)
@@ -110,14 +110,7 @@ class HostProgressed(NamedTuple):
     metrics: Mapping[str, Any]
 
 
-class HostShared(NamedTuple):
-    """A host has said where others of its machine can read weights, or that weights could not be shared, or read."""
-
-    host: RemoteHost
-    message: WeightsShared | WeightsUnread
-
-
-HostEvent = HostProgressed | HostJoined | HostAnswered | HostReconnected | HostAway | HostLeft | HostShared
+HostEvent = HostProgressed | HostJoined | HostAnswered | HostReconnected | HostAway | HostLeft
 
 
 def vectors_on(host: RemoteHost) -> list[Any]:

@@ -82,8 +82,6 @@ class Hello:
     agents               with several agents: the ids of all possible agents of an environment, strings or integers
     parts                with several agents: each one's part; parts are numbered in the order of their first agents
     answers_inspect      whether it answers an Inspect
-    machine              the same for hosts that share weights with each other: see the protocol's documentation; None:
-                         it gets all weights whole
     answers_trace        whether it answers a TraceRequest
     unpacks              whether it takes WeightsPacked
     """
@@ -107,7 +105,6 @@ class Hello:
         tuple[int, ...] | None, field.nullable(field.list_of(field.whole(0, MOST_AGENTS - 1), MOST_AGENTS))
     ] = None
     answers_inspect: Annotated[bool, field.flag] = False
-    machine: Annotated[str | None, field.nullable(field.text(256))] = None
     answers_trace: Annotated[bool, field.flag] = False
     unpacks: Annotated[bool, field.flag] = False
 

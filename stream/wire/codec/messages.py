@@ -17,7 +17,7 @@ from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
 from rollflow.stream.wire.codec.limits import MAX_HEADER
 from rollflow.stream.wire.codec.replaying import Query, Result
-from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, Sharing
+from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, WeightsPacked
 from rollflow.stream.wire.codec.standing import Inspect, Snapshots, Standing
 from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 
@@ -250,7 +250,6 @@ class Weights:
     dtypes     name -> dtype of a tensor's bits if numpy has no such dtype: "bfloat16"
     others     values that are no tensors
     module     id of the module, where there are several, each with versions of its own
-    share      whether the host is to let others of its machine read them: it says where, or that it can't
     """
 
     kind: ClassVar[str] = "weights"
@@ -259,7 +258,6 @@ class Weights:
     dtypes: Annotated[Mapping[str, str], field.map_of(field.text(64))]
     others: Annotated[Mapping[str, Any], field.mapping]
     module: ModuleName = None
-    share: Annotated[bool, field.flag] = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -390,7 +388,7 @@ class Refused:
 Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
-_Memory = Block | Lent | Series | Forget | BlocksReleased | Sharing
+_Memory = Block | Lent | Series | Forget | BlocksReleased | WeightsPacked
 _Asked = Act | Acted | Release | Query | Result | Inspect | Standing | Snapshots | TraceRequest | TraceSpans
 Running = Request | Answer | _News | _Memory | _Asked | Credit | Ping | Pong | Goodbye | Refused
 

@@ -130,7 +130,6 @@ MAY_BE_MISSING = {
     ("hello", "agents"),
     ("hello", "parts"),
     ("hello", "answers_inspect"),
-    ("hello", "machine"),
     ("welcome", "answers_inspect"),
     ("hello", "answers_trace"),
     ("welcome", "answers_trace"),
@@ -138,12 +137,7 @@ MAY_BE_MISSING = {
     ("turn", "step"),
     ("goodbye", "drained"),
     ("weights", "module"),
-    ("weights", "share"),
-    ("coming", "module"),
-    ("shared", "module"),
-    ("unread", "module"),
     ("packed", "module"),
-    ("packed", "share"),
     ("hello", "unpacks"),
 }
 

@@ -1,7 +1,5 @@
 """A host of role "rollout": what it is told beside its turns, before them and after a connection was lost."""
 
-import dataclasses
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,10 +20,6 @@ from rollflow.stream.wire import (
     Message,
     Settings,
     Turn,
-    Weights,
-    WeightsComing,
-    WeightsShared,
-    WeightsUnread,
     Welcome,
     decode,
     encode,
@@ -114,7 +108,7 @@ def test_settings_come_again_after_a_reconnect_behind_the_turn_that_was_lost() -
     assert settings.settings == SETTINGS.settings
 
 
-@pytest.mark.parametrize("kind", ["settings", "weights", "states", "cut", "coming", "shared"])
+@pytest.mark.parametrize("kind", ["settings", "weights", "states", "cut"])
 def test_a_host_of_environments_is_told_nothing_of_rollouts(kind: str) -> None:
     ends = running()
     message = EXAMPLES[kind]
@@ -126,7 +120,7 @@ def test_a_host_of_environments_is_told_nothing_of_rollouts(kind: str) -> None:
     assert f"{kind} to a host of role env" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["settings", "weights", "states", "cut", "coming", "shared"])
+@pytest.mark.parametrize("kind", ["settings", "weights", "states", "cut"])
 def test_a_host_is_told_nothing_before_its_welcome(kind: str) -> None:
     ends = greeted(said=hello(role="rollout"))
     message = EXAMPLES[kind]
@@ -138,56 +132,11 @@ def test_a_host_is_told_nothing_before_its_welcome(kind: str) -> None:
     assert f"{kind} in the handshake, expected welcome" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["settings", "weights", "states", "cut", "coming"])
+@pytest.mark.parametrize("kind", ["settings", "weights", "states", "cut"])
 def test_a_gateway_is_told_nothing_that_is_for_hosts(kind: str) -> None:
     error = error_of(rollout_ends().gateway.receive(frame_as(EXAMPLES[kind]), 1.0))
     assert error.code == "order"
     assert f"{kind} from a host, expected an answer or metrics" in str(error)
-
-
-WHERE, UNREAD = WeightsShared(7, 4711, 9, 144, bytes(16)), WeightsUnread(7, bytes(16))
-TO_SHARE = dataclasses.replace(EXAMPLES["weights"], share=True)  # type: ignore[type-var]
-
-
-def test_weights_that_a_host_is_to_share_have_one_answer() -> None:
-    ends = running(said=hello(role="rollout", machine="a"))
-    ends.gateway.tell(TO_SHARE)
-    (weights,) = ends.to_host()
-    assert isinstance(weights, Weights)
-    assert weights.share
-    ends.host.tell(WHERE)  # which takes no credit
-    (shared,) = ends.to_gateway()
-    assert isinstance(shared, WeightsShared)
-    assert (shared.process, shared.descriptor, shared.size, shared.mark) == (4711, 9, 144, bytes(16))
-    error = error_of(ends.gateway.receive(frame_as(WHERE), 1.0))
-    assert (error.code, str(error)) == ("order", "host 'sim-1': shared without weights to share")
-
-
-@pytest.mark.parametrize("told", [TO_SHARE, WHERE], ids=["to share", "to read"])
-@pytest.mark.parametrize("mark", [None, bytes(16)], ids=["no file", "a file"])
-def test_a_host_says_only_of_weights_that_it_was_told_of_that_it_can_not(told: Message, mark: bytes | None) -> None:
-    ends = running(said=hello(role="rollout", machine="a"))
-    ends.gateway.tell(told)
-    assert len(ends.to_host()) == 1
-    ends.host.tell(WeightsUnread(7, mark))
-    events = ends.to_gateway()
-    if (mark is None) == (told is TO_SHARE):
-        assert [type(event) for event in events] == [WeightsUnread]
-        events = ends.gateway.receive(frame_as(WeightsUnread(7, mark)), 1.0)
-    error = error_of(events)
-    assert (error.code, str(error)) == (
-        "order",
-        f"host 'sim-1': unread without weights to {'share' if mark is None else 'read'}",
-    )
-
-
-@pytest.mark.parametrize("message", [WHERE, WeightsComing(7)], ids=lambda message: message.kind)
-def test_a_host_that_names_no_machine_is_told_of_no_shared_weights(message: Message) -> None:
-    ends = running(said=hello(role="rollout", machine="a"))
-    ends.gateway.tell(message)
-    assert [type(event) for event in ends.to_host()] == [type(message)]
-    error = error_of(rollout_ends().host.receive(frame_as(message), 1.0))
-    assert (error.code, str(error)) == ("order", f"gateway: {message.kind} to a host of role rollout")
 
 
 def test_a_lane_whose_turn_failed_gets_its_next_turn_and_no_reset() -> None:

@@ -44,14 +44,14 @@ def size_of(message: Weights | WeightsPacked) -> int:
     return sum(map(len, encode(message)))
 
 
-@given(st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=12), st.booleans())
+@given(st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=12))
 def test_each_end_has_the_weights_that_were_packed_whichever_versions_it_was_sent(
-    sent: list[set[int]], shares: bool
+    sent: list[set[int]],
 ) -> None:
     packer, ends, bases = WeightsPacker(), [WeightsUnpacker() for _ in range(4)], dict[tuple[int, str], int]()
     for version, chosen in enumerate(sent):
         for module in ("walker", "runner"):
-            weights = replace(learnt(version, module), share=shares)
+            weights = learnt(version, module)
             for end in chosen:
                 message = packer.packed(weights, bases.get((end, module)))
                 assert isinstance(message, WeightsPacked)

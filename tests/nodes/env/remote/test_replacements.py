@@ -232,9 +232,9 @@ class Hosts:
         self.registry = Registry("env", max_hosts=8)
         self.now = 0.0
 
-    def join(self, name: str, **said: Any) -> RemoteHost:
+    def join(self, name: str) -> RemoteHost:
         """Have a host join now, of which nothing is heard any more."""
-        told = hello(name=name, session=len(self.registry._host_of).to_bytes(16, "big"), **said)
+        told = hello(name=name, session=len(self.registry._host_of).to_bytes(16, "big"))
         connection: Any = SimpleNamespace(heard_at=self.now)
         host = RemoteHost(name, self.registry.session_for(told), connection, joined_at=self.now)
         self.registry.join(host)
@@ -273,22 +273,6 @@ def test_hosts_of_one_machine_are_not_taken_for_each_other() -> None:
     hosts.lose(cut_off)
     other = hosts.join(names[1])
     assert hosts.present == [cut_off, other]
-
-
-def test_hosts_are_counted_by_machine_as_they_come_and_go() -> None:
-    hosts = Hosts()
-    first, second = hosts.join("first", machine="a"), hosts.join("second", machine="a")
-    hosts.join("third", machine="b")
-    hosts.join("fourth")
-    assert hosts.registry.machines == {"a": 2, "b": 1, None: 1}
-    hosts.now = 1.0
-    hosts.lose(first)  # it may come back
-    assert hosts.registry.machines["a"] == 2
-    for _ in range(2):
-        hosts.registry.leave(first, "it is gone")
-    assert hosts.registry.machines == {"a": 1, "b": 1, None: 1}
-    hosts.registry.leave(second, "it is gone")
-    assert hosts.registry.machines == {"b": 1, None: 1}
 
 
 def test_hosts_that_have_a_place_take_no_other() -> None:
