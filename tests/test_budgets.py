@@ -40,7 +40,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1447, 35),
     "nodes/offloaded": (2698, 47),
     "nodes/policies": (3144, 30),
-    "nodes/rollout": (2163, 28),
+    "nodes/rollout": (2162, 28),
     "nodes/stages": (2080, 35),
     "policy": (245, 2),
     "policy/serving": (1308, 31),
