@@ -11,8 +11,7 @@ from rollflow.nodes.stages.acting_module import acting_in
 from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
-from rollflow.stream.multi_agent.agent_lane import AgentLane
-from rollflow.stream.multi_agent.ended_agents import Slots
+from rollflow.stream.multi_agent.agent_lane import AgentLane, Slots
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 

@@ -12,8 +12,10 @@ An agent that acted and has no observation yet stays in its row, and its rewards
 part act in every step, they stand in one row. Then a step is a handful of writes of whole rows.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, count
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +25,112 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
-from rollflow.stream.fragments.fragment import Final, FragmentLayout, Start
+from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree
+from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss, Start
+from rollflow.stream.fragments.lane_columns import LaneColumns
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
-from rollflow.stream.multi_agent.agent_lane_rows import AgentLaneRows
-from rollflow.stream.multi_agent.agent_part import AgentPart
-from rollflow.stream.multi_agent.ended_agents import EndedAgents, Slots, mark_lost
-from rollflow.stream.multi_agent.vector_step import Observed, PartStep
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, named_columns
+from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
+
+Slots = NDArray[np.int64]
 
 
-class AgentLane(AgentLaneRows):
-    """The S agent slots of one part. Constructed as `AgentLaneRows`.
+class EndedAgents:
+    """The E episodes that have ended with the last step, until pieces have seen them.
 
+    slots           i64[E]
+    observations    any[E, ...]  last observation of each
+    rows            i64[E]  rows of their last steps
+    starts          i64[S]  `episode_start` before the end
+    numbers         i64[S]  `episode_number` before the end
+    infos           infos of the last observations
+    shown           slots that pieces see as ended; all at first
+    """
+
+    def __init__(self, slots: Slots, observations: Tree, rows: Slots, starts: Slots, numbers: Slots) -> None:
+        self.slots, self.observations, self.rows, self.starts, self.numbers = slots, observations, rows, starts, numbers
+        self.infos = AgentInfos()
+        self.shown = self._all = frozenset(slots.tolist())
+        self._put: list[tuple[Slots, Tree]] = []
+
+    def has(self, slot: int) -> bool:
+        """True if the slot is shown as ended."""
+        return slot in self.shown
+
+    def show(self, slots: Slots | None) -> None:
+        """Set the slots, i64[K], that are shown as ended; None: all."""
+        self.shown = self._all if slots is None else frozenset(slots.tolist())
+
+    def of(self, slots: Slots) -> Tree:
+        """The last observations of some of the slots, a tree of arrays `any[K, ...]`."""
+        places = np.searchsorted(self.slots, slots)
+        return map_tree(lambda leaf: leaf[places], self.observations)
+
+    def put(self, slots: Slots, observations: Tree) -> None:
+        """Take last observations, `any[K, ...]`, as pieces have left them; they replace the old once all are there."""
+        if len(slots):
+            self._put.append((slots, observations))
+        if sum(len(each) for each, _ in self._put) == len(self.slots):
+            order = np.argsort(np.concatenate([each for each, _ in self._put]))
+            joined = concatenate_trees([observations for _, observations in self._put])
+            self.observations, self._put = map_tree(lambda leaf: leaf[order], joined), []
+
+
+def mark_lost(
+    fragment: AgentFragment, slots: Slots, rows: NDArray[np.int64], starts: NDArray[np.int64], reason: str
+) -> Slots:
+    """End episodes of lost environments in the current fragment, each with the newest observation of its agent.
+
+        slots     i64[K]  slots of the episodes
+        rows      i64[K]  rows of their newest observations
+        starts    i64[K]  rows of their first observations
+
+    Episodes with a step in the fragment are marked as truncated. Returns their slots, i64[C].
+    """
+    columns = fragment.columns
+    has_step = np.maximum(starts, fragment.first_row) < rows
+    cut, ends = slots[has_step], rows[has_step] - 1
+    columns[Columns.TRUNCATEDS].tree[ends, cut] = True
+    seen = fragment.clock[ends + 1, cut].tolist()
+    fragment.ends.update(zip(zip(ends.tolist(), cut.tolist(), strict=True), seen, strict=True))
+    # The first observations and infos of the next episodes will overwrite these.
+    infos = _remove_infos(fragment, slots, rows)
+    for row in np.unique(ends).tolist():
+        of_row = cut[ends == row]
+        last = columns[Columns.OBS].items(row + 1, of_row)
+        fragment.finals.append(Final(row, of_row, last, infos))
+    for row in np.unique(rows).tolist():
+        fragment.losses.append(Loss(row, slots[rows == row], cut[ends == row - 1], reason))
+    return cut
+
+
+def _remove_infos(fragment: AgentFragment, slots: Slots, rows: NDArray[np.int64]) -> AgentInfos:
+    """Remove the infos of the newest observations from the fragment, and return them."""
+    taken = AgentInfos()
+    for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+        there = fragment.infos[row]
+        if isinstance(there, AgentInfos) and slot in there.of_slots:
+            taken.of_slots[slot] = there.of_slots.pop(slot)
+    return taken
+
+
+class AgentLane:
+    """The S agent slots of one part.
+
+        lane                 number of the lane
+        layout               layout of its fragments, slots being agent slots
+        part                 the agents and their spaces
+
+        everyone             i64[S] all slots
+        at                   i64[S] row of each slot's newest observation
+        module               i16[S] place of the module that serves each slot, or served it last
+        module_ids           ids of the lane's modules, by place
+        first_env            number of the lane's first environment
+        episode_start        i64[S] row of the first observation of the slot's episode
+        episode_number       i64[S] number of episodes with a step that the slot had before
+        custom_data          (slot, number of its episode) -> data that pieces keep with the episode
+        parents              (slot, number of its episode) -> id of the multi-agent episode
+        fragment             the fragment that is being filled
         acting               i64[K] ascending: slots whose newest observation needs an action
         lives                bool[S] whether the slot has an episode
         observation_spaces   spaces that observations may be in after pieces rewrite them, the environments' first
@@ -46,8 +141,24 @@ class AgentLane(AgentLaneRows):
     """
 
     def __init__(self, lane: int, layout: FragmentLayout, part: AgentPart) -> None:
-        super().__init__(lane, layout, part)
+        self.lane, self.layout, self.part = lane, layout, part
         slots = layout.num_slots
+        self.everyone: Slots = np.arange(slots)
+        self.at: Slots = np.full(slots, layout.lookback)
+        self.module = np.zeros(slots, np.int16)
+        self.module_ids: Sequence[Any] = ()
+        self.first_env = 0
+        self.episode_start = self.at.copy()
+        self.episode_number = np.zeros(slots, np.int64)
+        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+        self.parents: dict[tuple[int, int], str] = {}
+        self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
+        self._columns = LaneColumns(layout, None)
+        self._space = part.observation_space
+        self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
+        self._renamed: set[str] = set()  # columns with another name than their output
+        self._has_infos = False
+        self.fragment = self._fragment(0, self._columns.first(self._space))
         self.acting: Slots = self.everyone[:0]
         self.lives = np.zeros(slots, np.bool_)
         self.observation_spaces: Sequence[Any] = (part.observation_space,)
@@ -65,6 +176,11 @@ class AgentLane(AgentLaneRows):
         self._begun: list[Slots] = []
         self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
 
+    @property
+    def observation_space(self) -> Any:
+        """The space of the `obs` column."""
+        return self._space
+
     # Recording
 
     def begin(self, observed: Observed, vector_step: int) -> None:
@@ -81,7 +197,22 @@ class AgentLane(AgentLaneRows):
         module     place of the module
         version    version of its weights
         """
-        self._write_outputs(slots, outputs, module, version)
+        names = self._outputs.get(module)
+        if names is None:
+            names = self._outputs[module] = {
+                name: self._column_for(name, values) for name, values in outputs.items() if name != Columns.ACTIONS
+            }
+        columns = self.fragment.columns
+        try:
+            self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
+            for name, column in names.items():
+                self._write(columns[column], slots, outputs[name])
+        except KeyError:
+            self._refuse_outputs(module, names, outputs)
+        if len(outputs) != len(names) + 1:
+            self._refuse_outputs(module, names, outputs)
+        versions, rows = columns[Columns.POLICY_VERSION].tree, self._rows_of(slots)
+        versions[rows, slots] = version
         self._waits[slots] = True
 
     def record_states(self, slots: Slots, states: Tree) -> None:
@@ -283,7 +414,27 @@ class AgentLane(AgentLaneRows):
 
         started    i64[N]  vector steps at which the environments' ongoing episodes began
         """
-        old = self._turn_over(are_written=self._raw is None)
+        old, lookback = self.fragment, self.layout.lookback
+        new = self._fragment(old.sequence + 1, self._columns.like(old.columns, are_written=self._raw is None))
+        # One row more than the lookback: a slot that waits has its action in the row of its newest observation.
+        rows = self.at + np.arange(-lookback, 1)[:, None]
+        for name, column in new.columns.items():
+            _copy(column.tree, old.columns[name].tree, rows, self.everyone)
+        _copy(new.clock, old.clock, rows, self.everyone)
+        new.module_of[:] = self.module
+        self.episode_start -= self.at - lookback
+        new.episode_start[:] = self.episode_start
+        if self._has_infos:
+            self._copy_infos(old, new)
+        old.observation_space = new.observation_space = self._space
+        old.custom_data, old.parents = copy.deepcopy(self.custom_data), self.parents
+        old.serves = self.module.copy()
+        old.module_ids, old.outputs = tuple(self.module_ids), self._outputs_by_id()
+        number = self.episode_number.tolist()
+        self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
+        self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
+        old.hand_on_starts(new, self.at, self.at - lookback)
+        self.fragment = new
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self._waits & ~self._fresh, self._received.copy()
         old.seal_at(self.at.copy())
@@ -291,6 +442,31 @@ class AgentLane(AgentLaneRows):
         if old.early:
             self.fragment.early = self._early_so_far(old.early, started)
         return old
+
+    def forget(self, module: int) -> None:
+        """Forget a module that serves no slot any more, with the columns that only it wrote."""
+        dropped = set(self._outputs.pop(module, {}).values())
+        dropped.difference_update(*(names.values() for names in self._outputs.values()))
+        self._renamed -= dropped
+        for column in dropped:
+            del self.fragment.columns[column]
+
+    def fragment_for(self, module: int) -> AgentFragment:
+        """The current fragment, with columns by the names that the module at this place uses."""
+        if not self._renamed:
+            return self.fragment
+        fragment = copy.copy(self.fragment)
+        fragment.columns = named_columns(fragment.columns, self._outputs.get(module, {}), self._renamed)
+        return fragment
+
+    def share(self) -> None:
+        """Let other processes see the columns of all fragments but the first. Before the first step only."""
+        self._columns = LaneColumns(self.layout, None, is_shared=True)
+
+    def release(self) -> None:
+        """Release all memory: no more steps are made. Drops the unfinished fragment."""
+        self.fragment.columns.clear()
+        self._columns = LaneColumns(self.layout, None)
 
     # Inside
 
@@ -427,3 +603,82 @@ class AgentLane(AgentLaneRows):
                     self._raw.write(0, old.row(self.layout.lookback))
                     self._space, self.fragment.columns[Columns.OBS] = each, self._columns.observations(each)
                 return
+
+    def _write(self, column: Column, slots: Slots, values: Tree) -> None:
+        if self._row is not None and len(slots) == self.layout.num_slots:
+            column.write(self._row, values)
+        else:
+            column.write_items(self._rows_of(slots), slots, values)
+
+    def _rows_of(self, slots: Slots) -> Slots | int:
+        """The rows i64[K] of slots, or the one row where all slots stand."""
+        return self.at[slots] if self._row is None else self._row
+
+    def _column_for(self, name: str, values: Tree) -> str:
+        """The name of an output's column; modules share one if their outputs have one type. A new column is zeros."""
+        row = map_tree(
+            lambda leaf: np.zeros((self.layout.num_slots, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), values
+        )
+        columns = self.fragment.columns
+        names = chain([name], (f"{name}#{number}" for number in count(2)))
+        column = next(each for each in names if each not in columns or kind_of(columns[each].row(0)) == kind_of(row))
+        if column not in columns:
+            columns[column] = self._columns.extra(column, row)
+            for leaf in leaves_of(columns[column].tree):
+                leaf[:] = 0
+        if column != name:
+            self._renamed.add(column)
+        return column
+
+    def _outputs_by_id(self) -> dict[Any, dict[str, str]]:
+        """Module id -> name -> column, of the extra outputs that all modules with this id have alike."""
+        by_id: dict[Any, dict[str, str]] = {}
+        for module, names in self._outputs.items():
+            before = by_id.get(self.module_ids[module], names)
+            by_id[self.module_ids[module]] = {
+                name: column for name, column in before.items() if names.get(name) == column
+            }
+        return by_id
+
+    def _refuse_outputs(self, module: int, names: Collection[str], outputs: Mapping[str, Tree]) -> NoReturn:
+        expected = {Columns.ACTIONS, *names}
+        missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
+        raise ColumnError(
+            f"lane {self.lane}: the outputs of module '{self.module_ids[module]}' changed between steps: missing "
+            f"{missing}, new {new}; every step must give {sorted(expected)}"
+        )
+
+    def _fragment(self, sequence: int, columns: dict[str, Column]) -> AgentFragment:
+        rows, slots = self.layout.lookback + self.layout.num_rows, self.layout.num_slots
+        return AgentFragment(
+            self.layout,
+            self.lane,
+            sequence,
+            columns,
+            part=self.part,
+            clock=np.zeros((rows + 1, slots), np.int64),
+            module_of=np.zeros((rows, slots), np.int16),
+            episode_start=self.episode_start.copy(),
+            episode_number=self.episode_number.copy(),
+        )
+
+    def _infos_in(self, fragment: AgentFragment, row: int) -> AgentInfos:
+        there = fragment.infos[row]
+        if not isinstance(there, AgentInfos):
+            there = fragment.infos[row] = AgentInfos()
+        return there
+
+    def _copy_infos(self, old: AgentFragment, new: AgentFragment) -> None:
+        moved = self.at - self.layout.lookback
+        for row, infos in enumerate(old.infos):
+            if isinstance(infos, AgentInfos):
+                for slot, info in infos.of_slots.items():
+                    to = row - int(moved[slot])
+                    if 0 <= to <= self.layout.lookback:
+                        self._infos_in(new, to).of_slots[slot] = info
+
+
+def _copy(new: Tree, old: Tree, rows: NDArray[np.int64], slots: Slots) -> None:
+    """Copy `rows`, i64[R, S], of the slots of `old`, a tree of arrays `any[n, S, ...]`, to the first rows of `new`."""
+    for leaf, source in zip(leaves_of(new), leaves_of(old), strict=True):
+        leaf[: len(rows)] = source[np.minimum(rows, len(source) - 1), slots]

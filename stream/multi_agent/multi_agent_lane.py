@@ -12,9 +12,8 @@ from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.fragments.fragment_records import EpisodeIds
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
 from rollflow.stream.multi_agent.agent_lane import AgentLane
-from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, VectorStep
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
-from rollflow.stream.multi_agent.vector_step import Observed, VectorStep
 
 Infos = Mapping[Any, Mapping[str, Any]]
 

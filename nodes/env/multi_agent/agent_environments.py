@@ -16,8 +16,8 @@ from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
 from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.stream.data.errors import EnvError, RunError, located, shown
+from rollflow.stream.multi_agent.agent_part import Actions, AgentEnvs, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import AgentMapping, MultiAgentLane
-from rollflow.stream.multi_agent.vector_step import Actions, AgentEnvs, VectorStep
 
 AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
 

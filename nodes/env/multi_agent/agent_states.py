@@ -11,7 +11,7 @@ from rollflow.nodes.env.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.env.multi_agent.step_validation import EndFlags, StepValues
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.tree import Tree
-from rollflow.stream.multi_agent.vector_step import Actions
+from rollflow.stream.multi_agent.agent_part import Actions
 
 
 class StepEnds(NamedTuple):

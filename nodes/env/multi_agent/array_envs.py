@@ -18,7 +18,7 @@ from rollflow.nodes.env.stepping import Turn
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
+from rollflow.stream.multi_agent.agent_part import Actions, Observed, PartStep, VectorStep
 
 
 class ArrayEnvs:

@@ -25,8 +25,7 @@ from rollflow.stream.data.errors import ColumnError, EnvError, located, noted
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import item_of, row_of
 from rollflow.stream.data.tree import Tree, leaves_of
-from rollflow.stream.multi_agent.agent_part import parts_of
-from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
+from rollflow.stream.multi_agent.agent_part import Actions, Observed, PartStep, VectorStep, parts_of
 
 Infos = Sequence[Mapping[Any, Mapping[str, Any]]]
 

@@ -25,7 +25,7 @@ from rollflow.stream.data.space import row_of
 from rollflow.stream.data.space_codec import describe_space, space_of
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.doctor.stacks import stack_of_thread
-from rollflow.stream.multi_agent.vector_step import Observed
+from rollflow.stream.multi_agent.agent_part import Observed
 from rollflow.stream.net.inspections import standing_of
 from rollflow.stream.wire import AgentRows, Reset, Rows, Standing, Step
 

@@ -19,8 +19,8 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.agent_lane import AgentLane
+from rollflow.stream.multi_agent.agent_part import Observed, PartStep, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
-from rollflow.stream.multi_agent.vector_step import Observed, PartStep, VectorStep
 from rollflow.stream.traces.fragment_trace import FragmentTrace
 from rollflow.stream.wire import AgentRows, Failed, Reset, Rows, Step
 

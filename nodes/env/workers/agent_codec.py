@@ -17,8 +17,7 @@ from rollflow.stream.data.packing import can_pack, pack, sendable_info
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.space_codec import describe_space, space_of
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.multi_agent.agent_part import AgentPart
-from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
+from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, Observed, PartStep, VectorStep
 
 
 class RemoteAgentEnvs:

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from rollflow.stream import ColumnError
-from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep, VectorStep
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
-from rollflow.stream.multi_agent.vector_step import Observed, PartStep, VectorStep
 
 PART = AgentPart(("a", "b"), gym.spaces.Box(0, 100, (), np.float32), gym.spaces.Discrete(50))
 

@@ -13,7 +13,7 @@ from property_examples import examples
 
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
-from rollflow.stream.multi_agent.vector_step import Observed, VectorStep
+from rollflow.stream.multi_agent.agent_part import Observed, VectorStep
 
 
 def chosen_for(envs: MultiAgentEnvs, acting: list[NDArray[np.int64]], rng: np.random.Generator) -> list[Any]:
