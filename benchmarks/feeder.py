@@ -15,7 +15,7 @@ from rollflow.sinks.trainer.messages.item_message import message_of_batch, messa
 from rollflow.sinks.trainer.rollout_side.lender import FragmentLender
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplink
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import (
     NONCE_BYTES,
     SESSION_BYTES,

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.datasets.dataset_sink import DatasetSink
 from rollflow.stream.data.tree import map_tree
-from rollflow.stream.fragments.fragment import Final, Fragment
-from rollflow.stream.fragments.fragment_records import ChunkIndex
+from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment
 
 
 def record_episodes(

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
     from rollflow.stream.episodes.single_agent import SingleAgentEpisode
     from rollflow.stream.fragments.episode_collector import WholeEpisodes
-    from rollflow.stream.fragments.fragment import Fragment
-    from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+    from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
     from rollflow.stream.fragments.live_episode import LaneEpisodes
     from rollflow.stream.graph.channel import Inlet, Outlet
     from rollflow.stream.graph.gate import Gate

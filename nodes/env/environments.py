@@ -15,10 +15,8 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.tree import Tree
-from rollflow.stream.fragments.fragment import FragmentLayout
-from rollflow.stream.fragments.fragment_records import EpisodeIds
-from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.fragments.lane_columns import LaneMemory
+from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
+from rollflow.stream.fragments.lane import Lane, LaneMemory
 
 TAKEN_ACTION = "rollflow.taken_action"  # of an info: the action that the environment took, not the one it was given
 

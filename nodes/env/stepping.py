@@ -31,8 +31,7 @@ from rollflow.nodes.env.vector_env_errors import (
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos, replaced, without
-from rollflow.stream.data.space import is_columnar, item_of, row_of
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space, is_columnar, item_of, row_of
 from rollflow.stream.data.tree import Tree, map_in, map_tree, stack_in, structure_of
 from rollflow.stream.graph.seeding import env_seed_for
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from rollflow.nodes.logs.figures import PLACE, Row
 from rollflow.stream.data.errors import MetricsError
-from rollflow.stream.data.file_locks import lock_file, unlock_file
+from rollflow.stream.data.system import lock_file, unlock_file
 
 _BEGINNING = ",".join(PLACE)
 _LONGEST = 1 << 20  # a header, in characters

@@ -22,8 +22,7 @@ from rollflow.nodes.offloaded.fragment_message import formed, forms_of, index_of
 from rollflow.stream import wire
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ModuleError, WireError
-from rollflow.stream.fragments.fragment import FragmentLayout
-from rollflow.stream.fragments.fragment_records import EpisodeIds
+from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment

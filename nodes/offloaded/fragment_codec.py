@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from rollflow.stream.data.blocks import BlockLayout, SharedBlock
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.space_codec import describe_space, space_of
+from rollflow.stream.data.space import describe_space, space_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
-from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.fragments.lane_columns import FINAL_OBS, SharedRows
+from rollflow.stream.fragments.lane import FINAL_OBS, Lane, SharedRows
 
 Plain = dict[str, Any]
 

@@ -7,8 +7,7 @@ from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.offloaded.replica import Published, Replica
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.stream.data.loss_ledger import Ledger
-from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.fragments.fragment_records import NoFragment
+from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import NodeReport

@@ -12,7 +12,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
-from rollflow.stream.fragments.fragment_records import FragmentLayout
+from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.fragments.lane import Lane
 
 _ROWS = 32  # vector steps until the columns are begun anew with their lookback

@@ -9,7 +9,7 @@ from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.doctor.waits import Wait
-from rollflow.stream.fragments.fragment_records import NoFragment
+from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.graph.gate import Gate
 
 

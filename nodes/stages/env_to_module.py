@@ -13,8 +13,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.fragments.fragment_records import NoFragment
+from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.fragments.lane import Lane
 
 if TYPE_CHECKING:

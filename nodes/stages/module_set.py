@@ -23,7 +23,7 @@ from rollflow.nodes.stages.module_spaces import check_actions, kind_of_state, on
 from rollflow.stream.data.errors import EnvError, ModuleError, located
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID, MultiAgentEpisode
-from rollflow.stream.fragments.fragment_records import EpisodeIds
+from rollflow.stream.fragments.fragment import EpisodeIds
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
 

@@ -11,7 +11,7 @@ from rollflow.nodes.metrics.fragment_checks import FragmentChecks
 from rollflow.nodes.metrics.hooks import Hooks
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
-from rollflow.stream.fragments.fragment_records import NoFragment
+from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.graph.interrupts import was_forced
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 

@@ -17,7 +17,7 @@ from rollflow.policy.serving.request import Acted, ActRequest, ClientSession, Ou
 from rollflow.policy.serving.shelf import Shelf
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_field
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at
 from rollflow.stream.net.request_clients import (
     MOST_STRANGERS,

@@ -30,7 +30,7 @@ from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.sinks.datasets.arrow_columns import first_difference
 from rollflow.stream.data.errors import DatasetError, PolicyError
-from rollflow.stream.data.file_locks import lock_file, unlock_file
+from rollflow.stream.data.system import lock_file, unlock_file
 
 FORMAT, VERSION = "rollflow dataset", 1
 AGENTS_VERSION = 2  # of a dataset of several agents

@@ -10,8 +10,7 @@ from rollflow.sinks.datasets.stored_steps import Ints
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import map_tree
-from rollflow.stream.fragments.fragment import RECORDED, FragmentLayout
-from rollflow.stream.fragments.fragment_records import ChunkIndex, Start
+from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, FragmentLayout, Start
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment

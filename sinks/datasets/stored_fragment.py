@@ -12,8 +12,7 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, map_tree, tree_at
-from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
-from rollflow.stream.fragments.fragment_records import ChunkIndex, Start
+from rollflow.stream.fragments.fragment import ChunkIndex, Fragment, FragmentLayout, Start
 
 
 class StoredColumns(dict[str, Column]):

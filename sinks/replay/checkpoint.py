@@ -27,7 +27,7 @@ import numpy as np
 from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.plain_values import ArraysByName, from_plain, to_plain
 from rollflow.stream.data.errors import PolicyError, ReplayError
-from rollflow.stream.data.file_locks import lock_file, unlock_file
+from rollflow.stream.data.system import lock_file, unlock_file
 
 MANIFEST = "manifest.json"
 _FORMAT = "rollflow replay 2"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rollflow.sinks.replay.chunk_table import ChunkTable, Ints
 from rollflow.sinks.replay.ring import read_ring, write_ring
 from rollflow.stream.data.errors import ReplayError
-from rollflow.stream.fragments.fragment_records import ChunkIndex, FragmentLayout
+from rollflow.stream.fragments.fragment import ChunkIndex, FragmentLayout
 
 Bools = NDArray[np.bool_]
 _FEW = 512

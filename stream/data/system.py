@@ -4,8 +4,9 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 from rollflow.stream.data.errors import EnvError
 
@@ -67,3 +68,22 @@ class _ReadPoll:
     def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
         ready, _, _ = select.select(list(self._fds), [], [], None if timeout_ms is None else timeout_ms / 1e3)
         return [(fd, POLLIN) for fd in ready]
+
+
+fcntl = system_module("fcntl")
+
+
+def lock_file(file: int | TextIO) -> bool:
+    """Lock a file for as long as it is open; False where another one has it. A disk without locks refuses nobody."""
+    with suppress(OSError):  # of a disk without locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def unlock_file(file: int | TextIO) -> None:
+    """Let others have the file, also where a process that was forked still has it open."""
+    with suppress(OSError):  # of a disk without locks
+        fcntl.flock(file, fcntl.LOCK_UN)

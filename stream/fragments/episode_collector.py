@@ -11,8 +11,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import SlotInfos, info_of
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
-from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.fragments.fragment_records import Final, FragmentLayout, Start
+from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Start
 
 _NO_REASON = "its environment was lost"
 

@@ -13,7 +13,9 @@ last observation of an episode is in `finals`: obs[row + 1] is the next episode'
 an end only resets: it is *dead*, no transition.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium as gym
@@ -26,16 +28,105 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.loss_ledger import Traced
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
 from rollflow.stream.episodes.buffer import LookbackBuffer
 from rollflow.stream.episodes.sealed_episode import EndedWindow, InfosWindow, SealedEpisode
 from rollflow.stream.episodes.single_agent import REWARD_SPACE, SingleAgentEpisode
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
-from rollflow.stream.fragments.fragment_records import ChunkIndex
-from rollflow.stream.fragments.fragment_records import Final as Final
-from rollflow.stream.fragments.fragment_records import FragmentLayout as FragmentLayout
-from rollflow.stream.fragments.fragment_records import Loss as Loss
-from rollflow.stream.fragments.fragment_records import Start as Start
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentLayout:
+    """Properties that all fragments of a lane share."""
+
+    num_slots: int
+    num_rows: int  # T
+    lookback: int  # H
+    action_space: gym.Space[Any]
+    resets_next_step: bool  # a dead row follows each episode's end
+    episode_id: Callable[[int, int], str]  # (slot, how many episodes the slot had before) -> id
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkIndex:
+    """Positions of a fragment's C chunks, none of them empty: slot by slot, within a slot by time."""
+
+    slot: NDArray[np.int64]  # i64[C]
+    number: NDArray[np.int64]  # i64[C]  how many episodes the slot had before this one
+    start: NDArray[np.int64]  # i64[C]  row of the first transition
+    stop: NDArray[np.int64]  # i64[C]  row after the last transition
+    t_started: NDArray[np.int64]  # i64[C]  episode steps before `start`
+    lookback: NDArray[np.int64]  # i64[C]  rows before `start` that belong to the same episode, at most H
+    terminated: NDArray[np.bool_]  # bool[C]
+    truncated: NDArray[np.bool_]  # bool[C]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Final:
+    """Last observations and infos of the K episodes that ended in one row, where obs[row + 1] lacks them."""
+
+    row: int
+    slots: NDArray[np.int64]  # i64[K]
+    observations: Tree  # any[K, ...]
+    infos: Mapping[str, Any]  # gymnasium's vector form, over all slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """States that a stateful module had before the first steps of K episodes."""
+
+    rows: NDArray[np.int64]  # i64[K]  of the first steps
+    slots: NDArray[np.int64]  # i64[K]
+    states: Tree  # any[K, ...]
+
+    def at(self, chosen: NDArray[np.bool_]) -> "Start":
+        """Some of the K records, bool[K]."""
+        return Start(self.rows[chosen], self.slots[chosen], map_tree(lambda leaf: leaf[chosen], self.states))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loss:
+    """Loss of environments while they made the step of a row. New episodes begin in that row.
+
+    An episode whose last step came before the fragment has no chunk here to mark as truncated. It ends with the chunk
+    in the fragment before.
+    """
+
+    row: int
+    slots: NDArray[np.int64]  # i64[K]
+    cut: NDArray[np.int64]  # i64[C]  slots that made a step in the fragment before: that step is marked as truncated
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeIds:
+    """Ids of a lane's episodes: unique to the run, and the same in every run with one seed.
+
+    prefix    of this lane and no other
+    """
+
+    prefix: str
+    _begun: Any = field(init=False, repr=False, compare=False)  # hash of what they all begin with
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_begun", hashlib.blake2b(f"{self.prefix}/".encode(), digest_size=16))
+
+    def __call__(self, slot: int, number: int) -> str:
+        """The id of an episode of a slot that had `number` episodes before."""
+        whole = self._begun.copy()
+        whole.update(b"%d/%d" % (slot, number))
+        return str(whole.hexdigest())
+
+    def __reduce__(self) -> Any:
+        return EpisodeIds, (self.prefix,)
+
+
+@dataclass(frozen=True, slots=True)
+class NoFragment:
+    """Word in place of a fragment that a lane, gone for good or absent, does not give, or not now."""
+
+    index: int
+    is_set_aside: bool = True  # it does not go on round the ring
+
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 _NO_ROWS = np.empty(0, np.int64)
@@ -293,7 +384,7 @@ class Fragment(Traced):
         """
         return slot
 
-    def episodes(self) -> FragmentEpisodes:
+    def episodes(self) -> "FragmentEpisodes":
         """The chunks as a sequence of `SingleAgentEpisode`, made on demand."""
         return FragmentEpisodes([self])
 
@@ -452,3 +543,85 @@ class Fragment(Traced):
             for start in self.starts
             for i, (row, slot) in enumerate(zip(start.rows.tolist(), start.slots.tolist(), strict=True))
         }
+
+
+class FragmentEpisodes(Sequence[SingleAgentEpisode]):
+    """The C chunks of some fragments, fragment by fragment, as episodes that are made on demand.
+
+    A learner piece that loops over the sequence gets episodes. One that asks for columns gets all rows at once.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self.fragments = list(fragments)
+        self._bounds = np.cumsum([len(fragment.chunks.slot) for fragment in self.fragments])
+        self._made: dict[int, SingleAgentEpisode] = {}
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1]) if self.fragments else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]  # raises IndexError as a list does
+        episode = self._made.get(position)
+        if episode is None:
+            which = int(np.searchsorted(self._bounds, position, side="right"))
+            before = int(self._bounds[which - 1]) if which else 0
+            episode = self._made[position] = self.fragments[which].chunk(position - before)
+        return episode
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """Names of the extra model outputs that every fragment has, with the same structure, dtype and shape."""
+        if len(self.fragments) < 2:
+            return self.fragments[0].extra_columns if self.fragments else ()
+        first, *others = (_kinds(fragment) for fragment in self.fragments)
+        return tuple(name for name in first if all(kinds.get(name) == first[name] for kinds in others))
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """i64[C]: steps of each chunk."""
+        return np.concatenate([fragment.chunks.stop - fragment.chunks.start for fragment in self.fragments])
+
+    def gather(self, name: str) -> Tree:
+        """A column's rows of all chunks, end to end: a tree of new arrays `any[sum(lengths), ...]`."""
+        return concatenate_trees([fragment.gather(name) for fragment in self.fragments])
+
+    def last_observations(self) -> Tree:
+        """The observation after each chunk's last step: a tree of new arrays `any[C, ...]`."""
+        return concatenate_trees([fragment.last_observations() for fragment in self.fragments])
+
+    def last(self, name: str) -> Tree:
+        """A column's value at the last step of each chunk: a tree of new arrays `any[C, ...]`."""
+        return concatenate_trees([fragment.last(name) for fragment in self.fragments])
+
+    def preceding(self, name: str) -> Tree:
+        """A column's value at the step before each chunk, `any[C, ...]`: see `Fragment.preceding`."""
+        return concatenate_trees([fragment.preceding(name) for fragment in self.fragments])
+
+    def initial_states(self, like: Tree) -> tuple[Tree, NDArray[np.bool_]]:
+        """States before episodes' first steps, `any[C, ...]`, and which are known: see `Fragment.initial_states`."""
+        parts = [fragment.initial_states(like) for fragment in self.fragments]
+        return concatenate_trees([states for states, _ in parts]), np.concatenate([known for _, known in parts])
+
+    def recent_observations(self, count: int) -> Tree:
+        """The last `count` observations at every step, `any[steps, count, ...]`: see `Fragment.recent_observations`."""
+        return concatenate_trees([fragment.recent_observations(count) for fragment in self.fragments])
+
+    @property
+    def lanes(self) -> NDArray[np.int64]:
+        """i64[C]: the lane of each chunk."""
+        return np.repeat([each.lane for each in self.fragments], [len(each.chunks.slot) for each in self.fragments])
+
+    def env_slots(self) -> NDArray[np.int64]:
+        """i64[C]: the lane's slot that each chunk is from."""
+        slots = [each.env_slots(each.chunks.slot, each.chunks.number) for each in self.fragments]
+        return np.concatenate(slots)
+
+    def chunk_index(self, field: str) -> NDArray[Any]:
+        """One field of every fragment's `ChunkIndex`, end to end: `any[C]`."""
+        return np.concatenate([getattr(fragment.chunks, field) for fragment in self.fragments])
+
+
+def _kinds(fragment: Fragment) -> dict[str, Tree]:
+    return {name: kind_of(fragment.columns[name].row(0)) for name in fragment.extra_columns}

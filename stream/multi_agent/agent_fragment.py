@@ -15,8 +15,7 @@ from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.episodes.agent_step import PendingAction
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment import RECORDED, Final, Fragment
-from rollflow.stream.fragments.fragment_records import ChunkIndex
+from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, Final, Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 

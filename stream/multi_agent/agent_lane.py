@@ -27,7 +27,7 @@ from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss, Start
-from rollflow.stream.fragments.lane_columns import LaneColumns
+from rollflow.stream.fragments.lane import LaneColumns
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, named_columns
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.loss_ledger import Traced
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
-from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, ModuleFragment
 from rollflow.stream.multi_agent.env_episodes import sealed_episode
 

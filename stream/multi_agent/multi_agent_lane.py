@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.fragments.fragment import FragmentLayout
-from rollflow.stream.fragments.fragment_records import EpisodeIds
+from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, VectorStep

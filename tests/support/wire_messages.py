@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import (
     Act,
     Acted,

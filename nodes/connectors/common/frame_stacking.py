@@ -16,7 +16,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 

@@ -15,7 +15,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, ModuleError
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees, unstack_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 TIME_RANK_ADDED = "_added_single_ts_time_rank"

@@ -19,7 +19,7 @@ from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.space import flat_size, flatten, one_hot_items
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, unstack_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 

@@ -14,8 +14,7 @@ from rollflow.stream.data.infos import info_of
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.sealed_episode import SealedEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
 
 
 class AddColumnsFromEpisodesToTrainBatch(ConnectorV2):

@@ -19,7 +19,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, RollflowError
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import FragmentEpisodes
 
 Floats = NDArray[np.float32]
 

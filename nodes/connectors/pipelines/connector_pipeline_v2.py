@@ -25,7 +25,7 @@ from rollflow.nodes.connectors.pipelines.pieces import (
 from rollflow.nodes.connectors.pipelines.runners import PipelineRunner, Runners, states_elsewhere
 from rollflow.nodes.connectors.state_watch import checked_state
 from rollflow.stream.data.errors import ConnectorError, StateError
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 

@@ -37,8 +37,7 @@ from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
 
 _WITHOUT_PASSES = {  # of the module
     AddObservationsFromEpisodesToBatch,

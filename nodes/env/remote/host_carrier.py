@@ -28,7 +28,7 @@ from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, La
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.doctor.waits import Wait
-from rollflow.stream.fragments.fragment_records import NoFragment
+from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.wire import Answer, Failed, Request
 
 _LOOK_S = 0.5

@@ -21,8 +21,7 @@ from rollflow.nodes.env.stepping import Stepped, close_failed, described
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
 from rollflow.nodes.env.workers.lane_threads import LaneJob, LaneThreads
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.data.space import row_of
-from rollflow.stream.data.space_codec import describe_space, space_of
+from rollflow.stream.data.space import describe_space, row_of, space_of
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.doctor.stacks import stack_of_thread
 from rollflow.stream.multi_agent.agent_part import Observed

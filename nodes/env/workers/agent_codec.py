@@ -14,8 +14,7 @@ from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.packing import can_pack, pack, sendable_info
-from rollflow.stream.data.space import row_of
-from rollflow.stream.data.space_codec import describe_space, space_of
+from rollflow.stream.data.space import describe_space, row_of, space_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, Observed, PartStep, VectorStep
 

@@ -18,10 +18,9 @@ from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.packing import pack
-from rollflow.stream.data.space_codec import space_of
+from rollflow.stream.data.space import space_of
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.fragments.lane_columns import FINAL_OBS
+from rollflow.stream.fragments.lane import FINAL_OBS, Lane
 
 
 class LaneBlocks:

@@ -20,7 +20,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.tree import map_tree
-from rollflow.stream.fragments.lane_columns import FINAL_OBS
+from rollflow.stream.fragments.lane import FINAL_OBS
 
 
 class EnvServer(LaneServer):

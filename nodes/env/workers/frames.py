@@ -18,7 +18,7 @@ import numpy as np
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.space import row_of
-from rollflow.stream.fragments.lane_columns import FINAL_OBS
+from rollflow.stream.fragments.lane import FINAL_OBS
 
 _HEADER = struct.Struct("<BxHQ")
 SHARED_COLUMNS = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)

@@ -14,8 +14,7 @@ from rollflow.nodes.env.workers.frames import lane_block
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits
 from rollflow.nodes.env.workers.worker_carrier import WorkerCarrier
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.fragments.lane_columns import LaneMemory
+from rollflow.stream.fragments.lane import Lane, LaneMemory
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 

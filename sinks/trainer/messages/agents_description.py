@@ -13,7 +13,7 @@ from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.sinks.trainer.messages.item_message import AnyFragment
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS

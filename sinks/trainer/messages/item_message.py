@@ -15,8 +15,7 @@ from rollflow.sinks.trainer.messages.by_module import batches_in, num_steps, old
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.data.tree import leaves_of, map_tree
-from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
-from rollflow.stream.fragments.fragment_records import EpisodeIds
+from rollflow.stream.fragments.fragment import EpisodeIds, Fragment, FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment
 
 Batch = dict[str, Any]

@@ -13,7 +13,7 @@ from rollflow.nodes.env.remote.software import software
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplink
 from rollflow.stream import wire
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.zstd import available
 from rollflow.stream.net.descriptor_transport import check_shared
 

@@ -28,7 +28,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import GraphError, ModuleError, shown
 from rollflow.stream.data.loss_ledger import Origin, origins_of
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.zstd import available
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.wire import NONCE_BYTES, VERSION, Hello, Receipt

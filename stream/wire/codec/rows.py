@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import pack
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 from rollflow.stream.wire.codec.agent_rows import AgentRows, AgentSlots, Infos

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rollflow.stream.data.errors import ColumnError, WireError
-from rollflow.stream.data.space_codec import space_of
+from rollflow.stream.data.space import space_of
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.wire.codec.field import shown
 from rollflow.stream.wire.codec.value import DTYPES

@@ -36,7 +36,7 @@ from rollflow.nodes import (
 )
 from rollflow.nodes.connectors.learner.values import discounted_sums
 from rollflow.stream import ConnectorError, Fragment, ModuleError, SingleAgentEpisode
-from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment import FragmentEpisodes
 
 
 def episode(rewards: list[float], *, logp: float = -math.log(2), nested: bool = False, **ends: bool) -> Any:

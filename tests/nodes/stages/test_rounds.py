@@ -14,7 +14,7 @@ from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts, LaneCredi
 from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.column import Column
-from rollflow.stream.fragments.fragment_records import NoFragment
+from rollflow.stream.fragments.fragment import NoFragment
 
 
 class Published(LagBound):

@@ -13,7 +13,7 @@ from property_examples import examples
 
 from rollflow.stream import ColumnError
 from rollflow.stream.data.packing import pack, unpack
-from rollflow.stream.data.space_codec import describe_space, space_of
+from rollflow.stream.data.space import describe_space, space_of
 
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
 seeds = st.integers(0, 2**32 - 1)

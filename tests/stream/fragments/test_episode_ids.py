@@ -4,7 +4,7 @@ import copy
 import hashlib
 import pickle
 
-from rollflow.stream.fragments.fragment_records import EpisodeIds
+from rollflow.stream.fragments.fragment import EpisodeIds
 
 
 def test_an_id_is_a_hash_of_lane_slot_and_number() -> None:

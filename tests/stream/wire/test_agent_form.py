@@ -18,7 +18,7 @@ from wire_messages import (
 )
 
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import AgentForm, AgentRows, ConnectionBroken, Reset, RowForm, Step, encode
 
 FORM = AgentForm.of(agents_hello())

@@ -9,7 +9,7 @@ from wire_messages import first_rows, hello, rows
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import Reset, RowForm, Rows, Step
 
 FORM = RowForm.of(hello())

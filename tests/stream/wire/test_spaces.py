@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from wire_values import VALUES, same
 
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.data.space import row_of
-from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.space import describe_space, row_of
 from rollflow.stream.wire.codec.frame import frame_of, taken_apart
 from rollflow.stream.wire.codec.spaces import placed, read_space
 from rollflow.stream.wire.codec.value import decode_value, encode_value

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector.utils import batch_space
 
-from rollflow.stream.data.space_codec import space_of
+from rollflow.stream.data.space import space_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.net.transport import TLS_BEGINS, tls_problem
 from rollflow.stream.wire import (
