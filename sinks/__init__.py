@@ -6,56 +6,43 @@ A sink is a node without outputs: a callable of one item that is annotated `-> N
 own, and "A sink of your own" in `docs/architecture.md` is a replay buffer.
 """
 
-from rollflow.sinks.datasets.dataset_sink import DatasetSink
-from rollflow.sinks.datasets.dataset_source import DatasetSource
-from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
-from rollflow.sinks.replay.client import ReplayClient
-from rollflow.sinks.replay.host import ReplayHost
-from rollflow.sinks.replay.pieces import HindsightGoals, SampledNStepReturns
-from rollflow.sinks.replay.prioritized import Prioritized
-from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert
-from rollflow.sinks.replay.removers import AfterSamples, LowestPriority, Oldest, Remover
-from rollflow.sinks.replay.replay import Replay
-from rollflow.sinks.replay.row_columns import Storage
-from rollflow.sinks.replay.sampled_steps import SampledSteps
-from rollflow.sinks.replay.samplers import Draw, Episodes, Mixture, Newest, Sampler, Sequences, Uniform
-from rollflow.sinks.trainer.feed import feed
-from rollflow.sinks.trainer.process import TrainerProcess
-from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
-from rollflow.sinks.trainer.rollout_side.follower import WeightsFollower
-from rollflow.sinks.trainer.sink import TrainerSink
-from rollflow.sinks.trainer.stream import TrainerStream
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AfterSamples",
-    "DatasetSink",
-    "DatasetSource",
-    "Draw",
-    "Episodes",
-    "HindsightGoals",
-    "LearnerPipeline",
-    "LowestPriority",
-    "Mixture",
-    "MultiAgentLearnerPipeline",
-    "Newest",
-    "Oldest",
-    "Prioritized",
-    "Remover",
-    "Replay",
-    "ReplayClient",
-    "ReplayHost",
-    "ReplayReport",
-    "SampledNStepReturns",
-    "SampledSteps",
-    "Sampler",
-    "SamplesPerInsert",
-    "Sequences",
-    "Storage",
-    "TrainerDataset",
-    "TrainerProcess",
-    "TrainerSink",
-    "TrainerStream",
-    "Uniform",
-    "WeightsFollower",
-    "feed",
-]
+from rollflow.stream.data.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from rollflow.sinks.learner.learner_pipeline import (
+        LearnerPipeline as LearnerPipeline,
+        MultiAgentLearnerPipeline as MultiAgentLearnerPipeline,
+    )
+    from rollflow.sinks.replay.client import ReplayClient as ReplayClient
+    from rollflow.sinks.replay.host import ReplayHost as ReplayHost
+    from rollflow.sinks.replay.pieces import (
+        HindsightGoals as HindsightGoals,
+        SampledNStepReturns as SampledNStepReturns,
+    )
+    from rollflow.sinks.replay.prioritized import Prioritized as Prioritized
+    from rollflow.sinks.replay.rate import ReplayReport as ReplayReport, SamplesPerInsert as SamplesPerInsert
+    from rollflow.sinks.replay.removers import (
+        AfterSamples as AfterSamples,
+        LowestPriority as LowestPriority,
+        Oldest as Oldest,
+        Remover as Remover,
+    )
+    from rollflow.sinks.replay.row_columns import Storage as Storage
+    from rollflow.sinks.replay.sampled_steps import SampledSteps as SampledSteps
+    from rollflow.sinks.replay.samplers import (
+        Draw as Draw,
+        Episodes as Episodes,
+        Mixture as Mixture,
+        Newest as Newest,
+        Sampler as Sampler,
+        Sequences as Sequences,
+        Uniform as Uniform,
+    )
+    from rollflow.sinks.trainer.process import TrainerProcess as TrainerProcess
+    from rollflow.sinks.trainer.ranks.dataset import TrainerDataset as TrainerDataset
+    from rollflow.sinks.trainer.rollout_side.follower import WeightsFollower as WeightsFollower
+    from rollflow.sinks.trainer.sink import TrainerSink as TrainerSink
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

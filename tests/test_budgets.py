@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LAYERS = ("stream", "nodes", "policy", "sinks", "cli")
+LAYERS = ("rollflow", "stream", "nodes", "policy", "sinks", "cli")
 CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1)}
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
     "cli": (1851, 8),
-    "nodes": (386, 0),
-    "nodes/connectors": (655, 5),
+    "nodes": (167, 0),
+    "nodes/connectors": (659, 5),
     "nodes/connectors/adapting": (513, 10),
-    "nodes/connectors/alpha": (1752, 35),
-    "nodes/connectors/common": (742, 10),
+    "nodes/connectors/alpha": (1688, 35),
+    "nodes/connectors/common": (741, 10),
     "nodes/connectors/env_to_module": (582, 9),
     "nodes/connectors/learner": (633, 11),
     "nodes/connectors/module_to_env": (641, 13),
@@ -39,22 +39,23 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/metrics": (678, 11),
     "nodes/modules": (1447, 35),
     "nodes/offloaded": (2695, 47),
-    "nodes/policies": (3144, 30),
+    "nodes/policies": (3143, 30),
     "nodes/rollout": (2162, 28),
     "nodes/stages": (2078, 35),
-    "policy": (245, 2),
-    "policy/serving": (1308, 31),
-    "sinks": (52, 0),
+    "policy": (223, 2),
+    "policy/serving": (1298, 31),
+    "rollflow": (115, 0),
+    "sinks": (37, 0),
     "sinks/datasets": (2391, 32),
     "sinks/learner": (88, 4),
-    "sinks/replay": (2414, 36),
+    "sinks/replay": (2413, 36),
     "sinks/trainer": (951, 5),
     "sinks/trainer/messages": (500, 4),
     "sinks/trainer/ranks": (867, 19),
     "sinks/trainer/rollout_side": (1228, 20),
     "sinks/trainer/trainer_side": (1718, 29),
-    "stream": (157, 0),
-    "stream/data": (1164, 36),
+    "stream": (64, 0),
+    "stream/data": (1173, 36),
     "stream/doctor": (712, 20),
     "stream/episodes": (1846, 15),
     "stream/fragments": (1292, 25),
@@ -67,7 +68,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/wire": (1433, 33),
     "stream/wire/codec": (1677, 54),
 }
-PUBLIC_NAMES = {"stream": 38, "nodes": 90, "policy": 10, "sinks": 31}
+PUBLIC_NAMES = {"rollflow": 26, "rollflow.stream": 23, "rollflow.nodes": 40, "rollflow.policy": 8, "rollflow.sinks": 26}
 
 
 def code_lines(source: str) -> int:
@@ -113,7 +114,7 @@ def test_no_folder_grows_and_budgets_follow_what_shrinks() -> None:
 
 @pytest.mark.parametrize("layer", PUBLIC_NAMES)
 def test_no_package_has_more_public_names(layer: str) -> None:
-    assert len(importlib.import_module(f"rollflow.{layer}").__all__) == PUBLIC_NAMES[layer]
+    assert len(importlib.import_module(layer).__all__) == PUBLIC_NAMES[layer]
 
 
 def test_code_lines_are_those_that_hold_code() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from node_example import client_folder as client_folder
-from node_example import folder as folder
+from node_example import client_folder as client_folder, folder as folder
 from remote_hosts import BrokenWire
 from served_policies import Echo, Sums, policy_of
 

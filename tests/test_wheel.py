@@ -11,9 +11,9 @@ ROOT = Path(__file__).parent.parent
 
 PROGRAM = """
 import sys
-import rollflow.cli.main, rollflow.nodes, rollflow.sinks, rollflow.stream.wire
+import rollflow.cli.main, rollflow.nodes, rollflow.policy, rollflow.sinks, rollflow.stream.wire
 
-for package in (rollflow.stream, rollflow.nodes, rollflow.sinks):
+for package in (rollflow, rollflow.stream, rollflow.nodes, rollflow.sinks, rollflow.policy):
     assert package.__file__.startswith(sys.argv[1]), package.__file__
     for name in package.__all__:
         getattr(package, name)

@@ -25,11 +25,15 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from rollflow.nodes.connectors.construction import begin_spaces, completing
-from rollflow.nodes.connectors.list_form import BatchedArray as BatchedArray
-from rollflow.nodes.connectors.list_form import Episodes as Episodes
-from rollflow.nodes.connectors.list_form import change_items, items_of, paired_with_items, single_agent_episodes
-from rollflow.nodes.connectors.spaces import Space as Space
-from rollflow.nodes.connectors.spaces import check_is_space
+from rollflow.nodes.connectors.list_form import (
+    BatchedArray as BatchedArray,
+    Episodes as Episodes,
+    change_items,
+    items_of,
+    paired_with_items,
+    single_agent_episodes,
+)
+from rollflow.nodes.connectors.spaces import Space as Space, check_is_space
 from rollflow.nodes.connectors.state_watch import StateWatch, check_same
 from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.tree import leaves_of, map_tree

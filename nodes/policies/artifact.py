@@ -13,8 +13,7 @@ import torch
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
-from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays
-from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
+from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays, from_arrays, to_arrays
 from rollflow.nodes.policies.artifact_files import (
     CARD,
     ONNX,

@@ -117,7 +117,7 @@ def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
 def _own(kind: str, name: str) -> Any:
     """rollflow's own class of this name; None where it has none."""
     nodes = importlib.import_module(_ELSEWHERE.get(name, "rollflow.nodes"))
-    found = getattr(nodes, name) if name in _ELSEWHERE or name in nodes.__all__ else None
+    found = getattr(nodes, name, None)
     return found if found is not None and kind in _BASES and _is_one(kind, found) else None
 
 

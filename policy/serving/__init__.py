@@ -8,20 +8,9 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.policy.serving.http_server import HttpServer
-    from rollflow.policy.serving.policy_server import PolicyServer
-    from rollflow.policy.serving.shelf import BatchOptions, Shelf
-    from rollflow.policy.serving.watch import WatchedPolicy, Watcher
+    from rollflow.policy.serving.http_server import HttpServer as HttpServer
+    from rollflow.policy.serving.policy_server import PolicyServer as PolicyServer
+    from rollflow.policy.serving.shelf import BatchOptions as BatchOptions, Shelf as Shelf
+    from rollflow.policy.serving.watch import WatchedPolicy as WatchedPolicy, Watcher as Watcher
 
-__all__ = ["BatchOptions", "HttpServer", "PolicyServer", "Shelf", "WatchedPolicy", "Watcher"]
-
-_HOMES = {
-    "BatchOptions": "shelf",
-    "HttpServer": "http_server",
-    "PolicyServer": "policy_server",
-    "Shelf": "shelf",
-    "WatchedPolicy": "watch",
-    "Watcher": "watch",
-}
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

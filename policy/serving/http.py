@@ -16,8 +16,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rollflow.policy.serving import openpi
 from rollflow.policy.serving.api_page import api_of, description_of
-from rollflow.policy.serving.exposition import CONTENT_TYPE as METRICS_TYPE
-from rollflow.policy.serving.exposition import exposition
+from rollflow.policy.serving.exposition import CONTENT_TYPE as METRICS_TYPE, exposition
 from rollflow.policy.serving.items import item_from, plain
 from rollflow.policy.serving.packed_arrays import CONTENT_TYPE, pack, unpack
 from rollflow.policy.serving.request import (

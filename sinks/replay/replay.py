@@ -15,8 +15,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
-from rollflow.sinks.replay.replay_table import Batch as Batch
-from rollflow.sinks.replay.replay_table import ReplayTable, held_back, report_of
+from rollflow.sinks.replay.replay_table import Batch as Batch, ReplayTable, held_back, report_of
 from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.sampled_steps import check_size, detached
 from rollflow.sinks.replay.samplers import Sampler, Uniform

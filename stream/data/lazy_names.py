@@ -1,28 +1,27 @@
 """Names of a package that are imported when they are first asked for."""
 
+import ast
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, str], within: str | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a package.
+def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__all__`, the `__getattr__` and the `__dir__` of a package, by its `__name__`.
 
-    package    its `__name__`
-    homes      name -> the file that has it, as a module's path
-    within     package that these paths begin at; None: the same one
+    Its names are those that its `__init__.py` imports if TYPE_CHECKING. Names that it had before are found by
+    `rollflow.aliases`.
     """
-    there = vars(sys.modules[package])
+    module = sys.modules[package]
+    there, homes = vars(module), _homes(module)
 
     def find(name: str) -> Any:
-        if name not in homes:
+        home = homes.get(name) or _home_of_alias(package, name)
+        if home is None:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        home = f"{within or package}.{homes[name]}"
         with _no_collection():
             try:
                 value = getattr(importlib.import_module(home), name)
@@ -34,7 +33,22 @@ def lazy_names(
     def listed() -> list[str]:
         return sorted({*there, *homes})
 
-    return find, listed
+    return sorted(homes), find, listed
+
+
+def _homes(package: Any) -> dict[str, str]:
+    """Name -> module, of what a package imports if TYPE_CHECKING."""
+    blocks = [
+        node for node in ast.parse(package.__loader__.get_source(package.__name__)).body if isinstance(node, ast.If)
+    ]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def _home_of_alias(package: str, name: str) -> str | None:
+    from rollflow.aliases import ALIASES
+
+    return next((home for home, names in ALIASES.get(package, {}).items() if name in names), None)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # they are not installed
 
-from benchmarks import __main__ as command
 from benchmarks import (
+    __main__ as command,
     beside_peers,
     cartpole,
     cluster,

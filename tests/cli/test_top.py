@@ -20,8 +20,7 @@ import anyio
 import pytest
 from command_errors import assert_one_line
 from ending_envs import Doomed
-from feeding_rollouts import graph_over
-from feeding_rollouts import running as fed_graph
+from feeding_rollouts import graph_over, running as fed_graph
 from numbered_module import NumberedEnv, NumberedModule
 from remote_rollouts import await_that
 from rich.console import Console

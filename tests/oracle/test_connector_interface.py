@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from both import ask, assert_same, assert_same_answer
 from episodes import numbers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from pieces import Setup, ids, in_items, pieces_named, setups
 from property_examples import examples
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2 as RayPipeline

@@ -13,8 +13,7 @@ import torch
 from both import ask, assert_same, assert_same_answer
 from episodes import KINDS, Kind, Pair, any_setting, arguments, numbers
 from gymnasium import spaces
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from pieces import LEARNER, STATES, Module, Setup, Values, chosen, forms, ids, setups, values
 from property_examples import examples
 from ray.rllib.connectors.common import frame_stacking as ray_frame_stacking

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from both import Answer, ask, assert_same, assert_same_answer
 from drawn_turns import AGENTS, Told, turns
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from plays import has_heir, has_repeat, observed_plays, plays
 from property_examples import examples
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode

@@ -15,8 +15,7 @@ from both import assert_same
 from drawn_plays import ACTIONS, OBSERVATIONS, played
 from drawn_turns import Told
 from gymnasium import spaces
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from pieces import Module, Values, singles_of, values
 from plays import observed_plays
 from property_examples import examples
@@ -24,8 +23,6 @@ from ray.rllib.connectors.common.frame_stacking import FrameStacking as RayFrame
 from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
 from ray.rllib.connectors.env_to_module.observation_preprocessor import (
     MultiAgentObservationPreprocessor as RayMultiAgentPreprocessor,
-)
-from ray.rllib.connectors.env_to_module.observation_preprocessor import (
     SingleAgentObservationPreprocessor as RaySingleAgentPreprocessor,
 )
 from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI

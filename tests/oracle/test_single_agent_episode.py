@@ -11,8 +11,7 @@ import pytest
 from both import ask, assert_same, assert_same_answer
 from episodes import OUTPUTS, Pair, Setting, any_setting, arguments, numbers, quads
 from gymnasium.spaces import Dict, Discrete, Tuple
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.stream import EpisodeError

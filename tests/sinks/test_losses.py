@@ -10,11 +10,9 @@ import anyio
 import anyio.from_thread
 import anyio.lowlevel
 import pytest
-from drawn_agents import Drawn
-from drawn_agents import made as made_agents
+from drawn_agents import Drawn, made as made_agents
 from feeding_rollouts import SHORT, trainer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from property_examples import examples
 

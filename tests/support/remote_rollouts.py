@@ -19,8 +19,7 @@ from remote_hosts import RawHost, hosting, listening
 from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream import Fragment
-from rollflow.stream.wire import ConnectionBroken, Limits, Reset, Turn, Welcome
-from rollflow.stream.wire import Fragment as Answer
+from rollflow.stream.wire import ConnectionBroken, Fragment as Answer, Limits, Reset, Turn, Welcome
 
 HASTY = Limits(heartbeat_s=0.3, grace_s=0.5, handshake_s=2.0)
 

@@ -9,133 +9,67 @@ from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from rollflow.nodes.connectors.alpha.action_connectors import (
-        ClipActionsConnector,
-        ConvertToNumpyConnector,
-        ImmutableActionsConnector,
-        NormalizeActionsConnector,
+        ClipActionsConnector as ClipActionsConnector,
+        ConvertToNumpyConnector as ConvertToNumpyConnector,
+        ImmutableActionsConnector as ImmutableActionsConnector,
+        NormalizeActionsConnector as NormalizeActionsConnector,
     )
     from rollflow.nodes.connectors.alpha.agent_connectors import (
-        ClipRewardAgentConnector,
-        EnvSamplingAgentConnector,
-        FlattenDataAgentConnector,
-        ObsPreprocessorConnector,
-        StateBufferConnector,
+        ClipRewardAgentConnector as ClipRewardAgentConnector,
+        EnvSamplingAgentConnector as EnvSamplingAgentConnector,
+        FlattenDataAgentConnector as FlattenDataAgentConnector,
+        ObsPreprocessorConnector as ObsPreprocessorConnector,
+        StateBufferConnector as StateBufferConnector,
     )
-    from rollflow.nodes.connectors.alpha.connector import ActionConnector, AgentConnector, Connector, ConnectorContext
-    from rollflow.nodes.connectors.alpha.defaults import default_action_connectors, default_agent_connectors
-    from rollflow.nodes.connectors.alpha.inference import ConnectorPolicy, connected_inference, local_policy_inference
+    from rollflow.nodes.connectors.alpha.connector import (
+        ActionConnector as ActionConnector,
+        AgentConnector as AgentConnector,
+        Connector as Connector,
+        ConnectorContext as ConnectorContext,
+    )
+    from rollflow.nodes.connectors.alpha.defaults import (
+        default_action_connectors as default_action_connectors,
+        default_agent_connectors as default_agent_connectors,
+    )
+    from rollflow.nodes.connectors.alpha.inference import (
+        ConnectorPolicy as ConnectorPolicy,
+        connected_inference as connected_inference,
+        local_policy_inference as local_policy_inference,
+    )
     from rollflow.nodes.connectors.alpha.lambdas import (
-        register_lambda_action_connector,
-        register_lambda_agent_connector,
+        register_lambda_action_connector as register_lambda_action_connector,
+        register_lambda_agent_connector as register_lambda_agent_connector,
     )
     from rollflow.nodes.connectors.alpha.mean_std import (
-        ConcurrentMeanStdObservationFilterAgentConnector,
-        MeanStdObservationFilterAgentConnector,
+        ConcurrentMeanStdObservationFilterAgentConnector as ConcurrentMeanStdObservationFilterAgentConnector,
+        MeanStdObservationFilterAgentConnector as MeanStdObservationFilterAgentConnector,
     )
-    from rollflow.nodes.connectors.alpha.pieces import as_connector_v2
+    from rollflow.nodes.connectors.alpha.pieces import as_connector_v2 as as_connector_v2
     from rollflow.nodes.connectors.alpha.pipeline import (
-        ActionConnectorPipeline,
-        AgentConnectorPipeline,
-        ConnectorPipeline,
+        ActionConnectorPipeline as ActionConnectorPipeline,
+        AgentConnectorPipeline as AgentConnectorPipeline,
+        ConnectorPipeline as ConnectorPipeline,
     )
     from rollflow.nodes.connectors.alpha.records import (
-        ActionConnectorDataType,
-        AgentConnectorDataType,
-        AgentConnectorsOutput,
-        PolicyOutputType,
-        SampleBatch,
+        ActionConnectorDataType as ActionConnectorDataType,
+        AgentConnectorDataType as AgentConnectorDataType,
+        AgentConnectorsOutput as AgentConnectorsOutput,
+        PolicyOutputType as PolicyOutputType,
+        SampleBatch as SampleBatch,
     )
-    from rollflow.nodes.connectors.alpha.registry import get_connector, register_connector
+    from rollflow.nodes.connectors.alpha.registry import (
+        get_connector as get_connector,
+        register_connector as register_connector,
+    )
     from rollflow.nodes.connectors.alpha.signatures import (
-        FieldChange,
-        SignatureReport,
-        compare_signatures,
-        compare_spaces,
+        FieldChange as FieldChange,
+        SignatureReport as SignatureReport,
+        compare_signatures as compare_signatures,
+        compare_spaces as compare_spaces,
     )
-    from rollflow.nodes.connectors.alpha.views import ViewRequirement, ViewRequirementAgentConnector
+    from rollflow.nodes.connectors.alpha.views import (
+        ViewRequirement as ViewRequirement,
+        ViewRequirementAgentConnector as ViewRequirementAgentConnector,
+    )
 
-__all__ = [
-    "ActionConnector",
-    "ActionConnectorDataType",
-    "ActionConnectorPipeline",
-    "AgentConnector",
-    "AgentConnectorDataType",
-    "AgentConnectorPipeline",
-    "AgentConnectorsOutput",
-    "ClipActionsConnector",
-    "ClipRewardAgentConnector",
-    "ConcurrentMeanStdObservationFilterAgentConnector",
-    "Connector",
-    "ConnectorContext",
-    "ConnectorPipeline",
-    "ConnectorPolicy",
-    "ConvertToNumpyConnector",
-    "EnvSamplingAgentConnector",
-    "FieldChange",
-    "FlattenDataAgentConnector",
-    "ImmutableActionsConnector",
-    "MeanStdObservationFilterAgentConnector",
-    "NormalizeActionsConnector",
-    "ObsPreprocessorConnector",
-    "PolicyOutputType",
-    "SampleBatch",
-    "SignatureReport",
-    "StateBufferConnector",
-    "ViewRequirement",
-    "ViewRequirementAgentConnector",
-    "as_connector_v2",
-    "compare_signatures",
-    "compare_spaces",
-    "connected_inference",
-    "default_action_connectors",
-    "default_agent_connectors",
-    "get_connector",
-    "local_policy_inference",
-    "register_connector",
-    "register_lambda_action_connector",
-    "register_lambda_agent_connector",
-]
-
-_HOMES = {
-    "ActionConnector": "connector",
-    "ActionConnectorDataType": "records",
-    "ActionConnectorPipeline": "pipeline",
-    "AgentConnector": "connector",
-    "AgentConnectorDataType": "records",
-    "AgentConnectorPipeline": "pipeline",
-    "AgentConnectorsOutput": "records",
-    "ClipActionsConnector": "action_connectors",
-    "ClipRewardAgentConnector": "agent_connectors",
-    "ConcurrentMeanStdObservationFilterAgentConnector": "mean_std",
-    "Connector": "connector",
-    "ConnectorContext": "connector",
-    "ConnectorPipeline": "pipeline",
-    "ConnectorPolicy": "inference",
-    "ConvertToNumpyConnector": "action_connectors",
-    "EnvSamplingAgentConnector": "agent_connectors",
-    "FieldChange": "signatures",
-    "FlattenDataAgentConnector": "agent_connectors",
-    "ImmutableActionsConnector": "action_connectors",
-    "MeanStdObservationFilterAgentConnector": "mean_std",
-    "NormalizeActionsConnector": "action_connectors",
-    "ObsPreprocessorConnector": "agent_connectors",
-    "PolicyOutputType": "records",
-    "SampleBatch": "records",
-    "SignatureReport": "signatures",
-    "StateBufferConnector": "agent_connectors",
-    "ViewRequirement": "views",
-    "ViewRequirementAgentConnector": "views",
-    "as_connector_v2": "pieces",
-    "compare_signatures": "signatures",
-    "compare_spaces": "signatures",
-    "connected_inference": "inference",
-    "default_action_connectors": "defaults",
-    "default_agent_connectors": "defaults",
-    "get_connector": "registry",
-    "local_policy_inference": "inference",
-    "register_connector": "registry",
-    "register_lambda_action_connector": "lambdas",
-    "register_lambda_agent_connector": "lambdas",
-}
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -15,8 +15,7 @@ from rollflow.nodes.connectors.list_form import (
     single_agent_episodes,
 )
 from rollflow.stream.data.errors import ConnectorError
-from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID as DEFAULT_MODULE_ID
-from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID as DEFAULT_MODULE_ID, MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes

@@ -9,8 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, logits_of
 from property_examples import examples
 

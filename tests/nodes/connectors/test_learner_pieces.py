@@ -9,8 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given, note
-from hypothesis import strategies as st
+from hypothesis import given, note, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
 

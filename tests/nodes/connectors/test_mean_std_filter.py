@@ -9,8 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.nodes import ConnectorPipelineV2, LambdaConnector, MeanStdFilter, Rollout
 from rollflow.stream import ConnectorError, SingleAgentEpisode

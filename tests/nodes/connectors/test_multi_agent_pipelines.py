@@ -8,8 +8,7 @@ import torch
 from drawn_plays import ACTIONS, OBSERVATIONS, modules, played
 from drawn_turns import Told
 from gymnasium import spaces
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
 from rollflow import nodes

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numbered_module import NumberedEnv
 from piece_forms import MODES, OneByOne, equal
 

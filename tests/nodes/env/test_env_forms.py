@@ -12,8 +12,7 @@ import torch
 from env_forms import NUM_ACTIONS, EnvForm, Episode, SeededEnv, TenfoldSyncVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import Phase, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, example, given, settings, strategies as st
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from remote_hosts import hosting, listening

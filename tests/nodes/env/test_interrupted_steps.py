@@ -11,8 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lost_agents import not_emitted
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule

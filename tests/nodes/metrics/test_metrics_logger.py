@@ -9,8 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.nodes import ConnectorV2, MetricsLogger, Rollout
 from rollflow.stream import MetricsError

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_agents import Drawn, assert_alike
-from drawn_agents import fragments_of as agent_fragments
+from drawn_agents import Drawn, assert_alike, fragments_of as agent_fragments
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 

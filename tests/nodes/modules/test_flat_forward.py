@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 
 from rollflow.nodes import DefaultModule, RLModule, Rollout

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_agents import Drawn, assert_alike, drawn_settings, fragments_of, made
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message, message_of_agents

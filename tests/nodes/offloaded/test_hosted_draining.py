@@ -29,8 +29,7 @@ from remote_rollouts import (
 
 from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
 from rollflow.stream import Fragment
-from rollflow.stream.wire import Fragment as Answer
-from rollflow.stream.wire import Turn
+from rollflow.stream.wire import Fragment as Answer, Turn
 
 ENDLESS = 1_000_000  # steps of a fragment that is never done
 

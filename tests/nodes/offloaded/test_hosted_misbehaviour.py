@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ending_envs import rewards_by_slot
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import listening
 from remote_rollouts import (
@@ -28,8 +27,7 @@ from rollflow.nodes.offloaded.fragment_message import fragment_of
 from rollflow.nodes.offloaded.rollout_report import account_of, progress_of
 from rollflow.stream import Fragment
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import Failed, Goodbye, Metrics, Reset, Rows, Turn
-from rollflow.stream.wire import Fragment as Answer
+from rollflow.stream.wire import Failed, Fragment as Answer, Goodbye, Metrics, Reset, Rows, Turn
 
 Change = Callable[[Answer], Answer]
 

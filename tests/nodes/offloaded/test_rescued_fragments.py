@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ending_envs import Doomed, lives_of, rewards_by_slot
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_policies import ACTIONS, FITTING, logged_rollout
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.nodes import MeanStdFilter, RandomModule

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from drawn_policies import ACTIONS, BOX, FITTING, OBSERVATIONS, logged_rollout
 from gymnasium import spaces
 
 import rollflow.nodes
+from rollflow.aliases import ALIASES
 from rollflow.nodes import (
     AdaptActions,
     AdaptObservations,
@@ -240,7 +242,7 @@ def _named_function() -> LambdaConnector:
 
 PIECES = [
     name
-    for name in rollflow.nodes.__all__
+    for name in (*rollflow.nodes.__all__, *chain(*ALIASES["rollflow.nodes"].values()))
     if isinstance(getattr(rollflow.nodes, name), type) and issubclass(getattr(rollflow.nodes, name), ConnectorV2)
 ]
 

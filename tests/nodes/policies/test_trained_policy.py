@@ -11,8 +11,7 @@ import gymnasium as gym
 import httpx
 import numpy as np
 import pytest
-from node_example import client_folder as client_folder
-from node_example import folder as folder
+from node_example import client_folder as client_folder, folder as folder
 from serving_process import serving
 
 from rollflow.policy import PolicyClient

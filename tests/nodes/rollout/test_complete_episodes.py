@@ -12,8 +12,7 @@ import torch
 from drawn_rollouts import Setting, drawn_settings, makers_of, rollout_of
 from ending_envs import Doomed
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv, numbered_envs
 from numbered_module import NumberedModule

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_agents import Drawn, assert_alike, makers_of
-from drawn_agents import fragments_of as agent_fragments
-from drawn_agents import made as agents_rollout
+from drawn_agents import Drawn, assert_alike, fragments_of as agent_fragments, made as agents_rollout, makers_of
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 from serial_module import SerialModule

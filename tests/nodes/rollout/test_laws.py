@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, logits_of, numbered_envs
 from property_examples import examples
 

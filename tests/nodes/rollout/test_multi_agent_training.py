@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from drawn_plays import ACTED, ACTIONS, MODULES, OBSERVATIONS, OBSERVED, all_played, alone, modules, played
 from drawn_turns import Told, turns
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
 from rollflow import nodes

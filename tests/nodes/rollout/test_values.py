@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import hosting, listening
 from typed_env import (

@@ -9,8 +9,7 @@ import pytest
 import torch
 from agent_logs import steps_of
 from drawn_agents import Drawn, drawn_settings, made, mapping_of, run
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from property_examples import examples
 from serial_module import at_of
 

@@ -7,8 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_agents import NUM_ACTIONS, NumberedAgents
 from property_examples import examples
 

@@ -7,8 +7,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts, LaneCredits
 from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds

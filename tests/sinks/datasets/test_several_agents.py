@@ -15,8 +15,7 @@ import pytest
 import torch
 from drawn_agents import Drawn, drawn_settings, made, mapping_of, run
 from ending_agent_envs import DoomedAgents
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from lost_agents import agent_chunks, check_continuity, check_multi_agent_chunks, numbers
 from numbered_agents import NumberedAgents
 from pettingzoo.classic.tictactoe import tictactoe

@@ -12,8 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from drawn_agents import Drawn, made, run
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from property_examples import examples
 from replayed import Played, rows_of
 

@@ -8,8 +8,7 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
 from replayed import Played

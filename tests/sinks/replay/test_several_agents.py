@@ -13,8 +13,7 @@ import torch
 from drawn_agents import Drawn, drawn_settings
 from feeding_rollouts import SHORT, feeding, weights_of_agents
 from held_envs import await_that
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lost_agents import numbers
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from feeding_rollouts import HASTY, Feed, feeding, sequences_of, trainer
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from killable_trainer import FeedChild, Record, TrainerChild, check_whole, record_of, records_of
 from memory_lending import shared_address
 from property_examples import examples

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from doctor_clock import Looking, ToldClock
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.stream.doctor.rules import CallTimes, StallRules
 from rollflow.stream.doctor.stacks import Frame

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError, LookbackBuffer

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_turns import AGENTS, Told, turns
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.stream import EpisodeIndexError, MultiAgentEpisode

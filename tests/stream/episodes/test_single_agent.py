@@ -6,8 +6,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError, LookbackBuffer, SingleAgentEpisode
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 from rollflow.stream.fragments.lane import Lane

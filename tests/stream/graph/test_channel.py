@@ -3,8 +3,7 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.stream import Inlet, Outlet
 from rollflow.stream.graph.channel import CHECKPOINT_EVERY, CHECKPOINT_NS, Channel, SourceStop

@@ -7,8 +7,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.stream import Graph, GraphError, Inlet, InlineRun, Outlet, RunError

@@ -1,8 +1,7 @@
 """The clock of another process is known here to within half of the shortest round trip."""
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.stream.traces.clock_alignment import ClockAlignment, RoundTrip
 

@@ -1,8 +1,7 @@
 """Clients and servers of policies: numbers, windows, and requests that come again after a cut."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from wire_ends import ActingEnds, taken_from
 from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, hello
 

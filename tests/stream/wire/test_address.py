@@ -4,8 +4,7 @@ import ipaddress
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import TcpAddress, UnixAddress, check_secret, parse_address

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_agents import Drawn, drawn_settings, envs_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from property_examples import examples
 from wire_messages import agent_rows, agents_hello, first_agent_rows
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from wire_fuzzing import ENDS, Fuzzed, Mutator
 
 from rollflow.stream.wire.codec.message import KINDS

@@ -5,8 +5,7 @@ import hmac
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from wire_ends import Ends, greeted, running, taken_from
 from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, hello
 

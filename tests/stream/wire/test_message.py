@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from wire_messages import EXAMPLES, hello, rows
 from wire_values import ARRAYS, VALUES, same
 

@@ -1,8 +1,7 @@
 """A host of role "rollout": what it is told beside its turns, before them and after a connection was lost."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from property_examples import examples
 from wire_ends import Ends, greeted, running, taken_from

@@ -1,8 +1,7 @@
 """A source and its trainer: every fragment once and in order, however often connections break."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from property_examples import examples
 from wire_ends import StreamEnds, taken_from

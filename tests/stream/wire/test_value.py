@@ -7,8 +7,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from wire_values import ARRAYS, VALUES, same
 
 from rollflow.stream.data.errors import ColumnError, WireError

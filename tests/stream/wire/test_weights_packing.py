@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from wire_ends import StreamEnds, hello, running
 from wire_messages import EXAMPLES
 from wire_values import same

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_agents import NUM_ACTIONS, AgentsTold, NumberedAgents, numbered_agents
 from numpy.typing import NDArray
 from property_examples import examples

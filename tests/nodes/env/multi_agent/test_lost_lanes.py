@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_agents import Drawn, drawn_settings, made, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lost_agents import check_continuity, check_multi_agent_chunks, emitted_steps, not_emitted
 from numbered_agents import NumberedAgents
 from property_examples import examples

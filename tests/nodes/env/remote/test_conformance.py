@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
 from fragment_equality import assert_alike
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import BrokenWire, dialled_host, hosting, listening
 

@@ -10,8 +10,7 @@ import gymnasium as gym
 import psutil
 import pytest
 from ending_envs import Doomed, check_chunks, lives_of, rewards_by_slot
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lane_clock import StoppedClock
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples

@@ -8,8 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from fragment_equality import assert_alike
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 from stalled_rollouts import stalling

@@ -7,8 +7,7 @@ import gymnasium as gym
 import pytest
 import torch
 from fragment_equality import assert_alike
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.nodes import RLModule, Rollout

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from ending_envs import Doomed, Tells, check_chunks, lives_of, rewards_by_slot
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from leftovers import held_here, shared_mappings
 from numbered_module import NumberedModule
 from property_examples import examples

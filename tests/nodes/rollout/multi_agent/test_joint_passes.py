@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from leftovers import join_loop_workers
 from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents

@@ -9,8 +9,7 @@ import pytest
 import torch
 from agent_logs import AgentStep, Hanging, steps_of
 from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, made, mapping_of, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule, at_of, logits_of

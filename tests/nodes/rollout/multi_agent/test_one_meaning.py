@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from agent_logs import episodes_by_hand
 from drawn_agents import Drawn, drawn_settings, envs_of, made, run
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import at_of

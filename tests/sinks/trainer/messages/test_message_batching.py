@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from feeding_rollouts import HASTY, trainer
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from memory_lending import Pair, file_of, numbers, shared_address
 from property_examples import examples
 from remote_hosts import BrokenWire

@@ -13,8 +13,7 @@ import pytest
 import torch
 from drawn_agents import Drawn, made
 from feeding_rollouts import HASTY, SHORT, feeding, graph_over, running, trainer
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import BrokenWire
 from torch.utils.data import DataLoader

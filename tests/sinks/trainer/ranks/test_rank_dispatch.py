@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rollflow.sinks.trainer.ranks.rank_dispatch import RankDispatch
 from rollflow.stream.data.errors import RunError

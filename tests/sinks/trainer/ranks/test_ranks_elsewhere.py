@@ -16,8 +16,7 @@ from feeding_rollouts import Feed, feeding, trainer
 from killable_trainer import Record, check_whole, record_of
 from numbered_module import NumberedModule
 from remote_rollouts import await_that
-from wide_module import WIDE_BYTES
-from wide_module import NumberedModule as WideModule
+from wide_module import WIDE_BYTES, NumberedModule as WideModule
 
 from rollflow.nodes import ConnectorV2
 from rollflow.sinks import TrainerDataset, TrainerStream

@@ -3,8 +3,7 @@
 from collections import deque
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from feeding_rollouts import SHORT, feeding, sequences_of
-from hypothesis import Phase, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, example, given, settings, strategies as st
 from memory_lending import shared_address
 from property_examples import examples
 from remote_rollouts import await_that

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from feeding_rollouts import feeding, graph_of, sequences_of, trainer
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from remote_rollouts import await_that
 from wire_values import same
 

@@ -12,8 +12,7 @@ from drawn_agents import Drawn, made
 from ending_envs import NotMadeAgain
 from feeding_rollouts import SHORT, fed, graph_of, graph_over, running, trainer, weights
 from held_envs import Held, await_held, let_go
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 from remote_rollouts import await_that

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from feeding_rollouts import feeding, graph_over, running, sequences_of, trainer, weights
 from held_envs import Held, await_held, let_go
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 from remote_rollouts import await_that

@@ -7,8 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, makers_of
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from lost_agents import emitted_steps, in_time
 from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from agent_logs import steps_of
 from ending_agent_envs import DoomedAgents, logs_of
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 from lane_clock import LaneClock
 from leftovers import nothing_left
 from lost_agents import check_laws, not_emitted

@@ -13,8 +13,7 @@ import pytest
 from agent_logs import steps_of
 from ending_agent_envs import DoomedAgents, logs_of
 from held_envs import await_file
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lane_clock import StoppedClock
 from lost_agents import check_laws, in_time, not_emitted
 from numbered_agents import NumberedAgents

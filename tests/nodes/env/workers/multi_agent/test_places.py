@@ -9,8 +9,7 @@ import numpy as np
 import psutil
 import pytest
 from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, makers_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
 from property_examples import examples

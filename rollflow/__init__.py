@@ -1,0 +1,45 @@
+"""rollflow: an async streaming dataflow engine for reinforcement-learning rollouts.
+
+These are the names that programs use. `rollflow.nodes`, `rollflow.stream`, `rollflow.sinks` and `rollflow.policy` have
+more, for those who extend them. Names are imported when they are first asked for.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if (_checkout := Path(__file__).parent.parent / "pyproject.toml").exists():
+    __path__.append(str(_checkout.parent))  # imported from a checkout, whose packages stand beside this folder
+
+from rollflow.stream.data.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from rollflow.nodes.connectors.common.frame_stacking import FrameStacking as FrameStacking
+    from rollflow.nodes.connectors.connector_v2 import ConnectorV2 as ConnectorV2
+    from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter as MeanStdFilter
+    from rollflow.nodes.connectors.learner.advantages import (
+        GeneralAdvantageEstimation as GeneralAdvantageEstimation,
+        VTrace as VTrace,
+    )
+    from rollflow.nodes.connectors.learner.minibatches import minibatches as minibatches
+    from rollflow.nodes.connectors.module_to_env.exploration import EpsilonGreedy as EpsilonGreedy
+    from rollflow.nodes.env.remote.remote_envs import RemoteEnvs as RemoteEnvs, RemoteRollouts as RemoteRollouts
+    from rollflow.nodes.modules.default_model_config import DefaultModelConfig as DefaultModelConfig
+    from rollflow.nodes.modules.rl_module import RLModule as RLModule
+    from rollflow.nodes.policies.policy import Policy as Policy
+    from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout as MultiAgentRollout
+    from rollflow.nodes.rollout.rollout import Rollout as Rollout
+    from rollflow.policy.client import PolicyClient as PolicyClient
+    from rollflow.sinks.datasets.dataset_sink import DatasetSink as DatasetSink
+    from rollflow.sinks.datasets.dataset_source import DatasetSource as DatasetSource
+    from rollflow.sinks.replay.replay import Replay as Replay
+    from rollflow.sinks.trainer.feed import feed as feed
+    from rollflow.sinks.trainer.stream import TrainerStream as TrainerStream
+    from rollflow.stream.data.columns import Columns as Columns
+    from rollflow.stream.data.errors import RollflowError as RollflowError
+    from rollflow.stream.episodes.multi_agent import MultiAgentEpisode as MultiAgentEpisode
+    from rollflow.stream.episodes.single_agent import SingleAgentEpisode as SingleAgentEpisode
+    from rollflow.stream.fragments.fragment import Fragment as Fragment
+    from rollflow.stream.graph.graph import Graph as Graph
+
+__version__ = "0.1.0"
+__all__, __getattr__, __dir__ = lazy_names(__name__)
