@@ -14,7 +14,6 @@ from rollflow.nodes.launch.host_keeper import HostKeeper
 from rollflow.nodes.launch.launcher import NAME, SECRET_VARIABLE, Launcher
 from rollflow.nodes.launch.process_launcher import ProcessLauncher
 from rollflow.stream.data.errors import EnvError, shown
-from rollflow.stream.data.zstd import check_available
 from rollflow.stream.wire import TcpAddress, parse_address
 
 _Strategy = Literal["spread", "pack"]
@@ -58,13 +57,12 @@ class OnRay:
         address         'tcp://host:port' that the rollout listens on and the hosts dial; None: the address that Ray
                         has for this node, and any free port
         join_timeout    seconds in which all must come, and, when all have left, another; None: for ever
-        compression     "zstd": weights take less room on the way, as for `RemoteRollouts.listen`
 
     The rest is as for `OnProcesses`. Ray is used as the program has initialized it, or initializes itself. It carries
     commands and addresses: fragments and weights go through a connection to the rollout, none through Ray's store.
 
     Raises EnvError where Ray is not installed, WireError for an address that is none, and ValueError for numbers that
-    are none, or too small, for another strategy or compression, and for an address that can't be dialled.
+    are none, or too small, for another strategy, and for an address that can't be dialled.
     """
 
     num_hosts: int = 1
@@ -75,12 +73,10 @@ class OnRay:
     strategy: _Strategy = "spread"
     address: str | None = None
     join_timeout: float | None = 120.0
-    compression: Literal["zstd"] | None = None
 
     def __post_init__(self) -> None:
         checked_count("num_hosts", self.num_hosts, 1)
         check_numbers(join_timeout=(self.join_timeout, 0))
-        check_available(self.compression)
         if self.strategy not in get_args(_Strategy):
             raise ValueError(f"strategy is {self.strategy!r}, expected 'spread' or 'pack'")
         if not isinstance(self.resources, Mapping | None):
@@ -103,7 +99,7 @@ class OnRay:
         launcher = RayLauncher(self.strategy, dict(self.runtime_env or {}))
         address = self.address or f"tcp://{launcher.node_address()}:0"
         amounts = {name: amount for name, amount in self._amounts().items() if amount}
-        return _started(self, command, launcher, address, amounts, self.compression)
+        return _started(self, command, launcher, address, amounts)
 
     def _amounts(self) -> dict[str, float]:
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **(self.resources or {})}
@@ -118,13 +114,11 @@ def _started(
     launcher: Launcher,
     address: str,
     resources: Mapping[str, float],
-    compression: Literal["zstd"] | None = None,
 ) -> RemoteRollouts:
     """Rollouts on the hosts that a launcher starts, with a secret of their own; closing them ends the hosts."""
     refuse_in_worker()
     secret = secrets.token_hex(32)
-    options: dict[str, Any] = {"join_timeout": place.join_timeout, "compression": compression}
-    hosts = RemoteRollouts.listen(address, secret=secret, hosts=place.num_hosts, **options)
+    hosts = RemoteRollouts.listen(address, secret=secret, hosts=place.num_hosts, join_timeout=place.join_timeout)
     with closing_on_error(hosts.close):
         dials = ["--connect", str(hosts.addresses[0]), "--secret-env", SECRET_VARIABLE, "--name", NAME]
         handles = launcher.start(place.num_hosts, [*command, *dials], secret, resources)

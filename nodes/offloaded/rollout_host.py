@@ -5,7 +5,6 @@ import logging
 import ssl
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -25,12 +24,10 @@ from rollflow.nodes.stages.acting import acting_for, compile_options
 from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.stream.data.errors import EnvError, RollflowError, WireError
-from rollflow.stream.data.zstd import available
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.wire import (
     Answer,
     Cut,
-    Hello,
     HostConnection,
     Limits,
     Message,
@@ -185,9 +182,6 @@ class RolloutHost(Host):
                     lane.publish(news.version, weights, news.module)
             case Cut():
                 self._lanes[self._ids.index(news.lane)].cut(news.number)
-
-    def _hello(self) -> Hello:
-        return replace(super()._hello(), unpacks=bool(available()))
 
     def _replica(self, env: Any, settings: RolloutSettings) -> tuple[Replica, dict[str, Any]]:
         """The replica that acts in a lane, and options of acting. Raises ModuleError or ConnectorError for a misfit."""

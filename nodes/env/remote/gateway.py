@@ -41,7 +41,6 @@ from rollflow.stream.wire import (
     States,
     TraceSpans,
     Weights,
-    WeightsPacker,
 )
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _GOODBYE_S = 1.0
 _MUCH = 1 << 16  # bytes that wait for a host
 HostNews = Weights | States | Settings | Cut  # that hosts don't answer
-_COMES_BACK = ("lost", "silent", "undelivered", "packed")  # codes of errors after which a host is waited for
+_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +76,6 @@ class Gateway:
         self._registry = Registry(role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
         self._envs, self._inspections, self._traces = envs, Inspections(), PeerTraces()
-        self._packer = None if envs.compression is None else WeightsPacker()
         self._epoll = select.epoll()
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
@@ -142,8 +140,6 @@ class Gateway:
 
         Arrays must stay as they are until sent. A host that takes no frame as large has to leave. From any thread.
         """
-        if self._packer is not None and isinstance(news, Weights):
-            self._packer.prepare(news)  # without the lock
         with self._lock:
             if host.connection is not through or host.lost_at is not None or not through.is_open:
                 return False
@@ -284,7 +280,6 @@ class Gateway:
             secret=self._envs.secret,
             limits=self._envs.limits,
             now=now,
-            packer=self._packer,
         )
         address = None if dialled is None else dialled.address
         transport = transport_for(sock, connection, self._envs.tls, dialled=address)
@@ -343,8 +338,6 @@ class Gateway:
         peer.host = RemoteHost(name, session, peer.connection, joined_at=now, dialled=peer.dialled)
         self._loop.dialler.welcomed(peer.dialled)
         self._registry.join(peer.host)
-        if self._packer is not None and not hello.unpacks:
-            logger.warning("host %s can't decompress: it gets weights as they are", name)
 
     def _take_back(self, peer: HostPeer, host: RemoteHost, now: float) -> None:
         peer.connection.welcome(host.session, credits=1)

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_RETRY_S = 5.0
 _ENDING = {False: "stopped", True: "drained"}  # why it ends, by whether it was told to drain
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
-_COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session", "packed"  # after which it redials
+_COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session"  # after which it redials
 
 HostPeer = Peer[HostConnection]
 

@@ -8,11 +8,10 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, WireError
-from rollflow.stream.data.zstd import check_available
 from rollflow.stream.net.sockets import check_descriptors
 from rollflow.stream.net.transport import check_server_tls
 from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
@@ -52,12 +51,10 @@ class RemoteHosts:
     join_timeout: float | None
     max_hosts: int
     limits: Limits
-    compression: Literal["zstd"] | None = None
     is_taken: bool = False
     supply: HostSupply | None = None
 
     def __post_init__(self) -> None:
-        check_available(self.compression)
         if not 1 <= self.hosts <= self.max_hosts:
             raise ValueError(
                 f"hosts is {self.hosts} and max_hosts is {self.max_hosts}, expected 1 <= hosts <= max_hosts"
@@ -73,7 +70,6 @@ class RemoteHosts:
         join_timeout: float | None = 120.0,
         max_hosts: int = 4096,
         limits: Limits | None = None,
-        compression: Literal["zstd"] | None = None,
     ) -> Self:
         """Listen right away, for hosts that dial in whenever they want to.
 
@@ -85,8 +81,6 @@ class RemoteHosts:
             join_timeout    seconds that it waits for them, and, when all have left, for others; None: for ever
             max_hosts       more are refused
             limits          of frames, times and bytes under way
-            compression     "zstd": of `RemoteRollouts`, weights go to hosts as a difference from those before, and
-                            compressed, for slow networks; needs `rollflow[compression]` at both ends
 
         Raises WireError for an address that is none, or not without a secret; EnvError where it can't be listened on.
         """
@@ -108,7 +102,6 @@ class RemoteHosts:
                 join_timeout=join_timeout,
                 max_hosts=max_hosts,
                 limits=limits or Limits(),
-                compression=compression,
             )
 
     @classmethod
@@ -121,7 +114,6 @@ class RemoteHosts:
         hosts: int | None = None,
         join_timeout: float | None = 120.0,
         limits: Limits | None = None,
-        compression: Literal["zstd"] | None = None,
     ) -> Self:
         """Dial hosts that listen, and again whenever a connection is lost.
 
@@ -147,7 +139,6 @@ class RemoteHosts:
             join_timeout=join_timeout,
             max_hosts=max(len(parsed), 1),
             limits=limits or Limits(),
-            compression=compression,
         )
 
     @property
@@ -173,11 +164,6 @@ class RemoteEnvs(RemoteHosts):
 
     A `Rollout` takes hosts of environments with one agent, a `MultiAgentRollout` those of environments with several.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.compression is not None:
-            raise ValueError("compression is for the weights of RemoteRollouts: no weights go to hosts of environments")
 
 
 class RemoteRollouts(RemoteHosts):
