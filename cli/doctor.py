@@ -1,11 +1,7 @@
 """`rollflow doctor`: where the threads of a process stand, as seen from another terminal."""
 
 import argparse
-import json
 import os
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,12 +11,9 @@ from rollflow.stream.data.errors import RunError
 from rollflow.stream.doctor.stack_dumps import dumps_of, is_stopped
 from rollflow.stream.doctor.stacks import Frame, stack_in_dump, stack_lines
 
-_ANSWER_S, _PY_SPY_S = 2.0, 30.0
+_ANSWER_S = 2.0
 _MAIN = "main thread"
-_REMEDY = (
-    "install py-spy here (pip install py-spy; in a container it needs the right SYS_PTRACE), or have the process run "
-    "rollflow with a stall_after, by which it answers itself, on Linux"
-)
+_REMEDY = "a process answers on Linux, while it runs rollflow with a stall_after; py-spy dump --pid shows any other"
 
 
 class ThreadStack(NamedTuple):
@@ -35,9 +28,8 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help="say where the threads of a running process stand",
-        description="Say where the threads of a running process and of its workers stand, your own code first. Its "
-        "stacks are read by py-spy where that is installed, else by a signal that a rollflow run answers whatever it "
-        "hangs in, and that breaks nothing off.",
+        description="Say where the threads of a running process and of its workers stand, your own code first. It "
+        "is asked by a signal that a rollflow run answers whatever it hangs in, and that breaks nothing off.",
     )
     parser.add_argument("pid", type=int, metavar="PID", help="the process that runs rollflow, or one of its workers")
     parser.set_defaults(run=run)
@@ -60,12 +52,10 @@ def stack_report(pid: int) -> list[str]:
             f"process {pid} is stopped, as by SIGSTOP or a debugger",
             f"do: kill -CONT {pid}, or find out who stopped it",
         ]
-    threads, problem = _by_py_spy(pid)
-    threads = threads or _by_signal(pid)
+    threads = _by_signal(pid)
     _check_process(pid)  # it may have ended meanwhile
     if not threads:
-        why = f" ({problem})" if problem else ""
-        raise RunError(f"nothing can be seen of process {pid}{why}: {_REMEDY}").see("stall")
+        raise RunError(f"nothing can be seen of process {pid}: {_REMEDY}").see("stall")
     report = [f"process {pid}, {_command_of(pid)}", *_lines_of_all(threads)]
     for child in _children_of(pid):
         with suppress(OSError):  # it has ended meanwhile
@@ -88,27 +78,6 @@ def _check_process(pid: int) -> None:
 
 def _lines_of_all(threads: Sequence[ThreadStack]) -> list[str]:
     return [line for thread in threads for line in _lines_of(thread)]
-
-
-def _by_py_spy(pid: int) -> tuple[list[ThreadStack], str]:
-    """The threads, the main one first; or none, and why py-spy has seen none, "" where it is not installed."""
-    program = shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
-    if program is None:
-        return [], ""
-    try:
-        asked = subprocess.run(
-            [program, "dump", "--json", "--pid", str(pid)], capture_output=True, text=True, timeout=_PY_SPY_S
-        )
-    except subprocess.TimeoutExpired:
-        return [], f"py-spy took more than {_PY_SPY_S:g} s"
-    if asked.returncode:
-        return [], f"py-spy says: {' '.join(asked.stderr.split())}"
-    threads = []
-    for thread in json.loads(asked.stdout):
-        name = _MAIN if thread["thread_name"] == "MainThread" else f"thread {thread['thread_name']}"
-        stack = [Frame(frame["filename"], frame["line"], frame["name"]) for frame in thread["frames"]]
-        threads.append(ThreadStack(name, stack))
-    return sorted(threads, key=lambda thread: thread.name != _MAIN), ""
 
 
 def _by_signal(pid: int) -> list[ThreadStack]:

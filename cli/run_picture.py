@@ -1,11 +1,13 @@
 """Pictures of runs for a terminal: a panel for each, by the package rich."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -18,9 +20,15 @@ _BAR = 8  # characters
 _MOST_PARTIES = 8
 
 
-def show(runs: Sequence[Snapshot], folder: str) -> None:
-    """Print a picture of runs."""
-    Console().print(picture(runs, folder))
+def show(look: Callable[[], Sequence[Snapshot]], folder: str, every: float | None) -> None:
+    """Show runs in the terminal, looked at every so many seconds, until Ctrl-C; None: print them once."""
+    if every is None:
+        Console().print(picture(look(), folder))
+        return
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(picture(look(), folder), refresh=True)
+            time.sleep(every)
 
 
 def picture(runs: Sequence[Snapshot], folder: str) -> RenderableType:

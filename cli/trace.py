@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from rollflow.cli.top import looked_at
+from rollflow.cli.top import load_snapshots
 from rollflow.stream.snapshots.run_folder import trace_at
 from rollflow.stream.traces.trace import check_trace, open_trace
 
@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
     if not args.seconds > 0:
         raise ValueError(f"SECONDS is {args.seconds:g}, expected a number above 0")
     check_trace(args.to)
-    runs = looked_at(args.address)
+    runs = load_snapshots(args.address)
     if len(runs) > 1:
         paths = ", ".join(f"unix:{each['path']}" for each in runs)
         raise ValueError(f"process {args.address} has {len(runs)} runs, expected one of {paths}")

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from rollflow.cli.top import RunLooks, add_run, looked_at
+from rollflow.cli.top import SnapshotPoller, add_run, load_snapshots
 from rollflow.stream.pictures.runs_page import PAGE, runs_html
 from rollflow.stream.snapshots.history import RunHistory
 from rollflow.stream.snapshots.run_folder import run_folder
@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ValueError(f"rollflow view takes the package {missing[0]}: pip install 'rollflow[view]'")
-    looked_at(args.address)  # so that a mistake is said at once
+    load_snapshots(args.address)  # so that a mistake is said at once
     uvicorn = importlib.import_module("uvicorn")
     with _listening(args.port) as listening:
         token = secrets.token_urlsafe(16)
@@ -89,7 +89,7 @@ class Looking:
     """
 
     def __init__(self, address: str | None) -> None:
-        self._looks = RunLooks(address)
+        self._looks = SnapshotPoller(address)
         self._lock = threading.Lock()
         self._html, self._looked = "", 0.0
         self._histories: dict[str, RunHistory] = {}

@@ -35,7 +35,6 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.sockets import quoted
-from rollflow.stream.traces.fragment_trace import FragmentTrace
 from rollflow.stream.wire import Cut, Failed, Fragment, States, Turn, Weights
 
 logger = logging.getLogger(__name__)
@@ -72,11 +71,6 @@ class HostRollouts(Carried, OffloadedRollouts):
             turns.is_set_aside = True
             return turns
         return self.carrier.hand_over(turns)
-
-    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
-        """Have the steps of every lane be traced, and spans of the hosts; None: no more."""
-        super().take_trace(name, trace)
-        self.carrier.gateway.take_trace(trace)
 
     def broadcast(self, published: Published) -> None:
         """Have every host use these weights from its next forward pass on."""

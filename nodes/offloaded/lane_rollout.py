@@ -7,14 +7,10 @@ from typing import Any, NamedTuple
 from rollflow.nodes.env.stepping import nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.offloaded.replica import FirstPass, LanePlan, LaneSite, Replica
-from rollflow.nodes.stages.ring import STAGES, ring_of
+from rollflow.nodes.stages.ring import ring_of
 from rollflow.stream.data.errors import RollflowError
-from rollflow.stream.doctor.waits import READER, way_from
 from rollflow.stream.graph.chain import CallMark
 from rollflow.stream.graph.inline_run import InlineRun
-from rollflow.stream.graph.looks import look_of_inline_run
-from rollflow.stream.graph.meter import NodeTrace
-from rollflow.stream.traces.trace import Record
 
 # Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
 # the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
@@ -98,20 +94,6 @@ class LaneRollout:
         for (_, pipeline), state in zip(self._replica.named_pipelines, states, strict=True):
             pipeline.set_state(state)
 
-    def doing(self) -> str | None:
-        """What it is at, in words; None: it waits for a turn. From any thread."""
-        way = way_from(READER, look_of_inline_run(self._run).waits)
-        if way is None or way.blocker.kind != "call":
-            return None
-        blocker = way.blocker
-        return blocker.doing if blocker.party == STAGES[0] else f"is in node '{blocker.party}'"
-
-    def take_trace(self, recorder_of: Callable[[str], Record] | None) -> None:
-        """Have the calls of stages be recorded, by what is given for a stage's name; None: no more."""
-        for meter in self._run.meters:
-            if recorder_of is not None or meter.trace is not None:
-                meter.take_trace(None if recorder_of is None else NodeTrace(recorder_of(meter.name), _skip, _skip))
-
     def busy_ns(self) -> list[int]:
         """For how long each of its `STAGES` has been busy, calls under way left out."""
         return [meter.busy_ns for meter in self._run.meters]
@@ -139,10 +121,6 @@ class LaneRollout:
         if self._replica.loaded is not None:
             report["loaded"] = list(self._replica.loaded)
         return report
-
-
-def _skip(begin: int, end: int) -> None:
-    """Record nothing: what waits between two turns says nothing of the lane."""
 
 
 def is_of_environment(error: Exception) -> bool:

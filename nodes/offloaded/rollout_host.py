@@ -139,7 +139,7 @@ class RolloutHost(Host):
             lane.cut(sys.maxsize)  # the turn that it is at, whichever that is
 
     def _work_on(self, lane: RolloutLane, request: Any) -> Callable[[], Answer | None]:
-        return partial(lane.answer, request, lane.session, self._work.spans.recorder_of(request.lane))
+        return partial(lane.answer, request, lane.session)
 
     def _take_news(self, news: Message) -> None:
         try:

@@ -24,12 +24,10 @@ from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
-from rollflow.stream.traces.trace import Record
 from rollflow.stream.wire import Failed, Fragment, LaneGrant, Turn
 
 logger = logging.getLogger(__name__)
 
-RecorderOf = Callable[[str], Record] | None
 Act = Callable[[Any, RolloutSettings], tuple[Replica, Mapping[str, Any]]]
 
 
@@ -169,24 +167,20 @@ class RolloutLane:
 
     # Called where the environments are
 
-    def answer(self, turn: Turn, session: LaneSession, recorder_of: RecorderOf = None) -> Fragment | Failed | None:
-        """Make a fragment; None where the session is over. Raises what the module or a connector raises.
-
-        recorder_of    gives what records spans by their names; None: there is no trace
-        """
+    def answer(self, turn: Turn, session: LaneSession) -> Fragment | Failed | None:
+        """Make a fragment; None where the session is over. Raises what the module or a connector raises."""
         with self._changed:
             self._changed.wait_for(lambda: self.session is not session or session.is_equipped)
         try:
             self._check(session)
-            return self._fragment(turn, session, recorder_of)
+            return self._fragment(turn, session)
         except _Outdated:
             return None
 
-    def _fragment(self, turn: Turn, session: LaneSession, recorder_of: RecorderOf) -> Fragment | Failed:
+    def _fragment(self, turn: Turn, session: LaneSession) -> Fragment | Failed:
         session.turn = turn.number
         try:
             rollout = session.rollout or self._started(session, turn.step)
-            rollout.take_trace(recorder_of)
         except Exception as error:
             if not (self._has_failed or is_of_environment(error)):  # it was not made, or not reset
                 raise
@@ -267,15 +261,6 @@ class RolloutLane:
     def _check(self, session: LaneSession) -> None:
         if self.session is not session:
             raise _Outdated
-
-    def doing(self) -> str | None:
-        """What it is at of a fragment, in words; None: no more is known. From any thread."""
-        session = self.session
-        if session.is_beginning:
-            return "is in reset()"
-        if not session.is_equipped:
-            return "waits for the rollout's settings and weights"
-        return None if session.rollout is None else session.rollout.doing()
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello."""

@@ -59,8 +59,7 @@ def feed(
         sends      "fragments", or "batches": train batches, each of as many fragments as there are lanes at the
                    beginning, are made here. None: "batches" of a `MultiAgentRollout`, "fragments" of a `Rollout`
         on_end     called with the run's report when it has ended, unless it raised an error
-        trace      file for a trace, as for `Rollout`: of the stages here, on hosts, and of the trainer's updates. It is
-                   compressed if its name ends in .gz
+        trace      file for a trace, as for `Rollout`: of the stages here; compressed if its name ends in .gz
 
     All other parameters are those of `TrainerSink`; `stall_after`, `on_stall` and `log` are the rollout's. Returns the
     trainer's reason to leave, None if it has not left. Raises ValueError if fragments are sent of a rollout with

@@ -29,7 +29,6 @@ from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import check_shared
-from rollflow.stream.traces.fragment_trace import FragmentTrace
 
 logger = logging.getLogger(__name__)
 
@@ -175,12 +174,6 @@ class TrainerSink:
         self._is_draining = True
         self._notify()
 
-    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
-        """Have the trainer's updates be traced; None: no more."""
-        self._uplink.take_trace(None if trace is None else self._rollout_end.trace)
-        if trace is None:
-            self._rollout_end.trace.end()
-
     def take_failure(self, error: BaseException) -> None:
         """Note an error that ends the run, as the reason to leave for the trainer."""
         if error is not self._uplink.error:
@@ -269,7 +262,6 @@ class TrainerSink:
             look_up=lambda: sink._notify(),
             trainer=self._trainer_name,
             ring=lambda: sink._uplink.bell.ring(),
-            ask=lambda: sink._uplink.inspect(),
         )
 
     def _hello(self) -> wire.Hello:
@@ -382,9 +374,7 @@ class TrainerSink:
                 self._send_receipt(lane, version)
         if self._lender is not None:
             self._lender.look_at(message)
-        origins = end.origins_of(item)
-        end.trace.note(number, origins)
-        self._buffer.add(message, nbytes_of(message), steps, origins)
+        self._buffer.add(message, nbytes_of(message), steps, end.origins_of(item))
         self._session.given = number
         self._uplink.wake()
         end.gate.look_again()  # since the trainer may be what lanes wait for now

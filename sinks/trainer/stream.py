@@ -150,7 +150,7 @@ class TrainerStream:
             shares=isinstance(self.address, SharedAddress),
             own=own_shapes(module),
         )
-        self.log = StreamLog(self, LogOptions(log, log_every, log_x, None, trace), self._listener.reader)
+        self.log = StreamLog(self, LogOptions(log, log_every, log_x, None, trace), self._listener.trace)
         count = fragments_per_batch if yields == "batches" else 1
         self._intake = Intake(
             self._listener,
@@ -356,7 +356,7 @@ class TrainerStream:
 
     def _begin_next(self) -> WaitReminder:
         self._open()
-        self._listener.reader.asks()
+        self._listener.trace.asks()
         self._move_on()
         return WaitReminder(self._join_timeout)
 
@@ -382,7 +382,7 @@ class TrainerStream:
             if not arrived:
                 return None if arrived is None else _NOT_YET
             # If no item can be made of them, they stay in the intake, and the next try raises again.
-            with self._listener.reader.making():
+            with self._listener.trace.making():
                 self._items = self._item_maker.items_of(arrived)
                 made = next(self._items, None)
             self._left_out += self._intake.forget(arrived)
@@ -399,5 +399,5 @@ class TrainerStream:
 
     def _note_handed(self, items: list[BatchItem], of: Sequence[ArrivedItem] = ()) -> None:
         self.handed = items
-        self._listener.reader.gets(of)
+        self._listener.trace.gets(of)
         self.log.take(items)

@@ -1,7 +1,7 @@
 """Diagnosis: what a run waits for, as fields and as text."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rollflow.stream.data.errors import HELP_PAGES
 from rollflow.stream.doctor.rules import median
@@ -106,9 +106,6 @@ def diagnosed(
             return Diagnosis(state, look.noun, 0.0, (), reader.age_s, reader_s=look.reader, notes=notes)
         return Diagnosis("flows", look.noun, reader_s=look.reader, notes=notes)
     blocker = way.blocker
-    if blocker.ask is not None:
-        blocker = blocker.ask()
-        way = replace(way, waits=(*way.waits[:-1], blocker))
     state = "stalled" if is_stalled else "reader works" if blocker.party == READER else "waits"
     return Diagnosis(state, look.noun, waited_s, way.waits, stood_s, way.is_closed, blocker.stack(), look.reader, notes)
 

@@ -18,24 +18,15 @@ _DUMPED = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<
 
 
 class Frame(NamedTuple):
-    """One call on a stack.
-
-    line      0: not known
-    source    text of the line, as another machine has said it; None: it is in a file of this one
-    owner     whether it is the user's code, as another machine has said; None: it is told by its file
-    """
+    """One call on a stack; line 0: not known."""
 
     file: str
     line: int
     name: str
-    source: str | None = None
-    owner: bool | None = None
 
     @property
     def is_own(self) -> bool:
         """True for the user's code: neither rollflow's, nor the standard library's, nor an installed package's."""
-        if self.owner is not None:
-            return self.owner
         if self.file.startswith("<") or "site-packages" in self.file or "dist-packages" in self.file:
             return False
         path = str(Path(self.file).resolve()) if self.file.startswith(_LIBRARIES) else self.file
@@ -44,8 +35,6 @@ class Frame(NamedTuple):
     @property
     def text(self) -> str:
         """Text of the line; "": not known."""
-        if self.source is not None:
-            return self.source
         return linecache.getline(self.file, self.line).strip() if self.line else ""
 
     def __str__(self) -> str:

@@ -43,7 +43,6 @@ class Wait:
     limit     kind of a call that may take longer: a reset, one that may compile, a sink's
     remedy    what to change; "": the usual words for this kind
     stack     gives the stack of the thread that does it
-    ask       asks a party elsewhere, and waits a second at most: its wait as it says itself; None: nobody is asked
     is_part   whether it stands for a task whose node is named by itself, and is left out of texts
     """
 
@@ -58,7 +57,6 @@ class Wait:
     limit: Limit | None = None
     remedy: str = ""
     stack: Callable[[], tuple[Frame, ...]] = field(default=no_stack, compare=False)
-    ask: Callable[[], "Wait"] | None = field(default=None, compare=False)
     is_part: bool = False
 
     @property

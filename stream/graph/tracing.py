@@ -122,8 +122,6 @@ class Tracing:
         for name, spec in run.graph.nodes.items():
             if hasattr(spec.node, "take_trace"):
                 spec.node.take_trace(name, None)
-        for rollout in self._rollouts.values():
-            rollout.end()
 
     def _of(self, prefix: str) -> FragmentTrace:
         assert self._trace is not None

@@ -29,10 +29,6 @@ Snapshot = Callable[[], dict[str, Any]]
 Serve = Callable[[socket.socket], None]
 
 
-_started: "weakref.WeakSet[RunSocket]" = weakref.WeakSet()  # runs of this process that are under way
-_starting = threading.Lock()  # of these
-
-
 class RunSocket:
     """Socket in the run folder. Who connects gets one snapshot as JSON, and the connection ends.
 
@@ -54,9 +50,7 @@ class RunSocket:
 
     def start(self) -> None:
         """Open the socket, and start the thread."""
-        with _starting:
-            self.began = self.began or time.time()
-            _started.add(self)
+        self.began = self.began or time.time()
         folder = run_folder()
         if folder is None or self._end is not None:
             return
@@ -73,25 +67,11 @@ class RunSocket:
 
     def stop(self) -> None:
         """Remove the socket, and end the thread; again does nothing. From any thread."""
-        with _starting:
-            _started.discard(self)
         if self._end is None or self._thread is None:
             return
         self._end()
         if self._thread is not threading.current_thread():
             self._thread.join(2 * _SEND_S)
-
-    def look(self) -> dict[str, Any]:
-        """What an asker gets: the snapshot, and what the process is."""
-        found: dict[str, Any] = json.loads(_answer(self._snapshot(), self.began))
-        return found
-
-
-def snapshots_here() -> list[dict[str, Any]]:
-    """Snapshots of all runs of this process that are under way, oldest first; also of those that have no socket."""
-    with _starting:
-        runs = sorted(_started, key=lambda run: run.began)
-    return [run.look() for run in runs]
 
 
 def _opened(folder: Path) -> tuple[socket.socket, Path]:

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
 from time import perf_counter_ns
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,18 +30,10 @@ _BEGIN = b'[\n{"ph": "M"'  # of a file: names come first
 _FIELDS = 3
 _AT_ONCE = 1 << 17  # spans that are made text in one go, which takes some 50 MB
 _EVERY_S, _END_S = 1.0, 5.0
-_OTHERS = 1 << 22  # processes elsewhere have numbers from here on: above those of any process of a system
 _BLANKS = 1000  # from its row for a number of three digits to that with blanks for zeros in front
 _THREE_DIGITS = np.frombuffer(
     b"".join(b".%03d" % row if row < _BLANKS else b".%3d" % (row - _BLANKS) for row in range(2000)) + b".   ", np.uint32
 )
-
-
-class _Track(NamedTuple):
-    """Numbers of a track's process and of the track."""
-
-    pid: int
-    tid: int
 
 
 class Trace:
@@ -77,23 +69,17 @@ class Trace:
         self._names: list[dict[str, Any]] = []  # of tracks, which are never dropped
         self._taking = Lock()  # held where something is taken out of these
         self._dropped = self._dropped_before = 0
-        self._tracks: dict[tuple[str, str], _Track] = {}  # by the names of their process and their own
-        self._processes: dict[str, int] = {}  # elsewhere
-        self._clocks: dict[str, dict[str, Any]] = {}  # of these
+        self._tracks: dict[str, int] = {}  # name -> number
         self._heads: list[bytes] = []  # of every kind of span: its event up to the time
         self._making = Lock()  # tracks and kinds of spans are made in any thread
         self._stop = Event()
-        self._about("process_name", _Track(self._pid, 0), name=title)
+        self._about("process_name", 0, name=title)
         self._thread = Thread(target=self._work, name="rollflow trace", daemon=True)
         self._thread.start()
 
-    def recorder(self, track: str, name: str, kind: str = "busy", process: str = "") -> Record:
-        """A function that records spans of this name and kind. On one track they lie apart, or within each other.
-
-        process    elsewhere, that the track is of; empty: it is of this one
-        """
-        place = self._track(track, process)._asdict()
-        head = json.dumps({"ph": "X", **place, "name": name, "cat": kind})
+    def recorder(self, track: str, name: str, kind: str = "busy") -> Record:
+        """A function that records spans of this name and kind. On one track they lie apart, or within each other."""
+        head = json.dumps({"ph": "X", "pid": self._pid, "tid": self._track(track), "name": name, "cat": kind})
         with self._making:
             number_of_kind = len(self._heads)
             self._heads.append(f"{head[:-1]}, ".encode())
@@ -109,28 +95,12 @@ class Trace:
     def span(self, track: str, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
         """Record a span that has more to say; one for a fragment or a batch, not for a step."""
         times = {"ts": self._us(begin), "dur": (end - begin) / 1e3}
-        self._event(ph="X", **self._track(track)._asdict(), name=name, cat="busy", **times, args=args)
+        self._event(ph="X", pid=self._pid, tid=self._track(track), name=name, cat="busy", **times, args=args)
 
-    def flow(self, phase: Literal["s", "t", "f"], track: str, number: int, at: int, process: str = "") -> None:
-        """Record where a fragment's arrow starts ("s"), comes by ("t") or ends ("f").
-
-        It is within a span of this track at this time.
-        """
-        place = self._track(track, process)._asdict() | ({"bp": "e"} if phase == "f" else {})
+    def flow(self, phase: Literal["s", "f"], track: str, number: int, at: int) -> None:
+        """Record where a fragment's arrow starts ("s") or ends ("f"), within a span of this track at this time."""
+        place = {"pid": self._pid, "tid": self._track(track)} | ({"bp": "e"} if phase == "f" else {})
         self._event(ph=phase, name="fragment", cat="fragment", id=number, ts=self._us(at), **place)
-
-    def align(self, process: str, offset_ns: int, uncertainty_ns: int, dropped: int) -> None:
-        """Take note of how times of a process elsewhere were made times of this one, and of spans that it dropped."""
-        before = self._clocks.get(process)
-        is_first, before = before is None, before or {"uncertainty_us": 0.0, "dropped": 0}
-        self._clocks[process] = {
-            "offset_us": offset_ns / 1e3,
-            "uncertainty_us": max(before["uncertainty_us"], uncertainty_ns / 1e3),  # the largest of its spans
-            "dropped": before["dropped"] + dropped,
-        }
-        if is_first:
-            with self._making:
-                self._label(process)
 
     def close(self) -> None:
         """Write what is left, and the end; again does nothing. From any thread."""
@@ -142,29 +112,18 @@ class Trace:
     def _us(self, at: int) -> float:
         return max(0, at - self.began) / 1e3
 
-    def _track(self, name: str, process: str = "") -> _Track:
+    def _track(self, name: str) -> int:
+        """Number of a track."""
         with self._making:
-            known = self._tracks.get((process, name))
-            track = self._tracks.setdefault((process, name), _Track(self._process(process), len(self._tracks) + 1))
-        if known is None:
+            is_new = name not in self._tracks
+            track = self._tracks.setdefault(name, len(self._tracks) + 1)
+        if is_new:
             self._about("thread_name", track, name=name)
-            self._about("thread_sort_index", track, sort_index=track.tid)
+            self._about("thread_sort_index", track, sort_index=track)
         return track
 
-    def _process(self, name: str) -> int:
-        """Number of a process; empty: of this one."""
-        if name and name not in self._processes:
-            self._processes[name] = _OTHERS + 1 + len(self._processes)
-            self._about("process_name", _Track(self._processes[name], 0), name=name)
-        return self._processes[name] if name else self._pid
-
-    def _label(self, process: str) -> None:
-        uncertainty_us = self._clocks[process]["uncertainty_us"]
-        labels = f"its clock is right to {uncertainty_us:.1f} µs here"
-        self._about("process_labels", _Track(self._process(process), 0), labels=labels)
-
-    def _about(self, what: str, track: _Track, **args: Any) -> None:
-        self._names.append({"ph": "M", **track._asdict(), "name": what, "args": args})
+    def _about(self, what: str, track: int, **args: Any) -> None:
+        self._names.append({"ph": "M", "pid": self._pid, "tid": track, "name": what, "args": args})
 
     def _event(self, **fields: Any) -> None:
         if len(self._events) >= self._most:
@@ -198,12 +157,9 @@ class Trace:
                             "the trace ends after %s bytes: `rollflow trace` writes another one", f"{self._size:,}"
                         )
                         break
-                for process in list(self._clocks):
-                    self._label(process)
                 self._write_new()
                 end = {"ph": "i", "s": "g", "pid": self._pid, "tid": 0, "name": "end of the trace"}
-                args = {"dropped": self._dropped} | ({"clocks": self._clocks} if self._clocks else {})
-                end |= {"ts": self._us(perf_counter_ns()), "args": args}
+                end |= {"ts": self._us(perf_counter_ns()), "args": {"dropped": self._dropped}}
                 self._file.write(f"{json.dumps(end)}\n]\n".encode())
         except ConnectionError:
             logger.debug("who asked for the trace is gone")

@@ -25,7 +25,6 @@ from rollflow.stream.wire.codec.acting import MOST_OBSERVATIONS, Act, Acted, Rel
 from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder, ScatterBytes, bytes_of
 from rollflow.stream.wire.codec.handshake import (
-    LOOKER,
     NONCE_BYTES,
     SESSION_BYTES,
     VERSION,
@@ -79,12 +78,9 @@ from rollflow.stream.wire.codec.messages import (
 from rollflow.stream.wire.codec.replaying import Query, QueryName, Result
 from rollflow.stream.wire.codec.rows import AgentForm, RowForm
 from rollflow.stream.wire.codec.sharing import WeightsPacked
-from rollflow.stream.wire.codec.standing import Inspect, Snapshots, StackCall, Standing
-from rollflow.stream.wire.codec.tracing import MOST_ITEMS, MOST_SPANS, TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
 from rollflow.stream.wire.ends import Acceptor
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
-from rollflow.stream.wire.looker import LookerConnection
 from rollflow.stream.wire.session import GatewaySession, HostSession
 from rollflow.stream.wire.source import SourceConnection, SourceSession, TrainerConnection, TrainerSession
 from rollflow.stream.wire.weights_packing import WeightsPacker

@@ -14,8 +14,6 @@ from rollflow.stream.wire.codec.frame import Buffer, Frame, FrameDecoder
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message, decode, encode
 from rollflow.stream.wire.codec.messages import Goodbye, Ping, Pong, Refused
-from rollflow.stream.wire.codec.standing import Inspect, Standing
-from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 
 _HANDSHAKE_INBOX = 4 << 10  # bytes of the receive buffer until the handshake is over
 _MOST_PINGS = 2  # without an answer before the peer is given up
@@ -59,8 +57,6 @@ class Connection:
     error     why the connection is broken; None: it is not
     queued    returns how many sent bytes are still in the system's buffer; set by the owner of the socket
     is_new    whether nothing has come from the other end, not even bytes that the owner of the socket keeps
-    can_inspect    whether the other end has said that it answers an Inspect
-    can_trace      likewise, a TraceRequest
 
     Received bytes become events: the other end's messages, without those that are answered here, and at last
     `ConnectionBroken`. The owner of the socket must send the buffers of `outgoing`, also after the last event, since
@@ -75,10 +71,6 @@ class Connection:
         self.phase = ConnectionPhase.HANDSHAKE
         self.error: WireError | None = None
         self.is_new = True
-        self.can_inspect = self.can_trace = False
-        self._inspections = 0  # that were not answered
-        self._traces = 0  # requests for spans
-        self._trace_is_open = False  # whether the last one was not answered
         self._decoder = FrameDecoder(max_frame, _HANDSHAKE_INBOX)
         self._peer_max_frame = limits.max_frame  # until the peer's is known
         self._outbox: list[Buffer] = []
@@ -201,22 +193,6 @@ class Connection:
         self._check_running(news.kind)
         self._send(news)
 
-    def inspect(self, lane: int) -> bool:
-        """Ask the other end what a lane is at; False: it would not answer, and is not asked."""
-        if not self.can_inspect or self.phase is not ConnectionPhase.RUNNING:
-            return False
-        self._send(Inspect(lane))
-        self._inspections += 1
-        return True
-
-    def trace(self, *, goes_on: bool) -> bool:
-        """Ask the other end for its spans; False: it would not answer, or has not answered the last request."""
-        if not self.can_trace or self._trace_is_open or self.phase is not ConnectionPhase.RUNNING:
-            return False
-        self._send(TraceRequest(self._traces + 1, goes_on))
-        self._traces, self._trace_is_open = self._traces + 1, True
-        return True
-
     def goodbye(self, reason: str, *, drained: bool = False) -> None:
         """Send a Goodbye, and nothing after it; events may still come. Does nothing on a closed connection."""
         if self.phase in (ConnectionPhase.HANDSHAKE, ConnectionPhase.RUNNING):
@@ -243,22 +219,6 @@ class Connection:
 
     def _take_running(self, message: Message) -> list[Event]:
         raise WireError(f"{message.kind}: expected nothing", "order")
-
-    def _take_answered(self, answer: Standing | TraceSpans) -> list[Event]:
-        """Take the answer to an Inspect or a TraceRequest. Raises WireError where there was none."""
-        if isinstance(answer, TraceSpans):
-            return self._take_spans(answer)
-        if not self._inspections:
-            raise WireError("standing without an inspect, expected to be asked", "order")
-        self._inspections -= 1
-        return [answer]
-
-    def _take_spans(self, spans: TraceSpans) -> list[Event]:
-        if not (self._traces if spans.number == 0 else self._trace_is_open and spans.number == self._traces):
-            raise WireError(f"spans {spans.number}, expected to be asked", "order")
-        spans.check()
-        self._trace_is_open = self._trace_is_open and spans.number == 0
-        return [spans]
 
     def _events(self, frames: Callable[[], Iterator[Frame]], count: int, now: float) -> list[Event]:
         if self.phase is ConnectionPhase.BROKEN or not count:

@@ -7,7 +7,6 @@ from rollflow.stream.wire.codec.limits import MAX_HANDSHAKE_FRAME, Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import Weights
 from rollflow.stream.wire.codec.sharing import WeightsPacked
-from rollflow.stream.wire.codec.standing import Inspect, Snapshots
 from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, encoded
 from rollflow.stream.wire.weights_packing import MOST_MODULES, WeightsPacker, WeightsUnpacker
 
@@ -63,7 +62,6 @@ class Initiator(Connection):
                     "the host is busy with another gateway, expected one that comes when it is free", "busy"
                 )
             self._begin(message)
-            self.can_inspect, self.can_trace = message.answers_inspect, message.answers_trace
             self._decoder.widen(self.limits.max_frame)
             self.phase = ConnectionPhase.RUNNING
             return [message]
@@ -95,11 +93,9 @@ class Acceptor(Connection):
     secret      shared secret; None: this end has none, and refuses a peer that has one
     packer      of weights, for an end that unpacks them; None: they go as they are
     hello       the other end's Hello; None before its proof has come
-    is_looked_at    whether the other end looks at runs, and does nothing else
     """
 
     roles = "gateway", "host"
-    answers_inspect = answers_trace = False  # which a Welcome says
 
     def __init__(
         self,
@@ -113,24 +109,11 @@ class Acceptor(Connection):
     ) -> None:
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.hello: handshake.Hello | None = None
-        self.is_looked_at = False
         self._software, self._nonce, self._secret = software, nonce, secret
         self._unproved: handshake.Hello | None = None  # a Hello whose sender may not know the secret
         self._transcript = b""
         self._packer = packer
         self._packed: dict[str | None, int] = {}  # module -> version that went packed last
-
-    def welcome_looker(self) -> None:
-        """Welcome an end of role "looker". Raises WireError if it is none, or there is none to answer."""
-        if self.hello is None or self.hello.role != handshake.LOOKER:
-            raise WireError("welcome: no looker waits for it", "order")
-        self._welcome(self.hello.session, resumed=False, credits=0, lanes=(handshake.LaneGrant(0, 1, 0, 0),))
-        self.is_looked_at = True
-
-    def show(self, snapshots: Snapshots) -> None:
-        """Send a looker snapshots. Raises WireError on a connection not running, or where they are too large."""
-        self._check_running(snapshots.kind)
-        self._send(snapshots)
 
     def tell(self, news: Message) -> None:
         """Send a message, weights packed where that is asked for. Raises WireError on a connection not running."""
@@ -166,16 +149,9 @@ class Acceptor(Connection):
         if self.hello.session != token:
             raise WireError(f"welcome: the session is not the one that the {self.roles[1]} named", "session")
         mac = handshake.prove(self._secret, handshake.GATEWAY, self._transcript)
-        self._send(handshake.Welcome(mac, token, resumed, credits, lanes, self.answers_inspect, self.answers_trace))
+        self._send(handshake.Welcome(mac, token, resumed, credits, lanes))
         self.phase = ConnectionPhase.RUNNING
         self._decoder.widen(self.limits.max_frame)
-
-    def _take(self, message: Message, frame: Frame) -> list[Event]:
-        if not self.is_looked_at:
-            return super()._take(message, frame)
-        if not isinstance(message, Inspect):
-            raise WireError(f"{message.kind} from a looker, expected inspect", "order")
-        return [message] if self.phase is ConnectionPhase.RUNNING else []
 
     def _take_handshake(self, message: Message, frame: Frame) -> list[Event]:
         if isinstance(message, handshake.Hello) and self._unproved is None:
@@ -183,18 +159,14 @@ class Acceptor(Connection):
             return []
         if isinstance(message, handshake.Proof) and self._unproved is not None and self.hello is None:
             if not handshake.is_proof(message.mac, self._secret, handshake.HOST, self._transcript):
-                me, other = (
-                    self.roles[0],
-                    handshake.LOOKER if self._unproved.role == handshake.LOOKER else self.roles[1],
-                )
+                me, other = self.roles
                 reason = "proves no secret" if self._secret is not None else f"proves a secret, and this {me} has none"
                 if self._secret is not None and message.mac:
                     reason = "has another secret, or somebody has changed what it said"
                 raise WireError(f"proof.mac: the {other} {reason}", "secret")
             self._check(self._unproved)  # only now: a space may take far more memory than its description
-            self.hello = hello = self._unproved
-            self.can_inspect, self.can_trace = hello.answers_inspect, hello.answers_trace
-            return [hello]
+            self.hello = self._unproved
+            return [self.hello]
         expected = (
             "hello" if self._unproved is None else "proof" if self.hello is None else "nothing before the welcome"
         )

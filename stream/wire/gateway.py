@@ -3,12 +3,10 @@
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import messages
 from rollflow.stream.wire.codec.agent_rows import AgentRows
-from rollflow.stream.wire.codec.handshake import LOOKER, ROLLOUTS, Hello, Welcome
+from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.sharing import WeightsPacked
-from rollflow.stream.wire.codec.standing import Inspect, Standing
-from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import AnswerSchema, GatewaySession, HostSession, TakenRequest, check_answer, form_of
@@ -27,8 +25,6 @@ class HostConnection(Initiator):
         Reset, Step or Turn         each request once: answer with `answer`, different lanes in any order
         Settings, Weights, States   between the requests of a rollout host
         Cut                         a Turn that is not answered yet is to end now
-        Inspect                     the gateway asks what a lane is at: answer with `tell` and a Standing
-        TraceRequest                it asks what lanes were at: answer with `tell` and TraceSpans
         Goodbye, ConnectionBroken   the end
 
     Raises WireError for invalid spaces in `hello`.
@@ -97,11 +93,6 @@ class HostConnection(Initiator):
                 return [self._unpacked(message)]
             case messages.Cut() if self._hello.role in ROLLOUTS:
                 return [message] if self._session.cuts(message) else []
-            case Inspect() if self._hello.answers_inspect:
-                self._session.slots_of(message.lane)
-                return [message]
-            case TraceRequest() if self._hello.answers_trace:
-                return [message]
             case _:
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
 
@@ -123,8 +114,6 @@ class GatewayConnection(Acceptor):
         Hello                               the host has proved itself: answer with `welcome` or `refuse`
         Rows, AgentRows, Failed, Fragment   the answer to each request, once
         Metrics                             unrequested, each for a credit
-        Standing                            the answer to an `inspect`
-        TraceSpans                          the answer to a `trace`
         Goodbye, ConnectionBroken           the end
     """
 
@@ -190,7 +179,7 @@ class GatewayConnection(Acceptor):
         return self._session, self._form
 
     def _check(self, hello: Hello) -> None:
-        self._form = None if hello.role == LOOKER else form_of(hello)
+        self._form = form_of(hello)
 
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
@@ -202,11 +191,6 @@ class GatewayConnection(Acceptor):
                 raise WireError("metrics without a credit, expected to wait for more", "credit")
             self.credits -= 1
             return [message]
-        if isinstance(message, Standing):
-            return self._take_answered(message)
-        if isinstance(message, TraceSpans):
-            self._take_spans(message)
-            return [message.of_lanes(self._session.lanes)]
         raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")
 
     def _take_answer(self, answer: messages.Answer) -> list[Event]:

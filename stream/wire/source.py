@@ -6,13 +6,11 @@ last fragment that it has got; the source goes on after it. So each is taken onc
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import messages
-from rollflow.stream.wire.codec.handshake import LOOKER, Hello, LaneGrant, Welcome
+from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.sharing import WeightsPacked
-from rollflow.stream.wire.codec.standing import Inspect, Standing
-from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
-from rollflow.stream.wire.connection import ConnectionPhase, Event
+from rollflow.stream.wire.connection import Event
 from rollflow.stream.wire.ends import Acceptor, Initiator
 
 
@@ -40,8 +38,8 @@ class SourceConnection(Initiator):
     session    the source's memory, the same for one connection after another
     next       number of the fragment that is to be sent next, once the Welcome has come
 
-    Events: Welcome; then Settings, Weights, BlocksReleased, the answers Standing and TraceSpans, and Done, which is for
-    `SourceSession.take`; at the end Goodbye or ConnectionBroken.
+    Events: Welcome; then Settings, Weights, BlocksReleased, and Done, which is for `SourceSession.take`; at the end
+    Goodbye or ConnectionBroken.
     """
 
     roles = "rollout", "trainer"
@@ -96,8 +94,6 @@ class SourceConnection(Initiator):
                 return [message]
             case WeightsPacked():
                 return [self._unpacked(message)]
-            case Standing() | TraceSpans():
-                return self._take_answered(message)
             case _:
                 raise WireError(f"{message.kind} to a source, expected settings, weights or done", "order")
 
@@ -152,13 +148,10 @@ class TrainerConnection(Acceptor):
         Hello                             the source has proved itself: answer with `welcome` or `refuse`
         Fragment, Lent, Series            the fragments of the stream, each once and in order
         Receipt, LaneJoined, LaneLeft, Finished, Block, Forget
-        Inspect                           the source asks what its reader is at: answer with `tell` and a Standing
-        TraceRequest                      it asks for its reader's spans: answer with `tell` and TraceSpans
         Goodbye, ConnectionBroken         the end
     """
 
     roles = "trainer", "rollout"
-    answers_inspect = answers_trace = True
 
     _session: TrainerSession | None = None
     _is_first = True  # the next fragment is the first of this connection
@@ -172,7 +165,7 @@ class TrainerConnection(Acceptor):
         session.is_welcomed = True
 
     def _check(self, hello: Hello) -> None:
-        if hello.role not in ("source", LOOKER):
+        if hello.role != "source":
             raise WireError(f"hello.role is {hello.role!r}, expected 'source': this is a trainer", "role")
 
     def _take_running(self, message: Message) -> list[Event]:
@@ -193,6 +186,4 @@ class TrainerConnection(Acceptor):
             | messages.Forget,
         ):
             return [message]
-        if isinstance(message, Inspect | TraceRequest):
-            return [message] if self.phase is ConnectionPhase.RUNNING else []  # after its goodbye it says no more
         raise WireError(f"{message.kind} from a source, expected fragment, receipt or finished", "order")

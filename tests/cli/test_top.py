@@ -8,13 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import termios
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import anyio
 import pytest
@@ -27,7 +24,6 @@ from rich.console import Console
 
 from rollflow.cli.main import main
 from rollflow.cli.run_picture import figures_line, picture
-from rollflow.cli.run_viewer import Keys, View
 from rollflow.nodes import Rollout
 from rollflow.stream import Fragment, Graph
 from rollflow.stream.pictures.runs_page import runs_html
@@ -188,7 +184,7 @@ def test_without_a_run_it_says_where_it_looked(folder: Path, capsys: pytest.Capt
     ("arguments", "text"),
     [
         (["1"], r"process 1 has no run in .*runs, expected the process id of one"),
-        (["unix:/no/such.sock"], r"unix:/no/such.sock: .*No such file.*, expected a process id, unix:/path of a"),
+        (["unix:/no/such.sock"], r"unix:/no/such.sock: .*No such file.*, expected a process id, or unix:/path of a"),
         (["--every", "0"], "--every is 0, expected a number of seconds above 0"),
     ],
 )
@@ -207,168 +203,22 @@ def test_the_package_that_is_missing_is_named(
     assert "takes the package rich, expected --json, or pip install 'rollflow[view]'" in capsys.readouterr().err
 
 
-class Terminal:
-    """A terminal of 100 by 40, in which `rollflow top` runs until the block is left."""
-
-    def __init__(self) -> None:
-        self._here, self._there = pty.openpty()
-        self._looks = b""
-        self._more = threading.Condition()
-
-    def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "rollflow.cli.main", "top", "--every", "0.05"]
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-        self.attributes = termios.tcgetattr(self._there)
-        self.process = subprocess.Popen(
-            command, stdin=self._there, stdout=self._there, stderr=subprocess.PIPE, env=environment
-        )
-        self._reading = threading.Thread(target=self._read)
-        self._reading.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-        os.close(self._there)
-        self._reading.join()
-        os.close(self._here)
-
-    def _read(self) -> None:
-        with suppress(OSError):  # the other end is closed
-            while data := os.read(self._here, 1 << 16):
-                with self._more:
-                    self._looks += data
-                    self._more.notify_all()
-
-    def press(self, keys: bytes) -> None:
-        """Press keys; what was shown before is forgotten."""
-        with self._more:
-            self._looks = b""
-        os.write(self._here, keys)
-
-    def shows(self, text: bytes, times: int = 1) -> bool:
-        """Return True once it has shown a text so often."""
-        with self._more:
-            return self._more.wait_for(lambda: self._looks.count(text) >= times, 60)
-
-    def ends(self) -> None:
-        """Check that it ends well, and gives back the screen and the terminal as they were."""
-        assert self.process.stderr is not None
-        assert (self.process.wait(60), self.process.stderr.read()) == (0, b"")
-        assert self.shows(b"\x1b[?1049l")
-        assert termios.tcgetattr(self._there) == self.attributes
-
-
 @pytest.mark.slow
 def test_a_terminal_shows_one_look_in_the_place_of_the_other_until_ctrl_c(running: Rollout) -> None:
-    with Terminal() as terminal:
-        assert terminal.shows(b"module_to_env", 3)
-        assert terminal.shows(b"\x1b[?1049h")  # the screen is another one
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.ends()
-
-
-@pytest.mark.slow
-def test_keys_show_where_the_threads_of_a_run_stand_and_end_the_view(running: Rollout) -> None:
-    with Terminal() as terminal:
-        assert terminal.shows(b"q quit")
-        terminal.press(b"s")
-        assert terminal.shows(f"process {os.getpid()}, ".encode())
-        assert terminal.shows(b"main thread")
-        terminal.press(b"\x1b")
-        assert terminal.shows(b"module_to_env")
-        terminal.press(b"q")
-        terminal.ends()
-
-
-def test_every_key_has_its_name() -> None:
     here, there = pty.openpty()
-    with open(there) as terminal, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdin", terminal)
-        with Keys() as keys:
-            assert keys.wait(0.0) is None
-            os.write(here, b"qk\x1b[A\x1b[6~\r\x1b")
-            assert [keys.wait(60) for _ in range(6)] == ["q", "up", "up", "page down", "enter", "escape"]
+    command = [sys.executable, "-m", "rollflow.cli.main", "top", "--every", "0.05"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    process = subprocess.Popen(command, stdin=there, stdout=there, stderr=subprocess.PIPE, env=environment)
+    shown = b""
+    while shown.count(b"module_to_env") < 3:
+        shown += os.read(here, 1 << 16)
+    assert b"\x1b[?1049h" in shown  # the screen is another one
+    process.send_signal(signal.SIGINT)
+    while b"\x1b[?1049l" not in shown:
+        shown += os.read(here, 1 << 16)
+    assert (process.communicate()[1], process.returncode) == (b"", 0)
+    os.close(there)
     os.close(here)
-
-
-def seen_in(view: View, height: int = 12) -> list[str]:
-    """The lines of a view in a terminal of this height."""
-    console = Console(width=90, height=height, color_system=None)
-    with console.capture() as capture:
-        console.print(view, end="")
-    return [line.rstrip() for line in capture.get().splitlines()]
-
-
-def view_of(*runs: Any, **asks: Any) -> View:
-    view = View("/run", asks)
-    view.runs = [with_rates(run, None) for run in runs]
-    return view
-
-
-def test_what_does_not_fit_a_terminal_is_scrolled_to_its_ends_and_no_further() -> None:
-    view, whole = view_of(RUN), shown(RUN, width=90).splitlines()
-    assert len(whole) == 19
-    lines = seen_in(view)
-    assert lines[:-1] == [line.rstrip() for line in whole[:11]]
-    assert lines[-1].endswith(" 1-11 of 19")
-    view.press("down")
-    assert seen_in(view)[-1].endswith(" 2-12 of 19")
-    for _ in range(4):
-        view.press("page down")
-    assert seen_in(view)[:-1] == [line.rstrip() for line in whole[-11:]]
-    for _ in range(30):
-        view.press("up")
-    assert seen_in(view)[-1].endswith(" 1-11 of 19")
-    assert "of 19" not in seen_in(view, height=20)[-1]
-
-
-def test_one_run_is_chosen_after_the_other_and_stays_while_others_come_and_go() -> None:
-    other = {**RUN, "path": "/run/8-a.sock", "pid": 8}
-    view = view_of(RUN, other)
-
-    def pids() -> list[str]:
-        return re.findall(r"pid (\d)", "\n".join(seen_in(view, height=80)))
-
-    found = [pids()]
-    for key in ("enter", "enter", "enter", "enter", "escape"):
-        view.press(key)
-        found.append(pids())
-    assert found == [["7", "8"], ["7"], ["8"], ["7"], ["8"], ["7", "8"]]
-    view.press("enter")
-    view.press("enter")
-    view.runs = [with_rates(other, None)]
-    assert pids() == ["8"]
-    view.runs = [with_rates(RUN, None)]
-    assert pids() == ["7"]  # the one that was shown has ended
-
-
-def test_a_process_is_asked_by_a_key_alone_and_what_is_wrong_with_that_is_shown() -> None:
-    asked: list[int] = []
-
-    def stacks(run: Any) -> str:
-        asked.append(run["pid"])
-        if len(asked) > 1:
-            raise ValueError("no process has the id 7")
-        return "main thread:\n  train.py:3 in step"
-
-    view = view_of(RUN, s=stacks)
-    assert view.press("x")
-    assert asked == []
-    assert view.press("s")
-    assert seen_in(view)[:2] == ["main thread:", "  train.py:3 in step"]
-    view.press("s")
-    assert seen_in(view)[0] == "no process has the id 7"
-    view.press("escape")
-    assert "no process" not in "\n".join(seen_in(view))
-    assert not view.press("q")
-
-
-def test_without_a_run_keys_do_nothing() -> None:
-    view = view_of(s=lambda run: run["pid"])
-    for key in ("enter", "s", "down", "page down", "escape"):
-        assert view.press(key)
-    assert seen_in(view)[0] == "no run of this user on this machine has a socket in /run"
 
 
 def test_what_went_wrong_last_in_a_stage_stays_in_view(tmp_path: Path) -> None:

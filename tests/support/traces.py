@@ -23,18 +23,13 @@ def repaired(path: Path) -> list[Event]:
     return found
 
 
-def processes(events: list[Event]) -> dict[str, int]:
-    """The number of every process, by its name; that of the program first."""
-    return {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+def processes(events: list[Event]) -> list[str]:
+    """The name of every process."""
+    return [event["args"]["name"] for event in events if event["name"] == "process_name"]
 
 
-def tracks(events: list[Event], process: int | None = None) -> dict[str, list[Span]]:
-    """The spans of every track of a process, in the order in which they begin; the outer one of two first.
-
-    process    its number; None: that of the program
-    """
-    process = next(iter(processes(events).values())) if process is None else process
-    events = [event for event in events if event["pid"] == process]
+def tracks(events: list[Event]) -> dict[str, list[Span]]:
+    """The spans of every track, in the order in which they begin; the outer one of two first."""
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     found: dict[str, list[Span]] = {name: [] for name in names.values()}
     for event in events:
@@ -46,8 +41,7 @@ def tracks(events: list[Event], process: int | None = None) -> dict[str, list[Sp
 
 def assert_nested(events: list[Event]) -> None:
     """On every track two spans lie apart, or one in the other."""
-    found = {name: tracks(events, process) for name, process in processes(events).items()}
-    for name, spans in [(f"{name}: {track}", spans) for name, each in found.items() for track, spans in each.items()]:
+    for name, spans in tracks(events).items():
         around: list[int] = []  # ends of the spans that are open
         for begin, end, event in spans:
             while around and around[-1] <= begin:
@@ -86,28 +80,21 @@ def flows(events: list[Event]) -> dict[tuple[str, str], list[tuple[str, str]]]:
     return {start: ends[number] for number, start in starts.items()}
 
 
-Stop = tuple[str, str, str]  # process, track and span that an arrow begins in, comes by, or ends in
+Stop = tuple[str, str]  # track and span that an arrow begins or ends in
 
 
 def arrows(events: list[Event]) -> list[list[Stop]]:
-    """The ways of all arrows that end somewhere, each in the order of its times; innermost spans."""
-    names = {number: name for name, number in processes(events).items()}
-    spans_at: dict[tuple[int, int], list[tuple[int, int, Event]]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            begin = round(event["ts"] * 1e3)
-            spans_at[event["pid"], event["tid"]].append((begin, begin + round(event["dur"] * 1e3), event))
+    """The innermost spans that each arrow begins in, and ends in, if it ends somewhere."""
     titles = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    stops: dict[int, list[tuple[int, int, Stop]]] = defaultdict(list)
+    spans, stops = tracks(events), defaultdict[int, list[tuple[int, Stop]]](list)
     for event in events:
-        if event["ph"] in "stf":
-            at = round(event["ts"] * 1e3)
-            around = [span for span in spans_at[event["pid"], event["tid"]] if span[0] <= at <= span[1]]
+        if event["ph"] in "sf":
+            at, track = round(event["ts"] * 1e3), titles[event["tid"]]
+            around = [span for span in spans[track] if span[0] <= at <= span[1]]
             assert around, f"an arrow is on no span: {event}"
             inner = max(around, key=lambda span: (span[0], -span[1]))
-            stop = names[event["pid"]], titles[event["tid"]], inner[2]["name"]
-            stops[event["id"]].append((at, "stf".index(event["ph"]), stop))
-    return [[stop for _, _, stop in sorted(each)] for each in stops.values() if any(kind == 2 for _, kind, _ in each)]
+            stops[event["id"]].append(("sf".index(event["ph"]), (track, inner[2]["name"])))
+    return [[stop for _, stop in sorted(each)] for each in stops.values() if len(each) > 1]
 
 
 def assert_valid(events: list[Event]) -> None:
@@ -117,12 +104,12 @@ def assert_valid(events: list[Event]) -> None:
     assert len({tid for _, tid in named}) == len(named)
     begun: dict[int, int] = {}
     for event in events:
-        assert event["ph"] in ("X", "M", "i", "s", "t", "f"), event
+        assert event["ph"] in ("X", "M", "i", "s", "f"), event
         assert isinstance(event["name"], str), event
         assert isinstance(event["pid"], int), event
         assert event["pid"] in titled, event
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_labels", "thread_name", "thread_sort_index"), event
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index"), event
             assert event["args"], event
             continue
         assert event["ts"] >= 0, event
@@ -133,7 +120,7 @@ def assert_valid(events: list[Event]) -> None:
             assert event["id"] not in begun, event
             begun[event["id"]] = event["ts"]
     for event in events:
-        if event["ph"] in "tf":
+        if event["ph"] == "f":
             assert begun[event["id"]] <= event["ts"], event
             assert event["id"] < 1 << 53, event
     assert_nested(events)

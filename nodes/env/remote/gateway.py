@@ -19,27 +19,20 @@ from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import require
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.inspections import Inspections
-from rollflow.stream.net.lookers import Lookers
-from rollflow.stream.net.peer_traces import PeerTraces, SpanTaker
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.wire import (
-    LOOKER,
     NONCE_BYTES,
     Cut,
     GatewayConnection,
     Goodbye,
     Hello,
-    Inspect,
     Message,
     Metrics,
     Request,
     Settings,
-    Standing,
     States,
-    TraceSpans,
     Weights,
 )
 
@@ -75,11 +68,10 @@ class Gateway:
         envs.take()
         self._registry = Registry(role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
-        self._envs, self._inspections, self._traces = envs, Inspections(), PeerTraces()
+        self._envs = envs
         self._epoll = select.epoll()
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
-        self._lookers = Lookers(self._loop)
         self._loop.listen(envs.sockets, itself)
         self._loop.dial([] if envs.is_listening else envs.addresses, itself)
         self._lock = self._loop.lock
@@ -111,7 +103,6 @@ class Gateway:
                 self._ticked = now
                 self._loop.tick(now)
                 self._registry.tick(now, self._envs.limits.grace_s)
-                self._ask_for_spans()
 
     def wait(self, timeout: float | None) -> None:
         """Wait until there is something to do for `service`; it may be called without."""
@@ -162,36 +153,6 @@ class Gateway:
             host.connection.give(1)
             self._write(host.connection)
 
-    def inspect(self, lane: int) -> Standing | None:
-        """Ask a lane's host what the lane is at; None: it can't be asked. From any thread, for a second at most.
-
-        Raises TimeoutError where it does not answer.
-        """
-
-        def send() -> bool:
-            with self._lock:
-                connection, is_sent = self.host_of(lane).connection, False
-                with suppress(WireError):  # it is lost
-                    is_sent = not self._closing.is_set() and connection.inspect(lane)
-                    self._write(connection)
-                return is_sent
-
-        return self._inspections.ask(lane, send)
-
-    def take_trace(self, trace: SpanTaker | None) -> None:
-        """Have the spans of all hosts be traced that say that they give them; None: no more. From any thread."""
-        with self._lock:
-            if trace is not None:
-                self._traces.begin(trace)
-                self._ask_for_spans()
-            elif not self._closing.is_set():
-                until = self._traces.begin_end()
-                self._ask_for_spans()
-                while self._traces.is_awaited and (left := until - monotonic()) > 0:
-                    self._loop.serve(self._loop.wait(left), monotonic())
-                self._traces.end()
-                self._loop.wakeup.ring()  # what else has come
-
     def expel(self, host: RemoteHost, error: WireError) -> None:
         """Have a host leave that has sent what it must not."""
         with self._lock:
@@ -217,7 +178,6 @@ class Gateway:
         """Say goodbye to all hosts, and close every socket."""
         self._closing.set()
         self._tender.join()
-        self._lookers.close()
         with self._lock:
             if not self._ending.alive:
                 return
@@ -253,11 +213,6 @@ class Gateway:
         else:
             raise error
 
-    def _ask_for_spans(self) -> None:
-        for host in list(self.hosts.values()):
-            self._traces.ask(host.connection, f"host {host.name}", host.session.lanes)
-            self._write(host.connection)
-
     def _write(self, connection: GatewayConnection) -> None:
         peer = self._loop.peers.of(connection)
         if peer is not None:
@@ -288,12 +243,8 @@ class Gateway:
     def handle(self, peer: HostPeer, event: Message, now: float) -> None:
         """Take a message of a host."""
         match event:
-            case Hello() if event.role == LOOKER:
-                self._lookers.welcome(peer.connection, peer.where)
             case Hello():
                 self._take_in(peer, event, now)
-            case Inspect():
-                self._lookers.answer(peer.connection)
             case Goodbye():
                 self._loop.drop(peer)
                 if peer.host is not None and peer.host.connection is peer.connection:
@@ -302,10 +253,6 @@ class Gateway:
             case Metrics():
                 assert peer.host is not None
                 self._registry.news.append(HostProgressed(peer.host, event.metrics))
-            case Standing():
-                self._inspections.take(event)
-            case TraceSpans():
-                self._traces.take(peer.connection, event)
             case _:
                 self._registry.news.append(HostAnswered(event))  # type: ignore[arg-type]
 

@@ -34,12 +34,10 @@ from rollflow.stream.wire import (
     Goodbye,
     Hello,
     HostConnection,
-    Inspect,
     Limits,
     Message,
     Reset,
     Step,
-    TraceRequest,
     Turn,
     Welcome,
     check_secret,
@@ -326,10 +324,6 @@ class Host:
             case Reset() | Step() | Turn():
                 if self._drain is None:  # else nothing more is begun
                     self._work.begin(peer.connection, event, self._work_on)
-            case Inspect() | TraceRequest():
-                answer = self._work.answer(event, peer.connection.undelivered)
-                with self._lock:
-                    peer.connection.tell(answer)
             case Goodbye():
                 if peer is self._welcomed_peer:
                     self._begin_anew()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.gateway import Gateway
-from rollflow.nodes.env.remote.host_waits import asking, wait_for
+from rollflow.nodes.env.remote.host_waits import wait_for
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import (
     HostAnswered,
@@ -207,7 +207,7 @@ class HostCarrier:
             if remote.status.is_waited:
                 progress = self._dialogue.progress(remote.status.index)
                 began = self.supervisor.deadlines.began.get(remote.status.index)
-                yield asking(wait_for(remote, name, progress, began), remote, self.gateway)
+                yield wait_for(remote, name, progress, began)
 
     @property
     def lanes_at_work(self) -> set[int]:

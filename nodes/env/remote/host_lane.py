@@ -4,7 +4,6 @@ import abc
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -19,14 +18,12 @@ from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, described
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
-from rollflow.nodes.env.workers.lane_threads import LaneJob, LaneThreads
+from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.space import describe_space, row_of, space_of
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
-from rollflow.stream.doctor.stacks import stack_of_thread
 from rollflow.stream.multi_agent.agent_part import Observed
-from rollflow.stream.net.inspections import standing_of
-from rollflow.stream.wire import AgentRows, Reset, Rows, Standing, Step
+from rollflow.stream.wire import AgentRows, Reset, Rows, Step
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +49,6 @@ class ServedLane(Protocol):
         """Fields of a Hello about them, by their names."""
         ...
 
-    def doing(self) -> str | None:
-        """What the lane's thread is at in more than a request, in words; None: no more is known. From any thread."""
-        ...
-
 
 L = TypeVar("L", bound=ServedLane)
 
@@ -77,13 +70,6 @@ def check_alike(lanes: Sequence[ServedLane]) -> None:
             if mine != first[name]:
                 text, other = (space_of(each) if name.endswith("space") else each for each in (mine, first[name]))
                 raise EnvError(f"lane {place}: its {_WORDS[name]} is {text}, expected that of lane 0, {other}")
-
-
-def standing_in(job: LaneJob | None, lane: int, served: ServedLane) -> Standing:
-    """What a lane's thread is at, for the gateway, which calls the lane so; the job is None where it waits for one."""
-    if job is None:
-        return standing_of(lane, "has nothing to do", 0.0, ())
-    return standing_of(lane, served.doing() or job.doing, monotonic() - job.began, stack_of_thread(job.thread))
 
 
 def end_lanes(threads: LaneThreads, lanes: Sequence[ServedLane], patience: Sequence[float]) -> None:
@@ -119,10 +105,6 @@ class ServedEnvironments(abc.ABC):
         self._make = partial(maker.lane_env, deviations, *where)
         self._can_be_remade, self._has_failed = maker.can_travel, False
         self.env: Any = self._make()
-
-    def doing(self) -> str | None:
-        """Nothing is known but the request."""
-        return None
 
     def answer(self, request: Reset | Step) -> Rows | AgentRows:
         """Step or reset; the rows. Raises what the environments raise."""

@@ -8,30 +8,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from rollflow.nodes.env.remote.host_lane import ServedLane, end_lanes, standing_in
+from rollflow.nodes.env.remote.host_lane import ServedLane, end_lanes
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.stream.data.errors import ColumnError, WireError
-from rollflow.stream.graph.meter import clock
-from rollflow.stream.net.span_answers import KeptSpans, SpanAnswers
-from rollflow.stream.wire import (
-    SESSION_BYTES,
-    Answer,
-    HostConnection,
-    HostSession,
-    Inspect,
-    Request,
-    Reset,
-    Standing,
-    Step,
-    TraceRequest,
-    TraceSpans,
-    Turn,
-)
+from rollflow.stream.wire import SESSION_BYTES, Answer, HostConnection, HostSession, Request
 
 logger = logging.getLogger(__name__)
-
-_SPANS: dict[type, str] = {Reset: "reset", Step: "step"}  # a rollout's turns have those of its stages
-_DOING = {Reset: "is in reset()", Step: "is in step()", Turn: "makes a fragment"}
 
 
 class LaneWork:
@@ -43,7 +25,6 @@ class LaneWork:
     answered    called with the lock, in a lane's thread, where an answer may be there to be sent
 
     session     with the rollout, or offered to the next
-    spans       of the lanes, for a trace of the rollout
     """
 
     def __init__(
@@ -56,7 +37,6 @@ class LaneWork:
         self.lanes = lanes
         self._lock, self._failed, self._answered = lock, failed, answered
         self._threads = LaneThreads(len(lanes))
-        self.spans = SpanAnswers()
         self._begun, self._done = [0] * len(lanes), [0] * len(lanes)  # requests of each lane
         self.begin_anew()
 
@@ -64,7 +44,6 @@ class LaneWork:
         """Have another session: there is no rollout."""
         self.session = HostSession(secrets.token_bytes(SESSION_BYTES))
         self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
-        self.spans.forget()
 
     def grant(self, lanes: Iterable[int]) -> None:
         """Note what the gateway calls the lanes."""
@@ -80,19 +59,11 @@ class LaneWork:
         place = self._place_of[request.lane]
         self._begun[place] += 1
         work = work_on(self.lanes[place], request)
-        do = partial(self._do, place, connection, request, work, self.spans.kept)
-        self._threads.put(place, do, _DOING[type(request)])
-
-    def answer(self, question: Inspect | TraceRequest, undelivered: int) -> Standing | TraceSpans:
-        """What a lane is at, or what all were at, for the gateway, for which so many bytes are on their way."""
-        if isinstance(question, TraceRequest):
-            return self.spans.answer(question, undelivered)
-        place = self._place_of[question.lane]
-        return standing_in(self._threads.at_work(place), question.lane, self.lanes[place])
+        self._threads.put(place, partial(self._do, place, connection, request, work))
 
     def describe(self) -> dict[str, Any]:
-        """Fields of a Hello about the lanes, and about the questions that are answered."""
-        return self.lanes[0].describe() | {"answers_inspect": True, "answers_trace": True}
+        """Fields of a Hello about the lanes."""
+        return self.lanes[0].describe()
 
     @property
     def busy(self) -> list[int]:
@@ -115,23 +86,13 @@ class LaneWork:
         patience = [min(patience_s, left_s) if place in busy else patience_s for place in range(len(self.lanes))]
         end_lanes(self._threads, self.lanes, patience)
 
-    def _do(
-        self,
-        place: int,
-        connection: HostConnection,
-        request: Request,
-        work: Callable[[], Answer | None],
-        spans: KeptSpans,
-    ) -> None:
+    def _do(self, place: int, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
         answer: Answer | None
-        began = clock()
         try:
             answer = work()
         except BaseException as error:
             logger.warning("lane %d: %r", request.lane, error, exc_info=error)
             answer = self._failed(request, error)  # type: ignore[arg-type]
-        if self.spans.is_on and (name := _SPANS.get(type(request))) is not None:
-            spans.record(request.lane, name, began, clock())
         with self._lock:
             if answer is not None:
                 self._give(connection, request, answer)

@@ -21,7 +21,6 @@ from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.agent_part import Observed, PartStep, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
-from rollflow.stream.traces.fragment_trace import FragmentTrace
 from rollflow.stream.wire import AgentRows, Failed, Reset, Rows, Step
 
 
@@ -118,11 +117,6 @@ class RemoteEnvironments(Carried, Environments):
         """Have the lane's host step its environments with the actions that it brings."""
         return self.carrier.hand_over(actions)
 
-    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
-        """Have the steps of every lane be traced, and spans of the hosts; None: no more."""
-        super().take_trace(name, trace)
-        self.carrier.gateway.take_trace(trace)
-
     # What comes over the wire
 
     def new_lane(self, index: int, env: Any, first_slot: int) -> Lane:
@@ -188,11 +182,6 @@ class RemoteAgentEnvironments(Carried, AgentEnvironments):
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
         """Have the lane's host step its environments with the actions that it brings."""
         return self.carrier.hand_over(actions)
-
-    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
-        """Have the steps of every lane be traced, and spans of the hosts; None: no more."""
-        super().take_trace(name, trace)
-        self.carrier.gateway.take_trace(trace)
 
     # What comes over the wire
 

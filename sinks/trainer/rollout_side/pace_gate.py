@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from rollflow.nodes.argument_checks import is_whole
@@ -13,10 +13,7 @@ from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.zstd import available
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
-from rollflow.stream.net.inspections import heard
-from rollflow.stream.wire import LaneJoined, LaneLeft, Standing
-
-Ask = Callable[[], Standing | None]
+from rollflow.stream.wire import LaneJoined, LaneLeft
 
 
 class LaneNews:
@@ -214,7 +211,6 @@ class PaceGate:
     trainer     that is waited for, unless others go on without it
     name        of the trainer, in reports
     lanes       news of the rollout's lanes
-    ask         asks the trainer what its reader is at; raises TimeoutError where it does not answer
 
     credits    for train batches whose pace is bounded; None: others are sent, or fragments
     order      of the trainer; None: it has not been there yet
@@ -223,13 +219,13 @@ class PaceGate:
     problem    why there is no trainer; "": there is one
     """
 
-    def __init__(self, buffer: ResendBuffer, trainer: Subscriber, name: str, lanes: LaneNews, ask: Ask) -> None:
+    def __init__(self, buffer: ResendBuffer, trainer: Subscriber, name: str, lanes: LaneNews) -> None:
         self.credits: BatchCredits | None = None
         self.order: StreamOrder | None = None
         self.done = self.version = 0
         self.problem = ""
         self.lanes = lanes
-        self._buffer, self._trainer, self._name, self._ask = buffer, trainer, name, ask
+        self._buffer, self._trainer, self._name = buffer, trainer, name
         self._passed_over = 0  # items, without a number
         self._begun: dict[int, int] = {}  # lane -> sequence of its last fragment that was let through
         self._changed: Callable[[], None] = nobody
@@ -244,21 +240,10 @@ class PaceGate:
     def waits_for(self) -> Wait | None:
         """The trainer, if the rollout waits for it: one that is there holds it back, and does not stall it."""
         if self.order is not None and not self.problem:
-            wait = Wait(self._name, "holds back", "has what it wants for now", mark=self.done)
-            return replace(wait, ask=lambda: self._as_the_trainer_says(wait))
+            return Wait(self._name, "holds back", "has what it wants for now", mark=self.done)
         doing = "has not come" if self.order is None else "is gone"
         text = f"{doing}: {self.problem}" if self.problem else doing
         return Wait(self._name, "away", text, remedy="start the trainer, or look at its address and its log")
-
-    def _as_the_trainer_says(self, wait: Wait) -> Wait:
-        try:
-            standing = self._ask()
-        except TimeoutError:
-            return replace(wait, doing="does not answer", remedy="look whether the trainer's process runs")
-        if standing is None:
-            return wait
-        doing, stack = heard(standing)
-        return replace(wait, doing=doing, age_s=standing.elapsed, stack=lambda: stack)
 
     @property
     def wants_newest(self) -> bool:

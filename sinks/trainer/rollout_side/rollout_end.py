@@ -21,9 +21,8 @@ from rollflow.sinks.trainer.messages.agents_description import AgentsDescription
 from rollflow.sinks.trainer.messages.by_module import joined_weights, parted_weights
 from rollflow.sinks.trainer.messages.item_message import AnyFragment, message_of_fragment
 from rollflow.sinks.trainer.rollout_side.batch_observer import BatchObserver
-from rollflow.sinks.trainer.rollout_side.pace_gate import Ask, BatchCredits, LaneNews, PaceGate, Subscriber
+from rollflow.sinks.trainer.rollout_side.pace_gate import BatchCredits, LaneNews, PaceGate, Subscriber
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
-from rollflow.sinks.trainer.rollout_side.trainer_trace import TrainerTrace
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import GraphError, ModuleError, shown
@@ -54,13 +53,11 @@ class RolloutEnd:
     look_up    called when another trainer of the rollout has left, or has come back
     trainer    its name, in reports
     ring       called when a lane of the rollout has come, or is gone
-    ask        asks the trainer what its reader is at
 
     subscriber    the trainer, as one of the rollout's
     gate          holds the rollout back
     lanes         of the rollout, as a trainer that gets fragments is to know them
     seen          sees its fragments, where train batches are sent
-    trace         of the trainer's updates
     ids           modules whose weights the trainer publishes; None: there is one module
 
     Raises GraphError where the rollout is in its graph already, ModuleError for module ids that are no strings, and
@@ -77,15 +74,13 @@ class RolloutEnd:
         look_up: Callable[[], None],
         trainer: str,
         ring: Callable[[], None],
-        ask: Ask,
     ) -> None:
         check_rollout(rollout)
         self.rollout, self._sends, self._shares = rollout, sends, shares
-        self.trace = TrainerTrace(rollout)
         self.ids = _claimed_ids(rollout) if isinstance(rollout, MultiAgentRollout) else None
         self.subscriber = Subscriber(rollout, look_up)
         self.lanes = LaneNews(range(rollout.environments.num_lanes) if sends == "fragments" else None, ring)
-        self.gate = PaceGate(kept, self.subscriber, trainer, self.lanes, ask)
+        self.gate = PaceGate(kept, self.subscriber, trainer, self.lanes)
         returns = AgentReturns(rollout.module.__contains__) if self.ids is not None else EpisodeReturns()
         self.seen = BatchObserver(returns, self.ids, self.gate.see)
         rollout.hold_back(self.gate)

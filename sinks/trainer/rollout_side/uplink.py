@@ -6,7 +6,6 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from itertools import islice
 from time import monotonic
 from typing import Any, NamedTuple
@@ -23,8 +22,6 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dial import problem_of
-from rollflow.stream.net.inspections import Inspections
-from rollflow.stream.net.peer_traces import PeerTraces, SpanTaker
 from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted
@@ -95,8 +92,6 @@ class TrainerUplink:
         self._hello, self._session, self._kept, self._publish = hello, session, kept, publish
         self._news: deque[wire.Receipt | wire.LaneJoined | wire.LaneLeft] = deque()
         self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
-        self._inspections, self._traces = Inspections(), PeerTraces()
-        self._has_rest = threading.Event()  # of the trainer's spans
         self._redialler = Redialler(
             "trainer",
             link.address,
@@ -128,26 +123,6 @@ class TrainerUplink:
         self._news.append(news)
         self._loop.wakeup.ring()
 
-    def inspect(self) -> wire.Standing | None:
-        """Ask the trainer what the code is at that takes its batches; None: it can't be asked. From any thread.
-
-        Raises TimeoutError where it does not answer within a second.
-        """
-        return self._inspections.ask(0, self._ask)
-
-    def take_trace(self, trace: SpanTaker | None) -> None:
-        """Have the trainer's spans be traced; None: no more, once it has said the rest. From any thread."""
-        with self._loop.lock:
-            if trace is not None:
-                self._traces.begin(trace)
-            until, is_there = self._traces.begin_end() if trace is None else 0.0, not self.problem
-            self._has_rest.clear()
-        self._loop.wakeup.ring()
-        if trace is None:
-            self._has_rest.wait(max(0.0, until - monotonic()) if is_there else 0.0)
-            with self._loop.lock:
-                self._traces.end()
-
     def finish(self) -> None:
         """Tell the trainer that no more items come, once all have been sent."""
         self._is_finished = True
@@ -167,13 +142,6 @@ class TrainerUplink:
         """Give the descriptors back."""
         self.bell.close()
         self._loop.close()
-
-    def _ask(self) -> bool:
-        is_sent = False
-        with self._loop.lock, suppress(WireError):  # the connection is lost
-            is_sent = any([peer.connection.inspect(0) for peer in self._loop.peers])
-        self._loop.wakeup.ring()
-        return is_sent
 
     # In the thread
 
@@ -230,7 +198,7 @@ class TrainerUplink:
         try:
             while connection.is_open:
                 self._loop.send(self._tell)
-                ready = self._loop.wait_until(self._leave_by, self._traces.due)
+                ready = self._loop.wait_until(self._leave_by)
                 now = monotonic()
                 if self._leave_by is not None and now >= self._leave_by:
                     return
@@ -254,7 +222,6 @@ class TrainerUplink:
         """Send what there is to send, as much as is wanted, and make room."""
         self._send(peer.connection)
         self._make_room(peer.connection)
-        self._traces.ask(peer.connection, f"trainer {self.address}")
 
     def _send(self, connection: wire.SourceConnection) -> None:
         if self._parting is not None:
@@ -331,13 +298,6 @@ class TrainerUplink:
                 if self._lender is None:
                     raise WireError("free from a trainer that is lent nothing, expected none", "order")
                 self._lender.take_back(event)
-            case wire.Standing():
-                self._inspections.take(event)
-            case wire.TraceSpans():
-                with self._loop.lock:
-                    self._traces.take(peer.connection, event)
-                if self._traces.has_rest:
-                    self._has_rest.set()
             case wire.Done():
                 self._session.take(event)
                 self._kept.forget(self._session.kept)

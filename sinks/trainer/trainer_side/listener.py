@@ -17,17 +17,16 @@ from rollflow.sinks.trainer.trainer_side.batch_assembly import PresentRollouts
 from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower, checked, fragments_in
 from rollflow.sinks.trainer.trainer_side.compatibility import announce, check_shares, check_together, leaves_overdue
 from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
+from rollflow.sinks.trainer.trainer_side.loop_trace import LoopTrace
 from rollflow.sinks.trainer.trainer_side.newest_weights import NewestWeights, PublishedWeights
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows
-from rollflow.sinks.trainer.trainer_side.stream_reader import StreamReader
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.lookers import Lookers
 from rollflow.stream.net.socket_loop import SocketLoop, look_s
 from rollflow.stream.net.sockets import quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
@@ -63,7 +62,7 @@ class TrainerListener:
     error      error that has ended this; None: there is none
     refusals   why strangers were turned away, for errors
     weights    newest weights, for all sources
-    reader     code that takes the batches
+    trace      of the loop that takes the batches
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class TrainerListener:
         self.error: Exception | None = None
         self.come: set[bytes] = set()
         self.refusals: deque[str] = deque(maxlen=8)
-        self.reader, self._lookers = StreamReader(), Lookers(self._loop)
+        self.trace = LoopTrace()
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares, self._packer = shares, None if shares or compression is None else wire.WeightsPacker()
@@ -179,12 +178,11 @@ class TrainerListener:
     def close(self, reason: str | None, failure: str | None = None) -> None:
         """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
         self._parting, self._failure, self._is_closing = reason, failure, True
-        self.reader.leaves()
+        self.trace.leaves()
         self.wake()
         if self._thread is not None:
             self._thread.join()
         self.weights.close()
-        self._lookers.close()
         self._loop.close()
         if self._epoll is not None:
             self._epoll.close()
@@ -287,14 +285,10 @@ class TrainerListener:
         """Take a message of a rollout."""
         source = peer.source
         match event:
-            case wire.Hello() if event.role == wire.LOOKER:
-                self._lookers.welcome(peer.connection, peer.where)
             case wire.Hello():
                 self._take_in(peer, event)
                 if peer.source is not None:
                     self._behind.add(peer.source)
-            case wire.Inspect() if source is None:
-                self._lookers.answer(peer.connection)
             case _ if source is None:
                 pass
             case wire.Goodbye():
@@ -302,15 +296,13 @@ class TrainerListener:
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.has_ended = source.has_left = True
-            case wire.Inspect() | wire.TraceRequest():
-                peer.connection.tell(self.reader.answer(event, source, peer.connection.undelivered))
             case wire.Block() | wire.Forget():
                 checked(peer.borrower, event).take(event)
             case wire.Fragment() | wire.Lent() | wire.Series():
                 for arrived in source.read(fragments_in(event, peer.borrower)):
                     self.weights.raise_to(arrived.policy_version or 0)
                     self.arrived.append(arrived)
-                    self.reader.arrives(arrived, now)
+                    self.trace.arrives(arrived, now)
             case wire.Finished():
                 source.session.miss(event.number)
                 source.has_finished = source.has_ended = True
@@ -390,7 +382,6 @@ class TrainerListener:
 
         def part_with(peer: RolloutConnection) -> None:
             self._tell(peer)
-            self.reader.tell_rest(peer.source, peer.connection)
             peer.connection.goodbye(reason)
 
         self._loop.send(part_with)

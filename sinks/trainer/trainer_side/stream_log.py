@@ -9,7 +9,6 @@ from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.sinks.trainer.trainer_side.loop_trace import LoopTrace
 from rollflow.sinks.trainer.trainer_side.state import BatchItem
-from rollflow.sinks.trainer.trainer_side.stream_reader import StreamReader
 from rollflow.stream.snapshots.run_socket import RunSocket
 
 
@@ -18,7 +17,7 @@ class StreamLog(RunLog):
 
     stream     the stream, whose counts are logged
     options    where to, how often, and by which x axis; and the file for a trace
-    reader     of the stream, for the trace
+    trace      of the stream's loop
 
     holder     kind of what has the stream, and a function that gives a sentence on how it stands; None: the stream's
                own loop has it
@@ -27,10 +26,9 @@ class StreamLog(RunLog):
     `busy/…`, which the rollouts' own logs have.
     """
 
-    def __init__(self, stream: Any, options: LogOptions, reader: StreamReader) -> None:
+    def __init__(self, stream: Any, options: LogOptions, trace: LoopTrace) -> None:
         super().__init__(options)
-        self._reader, self._trace_to = reader, options.trace
-        self._trace: LoopTrace | None = None
+        self._trace, self._trace_to = trace, options.trace
         self._stream = stream
         self.holder: tuple[str, Callable[[], str]] | None = None
         self._steps = self._items = 0
@@ -40,21 +38,16 @@ class StreamLog(RunLog):
     def begin(self) -> None:
         """Open the destinations, the trace, and the socket through which the stream is looked at."""
         if self._trace_to is not None:  # first: where it can't be opened, there is nothing to be ended
-            self._trace = LoopTrace(self._trace_to, f"rollflow {type(self._stream).__name__} {self._stream.address}")
-            self._reader.takers.append(self._trace)
-        with closing_on_error(self._end_trace):
+            self._trace.open(self._trace_to, f"rollflow {type(self._stream).__name__} {self._stream.address}")
+        with closing_on_error(self._trace.close):
             super().begin()
         self._socket.start()
 
     def end(self) -> None:
         """Close the socket, the trace, and the destinations after their last row."""
         self._socket.stop()
-        self._end_trace()
+        self._trace.close()
         super().end()
-
-    def _end_trace(self) -> None:
-        if self._trace is not None:
-            self._trace.end()
 
     def snapshot(self) -> dict[str, Any]:
         """What `rollflow top` shows of the stream, as plain values."""

@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from rollflow.stream.wire.codec import field
 
@@ -25,10 +25,9 @@ MOST_NUMBER = (1 << 53) - 1  # the largest integer that a double, and so every l
 LaneId = Annotated[int, field.whole(0, MOST_NUMBER)]
 Number = Annotated[int, field.whole(1, MOST_NUMBER)]
 Role = Annotated[
-    Literal["env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank", "looker"],
-    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank", "looker"),
+    Literal["env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank"],
+    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank"),
 ]
-LOOKER: Final = "looker"  # role of an end that looks at runs, and does nothing else
 ROLLOUTS = ("rollout", "agent_rollout")  # roles of hosts that run whole rollouts
 WITH_AGENTS = ("agents", "agent_rollout")  # roles of hosts whose environments have several agents each
 Autoreset = Annotated[Literal["NEXT_STEP", "SAME_STEP", "DISABLED"], field.one_of("NEXT_STEP", "SAME_STEP", "DISABLED")]
@@ -67,8 +66,7 @@ class Hello:
                          it runs whole rollouts; "agent_rollout": those of environments with several agents;
                          "source": it runs one of its own, and sends fragments to a trainer; "client": it has
                          observations, and wants actions from a server of policies; "sampler": it wants steps from a
-                         replay host; "rank": it wants its share of what comes to a trainer; "looker": it looks at
-                         runs
+                         replay host; "rank": it wants its share of what comes to a trainer
     software, name       names of its software and of the host, for people
     nonce                32 random bytes, new for every connection
     session              16 random bytes of its choice: the same as long as it remembers its lanes
@@ -81,8 +79,6 @@ class Hello:
     busy                 whether it serves a gateway already: another one is not to welcome this host
     agents               with several agents: the ids of all possible agents of an environment, strings or integers
     parts                with several agents: each one's part; parts are numbered in the order of their first agents
-    answers_inspect      whether it answers an Inspect
-    answers_trace        whether it answers a TraceRequest
     unpacks              whether it takes WeightsPacked
     """
 
@@ -104,8 +100,6 @@ class Hello:
     parts: Annotated[
         tuple[int, ...] | None, field.nullable(field.list_of(field.whole(0, MOST_AGENTS - 1), MOST_AGENTS))
     ] = None
-    answers_inspect: Annotated[bool, field.flag] = False
-    answers_trace: Annotated[bool, field.flag] = False
     unpacks: Annotated[bool, field.flag] = False
 
     @property
@@ -186,8 +180,6 @@ class Welcome:
     resumed    whether the gateway knows the session from an earlier Welcome, which may not have arrived
     credits    number of unrequested messages that the host may send
     lanes      the host's lanes, in the order of the Hello's `slots`
-    answers_inspect    whether a trainer answers an Inspect; a gateway gets none
-    answers_trace      likewise, a TraceRequest
     """
 
     kind: ClassVar[str] = "welcome"
@@ -196,5 +188,3 @@ class Welcome:
     resumed: Annotated[bool, field.flag]
     credits: Annotated[int, field.whole(0, MOST_NUMBER)]
     lanes: Annotated[tuple[LaneGrant, ...], field.list_of(field.record(LaneGrant), MOST_LANES)]
-    answers_inspect: Annotated[bool, field.flag] = False
-    answers_trace: Annotated[bool, field.flag] = False

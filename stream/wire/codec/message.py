@@ -12,7 +12,6 @@ from rollflow.stream.wire.codec.field import checked_fields, checks_of, defaults
 from rollflow.stream.wire.codec.frame import Buffer, Frame, frame_of, taken_apart
 from rollflow.stream.wire.codec.handshake import Challenge, Hello, Proof, Welcome
 from rollflow.stream.wire.codec.messages import Running
-from rollflow.stream.wire.codec.standing import Standing
 from rollflow.stream.wire.codec.value import decode_value, encode_value
 
 logger = logging.getLogger(__name__)
@@ -22,7 +21,6 @@ Message = Hello | Challenge | Proof | Welcome | Running
 KINDS: dict[str, type[Message]] = {kind.kind: kind for kind in get_args(Message)}
 _left_out: set[str] = set()  # entries of infos that this process has logged
 _MOST_LEFT_OUT = 1000
-_RECORDS = {Welcome: "lanes", Standing: "calls"}  # fields that are lists of records
 
 
 def encode(message: Message) -> list[Buffer]:
@@ -37,8 +35,8 @@ def encode(message: Message) -> list[Buffer]:
     for name, default in defaults_of(kind).items():
         if fields[name] is default:
             del fields[name]
-    if (records := _RECORDS.get(kind)) is not None:
-        fields[records] = [_as_map(record, f"{kind.kind}.{records}") for record in fields[records]]
+    if kind is Welcome:
+        fields["lanes"] = [_as_map(lane, "welcome.lanes") for lane in fields["lanes"]]
     listed = {name: list(value) if type(value) is tuple else value for name, value in fields.items()}
     value = {"kind": kind.kind} | listed
     try:

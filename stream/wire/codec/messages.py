@@ -18,8 +18,6 @@ from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_
 from rollflow.stream.wire.codec.limits import MAX_HEADER
 from rollflow.stream.wire.codec.replaying import Query, Result
 from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, WeightsPacked
-from rollflow.stream.wire.codec.standing import Inspect, Snapshots, Standing
-from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 
 BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
 MOST_SERIES = 1024  # fragments in one message
@@ -389,7 +387,7 @@ Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
 _Memory = Block | Lent | Series | Forget | BlocksReleased | WeightsPacked
-_Asked = Act | Acted | Release | Query | Result | Inspect | Standing | Snapshots | TraceRequest | TraceSpans
+_Asked = Act | Acted | Release | Query | Result
 Running = Request | Answer | _News | _Memory | _Asked | Credit | Ping | Pong | Goodbye | Refused
 
 

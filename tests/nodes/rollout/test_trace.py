@@ -107,7 +107,7 @@ def test_a_lane_on_a_host_is_traced(tmp_path: Path, kind: Any, does: str) -> Non
     assert_nested(events)
     names = [event["name"] for _, _, event in tracks(events)["lane 1"]]
     assert names.count(does) == (24 if does == "step" else 3)
-    assert sorted(stops[-1][1:] for stops in arrows(events)) == [("caller", f"update {n}") for n in (0, 0, 1, 1, 2, 2)]
+    assert sorted(stops[-1] for stops in arrows(events)) == [("caller", f"update {n}") for n in (0, 0, 1, 1, 2, 2)]
 
 
 @pytest.mark.parametrize("where", ["inline", "threads"])

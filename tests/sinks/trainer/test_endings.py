@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 from feeding_rollouts import SHORT, await_come, feeding, graph_over, rollout_of, running, sequences_of, trainer, weights
-from raw_looker import RawLooker
 from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerStream, feed
 from rollflow.sinks.trainer.rollout_side import uplink
 from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
-from rollflow.sinks.trainer.trainer_side.stream_reader import StreamReader
 from rollflow.stream import LagError, RunError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, encode
@@ -352,34 +350,37 @@ def test_a_goodbye_is_said_while_no_other_thread_serves(monkeypatch: pytest.Monk
     assert found == [False, False]
 
 
-def test_a_rollout_gets_its_goodbye_behind_a_looker_and_whoever_has_not_said_a_word() -> None:
+def test_a_rollout_gets_its_goodbye_behind_whoever_has_not_said_a_word() -> None:
     with ThreadPoolExecutor() as threads:
         with trainer(yields="fragments") as stream:
-            address = str(stream.address)
-            host, _, port = address.removeprefix("tcp://").rpartition(":")
-            with socket.create_connection((host, int(port))), closing(RawLooker(address)) as looker:
-                fed = threads.submit(feed, rollout_of([0]), address, limits=SHORT, retry_s=5.0)
+            with strange_connection(stream):
+                fed = threads.submit(feed, rollout_of([0]), str(stream.address), limits=SHORT, retry_s=5.0)
                 next(iter(stream))
-                assert looker.look()
                 stream.__exit__(None, None, None)
-                assert looker.goodbye() == "the trainer has ended"
         assert fed.result() == "the trainer has ended"
 
 
 def test_an_error_of_one_connection_keeps_no_other_from_its_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[Any] = []
+    tell = TrainerListener._tell
 
-    def tell_rest(reader: StreamReader, source: Any, connection: Any) -> None:
-        if not failed:
-            failed.append(source)
+    def told(listener: TrainerListener, peer: Any) -> None:
+        if listener._parting is not None and not failed:
+            failed.append(peer.source)
             raise TypeError("it broke")
+        tell(listener, peer)
 
-    monkeypatch.setattr(StreamReader, "tell_rest", tell_rest)
+    monkeypatch.setattr(TrainerListener, "_tell", told)
     with ThreadPoolExecutor() as threads:
-        with trainer(yields="fragments") as stream, closing(RawLooker(str(stream.address))) as looker:
+        with trainer(yields="fragments") as stream, strange_connection(stream):
             fed = threads.submit(feed, rollout_of([0]), str(stream.address), limits=SHORT, retry_s=5.0)
             next(iter(stream))
-            looker.welcome()
             stream.__exit__(None, None, None)
         assert fed.result() == "the trainer has ended"
     assert failed == [None]
+
+
+def strange_connection(stream: Any) -> socket.socket:
+    """A connection to a trainer that does not say a word."""
+    host, _, port = str(stream.address).removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)))

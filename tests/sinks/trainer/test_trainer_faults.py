@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from doctor_clock import Looking
 from feeding_rollouts import HASTY, trainer
-from held_envs import LONGEST_S, Held, await_that, let_go
+from held_envs import Held, await_that, let_go
 from held_parts import HeldModule, HeldPiece
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import line_of
@@ -171,29 +170,6 @@ def learner_hangs_here(folder: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def learner_hangs_there(folder: Path) -> Iterator[Any]:
-    with (
-        hasty_trainer(learner_connector=lambda *spaces: HeldPiece(folder), prefetch=0) as stream,
-        being_read(stream),
-    ):
-        yield fed(stream.address), stream.address, (folder / "go").touch
-
-
-def learn(stream: TrainerStream, goes: threading.Event) -> None:
-    next(iter(stream))
-    goes.wait(LONGEST_S)  # an update that takes its time
-
-
-@contextmanager
-def updates(folder: Path) -> Iterator[Any]:
-    goes = threading.Event()
-    with hasty_trainer(yields="fragments", prefetch=0) as stream, ThreadPoolExecutor(1) as pool:
-        learning = pool.submit(learn, stream, goes)
-        yield fed(stream.address), stream.address, goes.set
-        learning.result()
-
-
-@contextmanager
 def others_awaited(folder: Path) -> Iterator[Any]:
     with hasty_trainer(yields="fragments", sources=2, prefetch=0) as stream, being_read(stream):
         yield fed(stream.address), stream.address, nothing
@@ -203,7 +179,6 @@ TRAINER = "the trainer at {}"
 IN_STEP = partial(line_of, Held.step, "self._wait()")
 IN_MODULE = partial(line_of, HeldModule._forward, "held.call")
 IN_PIECE = partial(line_of, HeldPiece.__call__, "held.call")
-IN_UPDATE = partial(line_of, learn, "goes.wait")
 FAULTS = {
     "it never comes": Fault(never_there, TRAINER, "away", r"has not come: .*refused"),
     "it takes nobody in": Fault(silent, TRAINER, "away", r"has not come: .*"),
@@ -213,11 +188,9 @@ FAULTS = {
     "a module hangs": Fault(module_hangs, "rollout/module", "call", "is in a forward pass", IN_MODULE),
     "a connector hangs": Fault(connector_hangs, "rollout/env_to_module", "call", "is in its call", IN_PIECE),
     "a learner piece hangs here": Fault(learner_hangs_here, "learner", "call", "is in its call", IN_PIECE),
-    "a learner piece hangs there": Fault(
-        learner_hangs_there, TRAINER, "holds back", "makes its batch", IN_PIECE, is_told=False
+    "it waits for other rollouts": Fault(
+        others_awaited, TRAINER, "holds back", "has what it wants for now", is_told=False
     ),
-    "its update takes long": Fault(updates, TRAINER, "holds back", "works on its batch", IN_UPDATE, is_told=False),
-    "it waits for other rollouts": Fault(others_awaited, TRAINER, "holds back", "waits for a batch", is_told=False),
 }
 
 

@@ -144,13 +144,13 @@ def test_a_watcher_that_comes_late_begins_anew() -> None:
     looking.until_told(1.5)
 
 
-def test_a_question_that_takes_its_time_does_not_make_the_next_look_late() -> None:
-    def ask() -> Wait:
+def test_a_stack_that_takes_its_time_does_not_make_the_next_look_late() -> None:
+    def stack() -> tuple[Frame, ...]:
         looking.clock.time += 1.6
-        return replace(STEP, doing="has no answer to step(), and its host does not answer at all")
+        return (Frame("train.py", 3, "step"),)
 
-    looking = Looking(Told(*on_lane(replace(STEP, ask=ask))))
-    assert "env (lane 2) has no answer to step(), and its host does not answer at all since" in looking.until_told(5.5)
+    looking = Looking(Told(*on_lane(replace(STEP, stack=stack))))
+    assert "train.py:3 in step" in looking.until_told(5.5)
     assert looking.for_s(20.0) == []  # it does not go on
 
 

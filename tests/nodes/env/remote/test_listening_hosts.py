@@ -24,12 +24,10 @@ from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.wire import (
     Goodbye,
-    HostConnection,
     Limits,
     Refused,
     Reset,
     Rows,
-    Standing,
     Step,
     encode,
 )
@@ -133,32 +131,6 @@ def test_the_newer_connection_of_a_gateway_takes_the_place_of_the_older(
         newer.ask(Step(0, 3, ACTIONS))
         newer.end()
     assert "the gateway has come back, the connection from a Unix socket is closed" in caplog.text
-
-
-def test_a_host_says_what_a_lane_is_at_while_no_lane_can_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    could_answer: list[bool] = []
-    tell = HostConnection.tell
-
-    def try_lock() -> bool:
-        if is_free := host._lock.acquire(blocking=False):
-            host._lock.release()
-        return is_free
-
-    def told(connection: HostConnection, news: Any) -> None:
-        could_answer.append(pool.submit(try_lock).result())
-        tell(connection, news)
-
-    monkeypatch.setattr(HostConnection, "tell", told)
-    address = f"unix:{tmp_path}/host"
-    with ThreadPoolExecutor(1) as pool, dialled_host(address, makers(0)) as host:
-        gateway = RawGateway(address)
-        gateway.welcome()
-        gateway.connection.inspect(0)
-        assert gateway.next_of(Standing).doing == "has nothing to do"
-        gateway.end()
-    assert could_answer == [False]
 
 
 def test_a_host_that_is_told_to_end_at_once_does_not_wait_for_its_goodbye_to_be_read(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class Rollout:
         self.kept, self.session = ResendBuffer(1 << 30), SourceSession(TOKEN)
         self.news = LaneNews(self.lanes, lambda: None)
         trainer: Any = SimpleNamespace(is_passed_over=False)
-        self.gate = PaceGate(self.kept, trainer, "it", self.news, lambda: None)
+        self.gate = PaceGate(self.kept, trainer, "it", self.news)
         self.pieces: list[Piece] = []  # by their numbers
         self.under_way: deque[Piece] = deque()
         self.to_tell: deque[Any] = deque()
