@@ -1,8 +1,9 @@
-"""A directive for the API's page: every public name of a package, with its docstring.
+"""A directive for the API's page: public names of packages, with their docstrings.
 
-    ```{public-names} rollflow.sinks
+    ```{public-names} rollflow,rollflow.sinks sinks.replay sinks.datasets
     ```
 
+The names are those that the given folders or files define, or all if none is given.
 Docstrings are plain text with aligned tables, which Sphinx would take for paragraphs: they are shown as they stand.
 """
 
@@ -22,21 +23,35 @@ _DOCUMENTED_BASES = "ConnectorV2, ConnectorPipelineV2, RLModule, Exception"  # w
 
 
 class PublicNames(SphinxDirective):
-    """Documents each name of a package's `__all__`. Its one argument is the package."""
+    """Documents names of `__all__`. Its arguments are packages, with commas, and the folders of the names."""
 
     required_arguments = 1
+    optional_arguments = 1
+    final_argument_whitespace = True
 
     def run(self) -> list[nodes.Node]:
-        package = importlib.import_module(self.arguments[0])
         lines = StringList()
-        for name in package.__all__:
-            if not callable(value := getattr(package, name)):
-                continue
+        for package, name in names_of(" ".join(self.arguments)):
+            value = getattr(importlib.import_module(package), name)
             if not inspect.getdoc(value):
-                raise self.error(f"{package.__name__}.{name} has no docstring, expected one: it is public")
-            for line in _directive(f"{package.__name__}.{name}", value):
-                lines.append(line, f"{package.__name__}.{name}")
+                raise self.error(f"{package}.{name} has no docstring, expected one: it is public")
+            for line in _directive(f"{package}.{name}", value):
+                lines.append(line, f"{package}.{name}")
         return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *lines, "```"]))
+
+
+def names_of(arguments: str) -> list[tuple[str, str]]:
+    """Packages and names of the classes and functions that a directive with these arguments documents."""
+    packages, *folders = arguments.split()
+    inside = tuple(f"rollflow.{folder}." for folder in folders)
+    modules = {package: importlib.import_module(package) for package in packages.split(",")}
+    return [
+        (package, name)
+        for package, module in modules.items()
+        for name in module.__all__
+        if callable(value := getattr(module, name))
+        if not folders or f"{value.__module__}.".startswith(inside)
+    ]
 
 
 def _directive(name: str, value: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """The site's build, by the command of CONTRIBUTING.md, refuses pages that are wrong, and those alone."""
 
+import importlib
 import re
 import shlex
 import shutil
@@ -54,7 +55,17 @@ def test_every_kind_of_wrong_page_is_named_and_fails_the_build(tmp_path: Path) -
         assert re.search(rf"/{name}\.md.*{re.escape(expected)}", problems), f"{name}:\n{problems}"
 
 
+def test_the_api_page_has_every_public_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_extensions")
+    names_of = importlib.import_module("public_names").names_of
+    directives = re.findall(r"^```\{public-names\} (.+)$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    packages = {package for arguments in directives for package in arguments.split()[0].split(",")}
+    assert len(packages) == 6
+    shown = [name for arguments in directives for name in names_of(arguments)]
+    assert sorted(shown) == sorted(name for package in packages for name in names_of(package))
+
+
 @pytest.mark.slow
 def test_a_page_without_a_fault_is_built(tmp_path: Path) -> None:
-    page = "[there](index.md#site) {py:class}`rollflow.stream.Graph`\n\n```{public-names} rollflow.stream\n```"
+    page = "[there](index.md#site) {py:class}`rollflow.stream.Report`\n\n```{public-names} rollflow.stream\n```"
     assert build({"right": page}, tmp_path) == (0, "")
