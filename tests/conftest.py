@@ -19,6 +19,8 @@ hypothesis.settings.load_profile("fixed")
 
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
 SLOW_TIMEOUT_S = 600  # most take a minute or two where nothing else runs
+SLOW_CASES = {"processes", "rollouts", "hosts", "workers", "uvloop"}
+"""Values of parameters with which a test is slow: those that start processes, and an event loop like asyncio's."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +34,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the slow tests to the end, with more time for each, or leave them out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if not SLOW_CASES.isdisjoint(item.callspec.id.split("-")):
+                item.add_marker(pytest.mark.slow)
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     for item in slow:
