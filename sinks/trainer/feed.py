@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal
 
 import anyio
@@ -47,7 +46,6 @@ def feed(
     linger: float | None = 60.0,
     retry_s: float | None = None,
     max_bytes: int = 1 << 30,
-    spill: str | Path | None = None,
     limits: Limits | None = None,
     watch: Callable[[], Awaitable[object]] | None = None,
     sends: Literal["fragments", "batches"] | None = None,
@@ -84,7 +82,6 @@ def feed(
         linger=linger,
         retry_s=retry_s,
         max_bytes=max_bytes,
-        spill=spill,
         limits=limits,
         watch=watch,
     )

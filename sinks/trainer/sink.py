@@ -7,7 +7,6 @@ import ssl
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import anyio
@@ -18,7 +17,7 @@ from rollflow.sinks.trainer.messages.agents_description import newest_acting
 from rollflow.sinks.trainer.messages.by_module import batches_in, num_steps
 from rollflow.sinks.trainer.messages.item_message import AnyFragment, Batch, message_of_batch, nbytes_of
 from rollflow.sinks.trainer.rollout_side.lender import FragmentLender
-from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer, SpillFolder
+from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, RolloutEnd, rollout_among
 from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplink
 from rollflow.sinks.trainer.trainer_side.state import HAS_ENDED
@@ -50,8 +49,6 @@ class TrainerSink:
         max_bytes      bound on fragments that are kept since the trainer may want them again; the rollout stands still
                        while there are more. As many as the trainer needs for one batch are kept in any case. With
                        'shm:', also a bound on those that the trainer may have at a time
-        spill          folder on a disk for fragments beyond `max_bytes`, which then hold nothing up once they were
-                       sent or, with 'shm:', are done with. It is empty again afterwards. None: there is none
         limits         of frames, times and bytes under way
         watch          awaited meanwhile, such as `TrainerProcess.watch`: an error that it raises ends the graph, and
                        once it has returned there is no trainer any more
@@ -102,7 +99,6 @@ class TrainerSink:
         linger: float | None = 60.0,
         retry_s: float | None = None,
         max_bytes: int = 1 << 30,
-        spill: str | Path | None = None,
         sends: Literal["fragments", "batches"] = "fragments",
         limits: wire.Limits | None = None,
         watch: Callable[[], Awaitable[object]] | None = None,
@@ -114,12 +110,10 @@ class TrainerSink:
         wire.check_secret(target, secret_bytes(secret))
         check_shared(target, tls)
         check_tls(target, tls)
-        if spill is not None and not Path(spill).is_dir():
-            raise ValueError(f"spill is {str(spill)!r}, expected a folder that is there")
         self.name = socket.gethostname() if name is None else name
         self.lost: dict[str, int] = {}
         self.linger, self._sends = linger, sends
-        self._buffer = ResendBuffer(max_bytes, None if spill is None else SpillFolder(Path(spill)))
+        self._buffer = ResendBuffer(max_bytes)
         self._session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._lender = FragmentLender(max_bytes) if isinstance(target, wire.SharedAddress) else None
         self._changed, self._watch = anyio.Event(), watch

@@ -12,8 +12,8 @@ import anyio.to_thread
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.logs.figures import Axis
-from rollflow.nodes.logs.log_options import Log, LogOptions
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.sinks.trainer.messages.by_module import is_by_module, joined_weights, own_shapes
 from rollflow.sinks.trainer.own_folder import OwnFolder

@@ -219,9 +219,8 @@ class TrainerUplink:
         return Peer(transport, connection, str(self.address))
 
     def _tell(self, peer: Peer[wire.SourceConnection]) -> None:
-        """Send what there is to send, as much as is wanted, and make room."""
+        """Send what there is to send, as much as is wanted."""
         self._send(peer.connection)
-        self._make_room(peer.connection)
 
     def _send(self, connection: wire.SourceConnection) -> None:
         if self._parting is not None:
@@ -245,12 +244,6 @@ class TrainerUplink:
         if self._is_finished and connection.next > session.given and self._finished_through is not connection:
             connection.tell(wire.Finished(session.given))
             self._finished_through = connection
-
-    def _make_room(self, connection: wire.SourceConnection) -> None:
-        """Move items to disk that need not be sent now; items that the trainer has in shared memory stay there."""
-        is_sent = connection.phase is wire.ConnectionPhase.RUNNING and self._lender is None
-        if self._kept.make_room(connection.next - 1 if is_sent else self._session.done):
-            self.bell.ring()
 
     def _send_next(self, connection: wire.SourceConnection, wanted: StreamOrder) -> None:
         """Send the next item, and those behind it that can go with it."""

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
-from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.sinks.trainer.trainer_side.loop_trace import LoopTrace
 from rollflow.sinks.trainer.trainer_side.state import BatchItem

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, assert_alike, envs_of, fragments_of, made, modules_of
-from feeding_rollouts import SHORT, graph_over, running, trainer
+from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
 from serial_module import SerialModule
 from torch.utils.data import DataLoader
@@ -295,15 +295,6 @@ def test_a_loader_s_workers_make_nothing_of_such_fragments(is_followed: bool) ->
         loader: Any = dataset.loader(num_workers=1) if is_followed else DataLoader(dataset, None, num_workers=1)
         steps = sum(len(part["rewards"]) for batches in loader for part in batches.values())
     assert steps == rollout.num_steps
-
-
-def test_fragments_that_lie_on_disk_meanwhile_are_the_same(tmp_path: Path) -> None:
-    here = fragments_of(DRAWN)
-    stream = trainer(yields="fragments", prefetch=2)
-    _, rollout = made(DRAWN, num_fragments=3)
-    with stream, running(*graph_over(rollout, stream.address, max_bytes=1, spill=tmp_path)):
-        there = list(stream)
-    assert_alike(there, here)
 
 
 @SENDS

@@ -3,20 +3,18 @@
 import logging
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from feeding_rollouts import SHORT, feeding, sequences_of
+from feeding_rollouts import SHORT, feeding
 from hypothesis import Phase, example, given, settings, strategies as st
 from memory_lending import shared_address
 from property_examples import examples
-from remote_rollouts import await_that
 from torch.utils.data import DataLoader
 
 from rollflow.sinks import TrainerStream
-from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer, SpillLocation
+from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.stream.wire import Fragment
 
 FRAGMENT = 600  # bytes, about, of eight steps
@@ -27,7 +25,6 @@ FRAGMENT = 600  # bytes, about, of eight steps
     agents=st.sampled_from([0, 2]),
     transport=st.sampled_from(["unix", "shm"]),
     max_bytes=st.sampled_from([1, FRAGMENT, 3 * FRAGMENT, 20 * FRAGMENT]),
-    spills=st.booleans(),
     rollouts=st.integers(1, 2),
     ack=st.sampled_from(["auto", "manual"]),
     stream=st.one_of(
@@ -41,29 +38,26 @@ FRAGMENT = 600  # bytes, about, of eight steps
         st.fixed_dictionaries({"max_lag": st.integers(0, 2), "on_excess": st.just("pace")}),
     ),
 )
-@example(0, "unix", 1, False, 1, "auto", {})
-@example(0, "unix", 1, True, 2, "manual", {"fragments_per_batch": 8})
-@example(0, "shm", 1, False, 2, "auto", {"fragments_per_batch": 8, "prefetch": 0})
-@example(0, "shm", 1, True, 1, "manual", {"max_lag": 1, "on_excess": "pace"})
-@example(2, "shm", 1, False, 2, "auto", {"fragments_per_batch": 8, "prefetch": 0})
-@example(2, "unix", 1, True, 1, "manual", {"max_lag": 1, "on_excess": "pace"})
+@example(0, "unix", 1, 1, "auto", {})
+@example(0, "unix", 1, 2, "manual", {"fragments_per_batch": 8})
+@example(0, "shm", 1, 2, "auto", {"fragments_per_batch": 8, "prefetch": 0})
+@example(0, "shm", 1, 1, "manual", {"max_lag": 1, "on_excess": "pace"})
+@example(2, "shm", 1, 2, "auto", {"fragments_per_batch": 8, "prefetch": 0})
+@example(2, "unix", 1, 1, "manual", {"max_lag": 1, "on_excess": "pace"})
 def test_every_fragment_comes_once_whatever_may_be_kept(
-    tmp_path_factory: pytest.TempPathFactory,
     agents: int,
     transport: str,
     max_bytes: int,
-    spills: bool,
     rollouts: int,
     ack: Any,
     stream: dict[str, Any],
 ) -> None:
-    bounds = {"max_bytes": max_bytes, "spill": tmp_path_factory.getbasetemp() if spills else None}
     came: Counter[tuple[str, int, int]] = Counter()
     with shared_address() as shared, ExitStack() as feeds:
         address = f"{transport}:{shared.removeprefix('shm:')}"
         with TrainerStream(address, sources=rollouts, ack=ack, join_timeout=60.0, limits=SHORT, **stream) as batches:
             for each in range(rollouts):
-                more = {"agents": agents, "sink": {"name": f"feed {each}", **bounds}}
+                more = {"agents": agents, "sink": {"name": f"feed {each}", "max_bytes": max_bytes}}
                 feeds.enter_context(feeding(address, lanes=4, num_fragments=4, **more))
             for _ in batches:
                 came.update((handed.source, handed.lane, handed.sequence) for handed in batches.handed)
@@ -74,12 +68,10 @@ def test_every_fragment_comes_once_whatever_may_be_kept(
     assert batches.lost == {}
 
 
-@pytest.mark.parametrize("spills", [False, True])
-def test_what_is_too_old_makes_room_for_what_is_not(address: str, tmp_path: Path, spills: bool) -> None:
-    bounds = {"max_bytes": 1, "spill": tmp_path if spills else None}
+def test_what_is_too_old_makes_room_for_what_is_not(address: str) -> None:
     with TrainerStream(address, max_lag=0, join_timeout=60.0, limits=SHORT) as stream:
         stream.publish({"weight": torch.tensor(1.0)})
-        with feeding(address, lanes=4, num_fragments=6, sink=bounds) as feed:
+        with feeding(address, lanes=4, num_fragments=6, sink={"max_bytes": 1}) as feed:
             steps = 0
             for _ in stream:
                 steps += sum(handed.num_steps for handed in stream.handed)
@@ -102,21 +94,6 @@ def test_workers_of_a_loader_get_what_they_need(address: str) -> None:
         with TrainerStream(address, limits=SHORT, join_timeout=60.0, prefetch=0) as stream:
             loader: DataLoader[Any] = DataLoader(stream.dataset(), batch_size=None, num_workers=2)
             assert len(list(loader)) == 8
-
-
-def test_what_was_sent_lies_on_disk_where_room_is_needed_and_comes_again_from_there(tmp_path: Path) -> None:
-    address, bounds = f"unix:{tmp_path}/trainer", {"max_bytes": 3 * FRAGMENT, "spill": tmp_path}
-    with feeding(address, num_fragments=12, lanes=1, sink=bounds) as feed:
-        with pytest.raises(KeyError), TrainerStream(address, yields="fragments", prefetch=9) as stream:
-            next(iter(stream))
-            await_that(lambda: feed.sink.given >= 10)  # none of which is done with
-            await_that(lambda: not feed.sink._buffer.is_over)
-            assert any(isinstance(entry.at, SpillLocation) for entry in feed.sink._buffer._entries)
-            raise KeyError
-        with TrainerStream(address, yields="fragments") as stream:
-            fragments = list(stream)
-    assert sequences_of(fragments) == {0: list(range(12))}
-    assert sum(fragment.num_steps for fragment in fragments) == feed.rollout.num_steps
 
 
 def test_there_is_room_for_as_many_as_are_needed_however_large_they_are() -> None:

@@ -1,6 +1,5 @@
-"""Resend buffer: fragments that a trainer may want again stay within bounds, in memory and on disk."""
+"""Resend buffer: fragments that a trainer may want again stay within bounds."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,7 @@ from remote_rollouts import await_that
 from wire_values import same
 
 from rollflow.sinks import TrainerStream
-from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer, SpillFolder, SpillLocation
-from rollflow.stream.data.errors import RunError
+from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.stream.wire import Fragment
 
 
@@ -20,14 +18,9 @@ def message(number: int, size: int = 10) -> Fragment:
     return Fragment(number % 2, number, {"obs": np.arange(size) + number}, {"number": number})
 
 
-@given(
-    operations=st.lists(st.tuples(st.sampled_from(["add", "forget", "make room"]), st.integers(0, 12)), max_size=40),
-    spills=st.booleans(),
-)
-def test_what_is_kept_is_the_same_in_memory_and_on_disk(
-    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int]], spills: bool
-) -> None:
-    kept = ResendBuffer(200, SpillFolder(tmp_path_factory.getbasetemp()) if spills else None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "forget"]), st.integers(0, 12)), max_size=40))
+def test_what_is_kept_is_what_was_added_and_not_forgotten(operations: list[tuple[str, int]]) -> None:
+    kept = ResendBuffer(200)
     there: dict[int, Fragment] = {}
     last = 0
     for what, number in operations:
@@ -35,11 +28,9 @@ def test_what_is_kept_is_the_same_in_memory_and_on_disk(
             last += 1
             there[last] = message(last)
             kept.add(there[last], 80, steps=last)
-        elif what == "forget":
+        else:
             kept.forget(number)
             there = {each: added for each, added in there.items() if each > number}
-        else:
-            kept.make_room(number)
         assert kept.last == max(last, 0)
         assert len(kept) == len(there)
         for each, added in there.items():
@@ -47,49 +38,16 @@ def test_what_is_kept_is_the_same_in_memory_and_on_disk(
             assert (kept.get(each).number, kept.get(each).rest) == (each, {"number": each})
         assert kept.steps(number) == sum(each for each in there if each > number)
         assert kept.count(1, number) == sum(each % 2 == 1 for each in there if each > number)
-        assert kept.nbytes <= 80 * len(there)
-    if spills:
-        kept.make_room(last)
-        assert kept.nbytes < 200
+        assert kept.nbytes == 80 * len(there)
 
 
-def test_files_are_given_back_when_nothing_in_them_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.sinks.trainer.rollout_side.resend_buffer._SEGMENT_BYTES", 1000)
-    before = len(os.listdir("/proc/self/fd"))
-    kept = ResendBuffer(1, SpillFolder(tmp_path))
-    for number in range(1, 21):
-        kept.add(message(number, size=100), 800, steps=1)
-        kept.make_room(number)
-    assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) > before + 5
-    kept.forget(20)
-    kept.add(message(21, size=100), 800, steps=1)
-    kept.make_room(21)
-    assert len(os.listdir("/proc/self/fd")) <= before + 2
-
-
-def test_a_disk_that_can_not_be_written_to_is_told(tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    kept = ResendBuffer(1, SpillFolder(folder))
-    folder.rmdir()
-    kept.add(message(1), 80, steps=1)
-    with pytest.raises(RunError, match=r"fragments can't be kept in .*gone: No such file or directory"):
-        kept.make_room(1)
-
-
-@pytest.mark.parametrize("spills", [False, True])
-def test_a_trainer_that_acknowledges_seldom_gets_from_disk_what_it_wants_again(tmp_path: Path, spills: bool) -> None:
+def test_a_trainer_that_acknowledges_seldom_gets_again_what_it_wants_again(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
-    bounds = {"max_bytes": 6_000, "spill": tmp_path} if spills else {}
-    with feeding(address, num_fragments=12, lanes=1, sink=bounds) as feed:
+    with feeding(address, num_fragments=12, lanes=1) as feed:
         with pytest.raises(KeyError), TrainerStream(address, yields="fragments", ack="manual") as stream:
             fragments = iter(stream)
             first = [next(fragments) for _ in range(9)]
             await_that(lambda: feed.sink.given >= 10)
-            if spills:
-                kept = feed.sink._buffer
-                await_that(lambda: any(isinstance(entry.at, SpillLocation) for entry in kept._entries))
             raise KeyError
         with TrainerStream(address, yields="fragments", ack="manual") as stream:
             second = list(stream)
@@ -116,8 +74,6 @@ def test_a_rollout_whose_trainer_never_acknowledges_stands_still_at_the_bound() 
     assert held  # how many, is the rollout's to say: it may have sent as many as fill it before the first was taken
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"spill is '.*missing', expected a folder that is there"):
-        graph_of("tcp://127.0.0.1:1", (0,), sink={"spill": tmp_path / "missing"})
+def test_a_bound_below_one_byte_is_refused() -> None:
     with pytest.raises(ValueError, match="max_bytes is 0, expected a whole number from 1 on"):
         graph_of("tcp://127.0.0.1:1", (0,), sink={"max_bytes": 0})
