@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import arrow_type, import_pyarrow, is_alike
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, EPISODES, STEPS, DatasetFolder
-from rollflow.sinks.datasets.env_episodes import EnvEpisodes
-from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, read_chunks
+from rollflow.sinks.datasets.parquet_episodes import UNREADABLE, EpisodeIndex, damaged, open_file, read_chunks
+from rollflow.sinks.datasets.stored_agents import EnvEpisodes
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 

@@ -3,27 +3,42 @@
 import json
 import logging
 import os
+import platform
+import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import metadata as packages
 from math import inf
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_names, checked_count, checked_number
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.policies.space_text import described
-from rollflow.sinks.datasets.agent_tables import agent_rows_of, ids_by_text, modules_of
-from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, DatasetFolder
-from rollflow.sinks.datasets.file_set import FileSet
-from rollflow.sinks.datasets.fragment_tables import FragmentRows
-from rollflow.sinks.datasets.run_record import AnyRollout, checked_rollout, run_record, version_of
+from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
+from rollflow.nodes.rollout.rollout import Rollout
+from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow, whole_numbers
+from rollflow.sinks.datasets.dataset_folder import (
+    ENV_EPISODES,
+    ENV_EPS_ID,
+    ENV_T,
+    EPISODES,
+    MARK,
+    STEPS,
+    DatasetFolder,
+    make_folder,
+    sync,
+)
+from rollflow.sinks.datasets.fragment_tables import FragmentRows, agent_rows_of, ids_by_text, modules_of, tables_of
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.stream.data.columns import Columns
@@ -31,6 +46,167 @@ from rollflow.stream.data.errors import DatasetError, PolicyError, shown
 from rollflow.stream.data.tree import kind_of, map_tree
 from rollflow.stream.fragments.fragment import RECORDED, Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
+
+# Columns of steps that are written with a dictionary: numbers take longer, for no less.
+_REPEATED = [Columns.EPS_ID, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID]
+_SOUGHT = ["run", Columns.EPS_ID, Columns.T]  # and those with least and largest values, by which readers seek rows
+_GROUP_BYTES = 2 << 20  # before compression, that make a row group
+
+
+class FileSet:
+    """Files of one number, written together: of steps, of their episodes, and of what else a dataset has.
+
+    folder      of the dataset, which is locked
+    number      of the files
+
+    Small fragments wait, and become one row group: to make a table and to write it takes a while, however small it is.
+    """
+
+    def __init__(self, folder: DatasetFolder, number: int) -> None:
+        self._folder, self.number = folder, number
+        self._files: dict[str, Any] = {}
+        self._writers: dict[str, Any] = {}
+        self._rows: dict[str, list[FragmentRows]] = {}
+        self._env_episodes: list[Any] = []
+        self._waiting_bytes = self._written_bytes = 0
+        self._mark = secrets.token_hex(8)  # of the set: steps are not read with episodes of another one
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, and of what waits for them."""
+        return self._waiting_bytes + self._written_bytes
+
+    def write(self, rows: Mapping[str, FragmentRows], env_episodes: Any | None) -> None:
+        """Write what is stored of a fragment, or let it wait for others.
+
+        rows            by the folder of their steps and episodes, such as "" or "modules/red/"
+        env_episodes    Arrow table of the environments' chunks; None: of one agent
+        """
+        for folder, each in rows.items():
+            self._rows.setdefault(folder, []).append(each)
+            self._waiting_bytes += each.nbytes
+        if env_episodes is not None:
+            self._env_episodes.append(env_episodes)
+            self._waiting_bytes += env_episodes.get_total_buffer_size()
+        if self._waiting_bytes >= _GROUP_BYTES:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write a row group of each kind of table that waits."""
+        pa, _ = import_pyarrow()
+        for folder, rows in self._rows.items():
+            steps, episodes = tables_of(rows)
+            self._write_table(folder + EPISODES, episodes)
+            self._write_table(folder + STEPS, steps)
+        if self._env_episodes:
+            self._write_table(ENV_EPISODES, pa.concat_tables(self._env_episodes))
+        self._rows, self._env_episodes, self._waiting_bytes = {}, [], 0
+        self._written_bytes = sum(file.tell() for file in self._files.values())
+
+    def _write_table(self, kind: str, table: Any) -> None:
+        """Write a row group."""
+        pa, pq = import_pyarrow()
+        has_steps = Path(kind).name == STEPS
+        if kind not in self._writers:
+            make_folder(self._folder.path / kind, self._folder.path)
+            # Arrow's own file: it waits for no interpreter lock, which a rollout holds nearly all the time.
+            file = self._files[kind] = pa.OSFile(os.fspath(self._folder.partial(kind, self.number)), "wb")
+            self._writers[kind] = pq.ParquetWriter(
+                file,
+                table.schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=_REPEATED if has_steps else False,
+                column_encoding=dict.fromkeys(whole_numbers(table.schema), "DELTA_BINARY_PACKED"),
+                write_statistics=_SOUGHT if has_steps else True,
+                write_page_checksum=True,
+            )
+            self._writers[kind].add_key_value_metadata({MARK: self._mark})
+        self._writers[kind].write_table(table, row_group_size=max(1, table.num_rows))
+
+    def commit(self) -> None:
+        """End the files, write them to the disk, and name them; the one that commits the others comes last."""
+        self._write_waiting()
+        for kind, writer in self._writers.items():
+            writer.close()
+            self._files[kind].close()
+            sync(self._folder.partial(kind, self.number))
+        last = self._folder.last_kind
+        for kind in sorted(self._writers, key=lambda kind: kind == last):
+            self._folder.partial(kind, self.number).replace(self._folder.file(kind, self.number))
+            sync(self._folder.path / kind)
+
+    def discard(self) -> None:
+        """Close the files and remove them, as far as the disk allows."""
+        for kind, file in self._files.items():
+            # A disk that has failed may fail again, of which nobody needs to know.
+            with suppress(OSError, ValueError):
+                if kind in self._writers:
+                    self._writers[kind].close()
+            with suppress(OSError, ValueError):
+                file.close()
+            with suppress(OSError):
+                self._folder.partial(kind, self.number).unlink()
+
+
+AnyRollout = Rollout | MultiAgentRollout
+_PACKAGES = ("gymnasium", "numpy", "pyarrow", "rollflow", "torch")
+
+
+def run_record(metadata: Mapping[str, Any], rollout: AnyRollout | None) -> dict[str, Any]:
+    """The record of a run, in JSON's types: a user's values, the rollout, and the versions of Python and packages."""
+    versions = {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
+    described = None if rollout is None else _described(rollout)
+    return {"metadata": dict(metadata), "rollout": described, "versions": versions}
+
+
+@cache
+def version_of(package: str) -> str:
+    """The version of an installed package; "unknown" for one that is only on the path."""
+    try:
+        return packages.version(package)
+    except packages.PackageNotFoundError:
+        return "unknown"
+
+
+def checked_rollout(rollout: Any) -> AnyRollout | None:
+    """Return a rollout, or None. Raises DatasetError for anything else."""
+    if rollout is not None and not isinstance(rollout, AnyRollout):
+        raise DatasetError(f"rollout is a {type(rollout).__name__}, expected a rollout, or None").see("dataset")
+    return rollout
+
+
+def _described(rollout: AnyRollout) -> dict[str, Any]:
+    """Id of the environment if it is known, its keywords, seed, and names of the classes of modules and pieces."""
+    env = rollout.environments.envs[0]
+    spec = getattr(env, "spec", None) or getattr(next(iter(getattr(env, "envs", ())), None), "spec", None)
+    described = {"env": None if spec is None else spec.id, "seed": rollout.seed}
+    if isinstance(rollout, Rollout):
+        if rollout.env_kwargs:
+            described["env_kwargs"] = {name: _plain(value) for name, value in rollout.env_kwargs.items()}
+        return described | {
+            "module": _name_of(rollout.module),
+            "env_to_module": _pieces_of(rollout.env_to_module),
+            "module_to_env": _pieces_of(rollout.module_to_env),
+        }
+    return described | {
+        "module": {str(module_id): _name_of(module) for module_id, module in rollout.module.items()},
+        "env_to_module": [_pieces_of(each) for each in rollout.env_to_module],
+        "module_to_env": [_pieces_of(each) for each in rollout.module_to_env],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+def _pieces_of(pipeline: ConnectorPipelineV2) -> list[str]:
+    return [_name_of(piece) for piece in pipeline.connectors]
+
+
+def _name_of(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
 
 # Fragments up to this size are copied in the caller's thread: another one would wait longer for the interpreter.
 _SMALL_BYTES = 1 << 20

@@ -20,16 +20,21 @@ from rollflow.nodes.connectors.common.tensors import NumpyToTensor, as_array
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
-from rollflow.sinks.datasets.agents_block import AgentsBlock
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
-from rollflow.sinks.datasets.env_episodes import EnvEpisodes
-from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore
-from rollflow.sinks.datasets.episode_summary import EpisodeSummary, step_bytes, summary_of, windows_of
+from rollflow.sinks.datasets.episode_block import (
+    EpisodeBlock,
+    EpisodeStore,
+    EpisodeSummary,
+    Ints,
+    ReadAhead,
+    step_bytes,
+    summary_of,
+    windows_of,
+)
 from rollflow.sinks.datasets.minari_episodes import MinariEpisodes, minari_data_of
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
-from rollflow.sinks.datasets.stored_agents import StoredAgents
+from rollflow.sinks.datasets.stored_agents import AgentsBlock, EnvEpisodes, StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
-from rollflow.sinks.datasets.stored_steps import Ints, ReadAhead
 from rollflow.sinks.trainer.trainer_side.item_maker import check_module
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, shown

@@ -1,17 +1,159 @@
 """Blocks of episodes in memory, row behind row, of which fragments are made."""
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+import math
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, describe_tree, empty_tree
-from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
+
+Ints = NDArray[np.int64]
+T = TypeVar("T")
+
+_JOINED_BYTES = 512  # of a row: larger ones stay in their parts, since to join them takes as long as to take them
+
+
+class StoredSteps:
+    """Steps of K episodes in parts, such as row groups. What is taken is copied once, from there to where it is used.
+
+    parts       name -> the column's parts, trees of arrays any[m, ...]; all columns have parts of the same m
+    rows        i64[S]    the row of each step, counted over all parts, episode by episode
+    last_obs    tree of arrays any[K, ...], the observation behind each episode's last step; None: not read
+    initial     tree of arrays any[K, ...], the state before each episode's first step, and bool[K] of those that are
+                known; None: not read, or of no stateful module
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[Tree]],
+        rows: Ints,
+        last_obs: Tree | None,
+        initial: tuple[Tree, NDArray[np.bool_]] | None = None,
+    ) -> None:
+        self.parts = {name: list(trees) for name, trees in parts.items()}
+        self.rows, self.last_obs, self.initial = rows, last_obs, initial
+        sizes = [len(leaves_of(tree)[0]) for tree in next(iter(self.parts.values()))]
+        self._firsts: Ints = np.cumsum([0, *sizes])  # of each part, and behind the last
+
+    def after(self, front: "StoredSteps") -> "StoredSteps":
+        """These steps behind others."""
+        parts = {name: [*front.parts[name], *trees] for name, trees in self.parts.items()}
+        rows = np.concatenate([front.rows, self.rows + front._firsts[-1]])
+        lasts = None if self.last_obs is None else concatenate_trees([front.last_obs, self.last_obs])
+        initial = None
+        if front.initial is not None and self.initial is not None:
+            (before, were_known), (after, are_known) = front.initial, self.initial
+            initial = concatenate_trees([before, after]), np.concatenate([were_known, are_known])
+        return StoredSteps(parts, rows, lasts, initial)
+
+    def join(self) -> None:
+        """Put the parts of columns with small rows end to end, from which steps are taken faster."""
+        for name, trees in self.parts.items():
+            if len(trees) > 1 and self.row_bytes(name) <= _JOINED_BYTES:
+                self.parts[name] = [concatenate_trees(trees)]
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of one step in a column."""
+        return sum(leaf.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves_of(self.parts[name][0]))
+
+    def write(self, name: str, steps: Ints, value: Any) -> None:
+        """Set the value of some steps, i64[n], in a column of numbers."""
+        tree = self.parts[name] = [np.concatenate(self.parts[name])]
+        tree[0][self.rows[steps]] = value
+
+    def taken(self, name: str, steps: Ints | slice = slice(None)) -> Tree:
+        """A column's values at some steps, i64[n] or a slice of all: a tree of new arrays any[n, ...]."""
+        rows, trees = self.rows[steps], self.parts[name]
+        if len(trees) == 1:
+            # All rows are there; the mode "raise" would check each of them first.
+            return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), trees[0])
+        values = map_tree(lambda leaf: np.empty((len(rows), *leaf.shape[1:]), leaf.dtype), trees[0])
+        part = np.searchsorted(self._firsts, rows, "right") - 1
+        ends = np.flatnonzero((np.diff(rows) != 1) | (np.diff(part) != 0)) + 1
+        for begin, end in pairwise([0, *ends.tolist(), len(rows)] if len(rows) else []):
+            at = int(part[begin])
+            first = int(rows[begin] - self._firsts[at])
+            map_tree(lambda leaf, value, b=begin, e=end, f=first: _copy(leaf, f, value[b:e]), trees[at], values)
+        return values
+
+
+class _NotWanted(BaseException):
+    """Raised in a thread that reads ahead, where nobody wants any more what it reads."""
+
+
+class ReadAhead(threading.Thread, Generic[T]):
+    """A thread that reads something while others work on what came before.
+
+    read    gives it, and calls `check_wanted` now and then
+    """
+
+    def __init__(self, read: Callable[[], T]) -> None:
+        super().__init__(name="rollflow-dataset")
+        self._read, self.is_wanted = read, True
+        self._made: list[T] = []
+        self._error: BaseException | None = None
+        with suppress(RuntimeError):  # the interpreter is at its end, and starts no more threads
+            self.start()
+
+    def run(self) -> None:
+        """Read it."""
+        try:
+            self._made.append(self._read())
+        except _NotWanted:
+            pass
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        """Wait for what was read. Raises what reading it has raised."""
+        if self.ident is None:
+            self.run()
+        else:
+            self.join()
+        if self._error is not None:
+            raise self._error
+        return self._made.pop()
+
+    def stop(self) -> None:
+        """Wait until the thread has ended, which reads no further."""
+        self.is_wanted = False
+        if self.ident is not None:
+            self.join()
+
+
+def check_wanted() -> None:
+    """End a thread that reads ahead, where nobody wants any more what it reads; else do nothing."""
+    thread = threading.current_thread()
+    if isinstance(thread, ReadAhead) and not thread.is_wanted:
+        raise _NotWanted
+
+
+def in_pairs(reads: Sequence[Callable[[], T]]) -> Generator[T, None, None]:
+    """What each of some functions gives, in their order. Two at a time are at work, every second one in a thread."""
+    for at in range(0, len(reads), 2):
+        check_wanted()
+        beside = ReadAhead(reads[at + 1]) if at + 1 < len(reads) else None
+        try:
+            yield reads[at]()
+            if beside is not None:
+                yield beside.result()
+        finally:
+            if beside is not None:
+                beside.stop()
+
+
+def _copy(leaf: NDArray[Any], first: int, into: NDArray[Any]) -> None:
+    into[:] = leaf[first : first + len(into)]
 
 
 class EpisodeStore(Protocol):
@@ -174,3 +316,79 @@ class BlockRest:
             map_tree(lambda leaf: leaf[at:].copy(), steps.last_obs),
             None if steps.initial is None else map_tree(lambda leaf: leaf[at:].copy(), steps.initial),
         )
+
+
+_NEEDED = (Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, Columns.POLICY_VERSION)
+_STEPS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeSummary:
+    """What a dataset's E episodes are like, in the order of their numbers.
+
+    returns            f64[E]    sum of the rewards that are stored
+    lengths            i64[E]    steps that are stored
+    runs               i64[E]    number of the run in the description
+    is_whole           bool[E]   whether beginning and end are stored
+    oldest_version     i64[E]    the oldest policy version that an action was computed with; 0 if it is not stored
+    newest_version     i64[E]
+    """
+
+    returns: NDArray[np.float64]
+    lengths: Ints
+    runs: Ints
+    is_whole: NDArray[np.bool_]
+    oldest_version: Ints
+    newest_version: Ints
+
+
+def summary_of(store: EpisodeStore) -> EpisodeSummary:
+    """Read the rewards, flags and policy versions of all episodes. Raises DatasetError for a damaged file."""
+    count = len(store.num_steps)
+    returns, is_whole = np.zeros(count), store.t_started == 0
+    oldest, newest = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    columns = {name: store.columns[name] for name in _NEEDED if name in store.columns}
+    for episodes in windows_of(store.num_steps, np.arange(count), _STEPS_AT_ONCE):
+        lengths = store.num_steps[episodes]
+        steps = store.read(episodes, columns, with_last=False)
+        read = {name: steps.taken(name) for name in columns}
+        begins, ends = np.cumsum(lengths) - lengths, np.cumsum(lengths) - 1
+        returns[episodes] = np.add.reduceat(read[Columns.REWARDS].astype(np.float64), begins)
+        is_whole[episodes] &= read[Columns.TERMINATEDS][ends] | read[Columns.TRUNCATEDS][ends]
+        if Columns.POLICY_VERSION in read:
+            oldest[episodes] = np.minimum.reduceat(read[Columns.POLICY_VERSION], begins)
+            newest[episodes] = np.maximum.reduceat(read[Columns.POLICY_VERSION], begins)
+    return EpisodeSummary(returns, store.num_steps, store.runs, is_whole, oldest, newest)
+
+
+def windows_of(num_steps: Ints, episodes: Ints, window_steps: int) -> list[Ints]:
+    """Episodes, i64[K], in groups of about so many steps that stand one behind the other.
+
+    num_steps    i64[E]    of all episodes
+    """
+    window = (np.cumsum(num_steps[episodes]) - 1) // window_steps
+    return [each for each in np.split(episodes, np.flatnonzero(np.diff(window)) + 1) if len(each)]
+
+
+def step_bytes(columns: Mapping[str, Description]) -> int:
+    """Bytes of one step in memory."""
+    return sum(leaf.nbytes for each in columns.values() for leaf in leaves_of(empty_tree(each, 1)))
+
+
+def histogram(values: NDArray[Any], bins: int = 10, width: int = 40) -> Iterator[str]:
+    """Lines of a histogram of values, any[E]: the range of each bin, a bar, and how many values are in it."""
+    if not len(values):
+        return
+    low, high = values.min(), values.max()
+    if np.all(values == np.round(values)) and max(abs(low), abs(high)) < 2**53:
+        size = int((high - low) // bins + 1)
+        edges = np.arange(low, high + size + 1, size)
+        names = [f"{first:.0f}" + (f" … {first + size - 1:.0f}" if size > 1 else "") for first in edges[:-1]]
+    else:
+        edges = np.linspace(low / 2, high / 2, bins + 1) * 2  # between the largest numbers is more than a float holds
+        names = [f"{first:.4g} … {second:.4g}" for first, second in pairwise(edges)]
+    counts, _ = np.histogram(values, edges)
+    wide = max(map(len, names))
+    for name, count in zip(names, counts.tolist(), strict=True):
+        bar = "█" * -(-count * width // int(counts.max()))
+        yield f"  {name:>{wide}}  {bar:<{width}}  {count}".rstrip()

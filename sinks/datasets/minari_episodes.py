@@ -16,8 +16,14 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description
 from rollflow.sinks.datasets.dataset_folder import environment_of, whole_folder
-from rollflow.sinks.datasets.episode_block import FilledSteps, columns_of_spaces, copy_rows
-from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, check_wanted
+from rollflow.sinks.datasets.episode_block import (
+    FilledSteps,
+    Ints,
+    StoredSteps,
+    check_wanted,
+    columns_of_spaces,
+    copy_rows,
+)
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree, map_tree

@@ -1,6 +1,6 @@
 """Episodes of a dataset in Parquet files, read row group by row group."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
@@ -9,11 +9,209 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import Description, empty_tree, import_pyarrow, tree_of
-from rollflow.sinks.datasets.dataset_folder import ENV_T, EPISODES, LAST_OBS, STEPS, DatasetFolder
-from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, ranges
-from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps, in_pairs
+from rollflow.sinks.datasets.dataset_folder import (
+    ENV_EPISODES,
+    ENV_T,
+    EPISODES,
+    LAST_OBS,
+    MARK,
+    STEPS,
+    DatasetFolder,
+    no_steps,
+)
+from rollflow.sinks.datasets.episode_block import Ints, StoredSteps, in_pairs
 from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree, map_tree
+
+# What reading a file raises that is not as the sink has written it; the last two: a column of another type.
+UNREADABLE = (OSError, ValueError, KeyError, AttributeError, TypeError)
+
+_COLUMNS = ["run", Columns.EPS_ID, "t_started", "num_steps", "terminated", "truncated", "lost"]
+
+
+class EpisodeIndex:
+    """Episodes of the committed files, in the order of their first steps, and the P chunks that they consist of.
+
+    Chunks of a run with one episode's id are one episode where each begins at the step at which the one before ended.
+    Where the beginning is missing, `t_started` is above 0. Where the end is missing, the episode is cut.
+
+        folder     of the dataset, or of a module
+        kind       of the files that have the chunks, `EPISODES` or `ENV_EPISODES`
+        more       names of further columns to be read
+        piece_of   gives a number for each chunk of a table, i64[P]: chunks with different ones are no episode
+
+        numbers              of the files
+        group                i64[P]     number of each chunk's row group, counted over all files
+        file                 i64[P]     number of each chunk's file
+        row                  i64[P]     of the chunk's first step in the row group
+        place                i64[P]     of the chunk among those of the row group
+        chunk_steps          i64[P]
+        groups               (file, row group in the file) of each row group
+        group_chunks         i64[G]     chunks in each row group
+        footers              file -> the metadata of its file of each kind
+
+        order                i64[P]     chunks, episode by episode, by time
+        first, count         i64[E]     an episode's chunks are `order[first : first + count]`
+        last                 i64[E]     an episode's last chunk
+        num_steps            i64[E]
+        t_started            i64[E]     steps of the episode before the first
+        terminated           bool[E]
+        truncated            bool[E]    by the environment, or by its loss
+        ids                  object[E] text
+        runs                 i64[E]     number of the run in `dataset.json`
+        lost                 episode -> why its environment was lost
+        more                 name -> Arrow array of P items
+        pieces               i64[P]    what `piece_of` gave
+
+    Raises DatasetError, with its name, for a file that is damaged or missing.
+    """
+
+    def __init__(
+        self,
+        folder: DatasetFolder,
+        kind: str = EPISODES,
+        more: Sequence[str] = (),
+        piece_of: Callable[[Any], Ints] | None = None,
+    ) -> None:
+        self.numbers = folder.check_pairs()
+        self.groups: list[tuple[int, int]] = []
+        self.footers: dict[int, dict[str, Any]] = {}
+        tables, sizes = [], []
+        pa, _ = import_pyarrow()
+        for number in self.numbers:
+            table, in_groups, footers = read_chunks(folder, number, kind, more)
+            self.footers[number] = footers
+            tables.append(table)
+            self.groups += [(number, each) for each in range(len(in_groups))]
+            sizes += in_groups
+        if not tables:
+            raise no_steps(folder.path)
+        table = pa.concat_tables(tables, promote_options="default")  # files of earlier versions may have nulls
+        columns = {name: table.column(name).combine_chunks() for name in _COLUMNS}
+        run, t_started, steps = (_numbers(columns[name]) for name in ("run", "t_started", "num_steps"))
+        self.group: Ints = np.repeat(np.arange(len(sizes)), sizes)
+        firsts: Ints = np.cumsum(np.array(sizes, np.int64)) - np.array(sizes, np.int64)  # first chunk of each row group
+        self.group_chunks: Ints = np.array(sizes, np.int64)
+        self.file: Ints = np.array([number for number, _ in self.groups], np.int64)[self.group]
+        self.place: Ints = np.arange(len(steps)) - firsts[self.group]
+        before = np.cumsum(steps) - steps
+        self.row, self.chunk_steps = before - before[firsts][self.group], steps
+        ids = columns[Columns.EPS_ID].dictionary_encode()
+        key = _numbers(ids.indices) * (int(run.max()) + 1) + run  # one number for each run and id
+        self.more = {name: table.column(name).combine_chunks() for name in more}
+        if piece_of is not None:
+            self.pieces = piece_of(table)
+            key = key * (int(self.pieces.max()) + 1) + self.pieces
+        self._group_by_episode(key, t_started, *(_flags(columns[each]) for each in ("terminated", "truncated")))
+        head = self.order[self.first]
+        self.ids, self.runs = columns[Columns.EPS_ID].to_numpy(zero_copy_only=False)[head], run[head]
+        lost, is_lost = columns["lost"], columns["lost"].is_valid().to_numpy(zero_copy_only=False)
+        lost_episodes = np.flatnonzero(is_lost[self.last])
+        self.lost: dict[int, str] = {each: str(lost[int(self.last[each])]) for each in lost_episodes.tolist()}
+
+    def __len__(self) -> int:
+        return len(self.num_steps)
+
+    def chunks_of(self, episodes: Ints) -> Ints:
+        """The chunks of some episodes, i64[K], episode by episode."""
+        chunks: Ints = self.order[ranges(self.first[episodes], self.count[episodes])]
+        return chunks
+
+    def _group_by_episode(self, key: Ints, t_started: Ints, terminated: Any, truncated: Any) -> None:
+        order = np.argsort(key, kind="stable")
+        stop = t_started + self.chunk_steps
+        one, next_one = order[:-1], order[1:]
+        begins = np.ones(len(order), np.bool_)
+        begins[1:] = (key[one] != key[next_one]) | (stop[one] != t_started[next_one])
+        begins[1:] |= terminated[one] | truncated[one]
+        first = np.flatnonzero(begins)
+        count = np.diff(first, append=len(order))
+        by_place = np.argsort(order[first])
+        first, count = first[by_place], count[by_place]
+        self.order = order[ranges(first, count)]
+        self.count, self.first = count, np.cumsum(count) - count
+        self.last = self.order[self.first + count - 1]
+        head = self.order[self.first]
+        self.t_started, self.num_steps = t_started[head], stop[self.last] - t_started[head]
+        self.terminated, self.truncated = terminated[self.last], truncated[self.last]
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """The numbers start … start + length - 1 of each of K ranges, end to end: i64[sum(lengths)]."""
+    shifts: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return np.arange(int(lengths.sum())) + shifts
+
+
+def open_file(folder: DatasetFolder, kind: str, number: int, footer: Any = None) -> Any:
+    """A committed file, for reading. Raises DatasetError, with its name, if it is damaged or missing.
+
+    footer    its `metadata`, if it was read before
+    """
+    _, pq = import_pyarrow()
+    path = folder.file(kind, number)
+    try:
+        return pq.ParquetFile(path, metadata=footer, page_checksum_verification=True)
+    except FileNotFoundError:
+        raise DatasetError(f"{path} is missing, expected a file for each in {STEPS} and {EPISODES}") from None
+    except UNREADABLE as error:
+        raise damaged(path, error) from None
+
+
+def damaged(path: Any, error: object) -> DatasetError:
+    """The error for a file that can't be read as the sink has written it."""
+    reason = " ".join(str(error).split())  # some of pyarrow's have several lines
+    text = f"{path} can't be read: {reason}; it was truncated or altered, or is of another kind"
+    return DatasetError(text).see("dataset")
+
+
+def read_chunks(
+    folder: DatasetFolder, number: int, kind: str = EPISODES, more: Sequence[str] = ()
+) -> tuple[Any, list[int], dict[str, Any]]:
+    """The table of a file's chunks, how many there are in each of its row groups, and footers by kind.
+
+    Raises DatasetError where the file of steps has others than a file of `EPISODES` says.
+    """
+    with open_file(folder, kind, number) as file:
+        path = folder.file(kind, number)
+        sizes = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
+        try:
+            table = file.read(columns=[*_COLUMNS, *more], use_threads=False)
+            lengths = numbers_in(table, "num_steps")
+        except UNREADABLE as error:
+            raise damaged(path, error) from None
+        if kind == ENV_EPISODES:
+            return table, sizes, {}
+        footer = file.metadata
+    with open_file(folder, STEPS, number) as steps:
+        rows = [steps.metadata.row_group(each).num_rows for each in range(steps.num_row_groups)]
+        ends = np.cumsum(sizes)
+        wanted = [int(lengths[end - size : end].sum()) for end, size in zip(ends, sizes, strict=True)]
+        if wanted != rows or not sizes:
+            raise damaged(folder.file(STEPS, number), f"its row groups have {rows} steps, {path.name} says {wanted}")
+        if _mark_of(steps.metadata) != _mark_of(footer):
+            raise damaged(folder.file(STEPS, number), f"it was not written together with {path}")
+    return table, sizes, {EPISODES: footer, STEPS: steps.metadata}
+
+
+def _mark_of(footer: Any) -> Any:
+    """What files that were written together have alike; those of earlier versions have none."""
+    return (footer.metadata or {}).get(MARK.encode())
+
+
+def numbers_in(table: Any, name: str) -> Ints:
+    """A column of whole numbers, i64[n]."""
+    return _numbers(table.column(name).combine_chunks())
+
+
+def _numbers(array: Any) -> Ints:
+    numbers: Ints = array.to_numpy(zero_copy_only=False).astype(np.int64)
+    return numbers
+
+
+def _flags(array: Any) -> NDArray[np.bool_]:
+    flags: NDArray[np.bool_] = array.to_numpy(zero_copy_only=False).astype(np.bool_)
+    return flags
 
 
 class ParquetEpisodes:

@@ -1,12 +1,15 @@
 """Fragments made of stored episodes of several agents."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.agents_block import AgentsBlock, FragmentSteps, ModuleSteps
-from rollflow.sinks.datasets.env_episodes import EnvEpisodes
-from rollflow.sinks.datasets.stored_steps import Ints
+from rollflow.sinks.datasets.arrow_columns import import_pyarrow
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, EPISODES, DatasetFolder
+from rollflow.sinks.datasets.episode_block import EpisodeSummary, Ints, step_bytes, windows_of
+from rollflow.sinks.datasets.fragment_tables import ids_by_text
+from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisodes, damaged, numbers_in, ranges
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import map_tree
@@ -14,6 +17,310 @@ from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, FragmentLay
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+
+_STOPPED, _AGENT_STEPS, _RETURN = "env_t_stopped", "agent_steps", "return"
+_STEPS_AT_ONCE = 1 << 20
+
+
+class ModuleEpisodes(NamedTuple):
+    """The A episodes of agents that one module has acted in.
+
+    agents     ids of the agents that it has served
+    agent      i64[A]    place in `agents`
+    piece      i64[A]    number of the environment's episode
+    last_t     i64[A]    steps of the environment's episode before the agent's last observation
+    returns    f64[A]
+    """
+
+    module_id: Any
+    store: ParquetEpisodes
+    agents: tuple[Any, ...]
+    agent: Ints
+    piece: Ints
+    last_t: Ints
+    returns: Any
+
+
+class EnvEpisodes:
+    """E episodes of environments, a row of numbers each, and the agents' episodes in them.
+
+    agents                               all ids
+    modules                              `ModuleEpisodes` of those that have acted
+    columns                              module id -> name -> description
+    observation_space, action_space      module id -> space
+
+    The others are those of an `EpisodeStore`, in env steps. Raises DatasetError where there is no dataset, or one that
+    is damaged.
+    """
+
+    def __init__(self, folder: DatasetFolder) -> None:
+        import_pyarrow()
+        # A sink describes runs and modules before it commits their files: those that are listed first are described.
+        folder = DatasetFolder(folder.path, folder.numbers())
+        self.description = folder.read()
+        self.agents: list[Any] = self.description["agents"]
+        self.index = index = EpisodeIndex(folder, ENV_EPISODES, [_AGENT_STEPS])
+        self.version = index.numbers
+        self.num_steps, self.t_started, self.ids, self.runs = index.num_steps, index.t_started, index.ids, index.runs
+        self.lost = index.lost
+        self._places = {(run, id_): place for place, (run, id_) in enumerate(self._keys())}
+        folders = [(each, folder.module(name, index.numbers)) for name, each in self.description["modules"].items()]
+        self.modules = [self._module(module_id, each) for module_id, each in folders if each.numbers()]
+        self.columns = {each.module_id: each.store.columns for each in self.modules}
+        self.observation_space = {each.module_id: each.store.observation_space for each in self.modules}
+        self.action_space = {each.module_id: each.store.action_space for each in self.modules}
+        found = sum(int(each.store.index.chunk_steps.sum()) for each in self.modules)
+        if (wanted := int(index.more[_AGENT_STEPS].to_numpy().sum())) != found:
+            raise damaged(folder.path, f"its modules have {found} steps of agents, {ENV_EPISODES} says {wanted}")
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of an env step in memory, with the steps of all agents in it, on average."""
+        steps = [(int(each.store.num_steps.sum()), step_bytes(each.store.columns)) for each in self.modules]
+        return 1 + sum(count * size for count, size in steps) // max(1, int(self.num_steps.sum()))
+
+    def summary(self) -> EpisodeSummary:
+        """Returns of all agents together, lengths in env steps, and the policy versions of all modules."""
+        count = len(self.num_steps)
+        returns, oldest, newest = np.zeros(count), np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
+        for each in self.modules:
+            np.add.at(returns, each.piece, each.returns)
+            for episodes in windows_of(each.store.num_steps, np.arange(len(each.piece)), _STEPS_AT_ONCE):
+                if Columns.POLICY_VERSION not in each.store.columns:
+                    break
+                read = each.store.read(episodes, [Columns.POLICY_VERSION], with_last=False)
+                versions = read.taken(Columns.POLICY_VERSION)
+                pieces = np.repeat(each.piece[episodes], each.store.num_steps[episodes])
+                np.minimum.at(oldest, pieces, versions)
+                np.maximum.at(newest, pieces, versions)
+        is_whole = (self.t_started == 0) & (self.index.terminated | self.index.truncated)
+        return EpisodeSummary(returns, self.num_steps, self.runs, is_whole, np.minimum(oldest, newest), newest)
+
+    def _keys(self) -> list[tuple[int, str]]:
+        """Run and id of each episode; pieces of one episode have the same."""
+        return list(zip(self.runs.tolist(), self.ids.tolist(), strict=True))
+
+    def _module(self, module_id: Any, folder: DatasetFolder) -> ModuleEpisodes:
+        """The episodes of a module's agents. Raises DatasetError where one is of no environment's episode."""
+        more = [Columns.AGENT_ID, _RETURN, _STOPPED, ENV_EPS_ID]
+
+        def piece_of(table: Any) -> Ints:
+            return self._pieces(folder, table)
+
+        index = EpisodeIndex(folder, EPISODES, more, piece_of)
+        head = index.order[index.first]
+        texts = index.more[Columns.AGENT_ID].cast("string").dictionary_encode()
+        by_text = {text: place for place, text in enumerate(ids_by_text("agent", self.agents))}
+        found = [by_text.get(text, -1) for text in texts.dictionary.to_pylist()]
+        if -1 in found:
+            unknown = texts.dictionary[found.index(-1)]
+            raise damaged(folder.path, f"it has the agent {unknown}, expected one of {self.agents}")
+        numbers, agent = np.unique(np.array(found, np.int64)[texts.indices.to_numpy()], return_inverse=True)
+        returns = np.add.reduceat(index.more[_RETURN].to_numpy()[index.order], index.first)
+        return ModuleEpisodes(
+            module_id,
+            ParquetEpisodes(folder, index),
+            tuple(self.agents[each] for each in numbers.tolist()),
+            agent[head],
+            index.pieces[head],
+            index.more[_STOPPED].to_numpy()[index.last],
+            returns,
+        )
+
+    def _pieces(self, folder: DatasetFolder, table: Any) -> Ints:
+        """The number of the environment's episode of each of a module's chunks, i64[P].
+
+        Where fragments are missing, an episode is there in pieces: a chunk is of the piece in which its last step ends.
+        """
+        stops = self.t_started + self.num_steps
+        most = 1 + int(stops.max(initial=0))
+        first_of = np.array([self._places[key] for key in self._keys()], np.int64)  # one number for each run and id
+        order = np.lexsort((stops, first_of))
+        ends = first_of[order] * most + stops[order]
+        texts = table.column(ENV_EPS_ID).combine_chunks().cast("string").to_pylist()
+        keys = zip(numbers_in(table, "run").tolist(), texts, strict=True)
+        mine = np.array([self._places.get(key, -1) for key in keys], np.int64)
+        stopped = numbers_in(table, _STOPPED)
+        at = np.searchsorted(ends, mine * most + np.minimum(stopped, most - 1))
+        pieces: Ints = order[np.minimum(at, len(order) - 1)]
+        wrong = (
+            (mine < 0) | (first_of[pieces] != mine) | (stopped > stops[pieces]) | (stopped <= self.t_started[pieces])
+        )
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise damaged(folder.path, f"its chunk {row} ends in no chunk of {ENV_EPISODES}")
+        return pieces
+
+
+class ModuleSteps:
+    """Steps of one module's agents in a block, J episodes of agents one behind the other.
+
+    module                 where they are stored
+    place, slot            i64[J]    environment's episode in the block, ascending, and place in `module.agents`
+    offset, length         i64[J]    first step, and how many
+    columns                name -> tree of arrays any[n, ...]
+    last_obs               tree of arrays any[J, ...]
+    initial                states before the first steps: see `StoredSteps`
+    seen, done             i64[n]    row of the block at which a step's observation came, and at which the next one did
+    last_seen              i64[J]    row at which the last observation came
+    t_started              i64[J]    steps of the agent's episode before the first
+    terminated, truncated  bool[J]   agents that were cut count as truncated
+    is_cut                 bool[J]
+    """
+
+    def __init__(self, module: ModuleEpisodes, places: Ints, starts: Ints) -> None:
+        store, index = module.store, module.store.index
+        mine = np.flatnonzero(places[module.piece] >= 0)
+        mine = mine[np.lexsort((module.agent[mine], places[module.piece[mine]]))]
+        self.module, self.episodes = module, mine
+        self.place, self.slot = places[module.piece[mine]], module.agent[mine]
+        self.length: Ints = index.num_steps[mine]
+        stop = np.cumsum(self.length)
+        self.offset: Ints = stop - self.length
+        self.num_steps = int(self.length.sum())
+        read = store.read(mine, [*store.columns, ENV_T], with_last=True)
+        self.columns = {name: read.taken(name) for name in store.columns}
+        env_t, self.last_obs, self.initial = read.taken(ENV_T), read.last_obs, read.initial
+        begin = starts[self.place]
+        self.seen: Ints = env_t + np.repeat(begin, self.length)
+        self.last_seen: Ints = module.last_t[mine] + begin
+        self.done = np.empty_like(self.seen)
+        self.done[:-1] = self.seen[1:]
+        self.done[stop - 1] = self.last_seen
+        self.t_started: Ints = index.t_started[mine]
+        self.terminated: NDArray[np.bool_] = index.terminated[mine]
+        self.is_cut: NDArray[np.bool_] = ~(self.terminated | index.truncated[mine])
+        self.truncated: NDArray[np.bool_] = index.truncated[mine] | self.is_cut
+        self.columns[Columns.TRUNCATEDS][stop[self.is_cut] - 1] = True
+
+    def until(self, first: int, last: int, row: int) -> Ints:
+        """The step at which each episode in first … last - 1 stands at a row, i64[K]; behind its last: it is over."""
+        offset, stop = self.offset[first:last], self.offset[first:last] + self.length[first:last]
+        begin, end = (int(offset[0]), int(stop[-1])) if last > first else (0, 0)
+        made = np.zeros(end - begin + 1, np.int64)
+        np.cumsum(self.done[begin:end] <= row, out=made[1:])
+        until: Ints = offset + made[stop - begin] - made[offset - begin]
+        return until
+
+
+class AgentsBlock:
+    """Env steps of K environments' episodes, one behind the other; a row is a vector step of one environment.
+
+    store, episodes    i64[K]
+    ordinal            number of the first episode in the order of its pass
+    start, stop        i64[K]    rows of each episode
+    modules            steps of each module's agents
+    """
+
+    def __init__(self, store: EnvEpisodes, episodes: Ints, ordinal: int, rest: "AgentsRest | None" = None) -> None:
+        if rest is not None:
+            episodes, ordinal = np.concatenate([rest.episodes, episodes]), rest.ordinal
+        lengths = store.num_steps[episodes]
+        self.store, self.ordinal = store, ordinal
+        self.episodes: Ints = episodes
+        self.stop: Ints = np.cumsum(lengths)
+        self.start: Ints = self.stop - lengths
+        self.num_rows = int(self.stop[-1])
+        places = np.full(len(store.num_steps), -1)
+        places[episodes] = np.arange(len(episodes))
+        self.modules = [ModuleSteps(each, places, self.start - store.t_started[episodes]) for each in store.modules]
+        # One environment can't begin an episode in its midst behind another: such a one begins a fragment.
+        self._heads: Ints = self.start[store.t_started[episodes] > 0]
+
+    def ends(self, row: int, size: int, *, whole: bool) -> list[int]:
+        """As of `EpisodeBlock`; an episode whose beginning is missing ends a fragment as well."""
+        heads = [*self._heads[self._heads > row].tolist(), self.num_rows + size]
+        found, head = [], 0
+        while (end := min(row + size, heads[head])) <= self.num_rows:
+            if end < heads[head] and whole:
+                end = min(int(self.stop[np.searchsorted(self.stop, end)]), heads[head])
+            found.append(end)
+            head += end == heads[head]
+            row = end
+        return found
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """The episode that a row is of, as a number in the order of the pass, and the step in it."""
+        at = int(np.searchsorted(self.stop, row, "right"))
+        return self.ordinal + at, 0 if at == len(self.stop) else row - int(self.start[at])
+
+    def rest(self, row: int, lookback: int) -> "AgentsRest | None":
+        """What is there from a row on; None: nothing."""
+        return AgentsRest(self, row) if row < self.num_rows else None
+
+
+class AgentsRest:
+    """Episodes at the end of a block, which the next one reads again.
+
+    num_rows    of these episodes
+    row         of the first env step that no fragment has
+    episodes    i64[K]
+    """
+
+    def __init__(self, block: AgentsBlock, row: int) -> None:
+        at = int(np.searchsorted(block.stop, row, "right"))
+        begin = int(block.start[at])
+        self.num_rows, self.row = block.num_rows - begin, row - begin
+        self.episodes: Ints = block.episodes[at:]
+        self.ordinal: int = block.ordinal + at
+
+
+class FragmentSteps:
+    """The steps of a module's agents that were made within some rows of a block, and where a fragment has them.
+
+        steps       of the module
+        first, last the environments' episodes that the rows are of, as places in the block
+        begin, end  rows
+        lookback    steps before an agent's first that are there as well
+
+    K episodes of agents have a step in these rows, or wait at their end, slot by slot, in a slot by time:
+
+        which           i64[K]    episode, as in `steps`
+        start, stop     i64[K]    rows of the fragment; row `stop` has the observation behind the last step
+        back            i64[K]    rows of lookback
+        before          i64[K]    steps of the episode before `start`
+        number          i64[K]    of the episode in its slot
+        slot            i64[K]
+        waits, acts     bool[K]   whether the observation behind the last step has an action, or gets one now
+        is_over         bool[K]   whether the episode ends in these rows
+        rows            number of rows, with the lookback and the row behind the last step
+        source, to, at  i64[R]    steps that are copied, and the row and slot that each goes to
+    """
+
+    def __init__(self, steps: ModuleSteps, first: int, last: int, begin: int, end: int, lookback: int) -> None:
+        low, high = (int(each) for each in np.searchsorted(steps.place, [first, last]))
+        offset, stop = steps.offset[low:high], steps.offset[low:high] + steps.length[low:high]
+        done, until = steps.until(low, high, begin), steps.until(low, high, end)
+        seen = steps.seen[np.minimum(until, max(steps.num_steps - 1, 0))] if high > low else until
+        pending = (until < stop) & (seen <= end)
+        # Without a step in these rows an agent would show lookback that may not be stored.
+        unseen = (until == done) & (steps.t_started[low:high] > 0) & (done - offset < lookback)
+        kept = np.flatnonzero(((until > done) | pending) & ~unseen)
+        kept = kept[np.argsort(steps.slot[low + kept], kind="stable")]
+        self.which: Ints = kept + low
+        self.slot: Ints = steps.slot[self.which]
+        done, until, pending, seen = done[kept], until[kept], pending[kept], seen[kept]
+        count = until - done
+        heads = np.searchsorted(self.slot, self.slot)
+        rows = np.cumsum(count + 1) - count - 1
+        self.number: Ints = np.arange(len(kept)) - heads
+        self.start: Ints = lookback + rows - rows[heads]
+        self.stop: Ints = self.start + count
+        self.back: Ints = np.minimum(done - offset[kept], lookback)
+        self.before: Ints = steps.t_started[self.which] + done - offset[kept]
+        self.waits, self.acts = pending & (seen < end), pending & (seen == end)
+        self.is_over = until == stop[kept]
+        self.rows = int(self.stop.max(initial=lookback)) + 1
+        lengths = self.back + count + pending
+        self.source: Ints = ranges(done - self.back, lengths)
+        self.to: Ints = ranges(self.start - self.back, lengths)
+        self.at: Ints = np.repeat(self.slot, lengths)
+
+    def scattered(self, items: Any, slots: int) -> Any:
+        """The steps' items, any[n, ...], where the fragment has them: a new array any[rows, slots, ...]."""
+        array = np.zeros((self.rows, slots, *items.shape[1:]), items.dtype)
+        array[self.to, self.at] = items[self.source]
+        return array
 
 
 class StoredAgents(MultiAgentFragment):

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore
-from rollflow.sinks.datasets.stored_steps import Ints, StoredSteps
+from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, StoredSteps
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.argument_checks import checked_count, checked_number
-from rollflow.sinks.replay.chunk_table import Ints
-from rollflow.sinks.replay.row_index import RowIndex
+from rollflow.sinks.replay.row_index import Ints, RowIndex
 from rollflow.sinks.replay.samplers import Draw, Sampler, Sequences
 from rollflow.stream.data.errors import ReplayError
 

@@ -1,33 +1,169 @@
 """Replay: keeps the steps of fragments, and gives batches of them at a controlled rate."""
 
+import copy
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
+from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote
 
+import anyio
 import numpy as np
 
-from rollflow.nodes.argument_checks import check_numbers, checked_count
+from rollflow.nodes.argument_checks import check_numbers, checked_count, checked_number
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert
+from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
-from rollflow.sinks.replay.replay_table import Batch as Batch, ReplayTable, held_back, report_of
+from rollflow.sinks.replay.replay_table import Batch as Batch, ReplayTable
 from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.sampled_steps import check_size, detached
 from rollflow.sinks.replay.samplers import Sampler, Uniform
-from rollflow.sinks.replay.table_maker import TableMaker, check_parts
-from rollflow.sinks.replay.turns import Side, Turns, run_both
-from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.errors import ReplayError, shown
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
+from rollflow.stream.graph.node_errors import ending_quietly
+from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
+from rollflow.stream.net.backoff import WaitReminder
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+Side = Literal["insert", "sample"]
 Parts = Sequence[tuple[ReplayTable, Fragment]]
+T = TypeVar("T")
+
+
+class Turns:
+    """Lets threads, or tasks of one event loop, wait until their side may go on.
+
+    lock       held while anything is changed, or looked at
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._noted = threading.Condition(self.lock)
+        self._waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # by waits that are over
+        self._waiting: list[tuple[Side, float]] = []  # since when
+        self._changed: anyio.Event | None = None  # where tasks wait
+        self._loop_thread, self._bell = 0, Wakeup()  # rung by other threads than the event loop's
+
+    @property
+    def waiting(self) -> Side | None:
+        """The side that waits now; None: neither does."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def waited_s(self, side: Side) -> float:
+        """Seconds for which a side has waited, until now."""
+        now = monotonic()
+        return self._waited[side] + sum(now - began for each, began in self._waiting if each == side)
+
+    def enter_loop(self) -> None:
+        """Let tasks of this event loop wait, from now on; `relay` is one of them."""
+        self._changed, self._loop_thread = anyio.Event(), threading.get_ident()
+
+    async def relay(self) -> None:
+        """Have tasks look again whenever another thread has changed something; until this is cancelled."""
+        while True:
+            await anyio.wait_readable(self._bell.fileno())
+            self._bell.silence()
+            self.look_again()
+
+    def notify(self) -> None:
+        """Have those that wait look again; in any thread. The lock is held."""
+        if self._waiting:
+            self._noted.notify_all()
+        if self._changed is None:
+            return
+        if self._loop_thread != threading.get_ident():
+            self._bell.ring()
+            return
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def look_again(self) -> None:
+        """Have those that wait look again. The lock is not held."""
+        with self.lock:
+            self.notify()
+
+    def wait(self, side: Side, admits: Callable[[], T], wait_s: float | None, report: Callable[[], object]) -> T:
+        """Wait, with the lock held, until a side may go on: what `admits` returned last.
+
+        wait_s    seconds after which that may be false; None: any time
+        report    what is logged at growing intervals, from 5 s on
+        """
+        if wait_s is not None and wait_s != 0.0:
+            checked_number("wait_s", wait_s, least=0, most=inf, noun="seconds")
+        found = admits()
+        if found or wait_s == 0.0:
+            return found
+        patience = WaitReminder(wait_s)
+        with self._counted(side):
+            while not found and not patience.is_over:
+                found = self._noted.wait_for(admits, patience.left)
+                if not found and patience.is_long:
+                    logger.warning("%s() waits for %.0f s: %s", side, patience.waited_s, report())
+        return found
+
+    async def wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:
+        """Wait in a task, without the lock, until a side may go on."""
+        while True:
+            with self.lock:
+                if admits():
+                    return
+                changed = self._changed
+            assert changed is not None
+            with self._counted(side):
+                await changed.wait()
+
+    @contextmanager
+    def _counted(self, side: Side) -> Iterator[None]:
+        wait = side, monotonic()
+        self._waiting.append(wait)
+        try:
+            yield
+        finally:
+            self._waiting.remove(wait)
+            self._waited[side] += monotonic() - wait[1]
+
+
+async def run_both(*parts: Callable[[], Awaitable[None]], beside: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run the parts side by side, and `beside` until they have ended.
+
+    What one of them raises ends the others, and is raised as it is, in no group.
+    """
+    raised: Exception | None = None
+    left = len(parts)
+    async with anyio.create_task_group() as tasks:
+
+        async def work(part: Callable[[], Awaitable[None]]) -> None:
+            nonlocal raised, left
+            try:
+                await part()
+            except Exception as error:
+                raised = error
+            left -= 1
+            if raised is not None or not left:
+                tasks.cancel_scope.cancel()
+
+        tasks.start_soon(ending_quietly, beside)
+        for part in parts:
+            tasks.start_soon(ending_quietly, partial(work, part))
+    try:
+        if raised is not None:
+            raise raised
+    finally:
+        del raised  # whose traceback refers to this frame
 
 
 class Replay:
@@ -77,7 +213,7 @@ class Replay:
         self.sampler, self.remover = Uniform() if sampler is None else sampler, Oldest() if remover is None else remover
         self.pieces = [pieces] if isinstance(pieces, ConnectorV2) else list(pieces)
         self._storage = Storage() if storage is None else storage
-        check_parts(self.sampler, self.remover, rate, self.pieces, self._storage)
+        _check_parts(self.sampler, self.remover, rate, self.pieces, self._storage)
         check_numbers(seed=(seed, 0))
         num_rows = self.remover.num_rows(capacity)
         if num_rows >= 2**31 - 1:
@@ -87,9 +223,9 @@ class Replay:
             raise ReplayError(f"{text}expected a min_size below the capacity").see("replay")
         check_goes_with(self.remover, self.sampler, None if rate is None else rate.ratio)
         self._rate = rate
-        options: dict[str, Any] = {"rate": rate, "batch_size": batch_size, "storage": self._storage, "seed": seed}
-        self._maker = TableMaker(capacity, self.sampler, self.remover, **options)
-        one = self._maker.of_one_agent(self.sampler, self.remover)
+        self._seed = seed
+        self._unused = copy.deepcopy((self.sampler, self.remover))  # of which each module's table gets copies
+        one = self._made_table(self.sampler, self.remover, self._storage, seed)
         self._tables: dict[Any, ReplayTable] = {None: one}  # None: of one agent
         self.turns = Turns()
         self._lock = self.turns.lock
@@ -204,7 +340,18 @@ class Replay:
         """
         with self._lock:
             tables = self._tables.values() if module_id is None else [self._table_of(module_id)]
-            return report_of(tables, self._rate, self.turns)
+            beyond = sum(table.rate.beyond(table.rows.inserted) for table in tables)
+            sampled = sum(table.rate.sampled for table in tables)
+            return ReplayReport(
+                inserted=sum(table.rows.inserted for table in tables),
+                removed=sum(table.rows.removed for table in tables),
+                sampled=sampled,
+                ratio=sampled / beyond if beyond else 0.0,
+                wanted=None if self._rate is None else self._rate.ratio,
+                waiting=self.turns.waiting,
+                insert_wait_s=self.turns.waited_s("insert"),
+                sample_wait_s=self.turns.waited_s("sample"),
+            )
 
     @property
     def nbytes(self) -> int:
@@ -302,7 +449,7 @@ class Replay:
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
         """Tables with these states: new ones of modules; the one that is there of one agent."""
-        tables = self._tables if None in states else self._maker.of_modules(states)
+        tables = self._tables if None in states else self._tables_of(states)
         if None in states and (None not in tables or len(states) > 1):
             text = "the replay has steps of several agents, got the state of one; expected that of several"
             raise ReplayError(f"{text}, or a new Replay").see("replay")
@@ -319,6 +466,40 @@ class Replay:
             text = f"there are no steps of module {module_id!r}, expected module_id to be one of {self.module_ids}"
             raise ReplayError(text).see("replay")
         return table
+
+    def _tables_of(self, module_ids: Iterable[Any], others: Iterable[Any] = ()) -> dict[Any, ReplayTable]:
+        """New tables by the ids of their modules. Raises ReplayError if two ids, such as 1 and "1", have one text.
+
+        others    ids of the modules that have a table already
+
+        The text of an id tells the module's file and its seed from those of the others.
+        """
+        texts = {str(each): each for each in others}
+        tables: dict[Any, ReplayTable] = {}
+        for module_id in dict.fromkeys(module_ids):
+            text = str(module_id)
+            if text in texts:
+                raise ReplayError(
+                    f"the modules {texts[text]!r} and {module_id!r} have one text as their ids, expected another text "
+                    "for each module"
+                ).see("replay")
+            texts[text] = module_id
+            storage, seed = self._storage, self._seed
+            if storage.path is not None:
+                storage = replace(storage, path=f"{os.fspath(storage.path)}.{quote(text, safe=' ')}")
+            seed = None if seed is None else zlib.crc32(text.encode(), seed & 0xFFFFFFFF)
+            tables[module_id] = self._made_table(*copy.deepcopy(self._unused), storage, seed)
+        return tables
+
+    def _made_table(self, sampler: Sampler, remover: Remover, storage: Storage, seed: int | None) -> ReplayTable:
+        return ReplayTable(
+            self.capacity,
+            sampler,
+            remover,
+            storage=storage,
+            rate=RateLimiter(self._rate, self.batch_size * sampler.steps),
+            generator=np.random.default_rng(seed),
+        )
 
     def _announced(self, fragment: AnyFragment) -> Parts:
         """The parts of a fragment by table, whose sizes the rates take note of; samples that wait look again."""
@@ -343,7 +524,7 @@ class Replay:
         parts = {each: part for each, part in parts.items() if len(part.chunks.slot)}
         tables = {} if None in self._tables else self._tables
         new = [each for each in parts if each not in tables]
-        self._tables = tables | self._maker.of_modules(new, tables)
+        self._tables = tables | self._tables_of(new, tables)
         return [(self._tables[each], part) for each, part in parts.items()]
 
     def _admitting(self, count: int) -> dict[Any, ReplayTable]:
@@ -354,9 +535,52 @@ class Replay:
         """What `admits` returns once a side may go on; the lock is held. Raises ReplayError once `wait_s` is over."""
         if found := self.turns.wait(side, admits, wait_s, self.report):
             return found
-        raise held_back(side, self._tables, self._rate, wait_s)
+        raise _held_back(side, self._tables, self._rate, wait_s)
+
+
+def _held_back(
+    side: Side, tables: Mapping[Any, ReplayTable], rate: SamplesPerInsert | None, wait_s: float | None
+) -> ReplayError:
+    """The error of a side that the rate of these tables, by module, holds back, after so many seconds of waiting."""
+    awaited = {table.sampler.waits_for(table.rows) for table in tables.values() if table.rows.num_live} - {""}
+    if side == "sample" and awaited:
+        return ReplayError(f"the replay has no {awaited.pop()} yet, expected more inserts before a sample").see(
+            "replay"
+        )
+    if rate is None:
+        return ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
+    held = [
+        f"{table.rows.inserted} steps are inserted, {table.rows.num_live} there, {table.rate.sampled} sampled"
+        + (f" of module {module_id!r}" if module_id is not None else "")
+        for module_id, table in tables.items()
+    ]
+    other = "sample" if side == "insert" else "insert"
+    more = f"in {wait_s:g} s no other thread did" if wait_s else "or give wait_s where another thread does"
+    text = f"the rate holds this {side} back: {'; '.join(held)}, at {rate}; {other} more first, {more}"
+    return ReplayError(text).see("replay")
 
 
 def _admit(parts: Parts) -> bool:
     """True if the rates let all parts of a fragment be inserted."""
     return all([table.admits_insert(part.num_steps) for table, part in parts])
+
+
+def _check_parts(sampler: Any, remover: Any, rate: Any, pieces: Iterable[Any], storage: Any) -> None:
+    """Raise ReplayError for an argument of a replay that is of another kind."""
+    expected = [
+        ("sampler", sampler, Sampler, "a sampler such as Prioritized()"),
+        ("remover", remover, Remover, "a remover such as Oldest()"),
+        ("storage", storage, Storage, "a Storage(), or None"),
+        *(("pieces", piece, ConnectorV2, "connector pieces such as SampledNStepReturns()") for piece in pieces),
+    ]
+    if rate is not None:
+        expected.append(("rate", rate, SamplesPerInsert, "a SamplesPerInsert(), or None"))
+    for name, given, kind, text in expected:
+        if not isinstance(given, kind):
+            raise ReplayError(f"{name} is {shown(given)}, expected {text}").see("replay")
+    for piece in pieces:
+        if piece.lookback:
+            raise ReplayError(
+                f"{piece.name} looks back {piece.lookback} steps, which a replay's samples do not show; expected "
+                f"Storage(frames={piece.lookback + 1}) for stacks of observations, or the piece before a learner"
+            ).see("replay")

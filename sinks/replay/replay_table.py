@@ -1,6 +1,6 @@
 """Replay table: the steps of one agent, or of the agents of one module, in rows, with the sampler that draws them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.tensors import tensor_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
+from rollflow.sinks.replay.rate import RateLimiter
 from rollflow.sinks.replay.removers import Remover
 from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, items_of
 from rollflow.sinks.replay.row_index import Room, RowIndex
 from rollflow.sinks.replay.sampled_steps import SampledSteps
 from rollflow.sinks.replay.samplers import Draw, Sampler
-from rollflow.sinks.replay.turns import Side, Turns
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import map_tree
@@ -186,44 +185,6 @@ class ReplayTable:
         if state["columns"] is not None:
             self._columns = self._make_columns(state["columns"]["items"])
             self._columns.set_state(state["columns"])
-
-
-def report_of(tables: Collection[ReplayTable], rate: SamplesPerInsert | None, turns: Turns) -> ReplayReport:
-    """A report of some tables together, of a replay with this rate, whose sides wait by these turns."""
-    beyond = sum(table.rate.beyond(table.rows.inserted) for table in tables)
-    sampled = sum(table.rate.sampled for table in tables)
-    return ReplayReport(
-        inserted=sum(table.rows.inserted for table in tables),
-        removed=sum(table.rows.removed for table in tables),
-        sampled=sampled,
-        ratio=sampled / beyond if beyond else 0.0,
-        wanted=None if rate is None else rate.ratio,
-        waiting=turns.waiting,
-        insert_wait_s=turns.waited_s("insert"),
-        sample_wait_s=turns.waited_s("sample"),
-    )
-
-
-def held_back(
-    side: Side, tables: Mapping[Any, ReplayTable], rate: SamplesPerInsert | None, wait_s: float | None
-) -> ReplayError:
-    """The error of a side that the rate of these tables, by module, holds back, after so many seconds of waiting."""
-    awaited = {table.sampler.waits_for(table.rows) for table in tables.values() if table.rows.num_live} - {""}
-    if side == "sample" and awaited:
-        return ReplayError(f"the replay has no {awaited.pop()} yet, expected more inserts before a sample").see(
-            "replay"
-        )
-    if rate is None:
-        return ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
-    held = [
-        f"{table.rows.inserted} steps are inserted, {table.rows.num_live} there, {table.rate.sampled} sampled"
-        + (f" of module {module_id!r}" if module_id is not None else "")
-        for module_id, table in tables.items()
-    ]
-    other = "sample" if side == "insert" else "insert"
-    more = f"in {wait_s:g} s no other thread did" if wait_s else "or give wait_s where another thread does"
-    text = f"the rate holds this {side} back: {'; '.join(held)}, at {rate}; {other} more first, {more}"
-    return ReplayError(text).see("replay")
 
 
 def _tensor(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_names, checked_count
-from rollflow.sinks.replay.chunk_table import Ints
+from rollflow.sinks.replay.row_index import Ints
 from rollflow.stream.data.blocks import BlockLayout, PrivateBlock
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError

@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.tensors import as_array
-from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.sinks.replay.row_columns import RowColumns
-from rollflow.sinks.replay.row_index import RowIndex
+from rollflow.sinks.replay.row_index import Ints, RowIndex
 from rollflow.sinks.replay.samplers import Draw
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError

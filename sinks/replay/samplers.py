@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.sinks.replay.chunk_table import Ints
-from rollflow.sinks.replay.ring import read_ring
-from rollflow.sinks.replay.row_index import Bools, RowIndex
+from rollflow.sinks.replay.row_index import Bools, Ints, RowIndex, read_ring
 from rollflow.stream.data.errors import ReplayError, shown
 
 

@@ -19,7 +19,7 @@ from serial_module import SerialModule
 from rollflow.cli.main import main
 from rollflow.nodes import MultiAgentRollout, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
-from rollflow.sinks.datasets.episode_summary import histogram
+from rollflow.sinks.datasets.episode_block import histogram
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A sink that is killed leaves whole files; the next one adds to them."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,37 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from killed_sinks import write_and_be_killed
 from replayed import Played, numbers_of
 
 from rollflow.sinks import DatasetSink, DatasetSource
-from rollflow.sinks.datasets.file_set import FileSet
+from rollflow.sinks.datasets.dataset_sink import FileSet
 from rollflow.stream import DatasetError
 
 
 @pytest.fixture(scope="module")
 def played() -> Played:
     return Played(slots=3, fragments=40, seed=1, lengths=(1, 12), nested=True)
-
-
-def write_and_be_killed(played: Played, path: Path, max_file_bytes: int, calls: int) -> None:
-    """Write in a forked process that is killed once it has handed over so many fragments, while others are written."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            sink = DatasetSink(path, max_file_bytes=max_file_bytes)
-            for fragment in played.fragments:
-                sink(fragment)
-                os.write(writes, b".")
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(writes)
-    for _ in range(calls):
-        assert os.read(reads, 1)
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    os.close(reads)
 
 
 def check(path: Path, played: Played) -> list[int]:
@@ -81,7 +60,7 @@ def test_every_episode_that_was_committed_is_there_once_after_kills(
         sink(played.fragments[0])
     counts = [played.fragments[0].num_steps]
     for _ in range(6):
-        write_and_be_killed(played, path, max_file_bytes, int(generator.integers(1, len(played.fragments))))
+        write_and_be_killed(played.fragments, path, max_file_bytes, int(generator.integers(1, len(played.fragments))))
         now = check(path, played)
         assert now[: len(counts)] == counts  # what was there stays as it is
         counts = now
@@ -92,18 +71,6 @@ def test_every_episode_that_was_committed_is_there_once_after_kills(
     assert check(path, played) == [*counts, everything]
     left = [each.name for each in path.rglob("*") if each.is_file() and each.name.startswith(".")]
     assert left == [".lock"]
-
-
-def test_an_episode_whose_end_was_not_committed_is_truncated(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path) as sink:
-        sink(played.fragments[0])
-    cut = [each for each in DatasetSource(tmp_path).episodes() if "cut" in each.custom_data]
-    chunks = [each for each in played.fragments[0].episodes() if not each.is_done]
-    assert cut
-    assert sorted(each.id_ for each in cut) == sorted(each.id_ for each in chunks)
-    assert all(each.is_truncated and not each.is_terminated for each in cut)
-    (fragment,) = DatasetSource(tmp_path).fragments()
-    assert int(fragment.gather("truncateds").sum()) == sum(each.is_truncated for each in fragment.episodes())
 
 
 def test_an_episode_whose_beginning_was_not_written_says_where_it_begins(played: Played, tmp_path: Path) -> None:

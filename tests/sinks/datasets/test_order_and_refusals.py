@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from rollflow.nodes import Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets import dataset_source
-from rollflow.sinks.datasets.file_set import FileSet
+from rollflow.sinks.datasets.dataset_sink import FileSet
 from rollflow.stream import DatasetError, Fragment
 from rollflow.stream.data.tree import leaves_of
 
@@ -176,7 +176,7 @@ def test_the_files_can_be_understood_without_rollflow(path: Path, played: Played
 def test_small_fragments_share_a_row_group_and_large_ones_have_one_each(
     least: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollflow.sinks.datasets.file_set._GROUP_BYTES", least)
+    monkeypatch.setattr("rollflow.sinks.datasets.dataset_sink._GROUP_BYTES", least)
     with DatasetSink(tmp_path) as sink:
         for fragment in played.fragments:
             sink(fragment)
@@ -344,13 +344,6 @@ def test_a_newer_or_a_damaged_description_is_refused(path: Path, tmp_path: Path)
     name.write_text(name.read_text()[:50])
     with pytest.raises(DatasetError, match=r"dataset.json can't be read"):
         DatasetSource(path)
-
-
-def test_a_dataset_without_a_committed_file_is_refused(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path) as sink:
-        sink(played.fragments[0])
-        with pytest.raises(DatasetError, match="has no steps yet: no file is committed"):
-            DatasetSource(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["steps", "episodes"])

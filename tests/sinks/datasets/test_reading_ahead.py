@@ -18,8 +18,8 @@ from replayed import Played
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets.episode_block import check_wanted, in_pairs
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
-from rollflow.sinks.datasets.stored_steps import check_wanted, in_pairs
 from rollflow.stream import ColumnError, DatasetError, Graph
 
 IN_TIME_S = 60.0

@@ -16,7 +16,7 @@ from shapes_env import FixedModule, Shapes
 
 from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline, TrainerSink
-from rollflow.sinks.datasets import file_set, stored_steps
+from rollflow.sinks.datasets import dataset_sink, episode_block
 from rollflow.stream import Graph, GraphError
 
 
@@ -92,8 +92,8 @@ def test_chunks_join_with_their_lookback_and_batches_have_every_step_once(
     }  # fmt: skip
     with (
         TemporaryDirectory() as folder,
-        patch.object(file_set, "_GROUP_BYTES", group_bytes),
-        patch.object(stored_steps, "_JOINED_BYTES", joined_bytes),
+        patch.object(dataset_sink, "_GROUP_BYTES", group_bytes),
+        patch.object(episode_block, "_JOINED_BYTES", joined_bytes),
     ):
         written(played, Path(folder, "data"))
         fragments = list(DatasetSource(Path(folder, "data"), **options).fragments())

@@ -1,8 +1,6 @@
 """Datasets of several agents: what is read is what was made, of every agent, environment and module."""
 
 import json
-import os
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +14,7 @@ import torch
 from drawn_agents import Drawn, drawn_settings, made, mapping_of, run
 from ending_agent_envs import DoomedAgents
 from hypothesis import example, given, settings, strategies as st
+from killed_sinks import write_and_be_killed
 from lost_agents import agent_chunks, check_continuity, check_multi_agent_chunks, numbers
 from numbered_agents import NumberedAgents
 from pettingzoo.classic.tictactoe import tictactoe
@@ -211,27 +210,6 @@ def _plain(tree: Any) -> Any:
     return [_plain(part) for part in tree] if isinstance(tree, list) else torch.from_numpy(np.array(tree))
 
 
-def write_and_be_killed(fragments: Sequence[MultiAgentFragment], path: Path, calls: int) -> None:
-    """Write in a forked process that is killed once it has handed over so many fragments, while others are written."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            sink = DatasetSink(path, max_file_bytes=1)
-            for fragment in fragments:
-                sink(fragment)
-                os.write(writes, b".")
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(writes)
-    for _ in range(calls):
-        assert os.read(reads, 1)
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    os.close(reads)
-
-
 def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(tmp_path: Path) -> None:
     _, rollout = made(TURNS, num_fragments=8)
     with rollout:
@@ -240,7 +218,7 @@ def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(tm
     written(fragments[:1], tmp_path, max_file_bytes=1)
     generator, expected = np.random.default_rng(0), [1]
     for _ in range(3):
-        write_and_be_killed(fragments, tmp_path, int(generator.integers(1, len(fragments))))
+        write_and_be_killed(fragments, tmp_path, 1, int(generator.integers(1, len(fragments))))
         source = DatasetSource(tmp_path)
         stored = steps_in(list(source.fragments()))
         counts = [_fragments_of(run, source, fragments) for run in range(len(source.description["runs"]))]

@@ -8,7 +8,7 @@ from property_examples import examples
 from replayed import Played, plays
 
 from rollflow.sinks import Prioritized, Replay, Storage
-from rollflow.sinks.replay.sum_tree import SumTree
+from rollflow.sinks.replay.prioritized import SumTree
 from rollflow.stream import ReplayError
 
 STEPS = 40

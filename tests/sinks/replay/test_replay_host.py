@@ -24,7 +24,7 @@ from leftovers import held_here
 from rollflow.cli.main import main
 from rollflow.nodes import Rollout
 from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, ReplayClient, ReplayHost, SamplesPerInsert, feed
-from rollflow.sinks.replay.sample_server import SampleServer
+from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net import backoff
