@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +11,6 @@ from rollflow.cli import arguments
 from rollflow.nodes.policies.artifact_files import read_files
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.stream.data.errors import PolicyError
-
-_FIELD = "a field is a path such as observation[4] or action['turn'], or a key such as turn"
 
 
 class Spaces(NamedTuple):
@@ -29,8 +25,8 @@ def add_to(actions: Any) -> None:
     parser: argparse.ArgumentParser = actions.add_parser(
         "adapt",
         help="make a policy act in an environment with other spaces",
-        description="Make a policy act in an environment with other spaces. What came, went, or is in another order or "
-        f"type is matched where the spaces say how; the rest is refused with the options that settle it; {_FIELD}.",
+        description="Make a policy act in an environment with other spaces. Fields that are the same in both need no "
+        "option; all others that do not match are listed. A field is a path such as observation[4] or action['turn'].",
     )
     parser.add_argument("path", type=Path, help="the saved policy")
     where = parser.add_mutually_exclusive_group(required=True)
@@ -44,46 +40,28 @@ def add_to(actions: Any) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="where the new policy is saved")
     parser.add_argument(
-        "--take",
+        "--field",
         action="append",
         default=[],
-        metavar="[FIELD=]FROM,…",
-        help="where a field comes from: a field, or for each number of a vector its place; _ for one that --fill has",
-    )
-    parser.add_argument("--fill", action="append", default=[], metavar="FIELD=NUMBER", help="the value of a field")
-    parser.add_argument(
-        "--keep", action="append", default=[], metavar="FIELD", help="numbers stay as they are, though bounds differ"
-    )
-    parser.add_argument(
-        "--scale", action="append", default=[], metavar="FIELD", help="numbers go from the one's bounds to the other's"
+        metavar="FIELD=FROM[,FACTOR,OFFSET]",
+        help="where a field that the policy observes, or that the environment takes of an action, comes from: a field "
+        "of the other side's, or a number to fill it with",
     )
     arguments.add_allow(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from rollflow.nodes.connectors.adapting.matching import Choices, UnsettledFields
-    from rollflow.nodes.connectors.alpha.signatures import compare_signatures
     from rollflow.policy import Policy
 
-    choices = Choices(dict(map(_taken, args.take)), dict(map(_filled, args.fill)), args.keep, args.scale)
-    spaces = spaces_in(args.spaces) if args.env is None else _spaces_of(args.env)
-    policy = Policy.load(args.path, allow=args.allow)
-    try:
-        adapted = policy.adapted(spaces, choices=choices)
-    except UnsettledFields as error:
-        print(f"rollflow: {error.text(_option)}", file=sys.stderr)
-        if all(question.answers for question in error.questions):
-            options = dict.fromkeys(_option(question.answers[0]) for question in error.questions)
-            print(f"the first answers together: {' '.join(options)}", file=sys.stderr)
-        return 1
-    adapted.save(args.out)
-    print(compare_signatures(policy, spaces))
+    fields = dict(map(_field_of, args.field))
+    spaces = _spaces_in(args.spaces) if args.env is None else _spaces_of(args.env)
+    Policy.load(args.path, allow=args.allow).adapted(spaces, fields=fields).save(args.out)
     print(f"{args.out} acts in {args.env or args.spaces} as {args.path} does")
     return 0
 
 
-def spaces_in(path: Path) -> Spaces:
+def _spaces_in(path: Path) -> Spaces:
     """The spaces of a saved policy, or of a JSON file. Raises PolicyError where there are none."""
     if path.suffix == ".json":
         try:
@@ -112,31 +90,14 @@ def _spaces_of(name: str) -> Spaces:
         env.close()
 
 
-def _taken(text: str) -> tuple[str, list[int | str | None]]:
-    field, equals, origins = text.rpartition("=")
-    parts = origins.split(",")
-    if not all(parts) or (equals and not field):
-        raise ValueError(f"--take {text!r}, expected FIELD=FROM, such as speed=velocity, or places such as 0,1,3")
-    taken = [None if part == "_" else int(part) if part.isdigit() else part for part in parts]
-    return field or "observation", taken
-
-
-def _filled(text: str) -> tuple[str, float]:
-    field, _, value = text.rpartition("=")
-    try:
-        if not field:
-            raise ValueError
-        return field, float(value)
-    except ValueError:
-        raise ValueError(f"--fill {text!r}, expected FIELD=NUMBER, such as speed=0.0") from None
-
-
-def _option(answer: tuple[str, str, Any]) -> str:
-    """An answer as an option of this command."""
-    option, name, value = answer
-    if option == "take":
-        origins = ",".join("_" if each is None else str(each) for each in value)
-        name = origins if name == "observation" else f"{name}={origins}"
-    elif option == "fill":
-        name = f"{name}={value:g}"
-    return f"--{option} {shlex.quote(name)}"
+def _field_of(text: str) -> tuple[str, float | str | tuple[str, float, float]]:
+    """A field, and where it comes from."""
+    field, _, origin = text.rpartition("=")
+    parts = origin.split(",")
+    if field and origin and len(parts) in (1, 3):
+        try:
+            return field, float(origin) if len(parts) == 1 else (parts[0], float(parts[1]), float(parts[2]))
+        except ValueError:
+            if len(parts) == 1:
+                return field, origin
+    raise ValueError(f"--field {text!r}, expected FIELD=FROM, such as observation[0]=observation[2], or speed=0.0")

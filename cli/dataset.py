@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.dataset_check import check_dataset
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of, whole_folder
-from rollflow.sinks.datasets.episode_summary import EpisodeSummary, histogram
+from rollflow.sinks.datasets.episode_block import EpisodeSummary, histogram
 from rollflow.sinks.datasets.minari_episodes import minari_data_of, write_minari
 from rollflow.stream.data.errors import DatasetError
 

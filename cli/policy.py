@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.cli import adapt, arguments
-from rollflow.nodes.connectors.alpha.signatures import compare_signatures
-from rollflow.nodes.policies.artifact_files import ONNX, PROGRAMS, read_files
-from rollflow.nodes.policies.differences import differences
+from rollflow.nodes.policies.artifact_files import ONNX, PROGRAMS, differences, read_files
 from rollflow.nodes.policies.space_text import space_of
 
 
@@ -27,9 +25,7 @@ def add_to(commands: Any) -> None:
     arguments.add_allow(check)
     check.add_argument("--device", help="where forward passes are done")
     check.set_defaults(run=_check)
-    diff = actions.add_parser(
-        "diff", help="print what two policies differ in, and what adapts one to the other's environment; then status 1"
-    )
+    diff = actions.add_parser("diff", help="print what two policies differ in; then status 1")
     diff.add_argument("left", type=Path)
     diff.add_argument("right", type=Path)
     diff.set_defaults(run=_diff)
@@ -76,9 +72,6 @@ def _export(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     lines = differences(args.left, args.right)
     print("\n".join(lines) if lines else "the policies are the same")
-    report = compare_signatures(adapt.spaces_in(args.left), adapt.spaces_in(args.right))
-    if report:
-        print(f"{args.left} in the environment of {args.right}:\n{report}")
     return min(len(lines), 1)
 
 

@@ -10,7 +10,6 @@ from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout
 from rollflow.nodes.connectors.alpha import (
     ConnectorContext,
     ConnectorPolicy,
-    compare_signatures,
     default_action_connectors,
     default_agent_connectors,
     local_policy_inference,
@@ -78,7 +77,6 @@ def main(seed: int = 0) -> float:
     module, env = trained(seed), NewCartPole()
     ctx = ConnectorContext.from_policy(module)
     policy = ConnectorPolicy(module, default_agent_connectors(ctx), default_action_connectors(ctx))
-    print(compare_signatures(policy, env))
     adapted = policy.adapted(env, agent_connectors=[V2ToV1Obs(ctx)], action_connectors=[V1ToV2Action(ctx)])
     rewards = 0.0
     for episode in range(EPISODES):

@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.adapting.pieces import (
+    from rollflow.nodes.connectors.adapting import (
         AdaptActions as AdaptActions,
         AdaptObservations as AdaptObservations,
     )
     from rollflow.nodes.connectors.common.by_module import AgentToModuleMapping as AgentToModuleMapping
     from rollflow.nodes.connectors.env_to_module.observation_pieces import (
         FlattenObservations as FlattenObservations,
-        OneHotObservations as OneHotObservations,
-        PrevActionsPrevRewards as PrevActionsPrevRewards,
-    )
-    from rollflow.nodes.connectors.env_to_module.observation_preprocessor import (
         MultiAgentObservationPreprocessor as MultiAgentObservationPreprocessor,
         ObservationPreprocessor as ObservationPreprocessor,
+        OneHotObservations as OneHotObservations,
+        PrevActionsPrevRewards as PrevActionsPrevRewards,
         SingleAgentObservationPreprocessor as SingleAgentObservationPreprocessor,
     )
     from rollflow.nodes.connectors.lambda_connector import LambdaConnector as LambdaConnector

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.adapting.matching import Choices as Choices, UnsettledFields as UnsettledFields
     from rollflow.nodes.policies.evaluation import Evaluation as Evaluation
     from rollflow.nodes.policies.of_agent import evaluate_agents as evaluate_agents
     from rollflow.nodes.policies.onnx_policy import OnnxPolicy as OnnxPolicy

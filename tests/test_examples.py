@@ -62,10 +62,7 @@ def test_a_policy_is_adapted_at_a_hundredth_of_its_size(capsys: pytest.CaptureFi
     main = example("adapt_policy")["main"]
     main.__globals__.update(UPDATES=1, EPISODES=1)
     main()
-    printed = capsys.readouterr().out.splitlines()
-    assert "observation[5] came: -10 … 10; an agent connector drops it" in printed
-    assert "action[1] came: 0 … 1; an action connector adds a value for it" in printed
-    assert printed[-1].startswith("mean return ")
+    assert capsys.readouterr().out.startswith("mean return ")
 
 
 @pytest.mark.slow

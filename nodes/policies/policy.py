@@ -1,20 +1,30 @@
 """A module with its connector pipelines, which acts without environments and without the code that trained it."""
 
+import copy
 import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import gymnasium as gym
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_flags, seeds_of
-from rollflow.nodes.connectors.connector_v2 import Batch
-from rollflow.nodes.connectors.learner.values import device_of
+from rollflow.nodes.connectors.alpha.pieces import ActionConnectorPiece, AgentConnectorPiece
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
+from rollflow.nodes.connectors.lambda_connector import LambdaConnector
+from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
-from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.connectors.pipelines.default_pipelines import (
+    EnvToModulePipeline,
+    ModuleToEnvPipeline,
+    pieces_within,
+)
 from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
 from rollflow.nodes.policies.artifact import Examples, Parts, computed_by, files_of, parts_of, program_files
@@ -28,35 +38,221 @@ from rollflow.nodes.policies.artifact_files import (
 )
 from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, is_same, observations_at, traced
 from rollflow.nodes.policies.part_records import classes_of
-from rollflow.nodes.policies.policy_parts import (
-    Pieces,
-    check_memory,
-    has_memory,
-    ids_of,
-    infos_of,
-    pipeline_of,
-    rewards_missing,
-    rewards_of,
-    rows_of,
-    seen_spaces,
-    settled,
-    spaces_of,
-)
-from rollflow.nodes.policies.policy_pass import PolicyPass
 from rollflow.nodes.policies.program_module import ProgramModule
-from rollflow.nodes.policies.session_lane import SessionLane
-from rollflow.nodes.policies.sessions import Ids, SessionGroup, Sessions
+from rollflow.nodes.policies.sessions import Ids, SessionGroup, SessionLane, Sessions
 from rollflow.nodes.stages.acting import chosen_space, sampling_data
 from rollflow.nodes.stages.connector_builders import acting_copy, lookback_for, module_for
 from rollflow.nodes.stages.env_to_module import EnvToModule
+from rollflow.nodes.stages.module_forward import ModuleForward, note_batch
+from rollflow.nodes.stages.module_to_env import ModuleToEnv, convert_actions
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError
-from rollflow.stream.data.tree import Tree, map_tree, tree_at
+from rollflow.stream.data.space import check_columnar, row_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, tree_at
 
-# What a policy that only acts does without is imported where it is called: a robot is not to wait for it.
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.adapting.matching import Choices
+    from rollflow.nodes.connectors.adapting import Origin
     from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
+
+
+class PolicyPass:
+    """The stages of a policy, one after the other.
+
+        module, env_to_module, module_to_env    of the policy
+        weights                                 of the module's copy
+        sampling                                shared data of its sessions, with the random numbers that it samples by
+        explore                                 True: sample actions; False: take the likeliest
+        action_space                            of the environments
+        remembers                               False: an action depends on the observation alone
+
+    Where nothing is remembered and the default pieces alone are around the module, observations don't go through a
+    lane, which takes two thirds of the time for one environment.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        env_to_module: EnvToModulePipeline,
+        module_to_env: ModuleToEnvPipeline,
+        weights: PolicyWeights,
+        sampling: dict[str, Any],
+        *,
+        explore: bool,
+        action_space: gym.Space[Any],
+        remembers: bool,
+    ) -> None:
+        self._module, self._explore, self._sampling = module, explore, [sampling]
+        self._before, self._after = env_to_module, module_to_env
+        flat = type(module) is DefaultModule
+        self._forward = ModuleForward(module, weights, explore=explore, flat=flat, threads=1)
+        context = {"module": module, "explore": explore}
+        self._act = ModuleToEnv(module_to_env, env_space=action_space, threads=1, **context)
+        self._action_space = action_space
+        self._needs_lane = remembers
+
+    def __call__(
+        self,
+        group: SessionGroup,
+        observations: Tree,
+        rewards: NDArray[np.float32] | None,
+        infos: Sequence[Mapping[str, Any]] | None,
+    ) -> Batch:
+        """All columns, any[N, ...], of a pass over the next observation of each of the group's sessions.
+
+        observations, rewards, infos    as `SessionLane.take_observations` takes them; observations in new memory
+        """
+        lane = group.lane
+        is_tried = not (self._needs_lane or lane.is_fresh)  # a lane's first pass is its own, which checks types
+        output = self._output(observations) if is_tried else None
+        if output is not None:
+            sizes = [len(lane.sessions)]
+            made = self._after.run_jointly(self._module, output, sizes, self._explore, self._sampling)
+            if made is not None:
+                convert_actions(made, lane.layout.action_space, self._action_space)
+                return made
+        lane.take_observations(observations, rewards, infos)
+        group.prepare(lane)
+        if output is None:
+            self._forward(lane)
+        else:
+            lane.batch = output
+        columns: Batch = self._act(lane).batch
+        if is_tried:
+            self._needs_lane = True
+        return columns
+
+    def _output(self, observations: Tree) -> Batch | None:
+        """The module's output for observations that no lane has; None where the pieces before it need a lane."""
+        batch = self._before.run_on(self._module, observations)
+        if batch is None:
+            return None
+        try:
+            return self._forward.forward(batch)
+        except Exception as error:
+            note_batch(error, "sessions without a memory", batch)
+            raise
+
+
+Pieces = ConnectorPipelineV2 | Sequence[ConnectorV2] | None
+_OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
+MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
+P = TypeVar("P", bound=ConnectorPipelineV2)
+
+
+def has_memory(module: Any, *pipelines: ConnectorPipelineV2) -> bool:
+    """True if an action may depend on more than the observation: on the module's state, or on what a piece keeps."""
+    return is_stateful(module) or any(
+        piece.lookback or isinstance(piece, LambdaConnector) or not type(piece).__module__.startswith(_OURS)
+        for piece in pieces_within(*pipelines)
+    )
+
+
+def pipeline_of(kind: type[P], pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]], *, stateful: bool) -> P:
+    """A copy of the pipeline, or the default one with copies of the pieces."""
+    copied = copy.deepcopy(pieces)
+    if not isinstance(copied, ConnectorPipelineV2):
+        made: P = cast("Any", kind).default(*spaces, list(copied or ()), stateful=stateful)
+        return made
+    if not isinstance(copied, kind):
+        raise PolicyError(f"a {type(copied).__name__} was given, expected a {kind.__name__}, or a list of pieces")
+    if copied.input_observation_space is None or copied.input_action_space is None:
+        copied.set_input_spaces(*spaces)
+    return copied
+
+
+def spaces_of(pieces: Pieces, *spaces: gym.Space[Any] | None) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    """The environments' spaces, as they were given or as the pipeline has them."""
+    found: list[gym.Space[Any]] = []
+    for name, space in zip(("observation_space", "action_space"), spaces, strict=True):
+        own = getattr(pieces, f"input_{name}", None) if space is None else space
+        if not isinstance(own, gym.Space):
+            raise PolicyError(f"{name} is {space!r}, expected a gymnasium space, or env_to_module of a rollout")
+        check_columnar(own, name)
+        found.append(own)
+    return found[0], found[1]
+
+
+def seen_spaces(pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]]) -> tuple[Any, Any]:
+    """The spaces that the pieces leave: of what the module sees, and of what it chooses."""
+    pipeline = pieces
+    if not isinstance(pieces, ConnectorPipelineV2):
+        pipeline = EnvToModulePipeline(*spaces, connectors=copy.deepcopy(list(pieces or ())))
+    assert isinstance(pipeline, ConnectorPipelineV2)
+    left = pipeline.observation_space, pipeline.action_space
+    return left[0] or spaces[0], left[1] or spaces[1]
+
+
+def settled(pipelines: Sequence[ConnectorPipelineV2], device: Any, *, learns: bool) -> str:
+    """Have the pieces use a torch device, and learn or not; the name of a piece that looks back to rewards, or ""."""
+    needs_rewards = ""
+    for piece in pieces_within(*pipelines):
+        if isinstance(piece, NumpyToTensor):
+            piece.device, piece.pin_memory = (None if device.type == "cpu" else device), False
+        if not learns and getattr(piece, "update_stats", False):
+            cast("Any", piece).update_stats = False
+        if not learns and isinstance(piece, AgentConnectorPiece | ActionConnectorPiece):
+            piece.pipeline.in_eval()
+        if getattr(piece, "n_prev_rewards", 0):
+            needs_rewards = piece.name
+    return needs_rewards
+
+
+def check_memory(space: gym.Space[Any], lookback: int) -> None:
+    """Raise PolicyError where a session would remember too many bytes of observations."""
+    size = sum(leaf.nbytes for leaf in leaves_of(row_of(space, 1))) * lookback
+    if size > MOST_BYTES_REMEMBERED:
+        raise PolicyError(
+            f"a session would remember {lookback} observations of {space}, {size} bytes; expected at most "
+            f"{MOST_BYTES_REMEMBERED}"
+        )
+
+
+def rows_of(observations: Tree, space: gym.Space[Any]) -> Tree:
+    """Observations of a call as a tree of arrays any[N, ...]: such a tree, or a list of N observations."""
+    if isinstance(observations, list) and observations:
+        if isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
+            return np.array(observations, space.dtype)
+        return stack_trees(observations)
+    return map_tree(np.asarray, observations)
+
+
+def ids_of(observations: Tree, sessions: Sequence[Hashable] | None) -> tuple[Hashable, ...]:
+    """The sessions of a call with observations, a tree of arrays any[N, ...]: those given, or 0 … N - 1.
+
+    Raises PolicyError where they are not N, and where there is no observation.
+    """
+    leaves = leaves_of(observations)
+    count = len(leaves[0]) if leaves and leaves[0].ndim else 0
+    ids = tuple(range(count)) if sessions is None else tuple(sessions)
+    if len(ids) != count or not count:
+        raise PolicyError(f"{count} observations for {len(ids)} sessions, expected one for each, and at least one")
+    return ids
+
+
+def rewards_of(rewards: Any, count: int) -> NDArray[np.float32] | None:
+    """The rewards of a call as an array f32[count]; None: none came. Raises PolicyError for another shape."""
+    if rewards is None:
+        return None
+    array = np.asarray(rewards, np.float32)
+    if array.shape != (count,):
+        raise PolicyError(f"rewards are f32{list(array.shape)}, expected f32[{count}], one for each session")
+    return array
+
+
+def infos_of(infos: Sequence[Any] | None, count: int) -> Sequence[Any] | None:
+    """The infos of a call; None: they are empty. Raises PolicyError unless there are `count`."""
+    if infos is not None and len(infos) != count:
+        raise PolicyError(f"{len(infos)} infos for {count} sessions, expected one for each")
+    return infos
+
+
+def rewards_missing(piece: str) -> PolicyError:
+    """The error of a call without rewards where a piece of this name looks back to them."""
+    return PolicyError(
+        f"'{piece}' looks back to rewards, but none came for sessions that go on; expected the reward of "
+        "each session's action before"
+    )
+
 
 DEFAULT_SESSION = "default"
 VECTOR_STEPS = "vector_steps"  # in `trained_on`
@@ -218,22 +414,26 @@ class Policy:
         environment: Any,
         agent_connectors: Sequence[Any] = (),
         action_connectors: Sequence[Any] = (),
-        choices: "Choices | None" = None,
+        *,
+        fields: "Mapping[str, Origin] | None" = None,
     ) -> "Policy":
         """A policy that acts as this one in another environment; this one, and its sessions, stay as they are.
 
             environment          has the `observation_space` and the `action_space` that it is to act in
-            agent_connectors     pieces or Alpha connectors before this policy's own; without any, fields are matched
+            agent_connectors     pieces or Alpha connectors before this policy's own
             action_connectors    likewise behind this policy's own
-            choices              what the two spaces do not settle
+            fields               without connectors: path of a field that this policy observes, or of an action that the
+                                 environment takes -> where it comes from. That is the path of a field of the other
+                                 side's, `[path, factor, offset]`, or a number to fill it with. Fields that are the same
+                                 on both sides need none
 
-        Raises ConnectorError for spaces that do not fit, with the field; `UnsettledFields` where it is not clear how.
+        Raises ConnectorError with all fields that do not match.
         """
-        from rollflow.nodes.connectors.adapting.adapted_pipelines import adapted_pipelines
+        from rollflow.nodes.connectors.adapting import adapted_pipelines
 
         made = Policy(
             self.module,
-            *adapted_pipelines(self, environment, agent_connectors, action_connectors, choices),
+            *adapted_pipelines(self, environment, agent_connectors, action_connectors, fields or {}),
             observation_space=environment.observation_space,
             action_space=environment.action_space,
             explore=self.explore,

@@ -16,60 +16,42 @@ if TYPE_CHECKING:
     )
     from rollflow.nodes.connectors.alpha.agent_connectors import (
         ClipRewardAgentConnector as ClipRewardAgentConnector,
+        ConcurrentMeanStdObservationFilterAgentConnector as ConcurrentMeanStdObservationFilterAgentConnector,
         EnvSamplingAgentConnector as EnvSamplingAgentConnector,
         FlattenDataAgentConnector as FlattenDataAgentConnector,
+        MeanStdObservationFilterAgentConnector as MeanStdObservationFilterAgentConnector,
         ObsPreprocessorConnector as ObsPreprocessorConnector,
         StateBufferConnector as StateBufferConnector,
+        ViewRequirement as ViewRequirement,
+        ViewRequirementAgentConnector as ViewRequirementAgentConnector,
     )
     from rollflow.nodes.connectors.alpha.connector import (
         ActionConnector as ActionConnector,
+        ActionConnectorDataType as ActionConnectorDataType,
         AgentConnector as AgentConnector,
+        AgentConnectorDataType as AgentConnectorDataType,
+        AgentConnectorsOutput as AgentConnectorsOutput,
         Connector as Connector,
         ConnectorContext as ConnectorContext,
-    )
-    from rollflow.nodes.connectors.alpha.defaults import (
-        default_action_connectors as default_action_connectors,
-        default_agent_connectors as default_agent_connectors,
+        PolicyOutputType as PolicyOutputType,
+        SampleBatch as SampleBatch,
+        get_connector as get_connector,
+        register_connector as register_connector,
+        register_lambda_action_connector as register_lambda_action_connector,
+        register_lambda_agent_connector as register_lambda_agent_connector,
     )
     from rollflow.nodes.connectors.alpha.inference import (
         ConnectorPolicy as ConnectorPolicy,
         connected_inference as connected_inference,
+        default_action_connectors as default_action_connectors,
+        default_agent_connectors as default_agent_connectors,
         local_policy_inference as local_policy_inference,
-    )
-    from rollflow.nodes.connectors.alpha.lambdas import (
-        register_lambda_action_connector as register_lambda_action_connector,
-        register_lambda_agent_connector as register_lambda_agent_connector,
-    )
-    from rollflow.nodes.connectors.alpha.mean_std import (
-        ConcurrentMeanStdObservationFilterAgentConnector as ConcurrentMeanStdObservationFilterAgentConnector,
-        MeanStdObservationFilterAgentConnector as MeanStdObservationFilterAgentConnector,
     )
     from rollflow.nodes.connectors.alpha.pieces import as_connector_v2 as as_connector_v2
     from rollflow.nodes.connectors.alpha.pipeline import (
         ActionConnectorPipeline as ActionConnectorPipeline,
         AgentConnectorPipeline as AgentConnectorPipeline,
         ConnectorPipeline as ConnectorPipeline,
-    )
-    from rollflow.nodes.connectors.alpha.records import (
-        ActionConnectorDataType as ActionConnectorDataType,
-        AgentConnectorDataType as AgentConnectorDataType,
-        AgentConnectorsOutput as AgentConnectorsOutput,
-        PolicyOutputType as PolicyOutputType,
-        SampleBatch as SampleBatch,
-    )
-    from rollflow.nodes.connectors.alpha.registry import (
-        get_connector as get_connector,
-        register_connector as register_connector,
-    )
-    from rollflow.nodes.connectors.alpha.signatures import (
-        FieldChange as FieldChange,
-        SignatureReport as SignatureReport,
-        compare_signatures as compare_signatures,
-        compare_spaces as compare_spaces,
-    )
-    from rollflow.nodes.connectors.alpha.views import (
-        ViewRequirement as ViewRequirement,
-        ViewRequirementAgentConnector as ViewRequirementAgentConnector,
     )
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

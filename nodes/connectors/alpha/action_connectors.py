@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.connectors.alpha.connector import ActionConnector
-from rollflow.nodes.connectors.alpha.records import ActionConnectorDataType
-from rollflow.nodes.connectors.alpha.registry import register_connector
+from rollflow.nodes.connectors.alpha.connector import ActionConnector, ActionConnectorDataType, register_connector
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.connectors.spaces import Space
 from rollflow.stream.data.columns import Columns

@@ -15,16 +15,186 @@ copies of it run in workers it overrides `merge_states` as well.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from rollflow.nodes.connectors.alpha.probing import space_after_actions, space_after_observations
-from rollflow.nodes.connectors.alpha.records import ActionConnectorDataType, AgentConnectorDataType
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
 from rollflow.nodes.connectors.spaces import Space
 from rollflow.nodes.connectors.state_watch import check_same, fingerprint
-from rollflow.stream.data.errors import ConnectorError
-from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.data.errors import ConnectorError, shown
+from rollflow.stream.data.space import item_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+
+PolicyOutputType = tuple[Any, list[Any], dict[str, Any]]
+"""Output of a policy: actions, states as a list of arrays, and further outputs by name."""
+
+AGENT_ID = "agent0"
+"""Agent id of an environment with a single agent."""
+
+
+class SampleBatch(dict[str, Any]):
+    """A dict of columns, with the names of RLlib's columns; states are `state_in_0`, `state_out_0` and so on."""
+
+    OBS = "obs"
+    CUR_OBS = "obs"
+    NEXT_OBS = "new_obs"
+    ACTIONS = "actions"
+    REWARDS = "rewards"
+    PREV_ACTIONS = "prev_actions"
+    PREV_REWARDS = "prev_rewards"
+    TERMINATEDS = "terminateds"
+    TRUNCATEDS = "truncateds"
+    INFOS = "infos"
+    SEQ_LENS = "seq_lens"
+    T = "t"
+    EPS_ID = "eps_id"
+    ENV_ID = "env_id"
+    AGENT_INDEX = "agent_index"
+    UNROLL_ID = "unroll_id"
+    ACTION_DIST_INPUTS = "action_dist_inputs"
+    ACTION_LOGP = "action_logp"
+    ACTION_PROB = "action_prob"
+    VF_PREDS = "vf_preds"
+    RETURNS_TO_GO = "returns_to_go"
+
+
+@dataclass(slots=True)
+class AgentConnectorDataType:
+    """Data of one agent at one step, on the way to its policy.
+
+    env_id      of the environment
+    agent_id    of the agent in it
+    data        column -> value of this step; `AgentConnectorsOutput` behind a `ViewRequirementAgentConnector`
+    """
+
+    env_id: str
+    agent_id: str
+    data: Any
+
+
+@dataclass(slots=True)
+class AgentConnectorsOutput:
+    """Result of an agent connector pipeline for one agent.
+
+    raw_dict        column -> value of this step, as the connectors left it
+    sample_batch    column -> any[1, ...]: the input of the policy
+    for_training    the same as `raw_dict`; empty in evaluation
+    """
+
+    raw_dict: dict[str, Any]
+    sample_batch: SampleBatch
+    for_training: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def for_action(self) -> SampleBatch:
+        """The input of the policy, by its older name in RLlib."""
+        return self.sample_batch
+
+
+@dataclass(slots=True)
+class ActionConnectorDataType:
+    """Output of a policy for one agent, on the way to its environment.
+
+    env_id        of the environment
+    agent_id      of the agent in it
+    input_dict    column -> value: the data that the output was computed from
+    output        (actions, states, fetches)
+    """
+
+    env_id: str
+    agent_id: str
+    input_dict: dict[str, Any]
+    output: PolicyOutputType
+
+
+PROBE = "probe"
+"""Environment id of the item that is sent through."""
+
+
+def observation_of(data: Any) -> Any:
+    """The observation in an agent's data, as it is recorded."""
+    columns = data.raw_dict if isinstance(data, AgentConnectorsOutput) else data
+    return columns[SampleBatch.NEXT_OBS]
+
+
+def first_data(observation: Any) -> dict[str, Any]:
+    """The data of an agent at the first step of an episode."""
+    return {
+        SampleBatch.NEXT_OBS: observation,
+        SampleBatch.REWARDS: 0.0,
+        SampleBatch.TERMINATEDS: False,
+        SampleBatch.TRUNCATEDS: False,
+        SampleBatch.INFOS: {},
+        SampleBatch.T: -1,
+        SampleBatch.ENV_ID: PROBE,
+        SampleBatch.EPS_ID: PROBE,
+        SampleBatch.AGENT_INDEX: 0,
+    }
+
+
+def space_after_observations(connector: Any, space: Space) -> Space:
+    """The space behind an agent connector, which sees an observation of zeros, or the lowest ones that are allowed."""
+    observation = sample_of(space)
+    connector.in_eval()
+    name = type(connector).__name__
+    returned = connector([AgentConnectorDataType(PROBE, AGENT_ID, first_data(observation))])
+    if len(returned) != 1:
+        raise ConnectorError(f"{name} made {len(returned)} items of 1, expected one for each agent")
+    return space_like(observation_of(returned[0].data), space)
+
+
+def space_after_actions(connector: Any, space: Space) -> Space:
+    """The space behind an action connector, which sees the space's first action."""
+    connector.in_eval()
+    given = ActionConnectorDataType(PROBE, AGENT_ID, {}, (sample_of(space), [], {}))
+    return space_like(connector(given).output[0], space)
+
+
+def sample_of(space: Space) -> Tree:
+    """An item of a space: zeros where it has them, else its lowest numbers; `any[...]` by leaf."""
+    if isinstance(space, spaces.Dict):
+        return {key: sample_of(part) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(sample_of(part) for part in space)
+    if isinstance(space, spaces.Box):
+        return np.clip(np.zeros(space.shape), space.low, space.high).astype(space.dtype)
+    if isinstance(space, spaces.Discrete):
+        return np.int64(space.start)
+    if isinstance(space, spaces.MultiDiscrete):
+        return np.array(space.start)
+    return map_tree(np.asarray, item_of(space))
+
+
+def space_like(item: Tree, space: Space | None) -> Space:
+    """The space of an item: `space` where structure, shapes and dtypes are the same, else Boxes without bounds."""
+    if space is not None and _kinds(item) == _kinds(sample_of(space)):
+        return space
+    if isinstance(item, dict):
+        return spaces.Dict({key: space_like(part, part_of(space, key)) for key, part in item.items()})
+    if isinstance(item, tuple):
+        return spaces.Tuple([space_like(part, None) for part in item])
+    array = np.asarray(item)
+    if array.dtype.kind in "iu":
+        limits = np.iinfo(array.dtype)
+        return spaces.Box(limits.min, limits.max, array.shape, array.dtype.type)
+    if array.dtype.kind != "f":
+        raise ConnectorError(f"an item is {shown(item)}, {array.dtype}, expected numbers")
+    return spaces.Box(-np.inf, np.inf, array.shape, array.dtype.type)
+
+
+def part_of(space: Space | None, key: Any) -> gym.Space[Any] | None:
+    """A part of a Dict space; None where there is none."""
+    return space.spaces.get(key) if isinstance(space, spaces.Dict) else None
+
+
+def _kinds(item: Tree) -> Tree:
+    return map_tree(lambda leaf: (np.asarray(leaf).dtype.str, np.shape(leaf)), item)
 
 
 @dataclass
@@ -193,3 +363,147 @@ class ActionConnector(Connector):
 
 def _array_of(leaf: Any) -> Any:
     return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf
+
+
+_CONNECTORS: dict[str, type[Connector]] = {}
+_BUILT_IN = "rollflow.nodes.connectors.alpha."
+_HOMES = ("agent_connectors", "action_connectors", "pipeline")  # files that register their own
+
+
+def register_connector(name: str, cls: type[Connector]) -> None:
+    """Give a connector class a stable name, by which `get_connector` makes one. A class of one's own may be replaced.
+
+    Raises ConnectorError for anything but a connector class, and for the name of a connector of rollflow's.
+    """
+    if not isinstance(cls, type) or not issubclass(cls, Connector):
+        raise ConnectorError(f"register_connector('{name}', …) got {cls!r}, expected a subclass of Connector")
+    there = _CONNECTORS.get(name, cls)
+    if there is not cls and there.__module__.startswith(_BUILT_IN) and name == there.__name__:
+        raise ConnectorError(f"'{name}' is a connector of rollflow's, expected another name for {cls.__qualname__}")
+    _CONNECTORS[name] = cls
+
+
+def get_connector(name: str, ctx: ConnectorContext | None, params: Any = None) -> Any:
+    """A connector of the class that is registered by a name, made by its `from_state(ctx, params)`.
+
+    Raises ConnectorError for a name of no class, and where the class does not take the params.
+    """
+    for module in () if name in _CONNECTORS else _HOMES:
+        importlib.import_module(f"{_BUILT_IN}{module}")
+    if name not in _CONNECTORS:
+        raise ConnectorError(
+            f"no connector is registered by the name '{name}', expected register_connector('{name}', its class) "
+            f"before; registered: {', '.join(sorted(_CONNECTORS))}"
+        )
+    made: Any
+    try:
+        made = _CONNECTORS[name].from_state(ctx, params)  # type: ignore[arg-type]
+    except (TypeError, KeyError, ValueError) as error:
+        if isinstance(error, ConnectorError):
+            raise
+        raise ConnectorError(f"connector '{name}' can't be made of params {shown(params)}: {error!r}") from error
+    return made
+
+
+class AgentData(dict[str, Any]):
+    """Columns of one agent, as a function gets them: a dict that is its own `data`, with the ids beside it."""
+
+    def __init__(self, columns: Mapping[str, Any], env_id: str, agent_id: str) -> None:
+        super().__init__(columns)
+        self.env_id, self.agent_id = env_id, agent_id
+
+    @property
+    def data(self) -> "AgentData":
+        """The columns, for functions that take an `AgentConnectorDataType`."""
+        return self
+
+
+def register_lambda_agent_connector(name: str, fn: Callable[[Any], Any]) -> type[AgentConnector]:
+    """Make an agent connector class of a function, and register it.
+
+    fn    takes the data of one agent and returns it; `d["new_obs"]` and `d.data["new_obs"]` both read a column
+
+    Raises ConnectorError for a function that takes another number of arguments. The connector raises it where the
+    function returns anything else.
+    """
+    _check_arguments(name, fn, 1, "(data)")
+
+    class LambdaAgentConnector(AgentConnector):
+        def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
+            env_id, agent_id, data = ac_data.env_id, ac_data.agent_id, ac_data.data
+            if isinstance(data, AgentConnectorsOutput):
+                raise ConnectorError(
+                    f"{name} stands behind a connector that makes the policy's input, expected it before that: {name} "
+                    "changes columns, which are then in 'raw_dict' and 'sample_batch'"
+                )
+            returned = fn(AgentData(data, env_id, agent_id))
+            if isinstance(returned, AgentConnectorDataType):
+                return returned
+            if not isinstance(returned, Mapping):
+                raise ConnectorError(
+                    f"the function of {name} returned {type(returned).__name__}, expected the data: does it return it?"
+                )
+            return AgentConnectorDataType(env_id, agent_id, dict(returned))
+
+        def to_state(self) -> tuple[str, Any]:
+            return name, None
+
+        @classmethod
+        def from_state(cls, ctx: ConnectorContext, params: Any) -> AgentConnector:
+            return cls(ctx)
+
+    return _registered(name, fn, LambdaAgentConnector)
+
+
+def register_lambda_action_connector(name: str, fn: Callable[[Any, Any, Any], PolicyOutputType]) -> type[Any]:
+    """Make an action connector class of a function, and register it.
+
+    fn    takes actions, states and fetches, and returns the three
+
+    Raises ConnectorError for a function that takes another number of arguments. The connector raises it where the
+    function does not return a tuple of three.
+    """
+    _check_arguments(name, fn, 3, "(actions, states, fetches)")
+
+    class LambdaActionConnector(ActionConnector):
+        def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
+            returned: Any = fn(*ac_data.output)
+            if not isinstance(returned, tuple) or len(returned) != 3:
+                raise ConnectorError(
+                    f"the function of {name} returned {type(returned).__name__}, expected a tuple of three: (actions, "
+                    "states, fetches); a lambda needs parentheses around them"
+                )
+            return ActionConnectorDataType(ac_data.env_id, ac_data.agent_id, ac_data.input_dict, returned)
+
+        def to_state(self) -> tuple[str, Any]:
+            return name, None
+
+        @classmethod
+        def from_state(cls, ctx: ConnectorContext, params: Any) -> ActionConnector:
+            return cls(ctx)
+
+    return _registered(name, fn, LambdaActionConnector)
+
+
+def _registered(name: str, fn: Callable[..., Any], made: type[Any]) -> type[Any]:
+    # With the function's module and the registered name, a class that is kept under that name there can be pickled.
+    made.__name__ = made.__qualname__ = name
+    made.__module__ = getattr(fn, "__module__", None) or made.__module__
+    made.__doc__ = getattr(fn, "__doc__", None)
+    register_connector(name, made)
+    return made
+
+
+def _check_arguments(name: str, fn: Any, count: int, expected: str) -> None:
+    kind = Connector.__name__
+    if not callable(fn):
+        raise ConnectorError(
+            f"{name} is to be a {kind} of {type(fn).__name__} {shown(fn)}, expected a function {expected}"
+        )
+    try:
+        signature = inspect.signature(fn)
+        signature.bind(*range(count))
+    except TypeError:
+        raise ConnectorError(f"the function of {name} takes {signature}, expected {expected}") from None
+    except ValueError:  # it has no signature
+        return

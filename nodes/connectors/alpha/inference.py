@@ -6,21 +6,79 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.alpha.adapting import check_adapted
-from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
-from rollflow.nodes.connectors.alpha.records import (
+from rollflow.nodes.connectors.adapting import check_fits
+from rollflow.nodes.connectors.alpha.action_connectors import (
+    ClipActionsConnector,
+    ConvertToNumpyConnector,
+    ImmutableActionsConnector,
+    NormalizeActionsConnector,
+)
+from rollflow.nodes.connectors.alpha.agent_connectors import (
+    ClipRewardAgentConnector,
+    ConcurrentMeanStdObservationFilterAgentConnector,
+    MeanStdObservationFilterAgentConnector,
+    ObsPreprocessorConnector,
+    StateBufferConnector,
+    ViewRequirementAgentConnector,
+)
+from rollflow.nodes.connectors.alpha.connector import (
+    ActionConnector,
     ActionConnectorDataType,
+    AgentConnector,
     AgentConnectorDataType,
     AgentConnectorsOutput,
+    ConnectorContext,
     PolicyOutputType,
     SampleBatch,
 )
+from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import leaves_of, map_tree
+
+_FILTERS = {
+    "MeanStdFilter": MeanStdObservationFilterAgentConnector,
+    "ConcurrentMeanStdFilter": ConcurrentMeanStdObservationFilterAgentConnector,
+}
+
+
+def default_agent_connectors(ctx: ConnectorContext) -> AgentConnectorPipeline:
+    """Rewards clipped, observations preprocessed and filtered, states buffered, and the policy's input made.
+
+    `ctx.config` says which:
+
+        clip_rewards          True: by their sign; a number: to -number … number; False or absent: not
+        observation_filter    "MeanStdFilter" or "ConcurrentMeanStdFilter"; "NoFilter" or absent: none
+
+    Raises ConnectorError for another filter.
+    """
+    connectors: list[AgentConnector] = []
+    clip = ctx.config.get("clip_rewards")
+    if clip:
+        connectors.append(ClipRewardAgentConnector(ctx, sign=clip is True, limit=None if clip is True else abs(clip)))
+    connectors.append(ObsPreprocessorConnector(ctx))
+    name = ctx.config.get("observation_filter") or "NoFilter"
+    if name != "NoFilter":
+        if name not in _FILTERS:
+            raise ConnectorError(f"observation_filter is {name!r}, expected NoFilter or one of {', '.join(_FILTERS)}")
+        connectors.append(_FILTERS[name](ctx))
+    return AgentConnectorPipeline(ctx, [*connectors, StateBufferConnector(ctx), ViewRequirementAgentConnector(ctx)])
+
+
+def default_action_connectors(ctx: ConnectorContext) -> ActionConnectorPipeline:
+    """Actions as arrays, brought into their bounds, and read-only.
+
+    `ctx.config` says how: `normalize_actions` scales from -1 … 1, `clip_actions` clips; both are absent for neither.
+    """
+    bounded: list[ActionConnector] = []
+    if ctx.config.get("normalize_actions"):
+        bounded.append(NormalizeActionsConnector(ctx))
+    if ctx.config.get("clip_actions"):
+        bounded.append(ClipActionsConnector(ctx))
+    return ActionConnectorPipeline(ctx, [ConvertToNumpyConnector(ctx), *bounded, ImmutableActionsConnector(ctx)])
 
 
 class ConnectorPolicy:
@@ -50,9 +108,14 @@ class ConnectorPolicy:
         agent_connectors     go before the policy's own ones
         action_connectors    go behind the policy's own ones
 
-        Raises ConnectorError, with the field, where observations or actions do not fit.
+        Raises ConnectorError, with the fields, if observations or actions do not fit.
         """
-        check_adapted(self, environment, agent_connectors, action_connectors)
+        ctx = ConnectorContext(observation_space=self.observation_space, action_space=self.action_space)
+        further = AgentConnectorPipeline(ctx, agent_connectors), ActionConnectorPipeline(ctx, action_connectors)
+        left = further[0].observation_space_after(environment.observation_space)
+        check_fits(left, self.observation_space, "observation", further[0])
+        left = further[1].action_space_after(self.action_space)
+        check_fits(left, environment.action_space, "action", further[1])
         before, after = self.agent_connectors.copied(), self.action_connectors.copied()
         for connector in reversed(agent_connectors):
             before.prepend(connector.copied())

@@ -5,23 +5,66 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.connectors.alpha.connector import ActionConnector, AgentConnector, Connector, ConnectorContext
-from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
-from rollflow.nodes.connectors.alpha.records import (
+from rollflow.nodes.connectors.alpha.connector import (
     AGENT_ID,
+    ActionConnector,
     ActionConnectorDataType,
+    AgentConnector,
     AgentConnectorDataType,
     AgentConnectorsOutput,
+    Connector,
+    ConnectorContext,
     SampleBatch,
 )
-from rollflow.nodes.connectors.alpha.undeclared import UndeclaredState
+from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.list_form import episode_key, rewrite_last
+from rollflow.nodes.connectors.state_watch import Fingerprint, fingerprint
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, StateError
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+
+_NO_STATE = {"ctx", "_is_training"}  # attributes that every connector has
+
+
+class UndeclaredState:
+    """Fingerprints of connectors that declare no state, taken after their first call."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._after: dict[str, Fingerprint] | None = None  # by the connectors' names
+
+    def note_call(self) -> None:
+        """Take the fingerprints, the first time."""
+        if self._after is None:
+            self._after = {name: _fingerprint_of(each) for name, each in _undeclaring(self._pipeline)}
+
+    def check(self) -> None:
+        """Raise StateError for a connector that has changed since its first call."""
+        after = self._after or {}
+        for name, connector in _undeclaring(self._pipeline):
+            if name in after and after[name] != _fingerprint_of(connector):
+                raise StateError(
+                    f"{name} changes its attributes while it runs but declares no state, so that would be lost; "
+                    "expected to_state and from_state, and merge_states where copies run in workers; or a "
+                    "learnt_state that returns {} where nothing has to last"
+                )
+
+
+def _undeclaring(pipeline: Any) -> Iterator[tuple[str, Any]]:
+    """(name, connector) of those without a `to_state` or `learnt_state` of their own, also in nested pipelines."""
+    for name, connector in zip(pipeline.names, pipeline, strict=True):
+        if hasattr(connector, "connectors"):
+            yield from ((f"{name}/{inner}", each) for inner, each in _undeclaring(connector))
+        elif type(connector).to_state is Connector.to_state and type(connector).learnt_state is Connector.learnt_state:
+            yield name, connector
+
+
+def _fingerprint_of(connector: Any) -> Fingerprint:
+    attributes = {name: value for name, value in vars(connector).items() if name not in _NO_STATE}
+    return fingerprint(attributes, within=connector)
 
 
 def as_connector_v2(connector: Any) -> Any:

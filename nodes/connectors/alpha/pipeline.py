@@ -3,12 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
-from rollflow.nodes.connectors.alpha.connector import ActionConnector, AgentConnector, Connector, ConnectorContext
-from rollflow.nodes.connectors.alpha.records import (
+from rollflow.nodes.connectors.alpha.connector import (
+    ActionConnector,
     ActionConnectorDataType,
+    AgentConnector,
     AgentConnectorDataType,
+    Connector,
+    ConnectorContext,
+    get_connector,
+    register_connector,
 )
-from rollflow.nodes.connectors.alpha.registry import get_connector, register_connector
 from rollflow.nodes.connectors.spaces import Space
 from rollflow.stream.data.errors import ConnectorError, RollflowError, shown
 

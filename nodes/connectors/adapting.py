@@ -1,0 +1,413 @@
+"""Adapting a policy to other spaces: fields of one space made of the fields of another one, as a mapping says."""
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Space
+from rollflow.nodes.connectors.env_to_module.observation_pieces import ObservationRewriter
+from rollflow.nodes.connectors.list_form import map_column
+from rollflow.nodes.connectors.module_to_env.individual_items import ListifyDataForVectorEnv
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
+from rollflow.nodes.connectors.spaces import check_is_space
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.space import items_in, nearest
+from rollflow.stream.data.tree import Tree
+
+Origin = float | str | list[Any] | tuple[str, float, float]
+"""Where a field comes from: a number to fill it with, the path of a field, or [path, factor, offset]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A part of a space that is an array.
+
+    path     "observation", "observation['speed']", …
+    keys     of Dicts and places of Tuples that lead to it
+    space    Box, Discrete, MultiDiscrete or MultiBinary
+    """
+
+    path: str
+    keys: tuple[Any, ...]
+    space: Space
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.space.shape or ()
+
+    @property
+    def size(self) -> int:
+        """Numbers in one item."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.space.dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the leaf is of whole numbers."""
+        return self.dtype.kind != "f"
+
+    def numbers(self) -> list[str]:
+        """The paths of a vector's numbers; a single number has the path of the leaf, an array of more axes none."""
+        if not self.shape:
+            return [self.path]
+        return [f"{self.path}[{place}]" for place in range(self.size)] if len(self.shape) == 1 else []
+
+    def bounds(self) -> NDArray[np.float64]:
+        """Lowest and highest value of each number, f64[2, size]."""
+        space: Any = self.space
+        if isinstance(space, spaces.Box):
+            ends = [np.asarray(space.low), np.asarray(space.high)]
+        elif isinstance(space, spaces.Discrete):
+            ends = [np.array([space.start]), np.array([space.start + space.n - 1])]
+        elif isinstance(space, spaces.MultiDiscrete):
+            ends = [np.asarray(space.start), np.asarray(space.start + space.nvec - 1)]
+        else:
+            ends = [np.zeros(self.shape), np.ones(self.shape)]
+        return np.stack([end.astype(np.float64).reshape(-1) for end in ends])
+
+    def found(self, items: Tree) -> Any:
+        """The leaf in items of the whole space, any[..., *shape]."""
+        for key in self.keys:
+            items = items[key]
+        return items
+
+
+def leaves_within(space: Any, path: str, keys: tuple[Any, ...] = ()) -> Iterator[Leaf]:
+    """The leaves of a space, whose own path is `path`."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        for key, part in parts:
+            yield from leaves_within(part, f"{path}[{key!r}]", (*keys, key))
+    else:
+        yield Leaf(path, keys, space)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRule:
+    """How one leaf is made.
+
+    target            the leaf
+    sources           leaves whose D numbers are joined end to end
+    index             i64[size], into the joined numbers; None: all of them, in order
+    scale             (factor, offset), f64[size] each; None: the numbers stay
+    filled            bool[size], true for numbers that are constants; None: there are none
+    constants         f64[size]
+    bounds            (low, high) that the numbers are brought into, f64[2, size]; None: into none
+    """
+
+    target: Leaf
+    sources: tuple[Leaf, ...]
+    index: NDArray[np.int64] | None
+    scale: tuple[NDArray[np.float64], NDArray[np.float64]] | None
+    filled: NDArray[np.bool_] | None
+    constants: NDArray[np.float64]
+    bounds: NDArray[np.float64] | None
+
+    @property
+    def rounds(self) -> bool:
+        """True if the leaf is of whole numbers."""
+        return self.target.is_whole
+
+    def made(self, items: Tree, lead: tuple[int, ...]) -> NDArray[Any]:
+        """The leaf's array any[*lead, *shape] for items of the other space."""
+        parts = [np.asarray(leaf.found(items)).reshape((*lead, leaf.size)) for leaf in self.sources]
+        rows = np.concatenate(parts, axis=-1) if parts else np.zeros((*lead, self.target.size))
+        if self.index is not None and parts:
+            rows = rows[..., self.index]
+        if self.scale is not None:
+            rows = rows * self.scale[0] + self.scale[1]
+        if self.filled is not None:
+            rows = np.where(self.filled, self.constants, rows)
+        if self.bounds is not None:
+            rows = np.clip(rows, *self.bounds)
+        rows, space = rows.reshape((*lead, *self.target.shape)), self.target.space
+        if self.rounds and isinstance(space, spaces.Box):
+            made: NDArray[Any] = nearest(space, rows) if rows.dtype.kind == "f" else items_in(space, rows)
+            return made
+        if self.rounds and rows.dtype.kind == "f":
+            rows = np.rint(rows)
+        return rows.astype(space.dtype, copy=False)
+
+
+class FieldMap:
+    """Makes items of a space `target` of items of a space `source`.
+
+        name      "observation" or "action", which paths begin with
+        fields    path of a field of the target -> where it comes from; every leaf, or each number of it, has one
+        clips     True: numbers are brought into the target's bounds
+
+    `rules` has one for each leaf of the target. Floats are rounded if a field is of whole numbers. Raises
+    ConnectorError with a line for each field that is missing or unknown, or whose shape differs.
+    """
+
+    def __init__(
+        self, name: str, source: Space, target: Space, fields: Mapping[str, Origin], *, clips: bool = False
+    ) -> None:
+        self.target, self._clips = target, clips
+        self._leaves = {leaf.path: leaf for leaf in leaves_within(source, name)}
+        self._numbers = {path: (leaf, at) for leaf in self._leaves.values() for at, path in enumerate(leaf.numbers())}
+        self._first = next(iter(self._leaves.values()))
+        unused, problems = dict(fields), list[str]()
+        self.rules = [self._rule(leaf, unused, problems) for leaf in leaves_within(target, name)]
+        problems += [f"field {path} is not in {target}, expected its fields alone" for path in unused]
+        if problems:
+            used = {leaf.path for rule in self.rules for leaf in rule.sources}
+            left = [leaf for leaf in self._leaves.values() if leaf.path not in used]
+            problems += [f"nothing takes {leaf.path} in {leaf.space}" for leaf in left]
+            raise ConnectorError("\n  ".join(dict.fromkeys(problems)))
+
+    def __call__(self, items: Tree) -> Tree:
+        """The items, a tree of arrays any[..., *shape], of items with the same leading axes."""
+        array = np.asarray(self._first.found(items))
+        lead = array.shape[: array.ndim - len(self._first.shape)]
+        return assembled(self.target, iter([rule.made(items, lead) for rule in self.rules]))
+
+    def _rule(self, target: Leaf, unused: dict[str, Origin], problems: list[str]) -> LeafRule:
+        """The rule for a leaf, whose fields leave `unused`."""
+        bounds, zeros = target.bounds() if self._clips else None, np.zeros(target.size)
+        if target.path in unused:
+            path, factor, offset = _parts(unused.pop(target.path))
+            leaf = self._leaves.get(path or "")
+            if leaf is not None and leaf.size == target.size:
+                scale = None if (factor, offset) == (1.0, 0.0) else (zeros + factor, zeros + offset)
+                return LeafRule(target, (leaf,), None, scale, None, zeros, bounds)
+            if leaf is not None or (path in self._numbers and target.size != 1):
+                shape = [] if leaf is None else list(leaf.shape)
+                problems.append(f"{path} has shape {shape}, expected {list(target.shape)} of {target.path}")
+                path = None
+            origins = [(path, factor, offset)] * target.size
+        else:
+            missing = [path for path in target.numbers() or [target.path] if path not in unused]
+            if missing:
+                named = target.path if len(missing) == target.size else ", ".join(missing)
+                problems.append(f"field {named} has no origin, expected one for all of {target.path} in {target.space}")
+            origins = [_parts(unused.pop(path, 0.0)) for path in target.numbers()]
+        for path, _, _ in origins:
+            if path is not None and path not in self._numbers:
+                there = ", ".join({**self._leaves, **self._numbers})
+                problems.append(f"{target.path} comes from {path}, which is not there; expected one of {there}")
+        found = [None if path is None else self._numbers.get(path) for path, _, _ in origins]
+        sources = tuple(dict.fromkeys(each[0] for each in found if each is not None))
+        begins = dict(zip(sources, np.cumsum([0, *(leaf.size for leaf in sources)]).tolist(), strict=False))
+        index = np.array([0 if each is None else begins[each[0]] + each[1] for each in found], np.int64)
+        factors, offsets = (np.array([each[place] for each in origins], np.float64) for place in (1, 2))
+        filled = np.array([each is None for each in found], np.bool_)
+        is_scaled = bool((factors[~filled] != 1.0).any() or (offsets[~filled] != 0.0).any())
+        scale = (np.where(filled, 1.0, factors), np.where(filled, 0.0, offsets)) if is_scaled else None
+        return LeafRule(target, sources, index, scale, filled if filled.any() else None, offsets, bounds)
+
+
+def assembled(space: Space, leaves: Iterator[Any]) -> Tree:
+    """The tree of a space's leaves, which come in the order of `leaves_within`."""
+    if isinstance(space, spaces.Dict):
+        return {key: assembled(part, leaves) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(assembled(part, leaves) for part in space.spaces)
+    return next(leaves)
+
+
+def _parts(origin: Origin) -> tuple[str | None, float, float]:
+    """(path, factor, offset) of an origin; without a path the offset is the value."""
+    if isinstance(origin, str):
+        return origin, 1.0, 0.0
+    if isinstance(origin, list | tuple):
+        path, factor, offset = origin
+        return str(path), float(factor), float(offset)
+    return None, 1.0, float(origin)
+
+
+class _AdaptingPiece(ConnectorV2):
+    """Base of pieces that leave another space, made of fields: see `AdaptObservations`."""
+
+    columnar = True
+
+    def __init__(
+        self,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
+        *,
+        space: Space,
+        fields: Mapping[str, Origin],
+    ) -> None:
+        super().__init__(input_observation_space, input_action_space)
+        self.space, self.fields = space, dict(fields)
+
+
+class AdaptObservations(_AdaptingPiece, ObservationRewriter):
+    """Rewrites every episode's last observation as one of another space, made of its fields.
+
+        space     of the observations that it leaves
+        fields    path of a field -> where it comes from: the path of a field of the observation, such as
+                  `observation[2]` or `observation['speed']`; `[path, factor, offset]`; or a number to fill it with
+
+    Raises ConnectorError for fields that are missing or unknown.
+    """
+
+    pipelines = ("env-to-module",)
+
+    def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
+        self.map = FieldMap("observation", input_observation_space, self.space, self.fields)
+        return self.space
+
+    def rewritten(self, observations: Tree, agent_id: Any = None) -> Tree:
+        self._needed_space("observation")
+        return self.map(observations)
+
+
+class AdaptActions(_AdaptingPiece):
+    """Rewrites `actions_for_env` as actions of another space, made of their fields; `actions` stay as chosen.
+
+        space     of the actions that the environments get
+        fields    as for `AdaptObservations`, with paths such as `action[0]`
+
+    It stands behind the piece that brings actions into the policy's bounds, and brings them into those of its space.
+    Raises ConnectorError likewise.
+    """
+
+    pipelines = ("module-to-env",)
+    changes_episodes = False
+
+    def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
+        self.map = FieldMap("action", input_action_space, self.space, self.fields, clips=True)
+        return self.space
+
+    def __call__(self, *, batch: Batch, **kwargs: Any) -> Batch:
+        self._know_spaces()
+        self._needed_space("action")
+        chosen = batch.get(Columns.ACTIONS_FOR_ENV, batch.get(Columns.ACTIONS))
+        if chosen is not None:
+            batch[Columns.ACTIONS_FOR_ENV] = map_column(chosen, self.map, self.map)
+        return batch
+
+
+def adapted_pipelines(
+    policy: Any,
+    environment: Any,
+    agent_connectors: Sequence[Any],
+    action_connectors: Sequence[Any],
+    fields: Mapping[str, Origin],
+) -> tuple[ConnectorPipelineV2, ConnectorPipelineV2]:
+    """Copies of a policy's pipelines, from the environment's observations to its actions: see `Policy.adapted`.
+
+    Raises ConnectorError with all that does not match.
+    """
+    for name in ("observation_space", "action_space"):
+        check_is_space(getattr(environment, name, None), f"{name} of the environment is")
+    observations = "observation", environment.observation_space, policy.observation_space
+    actions = "action", policy.action_space, environment.action_space
+    before = copy.deepcopy(pieces_of(list(agent_connectors), "agent_connectors"))
+    after = copy.deepcopy(pieces_of(list(action_connectors), "action_connectors"))
+    unused, problems = dict(fields), list[str]()
+    before = before or _piece_of(AdaptObservations, *observations, unused, problems)
+    after = after or _piece_of(AdaptActions, *actions, unused, problems)
+    problems += [f"field {path} is not there, or made by a connector" for path in unused]
+    if problems:
+        text = "the policy does not fit the environment; expected fields={field: where it comes from} for these:"
+        raise ConnectorError("\n  ".join([text, *problems]))
+    observed, acted = (ConnectorPipelineV2(connectors=pieces) for pieces in (before, after))
+    observed.set_input_spaces(environment.observation_space, policy.action_space)
+    acted.set_input_spaces(policy.observation_space, policy.action_space)
+    check_fits(observed.observation_space, policy.observation_space, "observation", observed.names)
+    check_fits(acted.action_space, environment.action_space, "action", acted.names)
+    return (
+        _with_pieces(policy.env_to_module, environment.observation_space, policy.action_space, before, []),
+        _with_pieces(policy.module_to_env, policy.observation_space, policy.action_space, [], after),
+    )
+
+
+def _piece_of(
+    kind: type[AdaptObservations | AdaptActions],
+    name: str,
+    source: Space,
+    target: Space,
+    unused: dict[str, Origin],
+    problems: list[str],
+) -> list[ConnectorV2]:
+    """A piece that makes one space of the other one, unless they are the same; its fields leave `unused`.
+
+    Leaves with the same path and the same space need no origin.
+    """
+    there = {leaf.path: leaf for leaf in leaves_within(source, name)}
+    own = {path: unused.pop(path) for path in list(unused) if path.startswith(name)}
+    if source == target and not own:
+        return []
+    for leaf in leaves_within(target, name):
+        if leaf.path in there and there[leaf.path].space == leaf.space and own.keys().isdisjoint(leaf.numbers()):
+            own.setdefault(leaf.path, leaf.path)
+    try:
+        problems += _misfits_of_values(FieldMap(name, source, target, own).rules)
+    except ConnectorError as error:
+        problems.append(str(error))
+    return [kind(space=target, fields=own)]
+
+
+def _misfits_of_values(rules: Iterable[LeafRule]) -> Iterator[str]:
+    """A line for each leaf that gets numbers its space does not hold: constants, whole numbers, or floats."""
+    for rule in rules:
+        low, high = rule.target.bounds()
+        own = f"{rule.target.path} in {rule.target.space}"
+        filled = np.zeros(rule.target.size, np.bool_) if rule.filled is None else rule.filled
+        is_outside = filled & ~((low <= rule.constants) & (rule.constants <= high))
+        yield from (f"{own} can't hold {value:g}" for value in rule.constants[is_outside])
+        if rule.rounds and rule.sources:
+            ends = np.concatenate([leaf.bounds() for leaf in rule.sources], axis=-1)
+            ends = ends if rule.index is None else ends[:, rule.index]
+            ends = ends if rule.scale is None else np.sort(ends * rule.scale[0] + rule.scale[1], axis=0)
+            is_inside = filled | ((low <= ends[0]) & (ends[1] <= high))
+            floats = [leaf for leaf in rule.sources if not leaf.is_whole] if rule.scale is None else []
+            if floats or not is_inside.all():
+                comes = ", ".join(f"{leaf.path} in {leaf.space}" for leaf in floats or rule.sources)
+                yield f"{own} can't hold what comes from {comes}"
+
+
+def _with_pieces(
+    pipeline: ConnectorPipelineV2,
+    observation_space: Any,
+    action_space: Any,
+    before: Sequence[Any],
+    after: Sequence[Any],
+) -> ConnectorPipelineV2:
+    """A copy of a pipeline for other spaces, with further pieces at its ends; items are listed behind all of them."""
+    own = list(copy.deepcopy(pipeline))
+    end = len(own) - (bool(own) and type(own[-1]) is ListifyDataForVectorEnv)
+    pieces = [*before, *own[:end], *after, *own[end:]]
+    return type(pipeline)(observation_space, action_space, connectors=pieces)
+
+
+def check_fits(left: Any, expected: Any, name: str, connectors: object) -> None:
+    """Raise ConnectorError, with a line for each field, if items of a space `left` are none of the space `expected`.
+
+    name          "observation", which a policy takes, or "action", which an environment takes
+    connectors    that leave the items
+    """
+    if problems := list(_misfits(left, expected, name)):
+        taker = "policy" if name == "observation" else "environment"
+        text = f"{name}s in {left} come out of {connectors}, but the {taker} takes {expected}; expected connectors for"
+        raise ConnectorError("\n  ".join([f"{text} these:", *problems]))
+
+
+def _misfits(left: Space, expected: Space, name: str) -> Iterator[str]:
+    given, wanted = ({leaf.path: leaf for leaf in leaves_within(each, name)} for each in (left, expected))
+    yield from (f"{path} in {leaf.space} is missing" for path, leaf in wanted.items() if path not in given)
+    for path, leaf in given.items():
+        own = wanted.get(path)
+        if own is None:
+            yield f"{path} in {leaf.space} is not taken"
+        elif leaf.shape != own.shape:
+            yield f"{path} has shape {list(leaf.shape)}, expected shape {list(own.shape)}"
+        elif not (np.can_cast(leaf.dtype, own.dtype, "same_kind") or (leaf.is_whole and own.is_whole)):
+            yield f"{path} has dtype {leaf.dtype}, expected dtype {own.dtype}"
+        elif not any(isinstance(each.space, spaces.Box) for each in (leaf, own)):
+            (low, high), (least, most) = leaf.bounds(), own.bounds()
+            if (low < least).any() or (high > most).any():
+                yield f"{path} is in {leaf.space}, expected {own.space}"

@@ -1,1 +1,0 @@
-"""Pieces that fit a policy into an environment with other spaces."""
