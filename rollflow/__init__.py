@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         GeneralAdvantageEstimation as GeneralAdvantageEstimation,
         VTrace as VTrace,
     )
-    from rollflow.nodes.connectors.learner.minibatches import minibatches as minibatches
+    from rollflow.nodes.connectors.learner.train_columns import minibatches as minibatches
     from rollflow.nodes.connectors.module_to_env.exploration import EpsilonGreedy as EpsilonGreedy
     from rollflow.nodes.env.remote.remote_envs import RemoteEnvs as RemoteEnvs, RemoteRollouts as RemoteRollouts
     from rollflow.nodes.modules.default_model_config import DefaultModelConfig as DefaultModelConfig

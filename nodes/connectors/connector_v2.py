@@ -19,12 +19,13 @@ A file goes beside the pieces of the same pipeline, and its name into `rollflow/
 """
 
 import abc
+import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from rollflow.nodes.connectors.construction import begin_spaces, completing
 from rollflow.nodes.connectors.list_form import (
     BatchedArray as BatchedArray,
     Episodes as Episodes,
@@ -38,6 +39,48 @@ from rollflow.nodes.connectors.state_watch import StateWatch, check_same
 from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+
+_SET_BEFORE = "_set_before_spaces"
+_OUTPUTS = ("_observation_space", "_action_space")
+
+
+def completing(constructor: Callable[..., None]) -> Any:
+    """Wrap a piece's constructor: the outermost one of a subclass computes the spaces at its end."""
+
+    @functools.wraps(constructor)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_outermost = not self._under_construction
+        self._under_construction = True
+        try:
+            constructor(self, *args, **kwargs)
+        finally:
+            if is_outermost:
+                del self._under_construction
+        if is_outermost:
+            _finish_spaces(self)
+            # CPython reads attributes much slower once `vars` has been asked for, but not from a dict like this one.
+            self.__dict__ = dict(vars(self))
+
+    return __init__
+
+
+def begin_spaces(piece: Any) -> None:
+    """Compute the spaces within the constructor of `ConnectorV2`, as RLlib does, for what a subclass's does next."""
+    with contextlib.suppress(Exception):  # attributes may still be missing: an error that lasts is raised at the end
+        piece._recompute_spaces()
+    vars(piece)[_SET_BEFORE] = dict(vars(piece))
+
+
+def _finish_spaces(piece: Any) -> None:
+    """Compute the spaces again where a constructor has set anything since; output spaces that it has set stay."""
+    before = vars(piece).pop(_SET_BEFORE, None)
+    if before is None:  # a pipeline, which does this itself
+        return
+    changed = {name: value for name, value in vars(piece).items() if before.get(name, before) is not value}
+    if changed or not piece._spaces_known:
+        piece._recompute_spaces()
+        vars(piece).update({name: changed[name] for name in _OUTPUTS if name in changed})
+
 
 Batch = dict[str, Any]
 SharedData = dict[str, Any] | None

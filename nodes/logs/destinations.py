@@ -1,17 +1,408 @@
 """Destinations of a log: their interface, their kinds, and how a text names one."""
 
+import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import logging
+import math
+import os
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Protocol
+from threading import get_ident
+from typing import Any, Protocol, get_args
+from urllib.parse import urlsplit
 
-from rollflow.nodes.logs.figures import Row
-from rollflow.nodes.logs.otlp import Otlp
-from rollflow.nodes.logs.progress import Progress
-from rollflow.nodes.logs.prometheus import Prometheus
-from rollflow.nodes.logs.text_files import CsvFile, JsonLines
-from rollflow.nodes.logs.trackers import Mlflow, TensorBoard, Wandb
+from rollflow.nodes.logs.figures import (
+    FIGURES,
+    GLOBAL_STEP,
+    OWN,
+    PLACE,
+    Axis,
+    Figure,
+    Row,
+    RowLost,
+    busiest_stage,
+    figure_of,
+)
+from rollflow.nodes.logs.text_files import CsvFile, JsonLines, checked_path, tail_of
 from rollflow.stream.data.errors import MetricsError
+from rollflow.stream.traces.trace import check_trace
+
+logger = logging.getLogger(__name__)
+
+_PATH = "/v1/metrics"  # of a collector's metrics, where an address names none
+_TIMEOUT_S, _AWAY_S = 5.0, 0.5  # for a row; for one while the collector is away
+_SERVICE = "OTEL_SERVICE_NAME"  # variable that names the run; it is rollflow where there is none
+
+
+class Otlp:
+    """Sends every row to a collector by OTLP over HTTP, with the names that Prometheus gets, and labels as attributes.
+
+    target    http://HOST:PORT of the collector, or https://, maybe with the path of its metrics
+
+    Headers, certificates and attributes of the run are those of the variables `OTEL_…`, as everywhere. A row is sent
+    once. One that the collector does not take is lost, which is logged, and those after it are sent all the same.
+
+    Raises MetricsError for what is no such address.
+    """
+
+    def __init__(self, target: str) -> None:
+        try:
+            parts = urlsplit(target)
+            is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # the port is no number
+            is_right = False
+        if not is_right:
+            raise MetricsError(f"log='otlp:{target}': expected the address of a collector, such as http://host:4318")
+        self._target = target
+        self._endpoint = target if parts.path.strip("/") else f"{target.rstrip('/')}{_PATH}"
+        self._exporter: Any = None
+        self._began_ns = 0
+        self._thread = 0  # that sends the rows
+        self._is_away = False  # whether the last row was not taken
+
+    def open(self) -> None:
+        """Make the exporter, which connects with the first row."""
+        exporters = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+        resources = importlib.import_module("opentelemetry.sdk.resources")
+        session = importlib.import_module("requests").Session()
+        session.send = partial(self._send_once, session.send)
+        self._exporter = exporters.OTLPMetricExporter(endpoint=self._endpoint, timeout=_TIMEOUT_S, session=session)
+        self._its_logger = logging.getLogger(exporters.__name__)
+        self._its_logger.addFilter(self._is_of_others)
+        self._resource = resources.Resource.create({} if _SERVICE in os.environ else {"service.name": "rollflow"})
+
+    def write(self, row: Row) -> None:
+        """Send this row. Raises RowLost where it is not taken."""
+        sdk = importlib.import_module("opentelemetry.sdk.metrics.export")
+        scopes = importlib.import_module("opentelemetry.sdk.util.instrumentation")
+        now_ns = int(row.time * 1e9)
+        self._began_ns = self._began_ns or now_ns - int(row.elapsed_s * 1e9)
+        points: dict[Figure, list[Any]] = {}
+        for name, value in row.values.items():
+            figure = figure_of(name)
+            label = {figure.label: name.removeprefix(figure.stem)} if figure.label else {}
+            point = sdk.NumberDataPoint(label, self._began_ns, now_ns, value)
+            points.setdefault(figure, []).append(point)
+        metrics = [self._metric(sdk, figure, points[figure]) for figure in (*FIGURES, OWN) if figure in points]
+        scope = sdk.ScopeMetrics(scopes.InstrumentationScope("rollflow"), metrics, "")
+        data = sdk.MetricsData([sdk.ResourceMetrics(self._resource, [scope], "")])
+        self._thread = get_ident()
+        is_taken = False
+        with suppress(RowLost):  # which some of its versions catch
+            result = self._exporter.export(data, timeout_millis=_TIMEOUT_S * 1e3)
+            is_taken = result is sdk.MetricExportResult.SUCCESS
+        if self._is_away == is_taken:
+            self._is_away = not is_taken
+            how = "takes rows again" if is_taken else "does not take a row; the next ones are sent all the same"
+            logger.warning("log='otlp:%s': the collector %s", self._target, how)
+        if not is_taken:
+            raise RowLost(f"{self._endpoint} has not taken a row")
+
+    def close(self) -> None:
+        """End the exporter."""
+        self._exporter.shutdown()
+        self._its_logger.removeFilter(self._is_of_others)
+
+    def _send_once(self, send: Callable[..., Any], request: Any, **options: Any) -> Any:
+        """Send a request; what fails is no error of the kinds for which the exporter would try again, and wait."""
+        options["timeout"] = _AWAY_S if self._is_away else _TIMEOUT_S
+        try:
+            response = send(request, **options)
+        except OSError as error:  # of any kind that the package has
+            raise RowLost(str(error)) from error
+        if not response.ok:
+            raise RowLost(f"{response.status_code} {response.reason}")
+        return response
+
+    def _is_of_others(self, record: logging.LogRecord) -> bool:
+        """Whether another exporter of this process says it: of this one's rows it is said here, and once."""
+        return record.thread != self._thread
+
+    def _metric(self, sdk: Any, figure: Figure, points: Sequence[Any]) -> Any:
+        """A figure with the values of all of its labels."""
+        data = sdk.Gauge(points)
+        if figure.kind == "counter":
+            data = sdk.Sum(points, sdk.AggregationTemporality.CUMULATIVE, is_monotonic=True)
+        return sdk.Metric(figure.exported, figure.text, "", data)
+
+
+_LINE_S = 60.0  # between two lines, where none can be written over
+_WIDE = 110  # characters of a line that has room for a bar
+
+
+class Progress:
+    """Line with steps per second, mean return, policy version and the stage that holds the others back.
+
+    target    "": there is nothing to name
+
+    It goes to the standard error stream, by the package rich: to a file, or a pipe, as one line a minute. Raises
+    MetricsError for a target.
+    """
+
+    def __init__(self, target: str) -> None:
+        if target:
+            raise MetricsError(f"log='progress:{target}' names a target, expected 'progress:'")
+        self._console: Any = None
+        self._bar: Any = None  # None: lines are written below each other
+        self._task: Any = None
+        self._stop: Callable[[], object] = bool
+        self._next = 0.0  # time for the next line
+        self._last: Row | None = None  # that was not written
+
+    def open(self) -> None:
+        """Begin the line."""
+        self._console = importlib.import_module("rich.console").Console(stderr=True, highlight=False)
+        is_notebook = self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        if not is_notebook and (not self._console.is_terminal or self._console.is_dumb_terminal):
+            return
+        rich = importlib.import_module("rich.progress")
+        whole = importlib.import_module("rich.table").Column(no_wrap=True, min_width=4)
+        columns = [
+            rich.MofNCompleteColumn(table_column=whole),
+            rich.TimeElapsedColumn(table_column=whole),
+            rich.TimeRemainingColumn(compact=True, table_column=whole),
+            rich.TextColumn("{task.description}"),
+        ]
+        if self._console.width >= _WIDE:
+            columns.insert(1, rich.BarColumn(bar_width=20))
+        self._bar = rich.Progress(*columns, console=self._console, auto_refresh=False)
+        self._task = self._bar.add_task("no step yet", total=None)
+        self._bar.start()
+        self._stop = weakref.finalize(self, self._bar.stop)  # shows the cursor again, also where nobody closes it
+
+    def write(self, row: Row) -> None:
+        """Show a row: at once, or, where lines can't be written over, after a minute."""
+        if self._bar is not None:
+            self._bar.update(
+                self._task, completed=row.updates, total=row.of_updates, description=text_of(row), refresh=True
+            )
+            return
+        self._last = row
+        if time.monotonic() >= self._next:
+            self._write_line()
+
+    def close(self) -> None:
+        """End with the last row."""
+        if self._bar is not None:
+            self._stop()
+        elif self._last is not None:
+            self._write_line()
+
+    def _write_line(self) -> None:
+        assert self._last is not None
+        row, self._last = self._last, None
+        of = "" if row.of_updates is None else f" of {row.of_updates:,}"
+        self._console.print(f"{row.updates:,}{of} updates in {row.elapsed_s:,.0f} s: {text_of(row)}", soft_wrap=True)
+        self._next = time.monotonic() + _LINE_S
+
+
+def text_of(row: Row) -> str:
+    """What is worth a person's look in a row, in words."""
+    values = row.values
+    parts = [f"{values.get('time/fps_now', 0.0):,.0f} steps/s"]
+    if "rollout/ep_rew_mean" in values:
+        parts.append(f"return {values['rollout/ep_rew_mean']:,.4g}")
+    versions = sorted({int(value) for name, value in values.items() if name.startswith("policy/version")})
+    if versions:
+        parts.append(f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}")
+    stage = busiest_stage(values)
+    if stage is not None:
+        parts.append(f"{stage[0]} {stage[1]:.0%} busy")
+    return ", ".join(parts)
+
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Prometheus:
+    """Server on a port of this machine that gives the newest row at `/metrics`, in Prometheus' text format.
+
+    target    PORT, for programs on this machine alone, or HOST:PORT; port 0 is any that is free
+
+    address    host and port, once it is open
+
+    Raises MetricsError for what is no port, OSError from `open` where the port is taken.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        if not port.isdecimal() or int(port) > 65535:
+            raise MetricsError(f"log='prometheus:{target}': expected PORT or HOST:PORT, a port from 0 to 65535")
+        self.address = (host.strip("[]") or _LOOPBACK, int(port))
+        self._row: Row | None = None
+        self._serving: Any = None
+
+    def open(self) -> None:
+        """Begin to serve. Raises OSError where the port is taken."""
+        client = importlib.import_module("prometheus_client")
+        registry = client.CollectorRegistry()
+        registry.register(self)
+        host, port = self.address
+        try:
+            self._serving = client.start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"log='prometheus:{host}:{port}': {error.strerror}, expected a free port"
+            ) from None
+        self.address = host, self._serving[0].server_port
+        logger.info("the log is served at http://%s:%d/metrics", *self.address)
+
+    def write(self, row: Row) -> None:
+        """Have this row served from now on."""
+        self._row = row
+
+    def close(self) -> None:
+        """End the server, and its thread."""
+        server, thread = self._serving
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    def collect(self) -> Iterator[Any]:
+        """The families of the newest row, as prometheus_client asks for them."""
+        row = self._row
+        if row is None:
+            return
+        core = importlib.import_module("prometheus_client.core")
+        kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
+        families = {
+            figure: kinds[figure.kind](figure.exported, figure.text, labels=[figure.label] if figure.label else [])
+            for figure in (*FIGURES, OWN)
+        }
+        for name, value in row.values.items():
+            figure = figure_of(name)
+            families[figure].add_metric([name.removeprefix(figure.stem)] if figure.label else [], value)
+        yield from (family for family in families.values() if family.samples)
+
+
+_ALWAYS = "time/total_timesteps"  # which every row has
+_TAIL_BYTES = 1 << 18  # of an event file, in which the last rows are
+_MLFLOW_MOST = 1000  # metrics in a batch
+
+
+class TensorBoard:
+    """Event files in a folder, written by `torch.utils.tensorboard`.
+
+    Each row has its time beside its place on the x axis. Raises MetricsError where the folder can't be written.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._folder = checked_path(target, "tensorboard", is_folder=True)
+        self._writer: Any = None
+
+    def open(self) -> dict[str, int]:
+        """Begin an event file; the steps and updates of the last row in the folder's others."""
+        last = max(map(_last_x, self._folder.glob("events.out.tfevents.*")), default=0)
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
+        return dict.fromkeys(PLACE[:2], last)  # whichever its x axis is
+
+    def write(self, row: Row) -> None:
+        """Write a scalar for each figure."""
+        for name, value in row.values.items():
+            self._writer.add_scalar(name, value, row.x, walltime=row.time)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """End the event file."""
+        self._writer.close()
+
+
+def _last_x(path: Path) -> int:
+    """The largest place on the x axis of a row near the end of an event file; 0 if no such log has written it.
+
+    A record is its length, u64, the check sum of that, u32, the event, and the event's check sum, u32.
+    """
+    check_sum = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow").masked_crc32c
+    event_of = importlib.import_module("tensorboard.compat.proto.event_pb2").Event.FromString
+    tail, at, last = tail_of(path, _TAIL_BYTES), 0, 0
+    while at + 12 <= len(tail):
+        length, expected = struct.unpack_from("<QI", tail, at)
+        end = at + 12 + length
+        if end + 4 > len(tail) or check_sum(tail[at : at + 8]) != expected:
+            at += 1  # the tail begins within a record
+            continue
+        event = event_of(tail[at + 12 : end])
+        if any(value.tag == _ALWAYS for value in event.summary.value):
+            last = max(last, event.step)
+        at = end + 4
+    return last
+
+
+class Wandb:
+    """A run of Weights & Biases, by its own settings: WANDB_MODE=offline, WANDB_DIR, a login.
+
+    target    PROJECT or PROJECT/NAME of a new run; "": the run that the program has begun by `wandb.init`, which is not
+              finished here, or else a new one
+
+    The x axis is `global_step`.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._project, _, self._name = target.partition("/")
+        self._run: Any = None
+        self._is_own = True
+
+    def open(self) -> None:
+        """Begin the run."""
+        wandb = importlib.import_module("wandb")
+        self._is_own = bool(self._project) or wandb.run is None
+        self._run = wandb.run
+        if self._is_own:
+            self._run = wandb.init(project=self._project or None, name=self._name or None, reinit="create_new")
+        self._run.define_metric("*", step_metric=GLOBAL_STEP)
+
+    def write(self, row: Row) -> None:
+        """Log the figures of the row together."""
+        self._run.log({**row.values, GLOBAL_STEP: row.x})
+
+    def close(self) -> None:
+        """Finish the run, where it was begun here."""
+        if self._is_own:
+            self._run.finish()
+
+
+class Mlflow:
+    """A run of MLflow, by its own settings: MLFLOW_TRACKING_URI says where.
+
+    target    EXPERIMENT or EXPERIMENT/NAME of a new run; the experiment is made where it is missing
+
+    A run whose last row was written is FINISHED, also after an error of the program.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._experiment, _, self._name = target.partition("/")
+        if not self._experiment:
+            raise MetricsError(f"log='mlflow:{target}' names no experiment, expected 'mlflow:EXPERIMENT'")
+        self._client: Any = None
+        self._metric: Any = None
+        self._run_id = ""
+
+    def open(self) -> None:
+        """Begin the run."""
+        mlflow = importlib.import_module("mlflow")
+        self._metric = importlib.import_module("mlflow.entities").Metric
+        self._client = mlflow.MlflowClient()
+        there = self._client.get_experiment_by_name(self._experiment)
+        experiment = there.experiment_id if there else self._client.create_experiment(self._experiment)
+        self._run_id = self._client.create_run(experiment, run_name=self._name or None).info.run_id
+
+    def write(self, row: Row) -> None:
+        """Log the figures of the row together, at most a thousand at a time, as MLflow takes them."""
+        when, step = int(row.time * 1000), row.x
+        metrics = [self._metric(name, value, when, step) for name, value in row.values.items()]
+        for first in range(0, len(metrics), _MLFLOW_MOST):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + _MLFLOW_MOST])
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run_id)
 
 
 class Destination(Protocol):
@@ -90,3 +481,50 @@ def _is_there(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
         return False
+
+
+Log = str | Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """Options of a run's log, and of its trace; see `Rollout`, whose keywords they are.
+
+    log           one destination as KIND:TARGET, or several; None: none
+    every         `log_every`: seconds between two rows, at least
+    axis          `log_x`: "steps", "updates" or "time", in whole seconds
+    of_updates    updates after which the run ends; None: nobody knows
+    trace         file for a trace; None: none is written
+
+    Raises MetricsError, a ValueError, for what can't be logged to: an unknown kind, a package that is missing, or a
+    path that can't be written.
+    """
+
+    log: Log = None
+    every: float = 1.0
+    axis: Axis = "steps"
+    of_updates: int | None = None
+    trace: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        every = self.every
+        if isinstance(every, bool) or not isinstance(every, int | float) or not 0 < every < math.inf:
+            raise MetricsError(f"log_every is {every!r}, expected a number of seconds above 0")
+        if self.axis not in get_args(Axis):
+            raise MetricsError(f"log_x is {self.axis!r}, expected {', '.join(map(repr, get_args(Axis)))}")
+        if self.log is not None and not isinstance(self.log, str | list | tuple):
+            raise MetricsError(f"log is {self.log!r}, expected a text such as 'csv:run.csv', or a list of them")
+        check_trace(self.trace)
+        self.made()
+        places = [place_of(text) for text in self.texts]
+        if twice := [text for text, place in zip(self.texts, places, strict=True) if places.count(place) > 1]:
+            raise MetricsError(f"log has {twice[0]!r} and {twice[1]!r}, expected each place once")
+
+    @property
+    def texts(self) -> list[str]:
+        """The destinations, as they were given."""
+        return [] if self.log is None else [self.log] if isinstance(self.log, str) else list(self.log)
+
+    def made(self) -> list[Destination]:
+        """The destinations, not opened yet."""
+        return [destination_of(text) for text in self.texts]

@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rollflow.nodes.logs.destinations import Destination, destination_of
+from rollflow.nodes.logs.destinations import Destination, LogOptions, destination_of
 from rollflow.nodes.logs.figures import Counts, Row, RowLost, check_own_name, figures_of
-from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.metrics.metrics_logger import number_of
 from rollflow.stream.data.errors import RunError
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext
-from rollflow.nodes.connectors.alpha.registry import get_connector
+from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext, get_connector
 from rollflow.nodes.connectors.module_to_env.exploration import Linear
 from rollflow.nodes.modules.default_model_config import DefaultModelConfig
 from rollflow.nodes.policies.registry import name_of, named

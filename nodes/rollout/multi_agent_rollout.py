@@ -9,8 +9,8 @@ import gymnasium as gym
 
 from rollflow.nodes.argument_checks import check_flags, check_numbers, seeds_of
 from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.logs.figures import Axis
-from rollflow.nodes.logs.log_options import Log, LogOptions
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.multi_rl_module import MultiRLModule

@@ -10,7 +10,7 @@ from rollflow.nodes.argument_checks import check_flags, check_numbers, checked_c
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.env.env_source import Autoreset
 from rollflow.nodes.launch.on_hosts import OnHosts
-from rollflow.nodes.logs.log_options import LogOptions
+from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.stages.acting import compile_options

@@ -12,8 +12,8 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
+from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.logs.figures import Axis
-from rollflow.nodes.logs.log_options import Log, LogOptions
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.loaded_weights import Loaded

@@ -4,8 +4,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
-from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.graph.meter import clock

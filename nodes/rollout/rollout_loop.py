@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_flags, is_whole
 from rollflow.nodes.closing import closing_on_error, noting_in
-from rollflow.nodes.logs.log_options import LogOptions
+from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.async_driver import AsyncDriver

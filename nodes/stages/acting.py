@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import torch
 
-from rollflow.nodes.connectors.learner.values import device_of
+from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.connectors.module_to_env.get_actions import RACES
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful

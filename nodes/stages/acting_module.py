@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rollflow.nodes.connectors.learner.values import device_of
+from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.stages.connector_builders import acting_copy
 from rollflow.nodes.stages.module_forward import ModuleForward

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import PipelineRunner
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
-from rollflow.nodes.connectors.pipelines.runners import PipelineRunner
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.acting_module import ActingModule, PublishedModules
 from rollflow.nodes.stages.connector_builders import pieces_given

@@ -10,8 +10,7 @@ import gymnasium as gym
 import torch
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
-from rollflow.nodes.connectors.pipelines.pieces import pieces_of
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.given_module import GivenModule, is_function, is_given
 from rollflow.stream.data.errors import ConnectorError, ModuleError, noted, page_on

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.policies.policy_parts import has_memory
+from rollflow.nodes.policies.policy import has_memory
 from rollflow.policy.serving.request import Acted, ActRequest, Outcome, RequestError, SessionLostError
 
 

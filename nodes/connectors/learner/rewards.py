@@ -6,8 +6,8 @@ import numpy as np
 
 from rollflow.nodes.argument_checks import checked_count, checked_fraction
 from rollflow.nodes.connectors.connector_v2 import Space
+from rollflow.nodes.connectors.learner.advantages import discounted_sums
 from rollflow.nodes.connectors.learner.train_steps import StepsConnector, TrainSteps
-from rollflow.nodes.connectors.learner.values import discounted_sums
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError

@@ -25,7 +25,6 @@ from rollflow.nodes import (
     MeanStdFilter,
     ModuleToEnvPipeline,
     MultiAgentRollout,
-    NormalizeAndClipActions,
     Rollout,
 )
 from rollflow.stream import ColumnError, ConnectorError, SingleAgentEpisode
@@ -167,19 +166,6 @@ def test_a_piece_gets_columns_where_all_pieces_after_it_take_them(nested: bool) 
     ConnectorPipelineV2(connectors=connectors)(rl_module=None, batch={}, episodes=episodes)
     assert [piece.form for piece in pieces] == [list] * 4 + ([list] if nested else [Slots]) + [Slots]
     assert episodes.listed == 1
-
-
-def test_both_forms_of_episodes_give_one_batch() -> None:
-    by_columns, by_episodes = Slots(), Slots()
-    fast, slow = EnvToModulePipeline.default(), EnvToModulePipeline.default()
-    slow.append(Given())
-    batches = [
-        pipeline(rl_module=object(), episodes=episodes, explore=True)
-        for pipeline, episodes in ((fast, by_columns), (slow, by_episodes))
-    ]
-    assert (by_columns.listed, by_episodes.listed) == (0, 1)
-    assert batches[0]["obs"].dtype == batches[1]["obs"].dtype
-    assert batches[0]["obs"].tolist() == batches[1]["obs"].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_items_of_a_custom_piece_are_batched_beside_columns() -> None:
@@ -389,46 +375,6 @@ def test_default_pipelines_have_their_pieces_in_order() -> None:
     ]
 
 
-def test_a_learner_pipeline_makes_a_batch_of_episodes_built_by_hand() -> None:
-    episodes = []
-    for steps in (2, 3):
-        episode = SingleAgentEpisode()
-        episode.add_env_reset(np.zeros(2))
-        for t in range(steps):
-            episode.add_env_step(np.full(2, t + 1.0), t, 0.5, terminated=t == 2, extra_model_outputs={"v": t})
-        episodes.append(episode)
-    batch = LearnerConnectorPipeline.default()(rl_module=object(), episodes=episodes)
-    assert batch["obs"].tolist() == [[0, 0], [1, 1], [0, 0], [1, 1], [2, 2]]
-    assert batch["actions"].tolist() == batch["v"].tolist() == [0, 1, 0, 1, 2]
-    assert batch["rewards"].tolist() == [0.5] * 5
-    assert batch["terminateds"].tolist() == [False] * 4 + [True]
-    assert not batch["truncateds"].any()
-
-
-@pytest.mark.parametrize(
-    ("normalize", "clip", "expected"),
-    [(False, True, [-1.0, 0.5, 3.0]), (True, False, [-1.0, 2.0, 3.0]), (True, True, [-1.0, 2.0, 3.0])],
-)
-def test_actions_are_brought_into_bounds_in_a_column_of_their_own(
-    normalize: bool, clip: bool, expected: list[float]
-) -> None:
-    space = Box(-1.0, 3.0, (1,), np.float32)
-    piece = NormalizeAndClipActions(None, space, normalize_actions=normalize, clip_actions=clip)
-    actions = np.array([[-7.0], [0.5], [9.0]], np.float32)
-    batch = piece(rl_module=None, batch={"actions": actions}, episodes=[])
-    assert batch["actions_for_env"].ravel().tolist() == expected
-    assert batch["actions"] is actions
-    items = piece(rl_module=None, batch={"actions": {("a",): [actions[0]], ("b",): [actions[1]]}}, episodes=[])
-    assert [x.tolist() for x in items["actions_for_env"][("a",)]] == [[expected[0]]]
-
-
-@pytest.mark.parametrize("space", [Discrete(3), Box(-np.inf, np.inf, (1,))])
-def test_what_has_no_bounds_is_left_alone(space: gym.Space[Any]) -> None:
-    piece = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=True)
-    batch = piece(rl_module=None, batch={"actions": (actions := np.zeros(1))}, episodes=[])
-    assert batch == {"actions": actions, "actions_for_env": actions}
-
-
 def test_a_refused_edit_leaves_the_pipeline_as_it_was() -> None:
     inner = ConnectorPipelineV2(connectors=[LambdaConnector(lambda: None, name="first")])
     outer = ConnectorPipelineV2(Discrete(3), Discrete(2), connectors=[inner])
@@ -512,11 +458,6 @@ def test_a_piece_in_a_pipeline_of_another_kind_is_refused(
 
 def test_a_pipeline_of_no_kind_takes_any_piece() -> None:
     assert len(ConnectorPipelineV2(connectors=[GetActions(), MeanStdFilter(), GeneralAdvantageEstimation()])) == 3
-
-
-def test_a_rollout_refuses_a_piece_in_a_pipeline_of_another_kind() -> None:
-    with pytest.raises(ConnectorError, match="GetActions is put into the env-to-module pipeline"):
-        Rollout("CartPole-v1", num_envs=1, env_to_module_connector=lambda env: GetActions())
 
 
 class Halves(ConnectorV2):

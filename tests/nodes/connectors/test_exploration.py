@@ -356,25 +356,6 @@ def test_what_scales_is_looked_for_after_every_edit() -> None:
     assert seen == [True, False, True]
 
 
-def test_noise_is_within_the_bounds_of_a_module_that_has_its_own() -> None:
-    class Own(Middle):
-        def setup(self) -> None:
-            super().setup()
-            self.action_space = spaces.Box(-2, 3, (1,))
-
-    class AsKelvin(ConnectorV2):
-        columnar = True
-
-        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-            batch["actions_for_env"] = 400 + 10 * batch["actions"]
-            return batch
-
-    pieces = [GaussianNoise(schedule=50.0), AsKelvin()]
-    with Rollout(Heater, module_to_env_connector=lambda env: pieces, **(HEATED | {"module": Own})) as rollout:
-        [batch] = rollout.batches()
-    assert (batch["rewards"].min(), batch["rewards"].max()) == (380, 430)
-
-
 @pytest.mark.parametrize("chosen", ["Box", "Discrete"])
 def test_exploration_is_of_what_the_module_chooses_in(chosen: str) -> None:
     class Pushes(Heater):

@@ -33,7 +33,7 @@ from rollflow.nodes import (
     Rollout,
     VTrace,
 )
-from rollflow.nodes.connectors.learner.values import discounted_sums
+from rollflow.nodes.connectors.learner.advantages import discounted_sums
 from rollflow.stream import ConnectorError, Fragment, ModuleError, SingleAgentEpisode
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 
@@ -62,22 +62,6 @@ def batch_of(piece: ConnectorV2, *episodes: Any, module: Any = None, batch: Any 
 def test_next_observations_begin_with_the_second_and_end_with_the_last() -> None:
     batch = batch_of(AddNextObservationsFromEpisodesToTrainBatch(), episode([1, 1, 1]), episode([1], terminated=True))
     assert batch["new_obs"].tolist() == [1, 2, 3, 1]
-
-
-def test_next_observations_of_nested_spaces_are_trees() -> None:
-    batch = batch_of(AddNextObservationsFromEpisodesToTrainBatch(), episode([1, 1], nested=True))
-    assert batch["new_obs"]["at"].tolist() == [[1], [2]]
-    assert batch["new_obs"]["kind"].tolist() == [1, 2]
-
-
-def test_next_observations_leave_the_lookback_out() -> None:
-    part = episode([1, 1, 1, 1])[2:]
-    assert batch_of(AddNextObservationsFromEpisodesToTrainBatch(), part)["new_obs"].tolist() == [3, 4]
-
-
-def test_infos_are_all_but_the_last_of_each_chunk() -> None:
-    batch = batch_of(AddInfosFromEpisodesToTrainBatch(), episode([1, 1, 1]), episode([1], terminated=True))
-    assert batch["infos"] == [{"at": 0}, {"at": 1}, {"at": 2}, {"at": 0}]
 
 
 def test_empty_infos_of_two_chunks_of_one_episode_are_batched() -> None:
@@ -280,13 +264,6 @@ def test_observations_that_another_piece_made_are_taken_from_it() -> None:
     assert batch["advantages"].tolist() == [10.5, -1, -6]
 
 
-def test_what_the_batch_has_of_both_columns_stays() -> None:
-    there = np.zeros(3)
-    batch = batch_of(VTrace(gamma=0.5), episode([1, 2, 4]), module=Tens(), batch={"advantages": there})
-    assert batch["advantages"] is there
-    assert batch["value_targets"].tolist() == [6.75, 11.5, 19]
-
-
 class Stateful(Tens):
     def get_initial_state(self) -> Any:
         return {"h": torch.zeros(2)}
@@ -386,13 +363,6 @@ def test_a_fragments_chunk_makes_way_for_a_copy_which_later_pieces_see() -> None
     assert batch["terminateds"][ends - 1].tolist() == [chunk.is_terminated for chunk in sealed]
     assert batch["truncateds"][ends - 1].tolist() == [chunk.is_truncated for chunk in sealed]
     assert not (batch["terminateds"] | batch["truncateds"])[ends].any()
-
-
-def test_pieces_that_take_columns_see_the_added_step_too() -> None:
-    fragments, module = fragments_of(slots=3, fragment_length=9, num_fragments=1)
-    pipeline = LearnerConnectorPipeline.default(custom_pieces=[AddOneTsToEpisodesAndTruncate()])
-    batch = pipeline(rl_module=module, episodes=FragmentEpisodes(fragments))
-    assert len({len(column) for column in batch.values()}) == 1
 
 
 @pytest.mark.parametrize("piece", [GeneralAdvantageEstimation, VTrace, lambda: NStepReturns(n_step=2)])
@@ -654,10 +624,6 @@ def test_chunks_of_one_episode_are_kept_in_order_also_without_a_step() -> None:
         pipeline(rl_module=None, batch=wrong, episodes=[whole, other, more])
 
 
-def test_no_fragments_make_an_empty_batch() -> None:
-    assert LearnerConnectorPipeline.default()(rl_module=None, episodes=FragmentEpisodes([])) == {}
-
-
 @pytest.mark.parametrize("name", ["returns to go", "three steps", "V-trace"])
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_is_told_with_its_place(name: str, reward: float) -> None:
@@ -743,13 +709,3 @@ def test_every_row_of_a_train_batch_is_an_item_of_its_own() -> None:
     assert whole["next_state_in"]["h"].tolist() == [[1, 1], [3, 3], [4, 4], [1, 1]]
     assert whole["seq_lens"].tolist() == [2, 2, 1, 2]
     assert whole["loss_mask"].tolist() == [[True, True], [True, True], [False, False], [True, False]]
-
-
-def test_a_step_that_is_added_has_items_of_its_own() -> None:
-    batch = AddOneTsToEpisodesAndTruncate()(rl_module=None, batch={}, episodes=[remembered("a", 2)])
-    ConnectorV2.foreach_batch_item_change_in_place(batch, "loss_mask", lambda item, *ids: not item)
-    assert batch == {
-        "loss_mask": {("a",): [False, False, True]},
-        "terminateds": {("a",): [False, True, False]},
-        "truncateds": {("a",): [False, False, False]},
-    }

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 
 from rollflow.nodes.logs import text_files
-from rollflow.nodes.logs.destinations import KINDS, destination_of
+from rollflow.nodes.logs.destinations import KINDS, LogOptions, Prometheus, destination_of
 from rollflow.nodes.logs.figures import Row
-from rollflow.nodes.logs.log_options import LogOptions
-from rollflow.nodes.logs.prometheus import Prometheus
 from rollflow.stream.data.errors import MetricsError
 
 
@@ -259,23 +257,49 @@ def test_mlflow_has_a_run_with_a_metric_for_each_figure(tmp_path: Path, target: 
 # What is refused, before anything runs
 
 
-def test_an_experiment_has_a_name() -> None:
-    with pytest.raises(MetricsError, match="log='mlflow:' names no experiment, expected 'mlflow:EXPERIMENT'"):
-        LogOptions("mlflow:")
+@pytest.mark.parametrize(
+    ("text", "extra"),
+    [
+        ("tensorboard:9100", "tensorboard"),
+        ("wandb:9100", "wandb"),
+        ("mlflow:9100", "mlflow"),
+        ("prometheus:9100", "serve"),
+        ("otlp:http://host:4318", "otel"),
+        ("progress:", "view"),
+    ],
+)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_missing_package_says_what_to_install(
+    text: str, extra: str, raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str) -> None:
+        if raises:  # as for a package within another one that is missing
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(MetricsError, match=rf"takes the package \S+: pip install 'rollflow\[{extra}\]'"):
+        LogOptions(text)
 
 
-@pytest.mark.parametrize("text", ["tensorboard", "tensorbord:runs", ":x", "", "CSV:run.csv", 7])
-def test_an_unknown_kind_lists_the_known_ones(text: Any) -> None:
-    with pytest.raises(MetricsError, match=r"expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: csv, jsonl, "):
+UNKNOWN = r"expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: csv, jsonl, "
+PORT = "expected PORT or HOST:PORT, a port from 0 to 65535"
+COLLECTOR = "expected the address of a collector, such as http://host:4318"
+REFUSED: list[tuple[Any, str]] = [
+    *((text, UNKNOWN) for text in ("tensorboard", "tensorbord:runs", ":x", "", "CSV:run.csv", 7)),
+    *((f"prometheus:{target}", PORT) for target in ("", "web", "70000", "-1", "localhost:", "1.5")),
+    *(
+        (f"otlp:{target}", COLLECTOR)
+        for target in ("", "4318", "host:4318", "ftp://host", "http://", "http://host:port")
+    ),
+    ("mlflow:", "log='mlflow:' names no experiment, expected 'mlflow:EXPERIMENT'"),
+    ("progress:run", "log='progress:run' names a target, expected 'progress:'"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_what_names_no_destination_is_refused(text: Any, message: str) -> None:
+    with pytest.raises(MetricsError, match=message):
         LogOptions([text])
-
-
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow", "prometheus"])
-def test_a_missing_package_says_what_to_install(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    extra = "serve" if kind == "prometheus" else kind
-    with pytest.raises(MetricsError, match=rf"takes the package \w+: pip install 'rollflow\[{extra}\]'"):
-        LogOptions(f"{kind}:9100")
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
@@ -293,12 +317,6 @@ def test_a_path_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: 
     with pytest.raises(MetricsError, match=expected[place]):
         LogOptions(f"{kind}:{target}")
     assert sorted(os.listdir(tmp_path)) == ["other", "there"]
-
-
-@pytest.mark.parametrize("target", ["", "web", "70000", "-1", "localhost:", "1.5"])
-def test_what_is_no_port_is_refused(target: str) -> None:
-    with pytest.raises(MetricsError, match="expected PORT or HOST:PORT, a port from 0 to 65535"):
-        LogOptions(f"prometheus:{target}")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """A log to a collector of OpenTelemetry: what comes there, and what is said where nothing is taken."""
 
-import importlib.util
 import logging
 import socket
 import threading
@@ -15,11 +14,9 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from requests.adapters import HTTPAdapter
 
 from rollflow.nodes import Rollout
+from rollflow.nodes.logs.destinations import Otlp
 from rollflow.nodes.logs.figures import Row, RowLost
-from rollflow.nodes.logs.log_options import LogOptions
-from rollflow.nodes.logs.otlp import Otlp
 from rollflow.nodes.logs.run_log import RowWriter
-from rollflow.stream.data.errors import MetricsError
 
 
 class Collector:
@@ -157,18 +154,3 @@ def test_while_a_collector_is_away_each_row_is_tried_once_and_counted(
         f"log='otlp:http://127.0.0.1:{port}': the collector does not take a row; the next ones are sent all the same",
         "the log otlp was too slow, or had failed: 4 rows are lost",
     ]
-
-
-def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", missing)
-    with pytest.raises(MetricsError, match=r"takes the package opentelemetry\S+: pip install 'rollflow\[otel\]'"):
-        LogOptions("otlp:http://host:4318")
-
-
-@pytest.mark.parametrize("target", ["", "4318", "host:4318", "ftp://host", "http://", "http://host:port"])
-def test_what_is_no_address_of_a_collector_is_refused(target: str) -> None:
-    with pytest.raises(MetricsError, match="expected the address of a collector, such as http://host:4318"):
-        LogOptions(f"otlp:{target}")

@@ -1,15 +1,13 @@
 """Progress for people: its words, what a terminal shows, and what a file or a pipe gets."""
 
-import importlib.util
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from rollflow.nodes import Rollout
+from rollflow.nodes.logs.destinations import Progress, text_of
 from rollflow.nodes.logs.figures import Row
-from rollflow.nodes.logs.progress import Progress, text_of
-from rollflow.stream.data.errors import MetricsError
 
 VALUES = {"time/fps_now": 1234.6, "rollout/ep_rew_mean": 20.5, "policy/version": 7.0}
 
@@ -43,7 +41,7 @@ def test_a_pipe_gets_the_first_row_and_after_a_minute_another_and_the_last(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = [5.0]  # the newest last
-    monkeypatch.setattr("rollflow.nodes.logs.progress.time", SimpleNamespace(monotonic=lambda: times[-1]))
+    monkeypatch.setattr("rollflow.nodes.logs.destinations.time", SimpleNamespace(monotonic=lambda: times[-1]))
     progress = opened()
     lines = []
     for updates, now in ((1, 5.0), (2, 64.9), (3, 65.0), (4, 66.0)):
@@ -115,14 +113,3 @@ def test_what_is_no_flag_is_refused() -> None:
         pytest.raises(ValueError, match="progress is 1, expected True or False"),
     ):
         rollout.batches(progress=1)  # type: ignore[arg-type]
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with Rollout("CartPole-v1", seed=0) as rollout, pytest.raises(MetricsError, match=r"pip install 'rollflow\[view\]"):
-        rollout.batches(progress=True)
-
-
-def test_a_target_is_refused() -> None:
-    with pytest.raises(MetricsError, match="log='progress:run' names a target, expected 'progress:'"):
-        Rollout("CartPole-v1", log="progress:run")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rollflow.nodes.logs import destinations, run_log
+from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts, Row
-from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.stream.data.errors import MetricsError, RunError
 

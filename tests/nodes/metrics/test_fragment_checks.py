@@ -163,6 +163,32 @@ def test_the_first_reward_that_is_no_number_is_told_once_with_its_place(value: f
     ]
 
 
+@pytest.mark.parametrize(
+    ("env", "module", "text"),
+    [
+        (
+            lambda: RandomEnv(obs=3.0),
+            EVEN,
+            "observations were all one value in 30 fragments that were looked at, through ",
+        ),
+        (
+            lambda: RandomEnv(reward=0.5, length=10_000),
+            EVEN,
+            "rewards were all 0.5, and no episode has ended in 30 fragments",
+        ),
+        (
+            RandomEnv,
+            Logits(0.0, 0.5, 0.0, chosen=2),
+            "actions were all 2 in 30 fragments that were looked at, through ",
+        ),
+    ],
+    ids=["observations", "rewards", "actions"],
+)
+def test_what_never_changes_is_named(env: Any, module: Any, text: str) -> None:
+    [told] = said(env, module, num_envs=2)
+    assert told.startswith(text)
+
+
 def test_a_single_fragment_with_nan_says_nothing() -> None:
     class Once(RandomEnv):
         steps = 0
@@ -172,11 +198,6 @@ def test_a_single_fragment_with_nan_says_nothing() -> None:
             return super()._seen() * (np.nan if self.steps == 50 else np.float32(1))
 
     assert said(Once) == []
-
-
-def test_observations_that_never_change_are_named() -> None:
-    [text] = said(lambda: RandomEnv(obs=3.0), num_envs=2)
-    assert text.startswith("observations were all one value in 30 fragments that were looked at, through ")
 
 
 @pytest.mark.parametrize(
@@ -193,16 +214,6 @@ def test_observations_that_never_change_are_named() -> None:
 def test_what_may_well_stay_the_same_is_not_named(env: Any, after: Any) -> None:
     module = Logits(0.0) if getattr(env().action_space, "n", 3) == 1 else EVEN
     assert said(env, module, after) == []
-
-
-def test_rewards_that_never_change_where_no_episode_ends_are_named() -> None:
-    [text] = said(lambda: RandomEnv(reward=0.5, length=10_000), num_envs=2)
-    assert text.startswith("rewards were all 0.5, and no episode has ended in 30 fragments")
-
-
-def test_actions_that_never_change_are_named() -> None:
-    [text] = said(RandomEnv, Logits(0.0, 0.5, 0.0, chosen=2), num_envs=2)
-    assert text.startswith("actions were all 2 in 30 fragments that were looked at, through ")
 
 
 def test_actions_outside_of_their_space_are_named() -> None:

@@ -318,11 +318,6 @@ def test_an_observation_space_that_it_can_not_take_is_refused(space: gym.Space[A
         made(space)
 
 
-def test_an_action_space_without_a_distribution_is_refused() -> None:
-    with pytest.raises(ModuleError, match="no distribution over Text"):
-        made(chosen=spaces.Text(5))
-
-
 def test_spaces_that_are_not_given_are_asked_for() -> None:
     with pytest.raises(ModuleError, match="DefaultModule got no observation_space, expected a gymnasium space"):
         DefaultModule(action_space=CHOICE)

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from hypothesis import given, strategies as st
 from torch import distributions as reference
 
-from rollflow.nodes import Deterministic, RLModule, distribution_for
+from rollflow.nodes import Deterministic, distribution_for
 from rollflow.nodes.modules.distribution import Races
 from rollflow.stream import ModuleError
 
@@ -41,58 +41,6 @@ def drawn(space: gym.Space[Any], seed: int = 0, count: int = 6) -> tuple[Any, to
     made = distribution_for(space)
     logits = torch.randn(count, made.required_input_dim, generator=torch.Generator().manual_seed(seed))
     return made.from_logits(logits), logits
-
-
-def test_a_categorical_by_hand() -> None:
-    made = distribution_for(spaces.Discrete(2))
-    distribution = made.from_logits(torch.log(torch.tensor([[0.25, 0.75]])))
-    assert distribution.logp(torch.tensor([1])).item() == pytest.approx(math.log(0.75))
-    assert distribution.entropy().item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
-    even = made.from_logits(torch.zeros(1, 2))
-    assert distribution.kl(even).item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
-    assert distribution.to_deterministic().sample().tolist() == [1]
-
-
-def test_a_categorical_numbers_its_actions_from_start() -> None:
-    made = distribution_for(spaces.Discrete(3, start=-2))
-    distribution = made.from_logits(torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 3)))
-    assert distribution.logp(torch.tensor([-2, -1, 0])).exp().tolist() == pytest.approx([0.5, 0.25, 0.25])
-    assert distribution.to_deterministic().sample().tolist() == [-2] * 3
-    certain = made.from_logits(torch.tensor([[-torch.inf, -torch.inf, 0.0]]))
-    assert certain.sample().tolist() == [0]
-
-
-def test_bits_by_hand() -> None:
-    made = distribution_for(spaces.MultiBinary(2))
-    distribution = made.from_logits(torch.tensor([[math.log(3.0), 0.0]] * 2))  # likely by 3/4 and 1/2
-    assert distribution.logp(torch.tensor([[1, 0], [0, 1]])).exp().tolist() == pytest.approx([3 / 8, 1 / 8])
-    first = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
-    assert distribution.entropy().tolist() == pytest.approx([first + math.log(2.0)] * 2)
-    even = made.from_logits(torch.zeros(2, 2))
-    divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
-    assert distribution.kl(even).tolist() == pytest.approx([divergence] * 2, rel=1e-5)
-    assert distribution.to_deterministic().sample().tolist() == [[1, 0]] * 2
-
-
-def test_a_multi_categorical_by_hand() -> None:
-    made = distribution_for(spaces.MultiDiscrete([2, 3], start=[0, 10]))
-    distribution = made.from_logits(torch.log(torch.tensor([[0.25, 0.75, 0.2, 0.3, 0.5]])))
-    assert distribution.logp(torch.tensor([[1, 11]])).exp().item() == pytest.approx(0.75 * 0.3)
-    expected = -sum(p * math.log(p) for p in (0.25, 0.75, 0.2, 0.3, 0.5))
-    assert distribution.entropy().item() == pytest.approx(expected)
-    other = made.from_logits(torch.log(torch.tensor([[0.5, 0.5, 0.2, 0.3, 0.5]])))
-    assert distribution.kl(other).item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
-    assert distribution.to_deterministic().sample().tolist() == [[1, 12]]
-
-
-def test_a_gaussian_by_hand() -> None:
-    distribution = distribution_for(spaces.Box(-9, 9, (1,))).from_logits(torch.tensor([[1.0, math.log(2.0)]]))
-    assert distribution.logp(torch.tensor([[3.0]])).item() == pytest.approx(-0.5 - math.log(2 * math.sqrt(2 * math.pi)))
-    assert distribution.entropy().item() == pytest.approx(0.5 * math.log(2 * math.pi * math.e * 4))
-    assert distribution.to_deterministic().sample().tolist() == [[1.0]]
-    standard = distribution_for(spaces.Box(-9, 9, (1,))).from_logits(torch.zeros(1, 2))
-    assert distribution.kl(standard).item() == pytest.approx(-math.log(2.0) + 0.5 * (4 + 1) - 0.5)
-    assert standard.kl(distribution).item() == pytest.approx(math.log(2.0) + 0.5 * (1 + 1) / 4 - 0.5)
 
 
 @pytest.mark.parametrize("as_tuple", [False, True], ids=["Dict", "Tuple"])
@@ -128,45 +76,6 @@ def test_samples_lie_in_their_space(space: gym.Space[Any]) -> None:
             else:
                 assert one in space
         assert distribution.logp(action).shape == (6,)
-
-
-@given(st.integers(0, 2**31), st.integers(2, 6))
-def test_a_categorical_agrees_with_torchs(seed: int, n: int) -> None:
-    made = distribution_for(spaces.Discrete(n))
-    generator = torch.Generator().manual_seed(seed)
-    logits, others = torch.randn(2, 5, n, generator=generator) * 3
-    ours, theirs = made.from_logits(logits), reference.Categorical(logits=logits)
-    action = ours.sample(generator)
-    torch.testing.assert_close(ours.logp(action), theirs.log_prob(action))
-    torch.testing.assert_close(ours.entropy(), theirs.entropy())
-    expected = reference.kl_divergence(theirs, reference.Categorical(logits=others))
-    torch.testing.assert_close(ours.kl(made.from_logits(others)), expected, rtol=1e-4, atol=1e-5)
-
-
-@given(st.integers(0, 2**31))
-def test_a_gaussian_agrees_with_torchs(seed: int) -> None:
-    made = distribution_for(spaces.Box(-1, 1, (3,)))
-    generator = torch.Generator().manual_seed(seed)
-    inputs, others = torch.randn(2, 5, 6, generator=generator)
-    normals = [reference.Normal(each[:, :3], each[:, 3:].exp()) for each in (inputs, others)]
-    ours, action = made.from_logits(inputs), made.from_logits(inputs).sample(generator)
-    torch.testing.assert_close(ours.logp(action), normals[0].log_prob(action).sum(-1), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.entropy(), normals[0].entropy().sum(-1))
-    expected = reference.kl_divergence(*normals).sum(-1)
-    torch.testing.assert_close(ours.kl(made.from_logits(others)), expected, rtol=1e-4, atol=1e-4)
-
-
-@given(st.integers(0, 2**31))
-def test_bits_agree_with_torchs(seed: int) -> None:
-    made = distribution_for(spaces.MultiBinary(4))
-    generator = torch.Generator().manual_seed(seed)
-    inputs, others = torch.randn(2, 5, 4, generator=generator)
-    theirs = [reference.Bernoulli(logits=each) for each in (inputs, others)]
-    ours, bits = made.from_logits(inputs), made.from_logits(inputs).sample(generator)
-    torch.testing.assert_close(ours.logp(bits), theirs[0].log_prob(bits.float()).sum(-1))
-    torch.testing.assert_close(ours.entropy(), theirs[0].entropy().sum(-1), rtol=1e-4, atol=1e-5)
-    expected = reference.kl_divergence(*theirs).sum(-1)
-    torch.testing.assert_close(ours.kl(made.from_logits(others)), expected, rtol=1e-4, atol=1e-5)
 
 
 @given(rows(4), rows(4))
@@ -400,37 +309,9 @@ def test_every_space_names_its_width_and_refuses_another(name: str, width: int) 
             made.from_logits(torch.zeros(2, wrong))
 
 
-def test_inputs_of_another_width_are_refused() -> None:
-    with pytest.raises(ModuleError, match=r"'action_dist_inputs' has shape \[4, 3\], expected a last axis of 2"):
-        distribution_for(spaces.Discrete(2)).from_logits(torch.zeros(4, 3))
-
-
 def test_a_space_without_a_distribution_is_named() -> None:
     with pytest.raises(ModuleError, match=r"no distribution over Text\(.*\); expected Discrete"):
         distribution_for(spaces.Text(3))
-
-
-def test_a_module_makes_the_distribution_of_its_action_space() -> None:
-    module = RLModule(action_space=spaces.Discrete(4))
-    assert module.get_exploration_action_dist_cls().required_input_dim == 4
-    module.action_space = spaces.Box(-1, 1, (3,))
-    assert module.get_inference_action_dist_cls().required_input_dim == 6
-    with pytest.raises(ModuleError, match="RLModule has no action_space"):
-        RLModule().get_train_action_dist_cls()
-
-
-def test_a_module_says_what_it_lacks() -> None:
-    with pytest.raises(ModuleError, match="RLModule does not say how it goes forward: override _forward"):
-        RLModule().forward_exploration({})
-
-    class Policy(RLModule):
-        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            return {"actions": batch["obs"]}
-
-    assert Policy()({"obs": 1}) == {"actions": 1}
-    assert not Policy().is_stateful()
-    with pytest.raises(ModuleError, match=r"Policy.forward_train gave \['actions'\], expected 'vf_preds'"):
-        Policy().compute_values({"obs": 1})
 
 
 def races(seed: int = 0) -> Races:

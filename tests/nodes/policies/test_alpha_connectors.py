@@ -21,8 +21,8 @@ from rollflow.nodes.connectors.alpha import (
     get_connector,
     register_lambda_action_connector,
     register_lambda_agent_connector,
-    registry,
 )
+from rollflow.nodes.connectors.alpha.connector import _CONNECTORS
 from rollflow.nodes.policies.plain_values import from_plain, to_plain
 from rollflow.policy import Policy
 from rollflow.stream import PolicyError
@@ -74,19 +74,9 @@ def test_a_loaded_policy_acts_as_the_one_that_was_saved(lstm: bool, tmp_path: Pa
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_filters_learn_only_where_they_are_asked_to(learns: bool, tmp_path: Path) -> None:
-    trained(tmp_path / "p")
-    loaded = Policy.load(tmp_path / "p", learns=learns)
-    before = str(loaded.env_to_module.get_state())
-    for value in range(4):
-        loaded.act(np.full(4, value / 4, np.float32))
-    assert (str(loaded.env_to_module.get_state()) != before) is learns
-
-
 def test_a_connector_that_is_not_registered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path / "p")
-    monkeypatch.delitem(registry._CONNECTORS, "HalvedForPolicies")
+    monkeypatch.delitem(_CONNECTORS, "HalvedForPolicies")
     with pytest.raises(PolicyError, match=r"no connector is registered by the name 'HalvedForPolicies'"):
         Policy.load(tmp_path / "p")
 
@@ -121,13 +111,13 @@ RECIPES: dict[str, Any] = {
 def registered() -> list[str]:
     """The names of rollflow's own connectors, which `get_connector` finds."""
     get_connector("ClipRewardAgentConnector", CONTEXT, None)
-    own = (cls for cls in registry._CONNECTORS.values() if cls.__module__.startswith("rollflow."))
+    own = (cls for cls in _CONNECTORS.values() if cls.__module__.startswith("rollflow."))
     return sorted({cls.__name__ for cls in own} - {"LambdaAgentConnector", "LambdaActionConnector"})
 
 
 @pytest.mark.parametrize("name", registered())
 def test_every_connector_of_rollflow_comes_back_as_it_was(name: str) -> None:
-    cls = registry._CONNECTORS[name]
+    cls = _CONNECTORS[name]
     connector = RECIPES.get(name, lambda: cls(CONTEXT))()
     arrays: dict[str, Any] = {}
     plain = to_plain(connector, "piece", arrays)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from altered_policies import FORBIDDEN, HOSTILE, change_arrays, no_change, places_of, sign, write_zip
+from altered_policies import FORBIDDEN, change_arrays, no_change, sign, write_zip
 from drawn_policies import logged_rollout
 
-from rollflow.nodes.policies.artifact_files import ARRAYS, read_files
+from rollflow.nodes.policies.artifact_files import ARRAYS
 from rollflow.policy import Policy
 from rollflow.stream import PolicyError
 
@@ -53,12 +53,11 @@ def bounded_memory() -> Iterator[None]:
 # By accident
 
 
-@pytest.mark.parametrize("count", [250, pytest.param(2500, marks=pytest.mark.slow)])
-def test_any_bit_that_flips_is_found(copied: Path, count: int) -> None:
+def test_any_bit_that_flips_is_found(copied: Path) -> None:
     rng = random.Random(0)
     for name in ("policy.json", *ARRAYS):
         data = (copied / name).read_bytes()
-        for _ in range(count):
+        for _ in range(250):
             place = rng.randrange(len(data))
             flipped = data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
             (copied / name).write_bytes(flipped)
@@ -66,17 +65,6 @@ def test_any_bit_that_flips_is_found(copied: Path, count: int) -> None:
                 Policy.load(copied)
         (copied / name).write_bytes(data)
     Policy.load(copied)
-
-
-def test_a_file_that_is_cut_off_is_named(copied: Path) -> None:
-    rng = random.Random(1)
-    for name in ("policy.json", *ARRAYS):
-        data = (copied / name).read_bytes()
-        for length in [0, 1, len(data) - 1, *(rng.randrange(len(data)) for _ in range(50))]:
-            (copied / name).write_bytes(data[:length])
-            with pytest.raises(PolicyError, match=name):
-                Policy.load(copied)
-        (copied / name).write_bytes(data)
 
 
 @pytest.mark.parametrize("name", ["policy.json", *ARRAYS])
@@ -92,23 +80,6 @@ def test_a_file_of_another_policy_is_named(copied: Path, tmp_path: Path) -> None
     shutil.copy(tmp_path / "q" / "module.safetensors", copied)
     with pytest.raises(PolicyError, match=r"module.safetensors has another checksum"):
         Policy.load(copied)
-
-
-def test_a_zip_whose_bits_flip_is_refused_or_says_the_same(saved: Path, tmp_path: Path) -> None:
-    rng = random.Random(2)
-    data = (saved / "p.zip").read_bytes()
-    expected = read_files(saved / "p.zip")
-    altered = tmp_path / "p.zip"
-    refused = 0
-    for round_ in range(600):
-        place = rng.randrange(len(data))
-        flipped = data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
-        altered.write_bytes(flipped if round_ % 4 else data[:place])
-        try:
-            assert read_files(altered) == expected
-        except PolicyError:
-            refused += 1
-    assert refused > 300
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty folder", "text"])
@@ -222,34 +193,6 @@ def test_hostile_json_is_refused(copied: Path, text: str) -> None:
     (copied / "policy.json").write_text(text)
     with pytest.raises(PolicyError, match=r"policy.json"):
         Policy.load(copied)
-
-
-def test_manifests_that_are_changed_anywhere_are_refused_or_do_the_same(copied: Path, bounded_memory: None) -> None:
-    """With any value in the place of any other, loading ends in words, without more memory, and imports nothing."""
-    rng = random.Random(3)
-    data = (copied / "policy.json").read_bytes()
-    modules = set(sys.modules)
-    refused = 0
-    for _ in range(250):
-        (copied / "policy.json").write_bytes(data)
-
-        def mutate(manifest: dict[str, Any]) -> None:
-            files = manifest.pop("files")
-            container, key = rng.choice(list(places_of(manifest)))
-            if rng.random() < 0.2:
-                del container[key]
-            else:
-                container[key] = rng.choice(HOSTILE)
-            manifest["files"] = files
-
-        sign(copied, mutate)
-        try:
-            Policy.load(copied)
-        except PolicyError as error:
-            assert str(error)
-            refused += 1
-    assert refused > 190
-    assert not {name for name in set(sys.modules) - modules if not name.startswith(("rollflow", "torch", "numpy"))}
 
 
 # Zips

@@ -8,7 +8,6 @@ from drawn_policies import ACTIONS, FITTING, logged_rollout
 from hypothesis import example, given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.nodes import MeanStdFilter, RandomModule
 from rollflow.policy import Policy
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import equal_trees, map_tree, stack_trees
@@ -108,16 +107,3 @@ def test_the_module_that_trains_on_does_not_change_what_acts() -> None:
     policy.reset()
     policy.act(np.ones(3, np.float32))
     assert not np.array_equal(policy.outputs[Columns.ACTION_DIST_INPUTS], before)
-
-
-@pytest.mark.parametrize("learns", [False, True])
-def test_filters_learn_only_where_they_are_asked_to(learns: bool) -> None:
-    _, rollout = logged_rollout("box", "discrete", "none", slots=1, seed=3)
-    space = rollout.env_to_module.input_observation_space
-    module = RandomModule(space, rollout.module.action_space)
-    policy = Policy(
-        module, [MeanStdFilter()], observation_space=space, action_space=rollout.module.action_space, learns=learns
-    )
-    for value in range(5):
-        policy.act(np.full(3, value / 4, np.float32))
-    assert policy.env_to_module["MeanStdFilter"].count == (5 if learns else 0)

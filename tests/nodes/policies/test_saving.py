@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -281,15 +280,3 @@ def test_a_space_comes_back_from_its_description(space: spaces.Space[Any]) -> No
 def test_bounds_that_differ_and_have_no_end_come_back() -> None:
     space = spaces.Box(np.array([-np.inf, 0.1], np.float32), np.array([1e30, np.inf], np.float32))
     assert space_of(described(space), "space") == space
-
-
-def test_environments_can_be_acted_in(tmp_path: Path) -> None:
-    env = gym.make("CartPole-v1")
-    policy = Policy(RandomModule, observation_space=env.observation_space, action_space=env.action_space)
-    policy.save(tmp_path / "p.zip")
-    policy = Policy.load(tmp_path / "p.zip")
-    observation, _ = env.reset(seed=0)
-    ended = False
-    while not ended:
-        observation, _, terminated, truncated, _ = env.step(policy.act(observation))
-        ended = terminated or truncated

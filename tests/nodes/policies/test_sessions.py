@@ -14,7 +14,7 @@ from rollflow.nodes import (
     PrevActionsPrevRewards,
     RandomModule,
 )
-from rollflow.nodes.policies.policy_parts import has_memory
+from rollflow.nodes.policies.policy import has_memory
 from rollflow.policy import Policy
 from rollflow.stream import ColumnError, PolicyError
 

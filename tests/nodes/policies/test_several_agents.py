@@ -105,25 +105,6 @@ def test_each_agents_policy_computes_what_the_rollout_computed(explore: bool, tm
                 return  # what it would look back to are other actions than the rollout's from here on
 
 
-def test_agents_of_a_pettingzoo_environment_act_by_a_policy_each(tmp_path: Path) -> None:
-    rollout = MultiAgentRollout(
-        lambda: ParallelPettingZooEnv(simple_spread_v3.parallel_env(N=2)),
-        model_config={"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6},
-        seed=1,
-    )
-    rollout.policy("agent_0").save(tmp_path / "p.zip")
-    policy = Policy.load(tmp_path / "p.zip")
-    env = simple_spread_v3.parallel_env(N=2)
-    observations, _ = env.reset(seed=0)
-    steps = 0
-    while env.agents:
-        actions = {agent: policy.act(observation, session=agent) for agent, observation in observations.items()}
-        observations, *_ = env.step(actions)
-        steps += 1
-    assert (steps, policy.sessions) == (25, ("agent_0", "agent_1"))
-    env.close()
-
-
 class Turns(MultiAgentEnv):
     """Two agents that act in turns, and see how often they have acted and what they earned since; "b" ends first."""
 

@@ -232,7 +232,7 @@ def test_files_of_earlier_versions_need_the_module(tmp_path: Path, monkeypatch: 
         return steps, episodes.drop_columns(["state_in"])
 
     with monkeypatch.context() as patched:
-        patched.setattr("rollflow.sinks.datasets.file_set.tables_of", tables_then)
+        patched.setattr("rollflow.sinks.datasets.dataset_sink.tables_of", tables_then)
         written(tmp_path / "set", rollout())
     with pytest.raises(ReplayError, match="does not record the state before its episodes' first steps"):
         check_fragments(list(DatasetSource(tmp_path / "set").fragments()))

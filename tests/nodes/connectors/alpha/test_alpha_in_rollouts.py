@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollflow.nodes import ConnectorV2, DefaultModelConfig, GeneralAdvantageEstimation, MeanStdFilter, Rollout
+from rollflow.nodes import ConnectorV2, DefaultModelConfig, MeanStdFilter, Rollout
 from rollflow.nodes.connectors.alpha import (
     ActionConnectorDataType,
     ActionConnectorPipeline,
@@ -18,7 +18,6 @@ from rollflow.nodes.connectors.alpha import (
     ConnectorContext,
     ImmutableActionsConnector,
     MeanStdObservationFilterAgentConnector,
-    SampleBatch,
     ViewRequirement,
     default_agent_connectors,
     register_lambda_action_connector,
@@ -179,20 +178,6 @@ def test_a_pipeline_runs_wherever_environments_do_and_its_state_comes_back(where
     assert fingerprint(fresh.env_to_module.get_state()) == fingerprint(state)
 
 
-def test_states_of_copies_merge_and_count_each_observation_once() -> None:
-    piece = Rollout("CartPole-v1", env_to_module_connector=filtered).env_to_module["AgentConnectorPipeline"]
-    copies = [MeanStdObservationFilterAgentConnector() for _ in range(2)]
-    rows = np.random.default_rng(0).normal(3, 2, (10, 4)).astype(np.float32)
-    for i, row in enumerate(rows):
-        copies[i % 2]([AgentConnectorDataType("e", "a", {"new_obs": row})])
-    states = [{"MeanStdObservationFilterAgentConnector": each.learnt_state()} for each in copies]
-    for _ in range(2):  # however often
-        piece.set_state(piece.merge_states(states))
-    connector = piece.pipeline.connectors[0]
-    assert connector.filter.count == 10
-    np.testing.assert_allclose(connector.filter.mean, rows.mean(0), rtol=1e-6)
-
-
 class Counts(AgentConnector):
     """Counts what it sees, and says so only where a subclass does."""
 
@@ -290,35 +275,3 @@ def test_a_pipeline_that_leaves_out_an_agent_is_refused() -> None:
     rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: Nothing())
     with pytest.raises(ConnectorError, match=r"Nothing left data of \[\], expected one item for each agent"):
         chunks_of(rollout)
-
-
-@pytest.mark.slow
-def test_cartpole_is_trained_with_a_pipeline() -> None:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    rollout = Rollout(
-        "CartPole-v1",
-        num_envs=8,
-        fragment_length=32,
-        seed=0,
-        env_to_module_connector=filtered,
-        learner_connector=lambda obs_space, act_space: GeneralAdvantageEstimation(),
-    )
-    returns = []
-    with rollout:
-        optimizer = torch.optim.Adam(rollout.module.parameters(), lr=3e-3)
-        for _, batch in zip(range(40), rollout.batches(), strict=False):
-            advantages = (batch["advantages"] - batch["advantages"].mean()) / (batch["advantages"].std() + 1e-6)
-            for _ in range(4):
-                output = rollout.module.forward_train(batch)
-                logp = torch.distributions.Categorical(logits=output["action_dist_inputs"]).log_prob(batch["actions"])
-                ratio = torch.exp(logp - batch["action_logp"])
-                gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-                loss = 0.01 * (output["vf_preds"] - batch["value_targets"]).square().mean() - gain
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            rollout.publish(rollout.module.state_dict())
-            returns.append(rollout.returns.mean)
-    assert max(returns[-5:]) > 60 > 30 > returns[1]
-    assert SampleBatch.OBS in batch
