@@ -168,17 +168,6 @@ def test_whole_episodes_begin_with_their_first_step_and_end_with_their_last(play
         assert len(drawn) > len(whole) / 2
 
 
-def test_a_truncated_step_is_followed_by_the_episodes_last_observation() -> None:
-    played = Played(2, 8, lengths=(3, 3), autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-    replay = Replay(200, sampler=Newest())
-    for fragment in played.fragments:
-        replay.insert(fragment)
-    batch = replay.sample(64)
-    truncated = batch["truncateds"]
-    assert truncated.any()
-    assert batch["new_obs"][truncated][:, 2].tolist() == [3] * int(truncated.sum())
-
-
 @pytest.mark.parametrize("make", [*SINGLE, lambda: Sequences(3, 2, of=Prioritized()), Episodes])
 def test_a_replay_that_is_restored_goes_on_exactly(make: Callable[[], Sampler], tmp_path: Path) -> None:
     played = Played(3, 12, nested=True)
