@@ -8,10 +8,6 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.adapting import (
-        AdaptActions as AdaptActions,
-        AdaptObservations as AdaptObservations,
-    )
     from rollflow.nodes.connectors.common.by_module import AgentToModuleMapping as AgentToModuleMapping
     from rollflow.nodes.connectors.env_to_module.observation_pieces import (
         FlattenObservations as FlattenObservations,
@@ -39,6 +35,10 @@ if TYPE_CHECKING:
     from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import (
         ClipActions as ClipActions,
         NormalizeAndClipActions as NormalizeAndClipActions,
+    )
+    from rollflow.nodes.connectors.pipelines.adapting import (
+        AdaptActions as AdaptActions,
+        AdaptObservations as AdaptObservations,
     )
     from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2 as ConnectorPipelineV2
     from rollflow.nodes.connectors.pipelines.default_pipelines import (

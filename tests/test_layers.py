@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
-    "stream": {"stream"},
+    "stream": {"stream", "aliases"},
     "nodes": {"stream", "nodes"},
     "policy": {"stream", "nodes", "policy"},
     "sinks": {"stream", "nodes", "sinks"},

@@ -16,7 +16,6 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rollflow.nodes.connectors.adapting import AdaptActions, AdaptObservations, FieldMap, LeafRule, assembled
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.common.frame_stacking import FrameStacking
@@ -43,6 +42,7 @@ from rollflow.nodes.connectors.module_to_env.individual_items import (
     UnBatchToIndividualItems,
 )
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import ClipActions, NormalizeAndClipActions
+from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations, FieldMap, LeafRule, assembled
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of

@@ -51,7 +51,7 @@ from rollflow.stream.data.space import check_columnar, row_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, tree_at
 
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.adapting import Origin
+    from rollflow.nodes.connectors.pipelines.adapting import Origin
     from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
 
 
@@ -429,7 +429,7 @@ class Policy:
 
         Raises ConnectorError with all fields that do not match.
         """
-        from rollflow.nodes.connectors.adapting import adapted_pipelines
+        from rollflow.nodes.connectors.pipelines.adapting import adapted_pipelines
 
         made = Policy(
             self.module,

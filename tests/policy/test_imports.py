@@ -8,7 +8,11 @@ import pytest
 import rollflow.policy
 
 ENGINE = {"anyio", "rollflow.nodes.rollout", "rollflow.nodes.env", "rollflow.stream.graph.graph", "rollflow.sinks"}
-OTHER_WORK = {"rollflow.nodes.connectors.adapting", "rollflow.nodes.policies.onnx_export", "rollflow.stream.doctor"}
+OTHER_WORK = {
+    "rollflow.nodes.connectors.pipelines.adapting",
+    "rollflow.nodes.policies.onnx_export",
+    "rollflow.stream.doctor",
+}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.adapting import check_fits
 from rollflow.nodes.connectors.alpha.action_connectors import (
     ClipActionsConnector,
     ConvertToNumpyConnector,
@@ -33,6 +32,7 @@ from rollflow.nodes.connectors.alpha.connector import (
 )
 from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
+from rollflow.nodes.connectors.spaces import check_fits
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns

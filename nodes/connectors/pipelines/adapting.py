@@ -1,7 +1,6 @@
 """Adapting a policy to other spaces: fields of one space made of the fields of another one, as a mapping says."""
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from rollflow.nodes.connectors.env_to_module.observation_pieces import Observati
 from rollflow.nodes.connectors.list_form import map_column
 from rollflow.nodes.connectors.module_to_env.individual_items import ListifyDataForVectorEnv
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
-from rollflow.nodes.connectors.spaces import check_is_space
+from rollflow.nodes.connectors.spaces import Leaf, check_fits, check_is_space, leaves_within
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.space import items_in, nearest
@@ -23,73 +22,6 @@ from rollflow.stream.data.tree import Tree
 
 Origin = float | str | list[Any] | tuple[str, float, float]
 """Where a field comes from: a number to fill it with, the path of a field, or [path, factor, offset]."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
-    """A part of a space that is an array.
-
-    path     "observation", "observation['speed']", …
-    keys     of Dicts and places of Tuples that lead to it
-    space    Box, Discrete, MultiDiscrete or MultiBinary
-    """
-
-    path: str
-    keys: tuple[Any, ...]
-    space: Space
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.space.shape or ()
-
-    @property
-    def size(self) -> int:
-        """Numbers in one item."""
-        return math.prod(self.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.space.dtype)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the leaf is of whole numbers."""
-        return self.dtype.kind != "f"
-
-    def numbers(self) -> list[str]:
-        """The paths of a vector's numbers; a single number has the path of the leaf, an array of more axes none."""
-        if not self.shape:
-            return [self.path]
-        return [f"{self.path}[{place}]" for place in range(self.size)] if len(self.shape) == 1 else []
-
-    def bounds(self) -> NDArray[np.float64]:
-        """Lowest and highest value of each number, f64[2, size]."""
-        space: Any = self.space
-        if isinstance(space, spaces.Box):
-            ends = [np.asarray(space.low), np.asarray(space.high)]
-        elif isinstance(space, spaces.Discrete):
-            ends = [np.array([space.start]), np.array([space.start + space.n - 1])]
-        elif isinstance(space, spaces.MultiDiscrete):
-            ends = [np.asarray(space.start), np.asarray(space.start + space.nvec - 1)]
-        else:
-            ends = [np.zeros(self.shape), np.ones(self.shape)]
-        return np.stack([end.astype(np.float64).reshape(-1) for end in ends])
-
-    def found(self, items: Tree) -> Any:
-        """The leaf in items of the whole space, any[..., *shape]."""
-        for key in self.keys:
-            items = items[key]
-        return items
-
-
-def leaves_within(space: Any, path: str, keys: tuple[Any, ...] = ()) -> Iterator[Leaf]:
-    """The leaves of a space, whose own path is `path`."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        for key, part in parts:
-            yield from leaves_within(part, f"{path}[{key!r}]", (*keys, key))
-    else:
-        yield Leaf(path, keys, space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,32 +314,3 @@ def _with_pieces(
     end = len(own) - (bool(own) and type(own[-1]) is ListifyDataForVectorEnv)
     pieces = [*before, *own[:end], *after, *own[end:]]
     return type(pipeline)(observation_space, action_space, connectors=pieces)
-
-
-def check_fits(left: Any, expected: Any, name: str, connectors: object) -> None:
-    """Raise ConnectorError, with a line for each field, if items of a space `left` are none of the space `expected`.
-
-    name          "observation", which a policy takes, or "action", which an environment takes
-    connectors    that leave the items
-    """
-    if problems := list(_misfits(left, expected, name)):
-        taker = "policy" if name == "observation" else "environment"
-        text = f"{name}s in {left} come out of {connectors}, but the {taker} takes {expected}; expected connectors for"
-        raise ConnectorError("\n  ".join([f"{text} these:", *problems]))
-
-
-def _misfits(left: Space, expected: Space, name: str) -> Iterator[str]:
-    given, wanted = ({leaf.path: leaf for leaf in leaves_within(each, name)} for each in (left, expected))
-    yield from (f"{path} in {leaf.space} is missing" for path, leaf in wanted.items() if path not in given)
-    for path, leaf in given.items():
-        own = wanted.get(path)
-        if own is None:
-            yield f"{path} in {leaf.space} is not taken"
-        elif leaf.shape != own.shape:
-            yield f"{path} has shape {list(leaf.shape)}, expected shape {list(own.shape)}"
-        elif not (np.can_cast(leaf.dtype, own.dtype, "same_kind") or (leaf.is_whole and own.is_whole)):
-            yield f"{path} has dtype {leaf.dtype}, expected dtype {own.dtype}"
-        elif not any(isinstance(each.space, spaces.Box) for each in (leaf, own)):
-            (low, high), (least, most) = leaf.bounds(), own.bounds()
-            if (low < least).any() or (high > most).any():
-                yield f"{path} is in {leaf.space}, expected {own.space}"
