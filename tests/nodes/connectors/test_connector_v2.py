@@ -132,12 +132,6 @@ def test_an_unknown_column_is_named() -> None:
         ConnectorV2.foreach_batch_item_change_in_place({"obs": []}, "x", lambda item: item)
 
 
-def test_columns_of_different_episodes_are_not_changed_together() -> None:
-    batch = {"x": {("a",): [1]}, "y": {("b",): [1]}}
-    with pytest.raises(ConnectorError, match=r"column 'y' has items of \[\('b',\)\], column 'x' of \[\('a',\)\]"):
-        ConnectorV2.foreach_batch_item_change_in_place(batch, ["x", "y"], lambda items, *ids: items)
-
-
 def test_columns_and_module_ids_change_places() -> None:
     batch = {"obs": {"module_0": [1, 2, 3]}, "actions": {"module_0": [4, 5, 6], "module_1": [7]}}
     assert ConnectorV2.switch_batch_from_column_to_module_ids(batch) == {
@@ -247,27 +241,9 @@ def test_a_constructor_may_go_on_from_what_was_recomputed() -> None:
     assert pickle.loads(pickle.dumps(Filters(Discrete(2), Discrete(3)))).filters == [0, 0]
 
 
-def test_spaces_are_recomputed_once_where_a_constructor_sets_nothing_behind_that() -> None:
-    class Plain(Filters):
-        times = 1
-
-        def __init__(self, *spaces: Any) -> None:
-            ConnectorV2.__init__(self, *spaces)
-
-    assert Plain(Discrete(2), Discrete(3)).recomputed == 1
-
-
 def test_what_recomputing_raises_the_constructor_raises() -> None:
     with pytest.raises(AttributeError, match="'Box' object has no attribute 'n'"):
         Filters(Box(0, 1, (2,)), Discrete(3))
-
-
-def test_an_output_space_may_be_set_until_the_input_changes() -> None:
-    piece = OneHot(Discrete(2), Discrete(3))
-    piece.observation_space, piece.action_space = Discrete(5), Discrete(6)
-    assert (piece.observation_space, piece.action_space) == (Discrete(5), Discrete(6))
-    piece.input_observation_space = Discrete(4)
-    assert piece.observation_space == Box(0.0, 1.0, (4,), np.float32)
 
 
 def test_an_argument_that_no_class_knows_is_refused() -> None:

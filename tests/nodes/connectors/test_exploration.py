@@ -94,13 +94,6 @@ def test_temperature_samples_the_softmax_of_what_is_divided_by_it() -> None:
     np.testing.assert_allclose(np.exp(logp), np.where(actions == 1, likelier, 1 - likelier), rtol=1e-5)
 
 
-def test_a_low_temperature_takes_the_best_of_several_numbers() -> None:
-    space = spaces.MultiDiscrete([2, 3], start=[0, 5])
-    actions, logp = chosen(1e-3, [[0.0, 1.0, 0.0, 0.0, 1.0]] * 4, piece_type=Temperature, space=space)
-    assert actions.tolist() == [[1, 7]] * 4
-    assert logp.tolist() == [0.0] * 4
-
-
 @pytest.mark.parametrize(
     ("piece_type", "schedule", "expected"),
     [
@@ -152,16 +145,6 @@ def test_noise_is_for_numbers_in_a_box() -> None:
     piece = GaussianNoise(None, spaces.Discrete(3), schedule=1.0)
     with pytest.raises(ConnectorError, match=r"is for one Box action .* the action space is Discrete\(3\)"):
         piece(rl_module=None, batch={"actions": np.zeros(1)}, episodes=[], explore=True)
-
-
-def test_noise_drifts_on_in_episodes_that_are_given_one_by_one() -> None:
-    began, goes_on = SingleAgentEpisode(observations=[0.0]), SingleAgentEpisode(observations=[0.0])
-    noise = np.array([0.5, -1.0], np.float32)
-    goes_on.add_env_step(0.0, np.zeros(2), 0.0, extra_model_outputs={"action_noise": noise})
-    piece = OrnsteinUhlenbeckNoise(None, spaces.Box(-9.0, 9.0, (2,)), schedule=0.0, theta=0.5)
-    batch = piece(rl_module=None, batch={"actions": np.ones((2, 2))}, episodes=[began, goes_on], explore=True)
-    assert batch["actions"].tolist() == [[1.0, 1.0], [1.25, 0.5]]
-    assert batch["action_noise"].tolist() == [[0.0, 0.0], [0.25, -0.5]]
 
 
 class Still(RLModule):
@@ -334,14 +317,6 @@ def test_noise_is_in_the_scale_of_actions_that_are_scaled_afterwards(noise: str,
     torch.testing.assert_close(batch["rewards"], 400 + 100 * batch["actions"][:, 0], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("noise", NOISES)
-def test_large_noise_stays_within_the_scale(noise: str) -> None:
-    with Rollout(Heater, module_to_env_connector=lambda env: scaled(NOISES[noise](schedule=50.0)), **HEATED) as rollout:
-        [batch] = rollout.batches()
-    assert (batch["actions"].min(), batch["actions"].max()) == (-1, 1)
-    assert (batch["rewards"].min(), batch["rewards"].max()) == (300, 500)
-
-
 def test_what_scales_is_looked_for_after_every_edit() -> None:
     noise = GaussianNoise(schedule=1.0)
     rollout = Rollout(Heater, module_to_env_connector=lambda env: scaled(noise), **HEATED)
@@ -411,14 +386,6 @@ def test_exploration_behind_what_scales_is_refused(piece: Any, several: bool, ne
     )
     with pytest.raises(ConnectorError, match=expected):
         kind(Heaters if several else Heater, module_to_env_connector=make, **HEATED)
-
-
-def test_what_scales_nothing_does_not_matter() -> None:
-    noise = GaussianNoise(schedule=1000.0)
-    idle = NormalizeAndClipActions(normalize_actions=False, clip_actions=False)
-    with Rollout(Heater, module_to_env_connector=lambda env: [idle, noise], **HEATED) as rollout:
-        [batch] = rollout.batches()
-    assert (batch["actions"].min(), batch["actions"].max()) == (300, 500)
 
 
 @pytest.mark.parametrize("piece_type", [GaussianNoise, OrnsteinUhlenbeckNoise])

@@ -342,33 +342,6 @@ def test_races_over_unusable_logits_are_refused_too(wrong: list[float]) -> None:
         call(GetActions(None, spaces.Discrete(2)), batch, explore=True, shared_data=shared)
 
 
-def test_a_modules_own_distribution_is_used_as_it_is() -> None:
-    class Certain:
-        """Knows of no generator."""
-
-        @classmethod
-        def from_logits(cls, logits: torch.Tensor) -> "Certain":
-            return cls()
-
-        def sample(self) -> torch.Tensor:
-            return torch.tensor([4])
-
-        def logp(self, value: torch.Tensor) -> torch.Tensor:
-            return torch.tensor([-0.5])
-
-        def to_deterministic(self) -> "Certain":
-            raise AssertionError("asked to be deterministic")
-
-    class Module:
-        def get_exploration_action_dist_cls(self) -> type[Certain]:
-            return Certain
-
-    shared = {"generator": torch.Generator()}
-    batch = {"action_dist_inputs": torch.zeros(1, 2)}
-    batch = call(GetActions(), batch, rl_module=Module(), explore=True, shared_data=shared)
-    assert (batch["actions"].tolist(), batch["action_logp"].tolist()) == ([4], [-0.5])
-
-
 LOGITS = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 
 
@@ -436,7 +409,9 @@ def test_a_distribution_from_elsewhere_is_given_arrays_as_they_are() -> None:
         get_inference_action_dist_cls = get_exploration_action_dist_cls
 
     for explore in (True, False):
-        batch = call(GetActions(), {"action_dist_inputs": LOGITS}, rl_module=Module(), explore=explore)
+        shared = {"generator": torch.Generator()}  # of which the distribution knows nothing
+        batch = {"action_dist_inputs": LOGITS}
+        batch = call(GetActions(), batch, rl_module=Module(), explore=explore, shared_data=shared)
         np.testing.assert_array_equal(batch["actions"], LOGITS.argmax(-1))
         np.testing.assert_array_equal(batch["action_logp"], LOGITS.max(-1))
 
@@ -444,13 +419,6 @@ def test_a_distribution_from_elsewhere_is_given_arrays_as_they_are() -> None:
 @pytest.mark.parametrize("logits", [{"a": LOGITS}, "logits", None, np.float32(1.0), [[1.0], [1.0, 2.0]]])
 def test_logits_that_are_no_numbers_are_refused(logits: Any) -> None:
     with pytest.raises(ModuleError, match=r"'action_dist_inputs'"):
-        call(GetActions(None, spaces.Discrete(3)), {"action_dist_inputs": logits}, explore=True)
-
-
-def test_an_array_of_logits_that_is_no_number_is_refused_too() -> None:
-    logits = LOGITS.copy()
-    logits[3, 1] = np.nan
-    with pytest.raises(ModuleError, match=r"'action_dist_inputs' is NaN in lane 0, vector step unknown, slot 3"):
         call(GetActions(None, spaces.Discrete(3)), {"action_dist_inputs": logits}, explore=True)
 
 
@@ -475,8 +443,9 @@ def test_a_module_without_distributions_needs_an_action_space() -> None:
         call(GetActions(), {"action_dist_inputs": torch.zeros(1, 2)}, explore=True)
 
 
-def test_a_logit_that_is_no_number_is_told_with_its_lane_step_and_slots() -> None:
-    logits = torch.zeros(5, 2)
+@pytest.mark.parametrize("made", [torch.zeros, np.zeros])
+def test_a_logit_that_is_no_number_is_told_with_its_lane_step_and_slots(made: Any) -> None:
+    logits = made((5, 2))
     logits[1, 0] = logits[4, 1] = torch.nan
     told = "'action_dist_inputs' is NaN in lane 2, vector step 17, slot 1, 4"
     with pytest.raises(ModuleError, match=told):

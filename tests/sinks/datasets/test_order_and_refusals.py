@@ -192,19 +192,10 @@ def test_small_fragments_share_a_row_group_and_large_ones_have_one_each(
     assert sum(fragment.num_steps for fragment in DatasetSource(tmp_path).fragments()) == sum(counts)
 
 
-def test_files_without_a_description_are_no_empty_dataset(path: Path, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path / "empty"):
-        pass
-    with pytest.raises(DatasetError, match="has no steps yet: no file is committed"):
-        DatasetSource(tmp_path / "empty")
+def test_files_without_a_description_are_no_empty_dataset(path: Path) -> None:
     (path / "dataset.json").unlink()
     with pytest.raises(DatasetError, match=r"has files of a dataset, but dataset\.json is missing"):
         DatasetSource(path)
-
-
-def test_metadata_of_another_type_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="metadata is 'x', expected a dict"):
-        DatasetSink(tmp_path, metadata="x")  # type: ignore[arg-type]
 
 
 def test_a_file_is_ended_when_its_time_is_over(played: Played, tmp_path: Path) -> None:
@@ -252,11 +243,6 @@ def test_fragments_of_another_kind_are_refused_with_the_field(path: Path, played
         sink(played.fragments[0])
         with pytest.raises(DatasetError, match="observation_space"):
             sink(nested)
-
-
-def test_what_is_no_fragment_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="a dataset takes fragments, got dict"):
-        DatasetSink(tmp_path)({})  # type: ignore[arg-type]
 
 
 def test_a_full_disk_is_an_error_with_the_path_and_the_count(
@@ -421,6 +407,10 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
         DatasetSink(path, metadata={"env": gym})
     with pytest.raises(DatasetError, match="rollout is a str, expected a rollout, or None"):
         DatasetSink(path, rollout="CartPole-v1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="metadata is 'x', expected a dict"):
+        DatasetSink(path, metadata="x")  # type: ignore[arg-type]
+    with DatasetSink(path) as sink, pytest.raises(DatasetError, match="a dataset takes fragments, got dict"):
+        sink({})  # type: ignore[arg-type]
     for options in (
         {"batch_size": 0},
         {"passes": 0},
@@ -433,14 +423,20 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
             DatasetSource(path, **options)  # type: ignore[arg-type]
 
 
-def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, write = threading.Event(), FileSet.write
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written before it is set."""
+    event, write = threading.Event(), FileSet.write
 
     def held_back(*args: Any) -> None:
-        assert may_write.wait(30)
+        assert event.wait(30)
         write(*args)
 
     monkeypatch.setattr(FileSet, "write", held_back)
+    return event
+
+
+def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, may_write: threading.Event) -> None:
     with DatasetSink(tmp_path, queue_size=2) as sink:
         sink(played.fragments[0])
         sink(played.fragments[1])
@@ -453,14 +449,7 @@ def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, monke
     assert sink.num_steps == sum(fragment.num_steps for fragment in played.fragments[:3])
 
 
-def test_a_small_fragment_is_copied_in_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, write = threading.Event(), FileSet.write
-
-    def held_back(*args: Any) -> None:
-        assert may_write.wait(30)
-        write(*args)
-
-    monkeypatch.setattr(FileSet, "write", held_back)
+def test_a_small_fragment_is_copied_in_the_call(tmp_path: Path, may_write: threading.Event) -> None:
     fragment = Played(slots=3, fragments=1, seed=5, fragment_length=8).fragments.pop()
     steps, rewards = fragment.num_steps, weakref.ref(fragment.columns["rewards"].tree)
     with DatasetSink(tmp_path) as sink:
