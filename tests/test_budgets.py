@@ -19,7 +19,7 @@ CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(to
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
     "cli": (1606, 6),
-    "nodes": (167, 0),
+    "nodes": (165, 0),
     "nodes/connectors": (724, 6),
     "nodes/connectors/alpha": (1408, 33),
     "nodes/connectors/common": (741, 10),
@@ -40,7 +40,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/offloaded": (2661, 47),
     "nodes/policies": (3086, 30),
     "nodes/rollout": (2162, 28),
-    "nodes/stages": (2078, 35),
+    "nodes/stages": (2077, 35),
     "policy": (222, 2),
     "policy/serving": (1298, 31),
     "rollflow": (115, 0),
