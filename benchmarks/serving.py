@@ -3,9 +3,8 @@
 `act` may take 1.5 times as long as the bare forward pass with sampling, and 20 µs more; RLlib's pipelines and module
 act beside it and beside that pass, where RLlib is installed. `act_batch` is held against a rollout over environments
 that do nothing, and loading against 100 ms, beyond importing torch. A program and an ONNX program are held against the
-class. 64 clients ask in a closed loop: over TCP, beside a bare msgpack server with the same forward pass in it, and
-over HTTP, beside the bare framework with it; so is the 99th percentile of what an answer takes, over the median. Steps
-are calls for one environment's action.
+class. 64 clients ask in a closed loop over HTTP, beside the bare framework with the same forward pass; so is the 99th
+percentile of what an answer takes, over the median. Steps are calls for one environment's action.
 
     python -m benchmarks.serving [--quick]
 """
@@ -20,19 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bare_server import BareServer
-from benchmarks.command import run
 from benchmarks.envs import NoopEnv
 from benchmarks.pairs import Record, Run, Sizes, in_turns, paired, record, steps_per_s, within
-from benchmarks.serving_parts import asked, sampled
+from benchmarks.serving_parts import sampled
 from rollflow.nodes import Rollout
 from rollflow.nodes.policies.artifact import parts_of
 from rollflow.nodes.policies.artifact_files import read_files
 from rollflow.policy import OnnxPolicy, Policy
-from rollflow.policy.serving import PolicyServer, Shelf
 
 HIDDENS, BATCH, CALLS = (64, 64), 64, 50
-TIMES, MORE_S, LOAD_S, LATE = 1.5, 20e-6, 0.1, 3.0
+TIMES, MORE_S, LOAD_S = 1.5, 20e-6, 0.1
 
 
 def measure(sizes: Sizes, batch: int = BATCH) -> list[Record]:
@@ -51,7 +47,7 @@ def measure(sizes: Sizes, batch: int = BATCH) -> list[Record]:
             print(f"{name}: left out, {package} is not installed here", file=sys.stderr)
         else:
             records += more()
-    return [*records, *_load(policy, sizes), *_tcp(policy, batch, sizes)]
+    return [*records, *_load(policy, sizes)]
 
 
 def _rollout(slots: int, *, lstm: bool = False) -> Rollout:
@@ -217,37 +213,3 @@ def _http(policy: Policy, clients: int, sizes: Sizes) -> list[Record]:
     from benchmarks.serving_http import over_http
 
     return over_http(policy, clients, sizes)
-
-
-def _tcp(policy: Policy, clients: int, sizes: Sizes) -> list[Record]:
-    """Clients of a `PolicyServer` beside those of bare servers, which act one by one, and for all that is there."""
-    shelf = Shelf()
-    shelf.put("mlp", policy, version="1")
-    shares: list[float] = []  # the 99th percentile over the median
-    beside_shares: list[float] = []
-
-    def rate(port: int, protocol: str, late: list[float]) -> float:
-        answers_per_s, share = asked("tcp_clients", port, protocol, clients, sizes.seconds)
-        late.append(share)
-        return answers_per_s
-
-    records = []
-    with PolicyServer(shelf, "tcp://127.0.0.1:0") as server:
-        port = int(server.address.rpartition(":")[2])
-        for together, aim, name in ((False, 0.8, "a pass for each"), (True, None, "a pass for all that is there")):
-            with BareServer(policy.module, together=together) as bare:
-                pairs = in_turns(
-                    lambda: rate(port, "rollflow", shares),
-                    lambda at=bare.port: rate(at, "bare", beside_shares),  # type: ignore[misc]
-                    sizes.rounds,
-                )
-            told = {"beside_name": f"bare msgpack server, {name}"}
-            records.append(record(f"serve over TCP, {name}", clients, pairs, aim=aim, **told))
-    shelf.close()
-    late, beside_late = statistics.median(shares), statistics.median(beside_shares)
-    told = {"share": round(late, 2), "beside_share": round(beside_late, 2)}
-    return [*records, within("TCP, 99th percentile / median", clients, late, LATE, **told, beside_name="3 x")]
-
-
-if __name__ == "__main__":
-    run(measure)

@@ -1,8 +1,7 @@
-"""`rollflow serve`: saved policies act for clients by rollflow's own protocol, and over HTTP and WebSocket."""
+"""`rollflow serve`: saved policies act for clients over HTTP and WebSocket."""
 
 import argparse
 import importlib.util
-import ssl
 import sys
 import threading
 from contextlib import ExitStack
@@ -16,10 +15,10 @@ def add_to(commands: Any) -> None:
     """Add `serve` to the commands of `rollflow`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
-        help="have saved policies act for clients, by rollflow's own protocol and over HTTP",
-        description="Have saved policies act for clients: by rollflow's own protocol with --listen, and over HTTP by "
-        "POST /v1/policies/NAME/act, with JSON or msgpack. A policy that is saved anew under its path takes over, and "
-        "so do the weights of a trainer that is followed, without a dropped request.",
+        help="have saved policies act for clients, over HTTP and WebSocket",
+        description="Have saved policies act for a PolicyClient, and for others by POST /v1/policies/NAME/act, with "
+        "JSON or msgpack. A policy that is saved anew under its path takes over, and so do the weights of a trainer "
+        "that is followed, without a dropped request.",
     )
     parser.add_argument(
         "policies",
@@ -28,10 +27,7 @@ def add_to(commands: Any) -> None:
         help="a saved policy; its name is that of the path if none is there",
     )
     parser.add_argument(
-        "--listen", metavar="ADDRESS", help="where to listen for a PolicyClient: tcp://host:port or unix:/path"
-    )
-    parser.add_argument(
-        "--http", metavar="HOST:PORT", help="where to listen for HTTP (127.0.0.1:8080, where there is no --listen)"
+        "--http", default="127.0.0.1:8080", metavar="HOST:PORT", help="where to listen (127.0.0.1:8080)"
     )
     arguments.add_secret(parser, "the secret that clients show; asked for off loopback")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="this server's certificate: listen with TLS")
@@ -56,13 +52,10 @@ def add_to(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    http = "127.0.0.1:8080" if args.http is None and args.listen is None else args.http
-    if http is not None:
-        _check_extra()
-    elif args.openpi is not None:
-        raise ValueError("--openpi speaks over HTTP, expected --http HOST:PORT as well")
-    from rollflow.policy.serving.shelf import BatchOptions, Shelf
-    from rollflow.policy.serving.watch import WatchedPolicy, Watcher
+    needed = "starlette", "uvicorn", "websockets", "prometheus_client"
+    if missing := [name for name in needed if not importlib.util.find_spec(name)]:
+        raise ValueError(f"serving takes the package {missing[0]}: pip install rollflow[serve]")
+    from rollflow.policy.serving import BatchOptions, HttpServer, Shelf, WatchedPolicy, Watcher
 
     shelf = Shelf(BatchOptions(args.max_batch, args.max_wait / 1000, args.max_waiting))
     watched = []
@@ -77,42 +70,15 @@ def _run(args: argparse.Namespace) -> int:
     followed = follow.following(shelf, args)
     with ExitStack() as stack:
         stack.callback(shelf.close)
-        places = []
-        if args.listen is not None:
-            places.append(stack.enter_context(_policy_server(shelf, args)).address)
-        if http is not None:
-            places.append(stack.enter_context(_http_server(shelf, http, args)).url)
+        options: dict[str, Any] = {"certificate": args.tls_cert, "key": args.tls_key, "openpi_for": args.openpi}
+        server = stack.enter_context(HttpServer(shelf, args.http, secret=arguments.secret_of(args), **options))
         for each in followed:
             each.begin()
             stack.callback(each.close)
         stack.callback(Watcher([*watched, *followed]).close)
-        print(f"serving {', '.join(shelf.names)} at {' and '.join(places)}", file=sys.stderr, flush=True)
+        print(f"serving {', '.join(shelf.names)} at {server.url}", file=sys.stderr, flush=True)
         threading.Event().wait()  # until a signal
     return 0
-
-
-def _check_extra() -> None:
-    """Raise ValueError where the packages for HTTP are missing."""
-    needed = "starlette", "uvicorn", "prometheus_client"
-    if missing := [name for name in needed if not importlib.util.find_spec(name)]:
-        raise ValueError(f"serving over HTTP takes the package {missing[0]}: pip install rollflow[serve]")
-
-
-def _policy_server(shelf: Any, args: argparse.Namespace) -> Any:
-    from rollflow.policy.serving.policy_server import PolicyServer
-
-    tls = None
-    if args.tls_cert is not None:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        arguments.load_certificate(tls, args)
-    return PolicyServer(shelf, args.listen, secret=arguments.secret_of(args), tls=tls)
-
-
-def _http_server(shelf: Any, http: str, args: argparse.Namespace) -> Any:
-    from rollflow.policy.serving.http_server import HttpServer
-
-    options: dict[str, Any] = {"certificate": args.tls_cert, "key": args.tls_key, "openpi_for": args.openpi}
-    return HttpServer(shelf, http, secret=arguments.secret_of(args), **options)
 
 
 def _named(text: str) -> tuple[str, str]:

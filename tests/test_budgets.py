@@ -18,7 +18,7 @@ LAYERS = ("rollflow", "stream", "nodes", "policy", "sinks", "cli")
 CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1)}
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
-    "cli": (1606, 6),
+    "cli": (1581, 6),
     "nodes": (165, 0),
     "nodes/connectors": (724, 6),
     "nodes/connectors/alpha": (1408, 33),
@@ -41,8 +41,8 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/policies": (3086, 30),
     "nodes/rollout": (2162, 28),
     "nodes/stages": (2077, 35),
-    "policy": (222, 2),
-    "policy/serving": (1298, 31),
+    "policy": (381, 3),  # the client keeps its own connection: less in serving, wire and net
+    "policy/serving": (1173, 29),
     "rollflow": (115, 0),
     "sinks": (37, 0),
     "sinks/datasets": (2348, 32),
@@ -60,12 +60,12 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/fragments": (1292, 25),
     "stream/graph": (2787, 34),
     "stream/multi_agent": (1363, 20),
-    "stream/net": (1319, 26),
+    "stream/net": (1300, 25),
     "stream/pictures": (262, 0),
     "stream/snapshots": (322, 2),
     "stream/traces": (239, 2),
-    "stream/wire": (1324, 32),
-    "stream/wire/codec": (1563, 48),
+    "stream/wire": (1306, 32),
+    "stream/wire/codec": (1520, 45),
 }
 PUBLIC_NAMES = {"rollflow": 26, "rollflow.stream": 23, "rollflow.nodes": 40, "rollflow.policy": 6, "rollflow.sinks": 26}
 

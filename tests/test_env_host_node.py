@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from node_example import folder as folder
+from node_example import folder as folder, node as node
 from remote_hosts import BrokenWire, listening
 
 from rollflow.nodes import RemoteEnvs, Rollout
@@ -21,7 +21,7 @@ from rollflow.stream import Fragment
 CARTPOLE: Any = gym.make("CartPole-v1").unwrapped
 SECRET = "correct horse battery staple"
 NEXT_STATES = """
-import { isOver, nextState } from "./cartpole.js";
+import { isOver, nextState } from "./physics.js";
 let text = "";
 for await (const piece of process.stdin) text += piece;
 const nexts = JSON.parse(text).map(([state, action]) => nextState(state, action));

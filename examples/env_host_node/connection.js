@@ -41,8 +41,7 @@ export class Connection {
 
   /**
    * `host`: `description` (the fields of `hello` that don't change), `secret` (bytes or null), `maxFrame`,
-   * `handshakeS`, and `tell(line)` for the user; one that is no host of environments has its `role`, and the `fields`
-   * of what it takes, beside those.
+   * `handshakeS`, and `tell(line)` for the user.
    */
   constructor(stream, session, host) {
     this.#stream = stream;
@@ -79,7 +78,7 @@ export class Connection {
     this.#hello = encodeMessage({
       kind: "hello",
       versions: [VERSION, VERSION],
-      role: this.#host.role ?? "env",
+      role: "env",
       software: description.software,
       name: description.name,
       nonce: randomBytes(32),
@@ -100,7 +99,7 @@ export class Connection {
     this.#beat?.refresh();
     try {
       for (const frame of this.#reader.feed(piece)) {
-        this.#take(decodeMessage(frame, this.#host.fields), frame);
+        this.#take(decodeMessage(frame), frame);
         if (this.#isOver) return;
       }
     } catch (error) {

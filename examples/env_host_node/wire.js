@@ -142,8 +142,8 @@ export class FrameReader {
   }
 }
 
-/** The message in a frame that was sent to a host of environments, or to who takes other `fields`, checked. */
-export function decodeMessage(frame, fields = FOR_A_HOST) {
+/** The message in a frame that was sent to a host of environments, checked. */
+export function decodeMessage(frame) {
   const headerLength = new DataView(frame.buffer, frame.byteOffset).getUint32(4, true);
   const start = upTo8(8 + headerLength);
   const body = { frame, start: frame.byteOffset + start, size: frame.length - start, used: 0 };
@@ -157,12 +157,11 @@ export function decodeMessage(frame, fields = FOR_A_HOST) {
   }
   if (!isMap(header)) throw new Breach("frame", "header: expected a map");
   const { kind } = header;
-  if (!Object.hasOwn(fields, kind)) {
-    const isKnown = [FOR_A_HOST, FOR_A_CLIENT].some((each) => Object.hasOwn(each, kind)) || FOR_OTHERS.includes(kind);
-    if (isKnown) throw new Breach("order", `${kind}: nothing that may be sent here`);
+  if (!Object.hasOwn(FOR_A_HOST, kind)) {
+    if (FOR_OTHERS.includes(kind)) throw new Breach("order", `${kind}: nothing that may be sent here`);
     throw new Breach("message", `kind ${JSON.stringify(kind)} is unknown`);
   }
-  return { kind, ...checkFields(kind, header, fields[kind]) };
+  return { kind, ...checkFields(kind, header, FOR_A_HOST[kind]) };
 }
 
 const isMap = (value) => value !== null && Object.getPrototypeOf(value) === Object.prototype;
@@ -195,7 +194,7 @@ const tree = (value) => {
 };
 
 const LANE = { lane: whole(0), slots: whole(1), first_slot: whole(0), number: whole(0) };
-const FOR_ALL = {
+const FOR_A_HOST = {
   challenge: {
     version: whole(1),
     software: text(256),
@@ -216,27 +215,11 @@ const FOR_ALL = {
   pong: { number: whole(1) },
   goodbye: { reason: text(4096) },
   refused: { code: text(64), text: text(4096) },
-};
-const FOR_A_HOST = {
-  ...FOR_ALL,
   reset: { lane: whole(0), number: whole(1), seeds: orNil(listOf(seed)), options: orNil(map) },
   step: { lane: whole(0), number: whole(1), actions: tree },
   credit: { count: whole(1) },
 };
-/** What a client that wants actions is sent. */
-export const FOR_A_CLIENT = {
-  ...FOR_ALL,
-  settings: { settings: map },
-  acted: {
-    number: whole(1),
-    places: listOf(whole(0)),
-    actions: orNil(tree),
-    versions: listOf(text(256)),
-    weights: listOf(whole(0)),
-    refused: listOf((entry) => (Array.isArray(entry) && entry.length === 3 ? entry : undefined)),
-  },
-};
-const FOR_OTHERS = ["hello", "proof", "rows", "failed", "turn", "cut", "fragment", "weights", "states", "metrics"];
+const FOR_OTHERS = ["hello", "proof", "rows", "failed", "turn", "cut", "fragment", "settings", "weights", "states", "metrics"];
 
 function checkFields(place, map, checks) {
   const checked = {};

@@ -2,7 +2,7 @@
 
 import { readFileSync } from "node:fs";
 import { parseArgs } from "node:util";
-import { isOver, nextState } from "../env_host_node/cartpole.js";
+import { isOver, nextState } from "../env_host_node/physics.js";
 import { PolicyClient } from "./policy_client.js";
 
 const MOST_STEPS = 500;

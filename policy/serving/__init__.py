@@ -1,4 +1,4 @@
-"""Serving of policies by rollflow's protocol, and over HTTP and WebSocket (extra `serve`): sessions, batches, versions.
+"""Serving of policies over HTTP and WebSocket (extra `serve`): sessions, batches, versions.
 
 Names are imported when they are first asked for: a shelf needs no web framework.
 """
@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.policy.serving.http_server import HttpServer as HttpServer
-    from rollflow.policy.serving.policy_server import PolicyServer as PolicyServer
-    from rollflow.policy.serving.shelf import BatchOptions as BatchOptions, Shelf as Shelf
-    from rollflow.policy.serving.watch import WatchedPolicy as WatchedPolicy, Watcher as Watcher
+    from rollflow.policy.serving.http import HttpServer as HttpServer
+    from rollflow.policy.serving.shelf import (
+        BatchOptions as BatchOptions,
+        Shelf as Shelf,
+        WatchedPolicy as WatchedPolicy,
+        Watcher as Watcher,
+    )
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,14 +1,20 @@
-"""Dynamic batches: requests that wait together are acted on in one forward pass, in a thread of the batcher's own."""
+"""Dynamic batches: requests that wait together are acted on in one forward pass, in a thread of the batcher's own.
+
+With them are a policy's sessions, and the counts of what it did.
+"""
 
 import logging
+import math
 import threading
-from collections import deque
-from collections.abc import Hashable
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
 from time import monotonic
 from typing import Any
 
 import numpy as np
 
+from rollflow.nodes.policies.policy import has_memory
 from rollflow.policy.serving.request import (
     Acted,
     ActRequest,
@@ -16,13 +22,171 @@ from rollflow.policy.serving.request import (
     Front,
     Outcome,
     OverloadedError,
+    RequestError,
+    SessionLostError,
 )
-from rollflow.policy.serving.session_book import SessionBook
-from rollflow.policy.serving.tally import Tally
 from rollflow.stream.data.tree import stack_trees, tree_at
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 30.0
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Histogram:
+    """Values by bucket, with their sum; written by one thread.
+
+    bounds    upper bounds of the buckets, ascending; a value above all of them counts in the last, `+Inf`
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.buckets = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.buckets[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Tally:
+    """What one version of a served policy has done."""
+
+    def __init__(self) -> None:
+        self.acted = self.failed = self.refused = 0
+        self.batch_sizes, self.batch_seconds = Histogram(BATCH_SIZES), Histogram(SECONDS)
+
+    def note_batch(self, size: int, seconds: float) -> None:
+        """Count a forward pass over `size` requests."""
+        self.acted += size
+        self.batch_sizes.add(size)
+        self.batch_seconds.add(seconds)
+
+
+class _Record:
+    """A session's last request: when it was, its number, and its answer."""
+
+    __slots__ = ("answer", "number", "used")
+
+    def __init__(self) -> None:
+        self.used = monotonic()
+        self.number: int | None = None
+        self.answer: Acted | None = None
+
+
+class SessionBook:
+    """Keeps account of a policy's sessions. The thread that acts uses it; `leave`, `expire` and questions are for any.
+
+        policy         whose sessions they are
+        max_sessions   at most as many have a memory
+        idle_after     seconds after which an idle session is forgotten
+
+    A policy without memory, of a stateless module and pieces that look at one observation, has no sessions to lose:
+    each of its requests stands by itself.
+    """
+
+    def __init__(self, policy: Any, max_sessions: int, idle_after: float) -> None:
+        self._policy = policy
+        self._max_sessions, self._idle_after = max_sessions, idle_after
+        self._records: OrderedDict[Hashable, _Record] = OrderedDict()  # the one idle for longest first
+        self._leaving: list[Hashable] = []  # whose memory the policy still has
+        self._lock = threading.Lock()
+        self.has_memory = has_memory(policy.module, policy.env_to_module, policy.module_to_env)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, session: Hashable) -> bool:
+        return session in self._records
+
+    def leave(self, session: Hashable) -> bool:
+        """Forget a session; False where it has no memory. The policy releases it before the next batch."""
+        with self._lock:
+            return self._drop(session)
+
+    def leave_all_of(self, client: str) -> None:
+        """Forget all sessions of a client that is gone."""
+        with self._lock:
+            for session in [each for each in self._records if getattr(each, "client", None) == client]:
+                self._drop(session)
+
+    def expire(self) -> None:
+        """Forget the sessions that have been idle for too long."""
+        idle_since = monotonic() - self._idle_after
+        with self._lock:
+            while self._records and next(iter(self._records.values())).used < idle_since:
+                self._drop(next(iter(self._records)))
+
+    def answer_before(self, request: ActRequest) -> Outcome | None:
+        """The answer to a request that was answered before, or can't be; None: it needs a pass."""
+        record = None if request.session is None else self._records.get(request.session)
+        if record is None:
+            goes_on = not request.begins and request.session is not None
+            return session_lost(request.session) if goes_on and self.has_memory else None
+        if request.number is not None and record.number is not None:
+            if request.number == record.number and record.answer is not None:
+                return record.answer
+            if request.number != record.number + 1 and not request.begins:
+                return RequestError(
+                    f"number is {request.number}, expected {record.number + 1}, or {record.number} to have the last "
+                    f"answer of session {request.session!r} again"
+                )
+        if self._policy.needs_rewards and math.isnan(request.reward) and not request.begins:
+            return RequestError(
+                f"reward is missing, but '{self._policy.needs_rewards}' looks back to rewards; expected that of the "
+                f"action before, of session {request.session!r}"
+            )
+        return None
+
+    def enter(self, batch: Sequence[ActRequest]) -> list[Hashable]:
+        """The policy's own sessions for the requests of a batch, reset where an episode begins."""
+        with self._lock:
+            for request in batch:
+                if request.session is not None:
+                    self._records.setdefault(request.session, _Record()).used = monotonic()
+                    self._records.move_to_end(request.session)
+            while len(self._records) > max(self._max_sessions, len(batch)):
+                self._drop(next(iter(self._records)))
+            leaving, self._leaving = self._leaving, []
+        for session in leaving:
+            self._policy.forget(session)
+        if not self.has_memory:  # the same few sessions each time: whose they are makes no difference
+            names: list[Hashable] = list(range(len(batch)))
+        else:
+            names = [(row,) if request.session is None else request.session for row, request in enumerate(batch)]
+        for name, request in zip(names, batch, strict=True):
+            if request.begins or request.session is None or not self.has_memory:
+                self._policy.reset(name)
+        return names
+
+    def note(self, batch: Sequence[ActRequest], answers: Sequence[Outcome]) -> None:
+        """Remember what the requests of a batch were answered, for those who ask again."""
+        for request, answer in zip(batch, answers, strict=True):
+            record = self._records.get(request.session)
+            if record is not None and isinstance(answer, Acted):
+                record.number, record.answer = request.number, answer
+
+    def lose(self, batch: Sequence[ActRequest]) -> None:
+        """Give up the sessions of a batch that failed: what they remembered is gone."""
+        with self._lock:
+            for request in batch:
+                self._drop(request.session)
+
+    def _drop(self, session: Hashable) -> bool:
+        if self._records.pop(session, None) is None:
+            return False
+        if self.has_memory:
+            self._leaving.append(session)
+        return True
+
+
+def session_lost(session: Hashable) -> SessionLostError:
+    """The error for a session that goes on without a memory here."""
+    return SessionLostError(
+        f"session {session!r} has no memory here: it never began, or it was forgotten; expected 'begins': true with "
+        "its next observation"
+    )
 
 
 class Batcher:
@@ -97,7 +261,7 @@ class Batcher:
             if self._is_closing:
                 raise ClosedError(f"version '{self.version}' is being closed; ask again")
             if len(self._waiting) >= self._max_waiting:
-                self.tally.refused.add()
+                self.tally.refused += 1
                 raise OverloadedError(f"{self._max_waiting} requests wait already; ask again later")
             self._waiting.append(request)
             if len(self._waiting) == 1 or len(self._waiting) >= self._max_batch:
@@ -119,7 +283,7 @@ class Batcher:
         """Release a session's memory before the next batch; False where it has none."""
         return self._book.leave(session)
 
-    def forget_client(self, client: bytes) -> None:
+    def forget_client(self, client: str) -> None:
         """Release the memory of every session of a client."""
         self._book.leave_all_of(client)
 
@@ -189,7 +353,7 @@ class Batcher:
                 )
         except Exception as error:
             _log.exception("a batch of %d failed; its sessions are lost", len(batch))
-            self.tally.failed.add(len(batch))
+            self.tally.failed += len(batch)
             self._book.lose(batch)
             return [error] * len(batch)
         made: list[Outcome] = [

@@ -1,39 +1,67 @@
-"""The way in over HTTP and WebSocket: an ASGI application, with JSON or msgpack."""
+"""`HttpServer`: policies over HTTP and WebSocket, with JSON or msgpack, and their counts as Prometheus reads them."""
 
 import asyncio
 import hmac
-import json
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
 
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
+from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
 from rollflow.policy.serving import openpi
-from rollflow.policy.serving.api_page import api_of, description_of
-from rollflow.policy.serving.exposition import CONTENT_TYPE as METRICS_TYPE, exposition
-from rollflow.policy.serving.items import item_from, plain
-from rollflow.policy.serving.packed_arrays import CONTENT_TYPE, pack, unpack
-from rollflow.policy.serving.request import (
-    Acted,
-    ActRequest,
-    ClosedError,
-    Outcome,
-    RequestError,
-    ServingError,
+from rollflow.policy.serving.batcher import Batcher, Histogram
+from rollflow.policy.serving.front import (
+    AsyncFront,
+    Conversation,
+    acted_fields,
+    description_of,
+    read_json,
+    refusal_of,
 )
+from rollflow.policy.serving.items import CONTENT_TYPE, pack, plain, unpack
+from rollflow.policy.serving.request import ClosedError, RequestError, ServingError
 from rollflow.policy.serving.shelf import Shelf
-from rollflow.stream.data.errors import shown
-from rollflow.stream.data.tree import Tree
+from rollflow.stream.data.errors import EnvError, WireError
+from rollflow.stream.wire.address import TcpAddress, check_secret, parse_address
 
 TIDY_SECONDS = 5.0
+_GRACE_SECONDS = 10
 _SCHEMES = b"Bearer ", b"Api-Key "  # the second one as openpi's clients have it
-_FIELDS = {"observation", "reward", "session", "begins", "number", "version"}
+_LABELS = ("policy", "version")
+_COUNTERS: dict[str, tuple[str, Callable[[Batcher], float]]] = {
+    "rollflow_serve_actions": ("actions chosen", lambda batcher: batcher.tally.acted),
+    "rollflow_serve_failed": ("requests whose forward pass failed", lambda batcher: batcher.tally.failed),
+    "rollflow_serve_refused": ("requests refused since too many wait", lambda batcher: batcher.tally.refused),
+}
+_GAUGES: dict[str, tuple[str, Callable[[Batcher], float]]] = {
+    "rollflow_serve_waiting": ("requests that wait for a batch", lambda batcher: batcher.num_waiting),
+    "rollflow_serve_sessions": ("sessions with a memory", lambda batcher: batcher.num_sessions),
+}
+_HISTOGRAMS: dict[str, tuple[str, Callable[[Batcher], Histogram]]] = {
+    "rollflow_serve_batch_size": ("requests in a forward pass", lambda batcher: batcher.tally.batch_sizes),
+    "rollflow_serve_batch_seconds": ("time of a forward pass", lambda batcher: batcher.tally.batch_seconds),
+}
+_STATUSES = {
+    "401": "the secret is missing or wrong",
+    "404": "no policy of this name or version is served",
+    "410": "the session has no memory here; begin it anew",
+    "413": "the request is too large",
+    "422": "a field is malformed; the text names it",
+    "429": "too many requests wait; ask again later",
+    "500": "the policy failed",
+    "503": "the server is closing",
+}
 
 
 class TooLargeError(ServingError):
@@ -48,88 +76,83 @@ class UnprovedError(ServingError):
     status = 401
 
 
-class AsyncFront:
-    """Takes answers from the threads that act into an event loop."""
+class HttpServer:
+    """Serves a shelf of policies over HTTP and WebSocket, until it is closed.
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        shelf         the policies
+        listen        `host:port` or `tcp://host:port`; port 0: any that is free
+        secret        that clients send as `Authorization: Bearer SECRET`; needed but on loopback
+        certificate,  files for TLS; the key may be in the certificate's file
+        key
+        max_body      bytes of a request, at most
+        openpi_for    name of the policy that speaks openpi's protocol at `/`; None: none does
 
-    def deliver(self, outcomes: Sequence[tuple[asyncio.Future[Acted], Outcome]]) -> None:
-        """Set the futures; called from another thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._set, outcomes)
-
-    async def act(self, shelf: Shelf, name: str, fields: Any) -> Acted:
-        """The answer to the fields of a request: see `request_of`."""
-        answer: asyncio.Future[Acted] = self._loop.create_future()
-        request = request_of(shelf, name, fields, self, answer)
-        shelf.submit(name, request, fields.get("version"))
-        return await answer
-
-    @staticmethod
-    def _set(outcomes: Sequence[tuple[asyncio.Future[Acted], Outcome]]) -> None:
-        for answer, outcome in outcomes:
-            if answer.done():  # whoever asked has gone
-                continue
-            if isinstance(outcome, Exception):
-                answer.set_exception(outcome)
-            else:
-                answer.set_result(outcome)
-
-
-def request_of(shelf: Shelf, name: str, fields: Any, front: Any, ticket: Any) -> ActRequest:
-    """A request out of the fields that a client sent.
-
-        observation    an item of the observation space
-        reward         of the session's action before; may be missing
-        session        a text or a number; missing: an observation by itself
-        begins         true where an episode begins
-        number         of the request in its session, from 0 on; may be missing
-        version        of the policy, a text; missing: the session's own, or the newest
-
-    Raises RequestError, with the field; UnknownPolicyError.
-    """
-    if not isinstance(fields, Mapping):
-        raise RequestError(f"the request is {type(fields).__name__}, expected an object with 'observation'")
-    if unknown := [key for key in fields if key not in _FIELDS]:
-        raise RequestError(f"unknown field {unknown[0]!r}, expected {', '.join(sorted(_FIELDS))}")
-    if "observation" not in fields:
-        raise RequestError("'observation' is missing")
-    session, reward, number = fields.get("session"), fields.get("reward"), fields.get("number")
-    begins = fields.get("begins", False)
-    if not isinstance(session, str | int | None) or isinstance(session, bool):
-        raise RequestError(f"'session' is {shown(session)}, expected a text or a whole number")
-    if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
-        raise RequestError(f"'reward' is {shown(reward)}, expected a finite number")
-    if not isinstance(begins, bool):
-        raise RequestError(f"'begins' is {shown(begins)}, expected true or false")
-    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-        raise RequestError(f"'number' is {shown(number)}, expected a whole number from 0 on")
-    if not isinstance(fields.get("version"), str | None):
-        raise RequestError(f"'version' is {fields['version']!r}, expected a text")
-    policy = shelf.newest(name).policy
-    observation: Tree = item_from(policy.observation_space, fields["observation"], "observation")
-    return ActRequest(
-        session, observation, math.nan if reward is None else float(reward), begins, number, front, ticket
-    )
-
-
-class HttpFront:
-    """Builds the ASGI application that serves a shelf of policies.
-
-    shelf       the policies
-    secret      that clients send as `Authorization: Bearer SECRET`; None: anybody is answered
-    max_body    bytes of a request, at most
-    openpi_for  name of the policy that speaks openpi's protocol at `/`; None: none does
+    Raises WireError for an address that can't be listened on.
     """
 
     def __init__(
-        self, shelf: Shelf, *, secret: bytes | None = None, max_body: int = 1 << 24, openpi_for: str | None = None
+        self,
+        shelf: Shelf,
+        listen: str,
+        *,
+        secret: str | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        max_body: int = 1 << 24,
+        openpi_for: str | None = None,
     ) -> None:
-        self._shelf, self._secret, self._max_body, self._openpi_for = shelf, secret, max_body, openpi_for
+        if not re.fullmatch(r"(tcp://)?[^/]+:\d+", listen):
+            raise WireError(f"address {listen!r}, expected 'host:port' for HTTP", "address")
+        address = parse_address(listen if "://" in listen else f"tcp://{listen}")
+        assert isinstance(address, TcpAddress)
+        for file, option in ((certificate, "certificate"), (key, "key")):
+            if file is not None and not file.is_file():
+                raise WireError(f"there is no file {file}, expected the {option} for TLS", "tls")
+        self._shelf, self._max_body, self._openpi_for = shelf, max_body, openpi_for
+        self._secret = None if secret is None else secret.encode()
+        check_secret(address, self._secret)
         self._front: AsyncFront | None = None
+        self._clients: dict[str, Conversation] = {}
+        self._scheme = "https" if certificate else "http"
+        config = uvicorn.Config(
+            self._application(),
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+            ws_max_size=max_body,
+        )
+        try:
+            config.load()
+            self._sockets = listen_on(address)
+        except (EnvError, OSError) as error:  # of TLS as well
+            raise WireError(f"can't listen on {address}: {error}", "address") from error
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=(self._sockets,), name="rollflow serves HTTP", daemon=True
+        )
+        self._thread.start()
 
-    def application(self) -> Starlette:
+    @property
+    def url(self) -> str:
+        """Where clients find it, such as `http://127.0.0.1:8080`."""
+        address = address_of(self._sockets[0])
+        return str(address).replace("tcp", self._scheme, 1)
+
+    def close(self) -> None:
+        """Answer what is under way, and listen no more."""
+        self._server.should_exit = True
+        self._thread.join()
+        close_sockets(self._sockets)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _application(self) -> Starlette:
         """The application, for an ASGI server."""
         routes: list[Any] = [
             Route("/health", self._health),
@@ -141,6 +164,7 @@ class HttpFront:
             Route("/v1/policies/{name}/act", self._answered(self._act), methods=["POST"]),
             Route("/v1/policies/{name}/sessions/{session}", self._answered(self._forget), methods=["DELETE"]),
             WebSocketRoute("/v1/policies/{name}/stream", self._stream),
+            WebSocketRoute("/v1/stream", self._stream),
         ]
         if self._openpi_for is not None:
             routes += [WebSocketRoute("/", self._openpi), Route("/healthz", self._health)]
@@ -148,7 +172,7 @@ class HttpFront:
 
     @asynccontextmanager
     async def _tidying(self, _: Starlette) -> AsyncIterator[None]:
-        self._front = AsyncFront()
+        self._front = AsyncFront(self._shelf)
 
         async def tidy() -> None:
             while True:
@@ -171,14 +195,15 @@ class HttpFront:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                return _response(request, {"error": _text_of(error)}, getattr(error, "status", 500))
+                refusal = refusal_of(error)
+                return _response(request, {"error": refusal["error"]}, refusal["status"])
 
         return answer
 
     def _prove(self, connection: HTTPConnection) -> None:
         if self._secret is None:
             return
-        shown = connection.headers.get("authorization", "").encode()
+        shown = connection.headers.get("authorization", "").encode("latin-1")  # the bytes as they came
         if not any(hmac.compare_digest(shown, scheme + self._secret) for scheme in _SCHEMES):
             raise UnprovedError("expected the header 'Authorization: Bearer SECRET' with this server's secret")
 
@@ -190,7 +215,7 @@ class HttpFront:
         return Response("ready\n" if ready else "no policy yet\n", 200 if ready else 503, media_type="text/plain")
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(exposition(self._shelf), headers={"content-type": METRICS_TYPE})
+        return Response(exposition(self._shelf), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _openapi(self, _: Request) -> Any:
         return api_of(self._shelf)
@@ -203,7 +228,7 @@ class HttpFront:
 
     async def _act(self, request: Request) -> Any:
         fields = _read(request.headers.get("content-type", ""), await self._body(request))
-        return _shown(await self._running_front.act(self._shelf, request.path_params["name"], fields))
+        return acted_fields(await self._running_front.act(request.path_params["name"], fields))
 
     async def _forget(self, request: Request) -> Any:
         session: Hashable = request.path_params["session"]
@@ -219,25 +244,9 @@ class HttpFront:
         return b"".join(parts)
 
     async def _stream(self, socket: WebSocket) -> None:
-        """Answer one message after the other: text is JSON, bytes are msgpack."""
-        if not await self._accepted(socket):
-            return
-        name = socket.path_params["name"]
-        with suppress(WebSocketDisconnect):
-            while True:
-                message = await socket.receive()
-                if message["type"] != "websocket.receive":
-                    return
-                text, data = message.get("text"), message.get("bytes")
-                try:
-                    fields = unpack(data or b"") if text is None else _read("application/json", text.encode())
-                    answer = _shown(await self._running_front.act(self._shelf, name, fields))
-                except Exception as error:
-                    answer = {"error": _text_of(error), "status": getattr(error, "status", 500)}
-                if text is None:
-                    await socket.send_bytes(pack(answer))
-                else:
-                    await socket.send_text(json.dumps({key: plain(value) for key, value in answer.items()}))
+        if await self._accepted(socket):
+            name, front = socket.path_params.get("name"), self._running_front
+            await Conversation(socket, self._shelf, front, self._clients, policy=name, limit=self._max_body).run()
 
     async def _openpi(self, socket: WebSocket) -> None:
         if await self._accepted(socket):
@@ -248,7 +257,7 @@ class HttpFront:
         try:
             self._prove(socket)
         except UnprovedError as error:
-            await socket.close(1008, str(error))
+            await socket.close(1008, str(error))  # which is status 403 here
             return False
         await socket.accept()
         return True
@@ -266,14 +275,7 @@ def _read(content_type: str, body: bytes) -> Any:
         return unpack(body)
     if kind not in ("application/json", ""):
         raise RequestError(f"content-type is '{kind}', expected 'application/json' or '{CONTENT_TYPE}'")
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from None
-
-
-def _shown(acted: Acted) -> dict[str, Any]:
-    return {"action": acted.action, "version": acted.version, "weights": acted.weights, "number": acted.number}
+    return read_json(body)
 
 
 def _response(request: Request, answer: Any, status: int) -> Response:
@@ -282,6 +284,89 @@ def _response(request: Request, answer: Any, status: int) -> Response:
     return JSONResponse(plain(answer), status)
 
 
-def _text_of(error: Exception) -> str:
-    own = isinstance(error, ServingError)
-    return str(error) if own else f"{type(error).__name__}: {error}"
+def api_of(shelf: Shelf) -> dict[str, Any]:
+    """The OpenAPI document of a server, with the spaces of its policies."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "rollflow policies", "version": "1"},
+        "paths": {f"/v1/policies/{name}/act": {"post": _act_of(shelf, name)} for name in shelf.names},
+    }
+
+
+def _act_of(shelf: Shelf, name: str) -> dict[str, Any]:
+    described = description_of(shelf, name)
+    request = {
+        "observation": described["observation"],
+        "reward": {"type": "number", "description": "for the session's action before"},
+        "session": {"type": ["string", "integer"], "description": "whose memory acts"},
+        "begins": {"type": "boolean", "description": "true where an episode begins"},
+        "number": {"type": "integer", "minimum": 0, "description": "of the request in its session"},
+        "version": {"type": "string", "description": "of the policy"},
+    }
+    answer = {
+        "action": described["action"],
+        "version": {"type": "string"},
+        "weights": {"type": "integer"},
+        "number": {"type": ["integer", "null"]},
+    }
+    return {
+        "operationId": f"act_{name}",
+        "requestBody": {"required": True, "content": _content(request, ["observation"])},
+        "responses": {
+            "200": {"description": "the action", "content": _content(answer, list(answer))},
+            **{
+                status: {"description": text, "content": _content({"error": {"type": "string"}}, ["error"])}
+                for status, text in _STATUSES.items()
+            },
+        },
+    }
+
+
+def _content(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {media: {"schema": schema} for media in ("application/json", "application/msgpack")}
+
+
+def exposition(shelf: Shelf) -> bytes:
+    """All counts of a shelf's policies, by name and version."""
+    registry = CollectorRegistry()
+    registry.register(_Counts(shelf))
+    return generate_latest(registry)
+
+
+class _Counts:
+    """Collector of a shelf's counts."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    def collect(self) -> Iterator[Any]:
+        """The families of metrics."""
+        batchers = [
+            ((name, version), batcher)
+            for name in self._shelf.names
+            for version, batcher in self._shelf.versions(name).items()
+        ]
+        for name, (text, count) in _COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=_LABELS)
+            for labels, batcher in batchers:
+                counter.add_metric(labels, count(batcher))
+            yield counter
+        for name, (text, level) in _GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+            for labels, batcher in batchers:
+                gauge.add_metric(labels, level(batcher))
+            yield gauge
+        for name, (text, values) in _HISTOGRAMS.items():
+            family = HistogramMetricFamily(name, text, labels=_LABELS)
+            for labels, batcher in batchers:
+                histogram = values(batcher)
+                family.add_metric(labels, list(_cumulated(histogram)), histogram.total)
+            yield family
+
+
+def _cumulated(histogram: Histogram) -> Iterator[tuple[str, float]]:
+    total = 0
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.buckets, strict=True):
+        total += count
+        yield bound, total

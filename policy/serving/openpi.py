@@ -10,15 +10,15 @@ from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from rollflow.policy.serving.api_page import description_of
-from rollflow.policy.serving.packed_arrays import pack, unpack
+from rollflow.policy.serving.front import AsyncFront, description_of
+from rollflow.policy.serving.items import pack, unpack
 from rollflow.policy.serving.request import RequestError
 from rollflow.policy.serving.shelf import Shelf
 
 _INTERNAL_ERROR = 1011
 
 
-async def converse(socket: WebSocket, shelf: Shelf, name: str, front: Any) -> None:
+async def converse(socket: WebSocket, shelf: Shelf, name: str, front: AsyncFront) -> None:
     """Speak with one client over an accepted socket, until it goes. An error is sent as text, and ends it."""
     session = f"openpi {socket.client} {id(socket):x}"
     begins = True
@@ -35,7 +35,7 @@ async def converse(socket: WebSocket, shelf: Shelf, name: str, front: Any) -> No
                         await socket.send_bytes(pack({}))
                         continue
                 fields = {"observation": _lone(shelf, name, observation), "session": session, "begins": begins}
-                acted = await front.act(shelf, name, fields)
+                acted = await front.act(name, fields)
             except Exception as error:
                 await socket.send_text(f"{type(error).__name__}: {error}")
                 await socket.close(_INTERNAL_ERROR, "the request failed")

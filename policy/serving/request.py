@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.data.tree import Tree
 
+PROTOCOL = 1  # version of the messages over WebSocket
+
 
 class ServingError(RollflowError):
     """Raised when a server can't answer a request; `status` is the HTTP status that says so."""
@@ -43,6 +45,12 @@ class ClosedError(ServingError):
     status = 503
 
 
+class VersionError(ServingError):
+    """Raised when a client speaks another version of the protocol."""
+
+    status = 426
+
+
 class UnansweredError(ServingError, TimeoutError):
     """Raised when no answer has come in time; what the server has made of the request is not known."""
 
@@ -63,14 +71,14 @@ class PartlyActedError(ServingError):
         self.actions, self.errors = actions, errors
 
 
-class ClientSession(NamedTuple):
+class OwnSession(NamedTuple):
     """A session of one client: another client's of the same name is another one.
 
-    client    random bytes by which the server knows the client
+    client    text by which the server knows the client
     name      that the client has given
     """
 
-    client: bytes
+    client: str
     name: Hashable
 
     def __repr__(self) -> str:

@@ -1,18 +1,22 @@
-"""The policies that a server has, by name and version, and which of them acts for a session."""
+"""The policies that a server has, by name and version, which of them acts for a session, and those saved anew."""
 
+import hashlib
 import logging
+import os
 import random
 import threading
 import zlib
-from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from rollflow.policy.serving.batcher import Batcher
+from rollflow.nodes.policies.policy import Policy
+from rollflow.policy.serving.batcher import Batcher, Tally
 from rollflow.policy.serving.request import ActRequest, ClosedError, UnknownPolicyError
-from rollflow.policy.serving.tally import Tally
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import ModuleError, PolicyError
 
 _log = logging.getLogger(__name__)
+_Stamp = tuple[int, int, int]
 
 
 class BatchOptions(NamedTuple):
@@ -131,21 +135,21 @@ class Shelf:
         """Release a session's memory; False where none is there. Raises UnknownPolicyError."""
         return any([batcher.forget(session) for batcher in self.versions(name).values()])
 
-    def forget_client(self, client: bytes) -> None:
+    def forget_client(self, client: str) -> None:
         """Release the memory of every session of a client that is gone."""
         for name in self.names:
             for batcher in self.versions(name).values():
                 batcher.forget_client(client)
 
     def tidy(self) -> None:
-        """Close older versions that have no sessions any more; to be called now and then."""
+        """Forget idle sessions, and close older versions that have none any more; to be called now and then."""
         over: list[tuple[str, Batcher]] = []
         with self._lock:
             for name, versions in self._versions.items():
                 canary = self._canaries.get(name, ("", 0.0))[0]
                 newest = self._settled(versions, canary).version
                 for version, batcher in list(versions.items()):
-                    if version not in (newest, canary) and not batcher.has_sessions():
+                    if not batcher.has_sessions() and version not in (newest, canary):
                         over.append((name, versions.pop(version)))
         for name, batcher in over:
             batcher.close()
@@ -190,3 +194,99 @@ def _part_of(weights: Mapping[str, Any], module_id: str) -> dict[str, Any]:
 def _draw(session: Hashable) -> float:
     """A number 0 … 1 that is the same for a session each time, and random without a session."""
     return random.random() if session is None else zlib.crc32(repr(session).encode()) / 2**32
+
+
+class WatchedPolicy:
+    """A saved policy that is served, and served anew once something else was saved under its path.
+
+        shelf     serves it
+        name      by which clients ask for it
+        path      of the artifact, a folder or a `.zip`
+        share     of what begins; below 1 it is a canary
+        load      makes the policy of a path; None: `Policy.load` with `allow` and `device`
+
+    A path that can't be loaded is logged, and what was served before goes on.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        share: float = 1.0,
+        allow: Collection[str] = (),
+        device: Any = None,
+        load: Callable[[Path], Any] | None = None,
+    ) -> None:
+        self._shelf, self._name, self._path, self._share = shelf, name, Path(path), share
+        if not self._path.exists():
+            raise PolicyError(f"there is no policy at {self._path}, expected a folder or a .zip file")
+        self._load = load or (lambda found: Policy.load(found, allow=allow, device=device))
+        self._seen = self._stamp()
+        self._put()
+
+    def look(self) -> bool:
+        """Serve what is under the path now, if it is not what was seen last. True: a new version is served."""
+        stamp = self._stamp()
+        if stamp is None or stamp == self._seen:
+            return False
+        self._seen = stamp
+        try:
+            self._put()
+        except Exception as error:
+            _log.warning("%s can't be served, what was there before goes on: %s", self._path, error)
+            return False
+        return True
+
+    def _put(self) -> None:
+        version = version_of(self._path)
+        if version not in (self._shelf.versions(self._name) if self._name in self._shelf.names else ()):
+            self._shelf.put(self._name, self._load(self._path), version, share=self._share)
+
+    def _stamp(self) -> _Stamp | None:
+        try:
+            found = self._manifest().stat()
+        except OSError:
+            return None  # it is being replaced
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _manifest(self) -> Path:
+        return self._path / "policy.json" if self._path.is_dir() else self._path
+
+
+class Looker(Protocol):
+    """Something that is looked at now and then."""
+
+    def look(self) -> object:
+        """See whether anything has changed, and do what is due then."""
+        ...
+
+
+class Watcher:
+    """Looks at watched policies, and whatever else changes, from a thread, until it is closed.
+
+    seconds    between two looks
+    """
+
+    def __init__(self, watched: Collection[Looker], seconds: float = 1.0) -> None:
+        self._watched, self._seconds = list(watched), seconds
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rollflow watches policies", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, once it has loaded what it is loading."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds):
+            for policy in self._watched:
+                policy.look()
+
+
+def version_of(path: Path) -> str:
+    """The version of an artifact: twelve digits of the digest of its manifest, which has the checksums of the rest."""
+    manifest = path / "policy.json" if path.is_dir() else path
+    return hashlib.sha256(manifest.read_bytes()).hexdigest()[:12]

@@ -126,9 +126,7 @@ class RequestClients:
             return None
         return client
 
-    def answer(
-        self, client: RequestClient, answer: wire.AnyAnswer, refusal: Callable[[WireError], wire.AnyAnswer]
-    ) -> None:
+    def answer(self, client: RequestClient, answer: wire.Result, refusal: Callable[[WireError], wire.Result]) -> None:
         """Answer a request.
 
         refusal    makes the answer in place of one that can't be sent

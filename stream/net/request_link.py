@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
@@ -53,28 +53,18 @@ class LinkTarget(NamedTuple):
     is_gone: Callable[[], bool] = lambda: False
 
 
-class SettingsReader(Protocol):
-    """Reader of what a server says unasked."""
-
-    def take_settings(self, settings: wire.Settings) -> None:
-        """Take settings; called in the link's thread, with its lock held."""
-        ...
-
-
 class RequestLink:
     """Asks a server, from any number of threads, until it is closed. A connection that breaks is dialled again.
-
-    reader    of settings; None: there are none
 
     changed    condition, notified whenever something has come
     session    memory of the requests
     loop       of the sockets
     """
 
-    def __init__(self, target: LinkTarget, reader: SettingsReader | None = None) -> None:
-        self._target, self._reader = target, reader
+    def __init__(self, target: LinkTarget) -> None:
+        self._target = target
         self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
-        self._futures: dict[int, Future[wire.AnyAnswer]] = {}
+        self._futures: dict[int, Future[wire.Result]] = {}
         self._fatal: Exception | None = None
         self._is_closing = self._is_known = False
         self._there_at = monotonic()  # when the server was last seen to be there
@@ -85,18 +75,12 @@ class RequestLink:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def ask(
-        self,
-        make: Callable[[int, int], wire.AnyRequest],
-        until: float,
-        give_up: Callable[[], object] = lambda: None,
-    ) -> wire.AnyAnswer:
+    def ask(self, make: Callable[[int, int], wire.Query], until: float) -> wire.Result:
         """Send a request, and wait for its answer until a time.
 
-        make       makes the request of its number, and the number up to which all are answered
-        give_up    called, as `make` is, with the lock held: the answer has not come in time
+        make    makes the request of its number, and the number up to which all are answered
         """
-        future: Future[wire.AnyAnswer] = Future()
+        future: Future[wire.Result] = Future()
         with self.changed:
             self.wait(until, lambda: self.session.may_ask)
             request = make(self.session.number + 1, self.session.done)
@@ -107,7 +91,6 @@ class RequestLink:
         except TimeoutError:
             with self.changed:
                 self.session.drop(request.number)
-                give_up()
                 raise self._unanswered() from None
         finally:
             self._futures.pop(request.number, None)
@@ -116,14 +99,6 @@ class RequestLink:
     def is_connected(self) -> bool:
         """True while the server has taken this client in, by a connection that is there."""
         return any(peer.connection.phase is wire.ConnectionPhase.RUNNING for peer in self.loop.peers)
-
-    def tell(self, news: wire.Message) -> None:
-        """Send a message that has no answer, if there is a connection."""
-        with self.changed:
-            for peer in self.loop.peers:
-                if peer.connection.phase is wire.ConnectionPhase.RUNNING:
-                    peer.connection.tell(news)
-                    self.loop.peers.write(peer)
 
     def wait(self, until: float, is_there: Callable[[], bool]) -> None:
         """Wait, with the lock held, until something is there. Raises what has ended the link, or that it is late."""
@@ -147,7 +122,7 @@ class RequestLink:
         self.loop.wakeup.ring()
         self._thread.join()
 
-    def _send(self, request: wire.AnyRequest) -> None:
+    def _send(self, request: wire.Query) -> None:
         """Send a request by the connection that there is, or have the next one send it."""
         peer = next((each for each in self.loop.peers if each.connection.is_open), None)
         if peer is None or peer.connection.phase is not wire.ConnectionPhase.RUNNING:
@@ -163,7 +138,7 @@ class RequestLink:
         if peer.transport.waits_to_write or not peer.connection.is_open:
             self.loop.wakeup.ring()
 
-    def _answer(self, future: Future[wire.AnyAnswer], until: float) -> wire.AnyAnswer:
+    def _answer(self, future: Future[wire.Result], until: float) -> wire.Result:
         """The answer that a future gets, with log lines while it does not come. Raises TimeoutError at a time."""
         patience = WaitReminder(until - monotonic())
         while True:
@@ -262,12 +237,10 @@ class RequestLink:
         """Take a message of the server."""
         with self.changed:
             match event:
-                case wire.Acted() | wire.Result():
+                case wire.Result():
                     future = self._futures.get(event.number)
                     if future is not None and not future.done():
                         future.set_result(event)
-                case wire.Settings() if self._reader is not None:
-                    self._reader.take_settings(event)
                 case wire.Welcome():
                     if self._is_known and not event.resumed and self._target.parted is not None:
                         server = f"the {self._target.connection.roles[1]} at {self._target.address}"

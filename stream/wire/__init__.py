@@ -1,17 +1,5 @@
 """The protocol, without I/O: between a gateway and hosts of environments or rollouts, and a trainer and sources."""
 
-from rollflow.stream.wire.acting import (
-    AnyAnswer,
-    AnyRequest,
-    ClientConnection,
-    ClientSession,
-    DatasetConnection,
-    RankConnection,
-    ReplayConnection,
-    SamplerConnection,
-    ServerConnection,
-    ServerSession,
-)
 from rollflow.stream.wire.address import (
     Address,
     SharedAddress,
@@ -21,7 +9,6 @@ from rollflow.stream.wire.address import (
     parse_address,
     parse_trainer_address,
 )
-from rollflow.stream.wire.codec.acting import MOST_OBSERVATIONS, Act, Acted, Release
 from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder, ScatterBytes, bytes_of
 from rollflow.stream.wire.codec.handshake import (
@@ -81,6 +68,16 @@ from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
 from rollflow.stream.wire.ends import Acceptor
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
+from rollflow.stream.wire.queries import (
+    ClientConnection,
+    ClientSession,
+    DatasetConnection,
+    RankConnection,
+    ReplayConnection,
+    SamplerConnection,
+    ServerConnection,
+    ServerSession,
+)
 from rollflow.stream.wire.session import GatewaySession, HostSession
 from rollflow.stream.wire.source import SourceConnection, SourceSession, TrainerConnection, TrainerSession
 from rollflow.stream.wire.weights_packing import WeightsPacker

@@ -171,7 +171,7 @@ def test_what_can_not_be_followed_is_said_in_a_line(
 ) -> None:
     policy_of(Echo).save(tmp_path / "echo")
     named = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-    serve = ["serve", str(tmp_path / "echo"), "--listen", "tcp://127.0.0.1:0", "--allow", "served_policies"]
+    serve = ["serve", str(tmp_path / "echo"), "--http", "127.0.0.1:0", "--allow", "served_policies"]
     assert main([*serve, *named]) == 1
     error = capsys.readouterr().err
     assert message.replace("{tmp}", str(tmp_path)) in error

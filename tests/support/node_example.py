@@ -1,4 +1,4 @@
-"""The folders of the examples in JavaScript, with their package of msgpack installed."""
+"""Node, and the folder of the example of a host in JavaScript, with its package of msgpack installed."""
 
 import shutil
 import subprocess
@@ -7,19 +7,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE, CLIENT = Path("examples", "env_host_node"), Path("examples", "policy_client_node")
+EXAMPLE = Path("examples", "env_host_node")
 PACKAGE = Path("node_modules", "@msgpack", "msgpack")
 FIRST_VERSION = 20
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's folder where its package is installed, or a copy where it can be."""
+def node() -> str:
+    """The command of a node that the examples run on."""
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
     version = subprocess.check_output(["node", "--version"], text=True)
     if int(version.lstrip("v").split(".")[0]) < FIRST_VERSION:
         pytest.skip(f"node is {version.strip()}, expected {FIRST_VERSION} or newer")
+    return "node"
+
+
+@pytest.fixture(scope="session")
+def folder(node: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's folder where its package is installed, or a copy where it can be."""
     if (ROOT / EXAMPLE / PACKAGE).exists():
         return ROOT / EXAMPLE
     if shutil.which("npm") is None:
@@ -43,12 +49,3 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except subprocess.TimeoutExpired:
         pytest.skip("npm can't install the package of msgpack within 60 s")
     return copy / EXAMPLE
-
-
-@pytest.fixture
-def client_folder(folder: Path) -> Path:
-    """The folder of the example of a client of policies, beside that of the host, whose package and game it uses."""
-    beside = folder.parent / CLIENT.name
-    if not beside.exists():
-        shutil.copytree(ROOT / CLIENT, beside)
-    return beside

@@ -17,7 +17,7 @@ def serving(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
         program,
         "serve",
         *arguments,
-        *(() if {"--listen", "--http"} & {*arguments} else ("--http", "127.0.0.1:0")),
+        *(() if "--http" in arguments else ("--http", "127.0.0.1:0")),
         "--allow",
         "served_policies",
     ]

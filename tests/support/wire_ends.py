@@ -5,9 +5,7 @@ from typing import Any
 from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
 
 from rollflow.stream.wire import (
-    Act,
     AgentRows,
-    ClientConnection,
     ClientSession,
     Connection,
     Event,
@@ -22,7 +20,6 @@ from rollflow.stream.wire import (
     Reset,
     Rows,
     SamplerConnection,
-    ServerConnection,
     ServerSession,
     SourceConnection,
     SourceSession,
@@ -148,28 +145,22 @@ class StreamEnds:
         return self.source.receive(taken_from(self.trainer), 0.0)
 
 
-class ActingEnds:
-    """Both ends of one connection, after the handshake, of a client that has one request under way.
+class QueryEnds:
+    """Both ends of one connection, after the handshake, of a sampler whose query 3 a replay host has to answer."""
 
-    request    name of its example: "act", number 7; or "query", number 3, of a sampler to a replay host
-    """
-
-    def __init__(self, request: str = "act") -> None:
+    def __init__(self) -> None:
         shared: dict[str, Any] = {"secret": SECRET, "limits": Limits(), "now": 0.0}
         session = ClientSession(TOKEN)
-        client, server = (
-            (ClientConnection, ServerConnection) if request == "act" else (SamplerConnection, ReplayConnection)
-        )
-        said = hello(role=client.role, slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
-        self.client = client(said, session, **shared)
-        self.server = server(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        said = hello(role="sampler", slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
+        self.client = SamplerConnection(said, session, **shared)
+        self.server = ReplayConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
         self.to_server()
         self.to_client()
         self.to_server()
         self.server.welcome(ServerSession(TOKEN, 8))
         self.to_client()
-        asked = EXAMPLES[request]
-        assert isinstance(asked, Act | Query)
+        asked = EXAMPLES["query"]
+        assert isinstance(asked, Query)
         session.number = asked.number - 1
         self.client.ask(asked)
 

@@ -4,14 +4,13 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import msgpack
 import numpy as np
-from wire_ends import ActingEnds, Ends, StreamEnds, greeted, running, running_agents, running_reset, taken_from
+from wire_ends import Ends, QueryEnds, StreamEnds, greeted, running, running_agents, running_reset, taken_from
 from wire_messages import CHALLENGE, EXAMPLES, TOKEN, first_rows, hello
 
 from rollflow.stream.data.errors import WireError
@@ -125,14 +124,14 @@ def _source() -> Connection:
     return StreamEnds(known=TrainerSession(TOKEN, taken=50), given=50).source
 
 
-def _client(request: str = "act") -> Connection:
-    ends = ActingEnds(request)
+def _client() -> Connection:
+    ends = QueryEnds()
     taken_from(ends.client)
     return ends.client
 
 
-def _server(request: str = "act") -> Connection:
-    return ActingEnds(request).server
+def _server() -> Connection:
+    return QueryEnds().server
 
 
 # Ends, each with streams that it takes.
@@ -159,10 +158,8 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
         ],
     ),
     (_source, [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")]),
-    (_client, [stream_of("settings", "acted", "ping"), stream_of("acted", "goodbye")]),
-    (_server, [stream_of("act", "release", "ping"), stream_of("act", "act", "refused")]),
-    (partial(_client, "query"), [stream_of("result", "ping"), stream_of("result", "goodbye")]),
-    (partial(_server, "query"), [stream_of("query", "ping"), stream_of("query", "query", "refused")]),
+    (_client, [stream_of("result", "ping"), stream_of("result", "goodbye")]),
+    (_server, [stream_of("query", "ping"), stream_of("query", "query", "refused")]),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

@@ -10,8 +10,6 @@ from gymnasium import spaces
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import (
-    Act,
-    Acted,
     AgentRows,
     Block,
     BlocksReleased,
@@ -38,7 +36,6 @@ from rollflow.stream.wire import (
     Query,
     Receipt,
     Refused,
-    Release,
     Reset,
     Result,
     Rows,
@@ -274,20 +271,6 @@ EXAMPLES: dict[str, Message] = {
     "come": LaneJoined(2),
     "aside": LaneLeft(1, 42),
     "receipt": Receipt("lane 0", 7, bytes(range(64, 96))),
-    "act": Act(
-        7,
-        5,
-        "pole",
-        None,
-        ("game 1", 2, None),
-        np.array([False, True, True]),
-        np.array([1.0, np.nan, np.nan], np.float32),
-        np.array([[0.25, 0.5], [0, 1], [1, 0]], np.float32),
-    ),
-    "acted": Acted(
-        7, (0, 2), np.array([1, 0]), ("3f2a", "3f2a"), (12, 12), ([1, 429, "too many wait; ask again later"],)
-    ),
-    "release": Release("pole", ("game 1", 2)),
     "query": Query(
         3, 2, "update_priorities", {}, {"ids": np.array([7, 9]), "values": np.array([0.5, 2.0], np.float32)}
     ),

@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { CartPoleLane, Generator, isOver, nextState } from "../cartpole.js";
+import { CartPoleLane, Generator } from "../cartpole.js";
+import { isOver, nextState } from "../physics.js";
 import { NdArray } from "../wire.js";
 
 const listOf = (array) => Array.from(array.items);

@@ -25,8 +25,8 @@ MOST_NUMBER = (1 << 53) - 1  # the largest integer that a double, and so every l
 LaneId = Annotated[int, field.whole(0, MOST_NUMBER)]
 Number = Annotated[int, field.whole(1, MOST_NUMBER)]
 Role = Annotated[
-    Literal["env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank"],
-    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank"),
+    Literal["env", "agents", "rollout", "agent_rollout", "source", "sampler", "rank"],
+    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "sampler", "rank"),
 ]
 ROLLOUTS = ("rollout", "agent_rollout")  # roles of hosts that run whole rollouts
 WITH_AGENTS = ("agents", "agent_rollout")  # roles of hosts whose environments have several agents each
@@ -64,9 +64,8 @@ class Hello:
     versions             lowest and highest protocol version that it supports
     role                 "env": it steps environments; "agents": environments with several agents each; "rollout":
                          it runs whole rollouts; "agent_rollout": those of environments with several agents;
-                         "source": it runs one of its own, and sends fragments to a trainer; "client": it has
-                         observations, and wants actions from a server of policies; "sampler": it wants steps from a
-                         replay host; "rank": it wants its share of what comes to a trainer
+                         "source": it runs one of its own, and sends fragments to a trainer; "sampler": it wants
+                         steps from a replay host; "rank": it wants its share of what comes to a trainer
     software, name       names of its software and of the host, for people
     nonce                32 random bytes, new for every connection
     session              16 random bytes of its choice: the same as long as it remembers its lanes

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.acting import Act, Acted, Release
 from rollflow.stream.wire.codec.agent_rows import AgentRows, AgentSlots
 from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
@@ -387,7 +386,7 @@ Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
 _Memory = Block | Lent | Series | Forget | BlocksReleased | WeightsPacked
-_Asked = Act | Acted | Release | Query | Result
+_Asked = Query | Result
 Running = Request | Answer | _News | _Memory | _Asked | Credit | Ping | Pong | Goodbye | Refused
 
 

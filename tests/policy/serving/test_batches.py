@@ -8,9 +8,8 @@ from served_policies import Echo, Held, Sums, Taking, first_of, policy_of
 
 from rollflow.nodes import DefaultModule, PrevActionsPrevRewards
 from rollflow.policy import Policy
-from rollflow.policy.serving.batcher import Batcher
+from rollflow.policy.serving.batcher import Batcher, Tally
 from rollflow.policy.serving.request import Acted, ClosedError, OverloadedError, RequestError, SessionLostError
-from rollflow.policy.serving.tally import Tally
 
 
 def batcher_of(policy: Any, **options: Any) -> Batcher:
@@ -33,7 +32,7 @@ def test_what_waits_acts_in_one_pass() -> None:
     assert {ticket: first_of(answer) for ticket, answer in answers.items()} == {"first": 0.0} | {
         number: float(number) for number in range(1, 7)
     }
-    assert (batcher.tally.acted.value, batcher.tally.batch_sizes.buckets[:3]) == (7, [1, 1, 1])
+    assert (batcher.tally.acted, batcher.tally.batch_sizes.buckets[:3]) == (7, [1, 1, 1])
 
 
 def test_requests_of_one_session_never_share_a_pass_and_keep_their_order() -> None:
@@ -127,7 +126,7 @@ def test_too_many_that_wait_are_refused() -> None:
         held.go.release()
     assert len(front.take(3)) == 3
     batcher.close()
-    assert batcher.tally.refused.value == 1
+    assert batcher.tally.refused == 1
 
 
 def test_a_pass_that_fails_says_so_to_its_requests_and_the_next_one_goes_on() -> None:
@@ -138,7 +137,7 @@ def test_a_pass_that_fails_says_so_to_its_requests_and_the_next_one_goes_on() ->
     answers = front.take(2)
     batcher.close()
     assert str(answers[13.0]) == "thirteen"
-    assert batcher.tally.failed.value in (1, 2)  # alone, or with the other one
+    assert batcher.tally.failed in (1, 2)  # alone, or with the other one
 
 
 def test_a_closed_one_answers_what_waits_and_takes_nothing_more() -> None:

@@ -12,8 +12,8 @@ from served_policies import Echo, Held, Sums, policy_of
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from rollflow.policy.serving.http_server import HttpServer
-from rollflow.policy.serving.packed_arrays import CONTENT_TYPE, pack, unpack
+from rollflow.policy.serving.http import HttpServer
+from rollflow.policy.serving.items import CONTENT_TYPE, pack, unpack
 from rollflow.policy.serving.shelf import BatchOptions, Shelf
 from rollflow.stream import WireError
 

@@ -8,8 +8,7 @@ import pytest
 from served_policies import Echo, Taking, policy_of
 
 from rollflow.policy.serving.request import Acted
-from rollflow.policy.serving.shelf import Shelf
-from rollflow.policy.serving.watch import WatchedPolicy, Watcher, version_of
+from rollflow.policy.serving.shelf import Shelf, WatchedPolicy, Watcher, version_of
 
 ALLOW = ["served_policies"]
 

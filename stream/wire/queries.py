@@ -1,27 +1,23 @@
 """Connections between a client that asks and a server that answers, and their memories across connections.
 
-A client wants actions of a server of policies, a sampler steps of a replay host, a rank its share of what comes to a
-trainer. A client numbers its requests 1, 2, … and may have several under way, which are answered in any order. After a
-lost connection it sends those without an answer again. The server keeps its answers until the client says that it has
-them: a request that it has taken before is not done again, but answered as it was. So every request is done once by a
-server that remembers the client, and answered once.
+A sampler wants steps of a replay host, a rank its share of what comes to a trainer. A client numbers its requests 1, 2,
+… and may have several under way, which are answered in any order. After a lost connection it sends those without an
+answer again. The server keeps its answers until the client says that it has them: a request that it has taken before is
+not done again, but answered as it was. So every request is done once by a server that remembers the client, and
+answered once.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire.codec.acting import Act, Acted, Release
 from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Role, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.codec.messages import Settings
 from rollflow.stream.wire.codec.replaying import RANK_QUERIES, SAMPLER_QUERIES, Query, Result
 from rollflow.stream.wire.connection import ConnectionPhase, Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import TakenRequest
-
-AnyRequest = Act | Query
-AnyAnswer = Acted | Result
 
 
 class ClientSession:
@@ -35,10 +31,10 @@ class ClientSession:
     def __init__(self, token: bytes) -> None:
         self.token = token
         self.number = self.window = 0
-        self._under_way: dict[int, AnyRequest] = {}
+        self._under_way: dict[int, Query] = {}
 
     @property
-    def under_way(self) -> Sequence[AnyRequest]:
+    def under_way(self) -> Sequence[Query]:
         """The requests without an answer, in their order."""
         return list(self._under_way.values())
 
@@ -52,7 +48,7 @@ class ClientSession:
         """True if another request is within the window."""
         return self.number < self.done + self.window
 
-    def ask(self, request: AnyRequest) -> None:
+    def ask(self, request: Query) -> None:
         """Record that a request is under way. Raises WireError if it is not the next one, or beyond the window."""
         if request.number != self.number + 1 or not self.may_ask:
             last = self.done + self.window
@@ -68,17 +64,15 @@ class ClientSession:
 
 
 class ClientConnection(Initiator):
-    """A client's end, with a Hello of role "client". Constructed as an `Initiator`.
+    """A client's end; each subclass has its role. Constructed as an `Initiator`.
 
     session    the client's memory, the same for one connection after another
 
-    Events: Welcome, Settings, `answers`, each request's once, and at the end Goodbye or ConnectionBroken. Requests
-    without an answer are sent again as soon as the Welcome has come.
+    Events: Welcome, Results, each request's once, and at the end Goodbye or ConnectionBroken. Requests without an
+    answer are sent again as soon as the Welcome has come.
     """
 
-    roles = "client", "server"
-    role: Role = "client"
-    answers: type[AnyAnswer] = Acted
+    role: ClassVar[Role]
 
     def __init__(
         self, hello: Hello, session: ClientSession, *, secret: bytes | None, limits: Limits, now: float
@@ -86,7 +80,7 @@ class ClientConnection(Initiator):
         super().__init__(hello, secret=secret, limits=limits, now=now)
         self._session = session
 
-    def ask(self, request: AnyRequest) -> None:
+    def ask(self, request: Query) -> None:
         """Send a request, whose arrays must not change until it is answered; or have the next connection send it.
 
         Raises WireError for a request that can't be made now, or is larger than the server takes; it is then not under
@@ -107,30 +101,26 @@ class ClientConnection(Initiator):
             self._send(request)
 
     def _take_running(self, message: Message) -> list[Event]:
-        if isinstance(message, Settings):
-            return [message]
-        if isinstance(message, self.answers):
+        if isinstance(message, Result):
             if message.number > self._session.number:
                 most = self._session.number
                 raise WireError(f"{message.kind} {message.number}, expected at most {most}", "number")
             return [message] if self._session.drop(message.number) else []
-        raise WireError(f"{message.kind} to a {self.roles[0]}, expected {self.answers.kind} or settings", "order")
+        raise WireError(f"{message.kind} to a {self.roles[0]}, expected {Result.kind}", "order")
 
 
 class SamplerConnection(ClientConnection):
-    """A sampler's end, as a `ClientConnection` with a Hello of role "sampler", Queries and Results."""
+    """A sampler's end, with a Hello of role "sampler"."""
 
     roles = "sampler", "replay host"
-    role: Role = "sampler"
-    answers = Result
+    role: ClassVar[Role] = "sampler"
 
 
 class RankConnection(ClientConnection):
-    """A rank's end, as a `ClientConnection` with a Hello of role "rank", Queries and Results."""
+    """A rank's end, with a Hello of role "rank"."""
 
     roles = "rank", "trainer"
-    role: Role = "rank"
-    answers = Result
+    role: ClassVar[Role] = "rank"
 
 
 class ServerSession:
@@ -145,14 +135,14 @@ class ServerSession:
         self.is_welcomed = False
         self._done = 0
         self._under_way: set[int] = set()
-        self._answers: dict[int, AnyAnswer] = {}
+        self._answers: dict[int, Result] = {}
 
     @property
     def num_under_way(self) -> int:
         """Requests that are taken and not answered."""
         return len(self._under_way)
 
-    def take(self, request: AnyRequest) -> TakenRequest:
+    def take(self, request: Query) -> TakenRequest:
         """Take a request; return the reaction to it. Raises WireError if it is beyond the window."""
         number, done, kind = request.number, request.done, request.kind
         if done >= number:
@@ -171,11 +161,11 @@ class ServerSession:
         self._under_way.add(number)
         return TakenRequest.NEW
 
-    def answer_to(self, number: int) -> AnyAnswer:
+    def answer_to(self, number: int) -> Result:
         """The kept answer to a request."""
         return self._answers[number]
 
-    def keep(self, answer: AnyAnswer) -> None:
+    def keep(self, answer: Result) -> None:
         """Keep the answer to a request until the client has it; of one that it has given up, nothing."""
         self._under_way.remove(answer.number)
         if answer.number > self._done:
@@ -183,21 +173,17 @@ class ServerSession:
 
 
 class ServerConnection(Acceptor):
-    """A server's end. Constructed as an `Acceptor`.
+    """A server's end; each subclass says which queries it answers. Constructed as an `Acceptor`.
 
     Events:
 
         Hello                       the client has proved itself: answer with `welcome` or `refuse`
-        `requests`                  each once: answer with `answer`, in any order
-        Release                     sessions that are over
+        Query                       each once: answer with `answer`, in any order
         Goodbye, ConnectionBroken   the end
     """
 
-    roles = "server", "client"
-    requests: type[AnyRequest] = Act
-    queries: Sequence[str] = ()  # names that Queries may have
-
-    _name = "server of policies"
+    queries: ClassVar[Sequence[str]]
+    _name: ClassVar[str]
     _session: ServerSession | None = None
 
     def welcome(self, session: ServerSession) -> None:
@@ -207,7 +193,7 @@ class ServerConnection(Acceptor):
         self._session = session
         session.is_welcomed = True
 
-    def answer(self, answer: AnyAnswer) -> None:
+    def answer(self, answer: Result) -> None:
         """Answer a request; a connection that does not run leaves the answer to the next one.
 
         Raises WireError if the answer is larger than the client takes: it is then not answered. A WireError with the
@@ -226,34 +212,30 @@ class ServerConnection(Acceptor):
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
             return []  # after a goodbye in the handshake
-        if isinstance(message, self.requests):
-            if isinstance(message, Query) and message.name not in self.queries:
+        if isinstance(message, Query):
+            if message.name not in self.queries:
                 expected = ", ".join(self.queries)
                 raise WireError(f"query {message.name!r} to a {self._name}, expected one of {expected}", "order")
             taken = self._session.take(message)
             if taken is TakenRequest.AGAIN:
                 self._send(self._session.answer_to(message.number))
             return [message] if taken is TakenRequest.NEW else []
-        if isinstance(message, Release) and self.requests is Act:
-            return [message]
-        raise WireError(f"{message.kind} from a {self.roles[1]}, expected {self.requests.kind}", "order")
+        raise WireError(f"{message.kind} from a {self.roles[1]}, expected {Query.kind}", "order")
 
 
 class ReplayConnection(ServerConnection):
-    """A replay host's end, as a `ServerConnection` with Queries and Results."""
+    """A replay host's end."""
 
     roles = "replay host", "sampler"
-    requests = Query
     queries = SAMPLER_QUERIES
 
     _name = "replay host"
 
 
 class DatasetConnection(ServerConnection):
-    """A trainer's end towards its other ranks, as a `ServerConnection` with Queries and Results."""
+    """A trainer's end towards its other ranks."""
 
     roles = "trainer", "rank"
-    requests = Query
     queries = RANK_QUERIES
 
     _name = "trainer's dataset"

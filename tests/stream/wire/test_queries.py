@@ -1,0 +1,164 @@
+"""Clients that ask and servers that answer: numbers, windows, and requests that come again after a cut."""
+
+import pytest
+from hypothesis import given, strategies as st
+from wire_ends import QueryEnds, taken_from
+from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, hello
+
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire import (
+    ClientConnection,
+    ClientSession,
+    ConnectionBroken,
+    DatasetConnection,
+    Hello,
+    Limits,
+    Query,
+    ReplayConnection,
+    Result,
+    SamplerConnection,
+    ServerConnection,
+    ServerSession,
+    Welcome,
+    encode,
+)
+
+SAMPLER = hello(role="sampler", slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
+
+
+def query(number: int, done: int = 0) -> Query:
+    return Query(number, done, "sample", {"count": 8}, {})
+
+
+def result(number: int) -> Result:
+    return Result(number, {}, {}, f"answer {number}")
+
+
+def test_a_query_comes_once_and_its_result_too() -> None:
+    ends = QueryEnds()
+    (request,) = ends.to_server()
+    assert isinstance(request, Query)
+    ends.server.answer(result(3))
+    (answer,) = ends.to_client()
+    assert isinstance(answer, Result)
+    assert answer.problem == "answer 3"
+
+
+@pytest.mark.parametrize("message", ["welcome", "step", "result", "weights"])
+def test_what_a_server_must_not_be_sent_is_refused(message: str) -> None:
+    ends = QueryEnds()
+    ends.to_server()
+    (event,) = ends.server.receive(b"".join(encode(EXAMPLES[message])), 0.0)
+    assert isinstance(event, ConnectionBroken)
+    assert event.error.code == "order"
+
+
+def test_a_query_of_another_end_is_refused() -> None:
+    ends = QueryEnds()
+    ends.to_server()
+    (event,) = ends.server.receive(b"".join(encode(Query(4, 0, "take_up", {}, {}))), 0.0)
+    assert isinstance(event, ConnectionBroken)
+    assert "query 'take_up' to a replay host, expected one of sample, update_priorities" in str(event.error)
+
+
+def test_an_answer_that_nobody_asked_for_is_refused_and_one_that_was_given_up_is_dropped() -> None:
+    ends = QueryEnds()
+    ends.client._session.drop(3)
+    assert ends.client.receive(b"".join(encode(result(3))), 0.0) == []
+    (event,) = ends.client.receive(b"".join(encode(result(4))), 0.0)
+    assert isinstance(event, ConnectionBroken)
+    assert event.error.code == "number"
+
+
+@pytest.mark.parametrize(
+    ("server", "said", "expected"),
+    [
+        (ReplayConnection, hello(), "hello.role is 'env', expected 'sampler': this is a replay host"),
+        (DatasetConnection, SAMPLER, "hello.role is 'sampler', expected 'rank': this is a trainer's dataset"),
+    ],
+)
+def test_an_end_of_another_role_is_refused(server: type[ServerConnection], said: Hello, expected: str) -> None:
+    host = server(software="s", nonce=GATEWAY_NONCE, secret=None, limits=Limits(), now=0.0)
+    client = SamplerConnection(said, ClientSession(TOKEN), secret=None, limits=Limits(), now=0.0)
+    for _ in range(2):
+        events = host.receive(taken_from(client), 0.0)
+        client.receive(taken_from(host), 0.0)
+    assert isinstance(events[-1], ConnectionBroken)
+    assert events[-1].error.code == "role"
+    assert expected in str(events[-1].error)
+
+
+def test_requests_beyond_the_window_are_refused_on_both_sides() -> None:
+    session = ClientSession(TOKEN)
+    session.window = 2
+    session.ask(query(1))
+    session.ask(query(2))
+    assert not session.may_ask
+    with pytest.raises(WireError, match="query 3, expected 3, and at most 2"):
+        session.ask(query(3))
+    assert session.drop(2)  # the oldest is still under way
+    assert not session.may_ask
+    session.drop(1)
+    session.ask(query(3, session.done))
+    server = ServerSession(TOKEN, 2)
+    server.take(query(1))
+    server.take(query(2))
+    with pytest.raises(WireError, match="query 3, expected at most 2"):
+        server.take(query(3))
+    server.take(query(3, done=1))
+    with pytest.raises(WireError, match=r"query\.done is 4, expected less than 4"):
+        server.take(query(4, done=4))
+
+
+@given(st.data())
+def test_whatever_is_cut_each_request_is_taken_once_and_answered_once(data: st.DataObject) -> None:
+    client_session, server_session = ClientSession(TOKEN), ServerSession(TOKEN, 4)
+    taken: list[int] = []
+    waiting: list[int] = []
+    answers: list[int] = []
+
+    def connected() -> tuple[ClientConnection, ServerConnection]:
+        client = SamplerConnection(SAMPLER, client_session, secret=SECRET, limits=Limits(), now=0.0)
+        server = ReplayConnection(software="s", nonce=GATEWAY_NONCE, secret=SECRET, limits=Limits(), now=0.0)
+        for _ in range(2):
+            server.receive(taken_from(client), 0.0)
+            if server.hello is None:
+                client.receive(taken_from(server), 0.0)
+        server.welcome(server_session)
+        return client, server
+
+    def carry(source: ClientConnection | ServerConnection, target: ClientConnection | ServerConnection) -> None:
+        sent = taken_from(source)
+        if is_cut:
+            sent = sent[: data.draw(st.integers(0, len(sent)))]
+        for event in target.receive(sent, 0.0):
+            assert not isinstance(event, ConnectionBroken), event.error
+            if isinstance(event, Query):
+                taken.append(event.number)
+                waiting.append(event.number)
+            elif isinstance(event, Result):
+                answers.append(event.number)
+                assert event.problem == f"answer {event.number}"
+            else:
+                assert isinstance(event, Welcome)
+
+    client, server = connected()
+    for step in range(data.draw(st.integers(1, 40))):
+        is_cut = data.draw(st.booleans())
+        while client_session.may_ask and data.draw(st.booleans()):
+            client.ask(query(client_session.number + 1, client_session.done))
+        carry(server, client)
+        carry(client, server)
+        while waiting and data.draw(st.booleans()):
+            server.answer(result(waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))))
+        if is_cut or step == 0:
+            client, server = connected()
+    is_cut = False
+    client, server = connected()
+    for _ in range(3):
+        carry(server, client)
+        carry(client, server)
+        while waiting:
+            server.answer(result(waiting.pop()))
+    assert sorted(taken) == sorted(answers) == list(range(1, client_session.number + 1))
+    assert client_session.done == client_session.number
