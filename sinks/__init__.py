@@ -3,7 +3,7 @@
 A sink is a node without outputs: a callable of one item that is annotated `-> None`, or an object with
 `async def run(self, fragments: Inlet[Fragment]) -> None`. It needs no base class and no registration:
 `graph.add(replay=Replay())`, then `graph.connect("rollout.fragments", "replay")`. `examples/fan_out.py` has one of its
-own, and "A sink of your own" in `docs/architecture.md` is a replay buffer.
+own, and "Nodes" in `docs/how_to/graphs.md` has a replay buffer.
 """
 
 from typing import TYPE_CHECKING
