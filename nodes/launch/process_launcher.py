@@ -9,6 +9,7 @@ from rollflow.nodes.launch.program_process import ProgramProcess
 
 _ENDING_S = 1.0  # for programs that are ending by themselves
 _LEAVING_S = 5.0  # for those that are told to end once nobody needs them
+_PRELOAD = "rollflow.nodes.offloaded.rollout_host"  # imports nearly all that a host needs
 
 
 class ProcessLauncher:
@@ -57,7 +58,9 @@ class ProcessLauncher:
         self._programs.clear()
 
     def _run(self, handle: Handle) -> ProgramProcess:
-        return ProgramProcess(named(self._command, handle), {SECRET_VARIABLE: self._secret})
+        command = named(self._command, handle)
+        preload = _PRELOAD if command[0] == "rollflow" else None
+        return ProgramProcess(command, {SECRET_VARIABLE: self._secret}, preload)
 
 
 def _await(programs: Iterable[ProgramProcess], timeout: float) -> None:

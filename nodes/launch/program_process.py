@@ -19,6 +19,7 @@ class ProgramProcess:
 
         command      name of a program, and its arguments
         variables    added to its environment
+        preload      module that takes long to import: see `WorkerProcess`
 
     The command does not stand on the process's command line. Raises RunError in a worker process.
     """
@@ -27,9 +28,9 @@ class ProgramProcess:
         self,
         command: Sequence[str],
         variables: Mapping[str, str],
+        preload: str | None = None,
     ) -> None:
-        is_ours = command[0] == "rollflow"  # which imports what others of it have imported
-        self._worker = WorkerProcess("rollflow.nodes.launch.program", 2, is_forked=is_ours)
+        self._worker = WorkerProcess("rollflow.nodes.launch.program", 2, preload=preload)
         orders, written = self._worker.sockets
         self._end: str | None = None
         self._written = bytearray()

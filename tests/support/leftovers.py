@@ -6,10 +6,13 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from rollflow.nodes.env.workers import worker_process
 
 LONGEST_S = 60.0
 
@@ -19,6 +22,17 @@ SHARED_MEMORY = "/dev/shm"  # also where named semaphores lie
 def shared_mappings() -> int:
     """Count the mappings of our shared memory in this process. It has no name in any folder."""
     return Path("/proc/self/maps").read_text().count("/memfd:rollflow")
+
+
+def processes_of(pid: int | None = None) -> set[psutil.Process]:
+    """Return the processes that one has started, and those have, without fork servers and trackers of resources."""
+    started = psutil.Process(pid).children(recursive=True)
+    parents = {pid or os.getpid()}
+    return {each for each in started if each.ppid() not in parents or not _is_of_multiprocessing(each)}
+
+
+def _is_of_multiprocessing(process: psutil.Process) -> bool:
+    return "from multiprocessing." in " ".join(process.cmdline())
 
 
 def join_loop_workers() -> None:
@@ -34,7 +48,14 @@ def descriptors_here() -> set[tuple[int, str]]:
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the one that lists them
             found.add((int(fd), os.readlink(f"/proc/self/fd/{fd}")))
-    return found
+    return {each for each in found if each[0] not in _of_servers()}
+
+
+def _of_servers() -> set[int | None]:
+    """Descriptors by which fork servers and the tracker of resources know that this process has not ended."""
+    servers: list[Any] = list(worker_process._servers.values())
+    tracker: Any = resource_tracker._resource_tracker
+    return {tracker._fd, *(server._forkserver_alive_fd for server in servers if server is not None)}
 
 
 @contextmanager
@@ -64,12 +85,12 @@ def held_here() -> dict[str, Any]:
     join_loop_workers()
     gc.collect()
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": len(descriptors_here()),
         "mappings": shared_mappings(),
-        "children": {child.pid for child in psutil.Process().children(recursive=True)},
+        "children": {process.pid for process in processes_of()},
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "named": named_memory([os.getpid()]),
-        "temporary": sorted(os.listdir(tempfile.gettempdir())),
+        "temporary": sorted(name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("pymp-")),
     }
 
 

@@ -339,7 +339,7 @@ class WorkerCarrier:
 
     def _start_process(self, first: int) -> None:
         links = [link for link in self._links_of(first) if link.status.phase is not LanePhase.ASIDE]
-        worker = self._workers[first] = WorkerProcess(self._program, len(links))
+        worker = self._workers[first] = WorkerProcess(self._program, len(links), preload=self._program)
         if worker.fileno() >= 0:
             handler = partial(WorkerCarrier._has_ended, first=first, worker=worker)
             self._selector.register(worker, selectors.EVENT_READ, handler)

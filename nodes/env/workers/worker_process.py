@@ -1,21 +1,33 @@
-"""A worker process, seen from the one that started it."""
+"""A worker process, seen from the one that started it.
 
+Workers whose module is slow to import are forked off a server that has imported it, of `multiprocessing.forkserver`.
+Those of one module share a server, which is none of the program's own, and ends with this process.
+"""
+
+import atexit
 import contextlib
+import faulthandler
+import gc
+import importlib
 import logging
 import os
+import pickle
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver, get_all_start_methods, resource_tracker
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.env.workers.forked_process import ENDING, UNKNOWN_CODE, ForkedProcess, connected_server, fork_off
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.data.system import at_fork
 from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, is_stopped, thread_dump, worker_dump_file
@@ -25,13 +37,21 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 MOST_FDS = 64  # that come with what is received at a time
+UNKNOWN_CODE = 256  # of a process whose fork server has gone: no exit code is as large
+_ANSWERED_WITHIN_S = 1.0  # by a fork server
+_TRIES = 2  # of starting one: it may have been killed just then
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # that an import starts, and a fork lacks
+# A process that has done its work ends when all that was to be called at its exit has been called, which is why this
+# comes first in it: to take torch apart would take a second, and several where cores are busy.
 _PROGRAM = """
-life, stacks, *fds = descriptors
+import atexit, os, sys
+done = []
+atexit.register(lambda: done and (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
 import faulthandler
-faulthandler.register({signal}, file=stacks, all_threads=False)
+faulthandler.register({signal}, file={stacks}, all_threads=False)
 sys.path[:], sys.argv[:] = {path!r}, {argv!r}
 from {module} import main
-main(life, fds)
+main({life}, {fds})
 done.append(True)
 """
 _is_worker = False  # this process
@@ -64,21 +84,19 @@ class WorkerProcess:
     threads. It ends when its sockets are closed or its work is done, and at the latest when this process ends. What it
     has started itself, and left in its process group, ends with it.
 
-    is_forked    whether it is forked off a process that has imported what hosts import, where the system can: see
-                 `fork_server`
+    preload    module that takes long to import: the process is forked off a server that has imported it, if the system
+               has fork servers. None: the process imports for itself
 
     Raises RunError in a worker process, and OSError where it can't be started.
     """
 
-    def __init__(self, module: str, sockets: int, *, is_forked: bool = False) -> None:
+    def __init__(self, module: str, sockets: int, *, preload: str | None = None) -> None:
         refuse_in_worker()
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        server = connected_server(environment) if is_forked else None
         with _starting:
-            self._start(module, sockets, environment, server)
+            self._start(module, sockets, preload)
             _started.add(self)
 
-    def _start(self, module: str, sockets: int, environment: dict[str, str], server: socket.socket | None) -> None:
+    def _start(self, module: str, sockets: int, preload: str | None) -> None:
         pairs = [socket.socketpair() for _ in range(sockets)]
         self.sockets = [ours for ours, _ in pairs]
         theirs = [other for _, other in pairs]
@@ -86,17 +104,12 @@ class WorkerProcess:
         self._pidfd = -1
         self._stacks = worker_dump_file()  # closed with the sockets
         descriptors = [life, self._stacks.fileno(), *(other.fileno() for other in theirs)]
-        program = _PROGRAM.format(path=sys.path, argv=sys.argv, module=module, signal=int(DUMP_SIGNAL))
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
         try:
             with closing_on_error(self._let_go):
-                forked = None if server is None else fork_off(server, program, descriptors, environment)
-                self._process: ForkedProcess | subprocess.Popen[bytes] = forked or subprocess.Popen(
-                    [sys.executable, "-c", f"{ENDING}descriptors = {descriptors}{program}"],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=descriptors,
-                    process_group=0,  # an interrupt at the terminal is for us to deal with
-                    env=environment,
-                )
+                forked = None if preload is None else _forked_off(preload, module, descriptors, environment)
+                self._process: _ForkedProcess | subprocess.Popen[bytes]
+                self._process = forked or _spawned(module, descriptors, environment)
         finally:
             os.close(life)
             for other in theirs:
@@ -140,12 +153,14 @@ class WorkerProcess:
     def kill(self) -> None:
         """End it now, and what is left in its process group."""
         if self.is_ours and self._process.returncode is None:
-            if isinstance(self._process, ForkedProcess):
-                self._process.kill_group()
-            else:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if self._has_number():
                     os.killpg(self.pid, signal.SIGKILL)
-                self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                if self._pidfd >= 0:
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                elif isinstance(self._process, subprocess.Popen):
+                    self._process.kill()
             self._process.wait()
         self._let_go()
 
@@ -167,9 +182,16 @@ class WorkerProcess:
     def disown(self) -> None:
         """In a process that was forked off this one: the worker is the other's alone."""
         self.is_ours = False
-        if isinstance(self._process, ForkedProcess):
+        if isinstance(self._process, _ForkedProcess):
             self._process.let_go()
         self._let_go()
+
+    def _has_number(self) -> bool:
+        """False if its number may be another process's: it has ended, and a fork server has waited for it."""
+        if isinstance(self._process, subprocess.Popen):
+            return True
+        is_free = self._pidfd < 0 or "\nPid:\t-1\n" in Path(f"/proc/self/fdinfo/{self._pidfd}").read_text()
+        return not (is_free and Path(f"/proc/{self.pid}").exists())
 
     def _let_go(self) -> None:
         for sock in self.sockets:
@@ -181,6 +203,199 @@ class WorkerProcess:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _ForkedProgram:
+    """Program of a forked process, which `multiprocessing` unpickles and runs there by `_bootstrap`.
+
+    outputs    descriptors that the process is to write to, 1 and 2, as far as they are open here
+    """
+
+    module: str
+    outputs: Sequence[int]
+    environment: Mapping[str, str]
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Run `main` of the module as it would run in a process of its own: its exit code."""
+        os.setpgid(0, 0)  # an interrupt at the terminal is for the parent to deal with
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        server: Any = forkserver._forkserver
+        tracker: Any = resource_tracker._resource_tracker
+        for fd in (parent_sentinel, server._forkserver_alive_fd, tracker._fd):  # which others would wait for
+            os.close(fd)
+        tracker._fd = None  # this process starts its own, if it needs one
+        gc.freeze()  # collections would copy the memory that is shared
+        os.environ.clear()
+        os.environ.update(self.environment)
+        inherited = forkserver.get_inherited_fds() or []
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for standard, fd in zip((0, *self.outputs), (nothing, *inherited), strict=False):
+            os.dup2(fd, standard)
+            os.close(fd)
+        life, stacks, *sockets = inherited[len(self.outputs) :]
+        faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=False)
+        for name, random in (("numpy", "numpy.random"), ("torch", "torch")):
+            if name in sys.modules:
+                importlib.import_module(random).seed()  # else all processes would draw the same
+        try:
+            importlib.import_module(self.module).main(life, sockets)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)  # noqa: T201  # as an interpreter does
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code
+
+
+class _ForkedProcess:
+    """A process that a fork server has forked off: what is used of `subprocess.Popen`.
+
+    pid           its number
+    returncode    None until it has been waited for; `UNKNOWN_CODE` if the server has gone, which alone knows it
+    """
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+        with closing_on_error(self.let_go):
+            self.pid: int = forkserver.read_signed(status)
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended: its code. Raises `subprocess.TimeoutExpired` after so many seconds.
+
+        timeout    None: it has ended, and the server is about to say so
+        """
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._status, select.POLLIN)
+            is_answered = poll.poll(1e3 * (_ANSWERED_WITHIN_S if timeout is None else timeout))
+            if not is_answered and timeout is not None:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            self.returncode = UNKNOWN_CODE
+            if is_answered:
+                with contextlib.suppress(EOFError):  # the server has gone
+                    self.returncode = forkserver.read_signed(self._status)
+            self.let_go()
+        return self.returncode
+
+    def let_go(self) -> None:
+        """Close its descriptor: nothing more is to be known of it."""
+        if self._status >= 0:
+            os.close(self._status)
+            self._status = -1
+
+
+def _spawned(module: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process that imports for itself."""
+    life, stacks, *fds = descriptors
+    parts = {"path": sys.path, "argv": sys.argv, "module": module, "signal": int(DUMP_SIGNAL)}
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM.format(life=life, stacks=stacks, fds=fds, **parts)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        process_group=0,  # an interrupt at the terminal is for us to deal with
+        env=environment,
+    )
+
+
+_servers: dict[str, forkserver.ForkServer | None] = {}  # by what they have imported; None: it can't be had
+
+
+def _forked_off(
+    preload: str, module: str, descriptors: Sequence[int], environment: Mapping[str, str]
+) -> _ForkedProcess | None:
+    """A process forked off a server that has imported `preload`, or None if this system has none, or it would differ.
+
+    A server has one thread, and imports with one for each library: a fork has no other.
+    """
+    has_servers = "forkserver" in get_all_start_methods() and hasattr(os, "pidfd_open")
+    if not has_servers or any(environment.get(each, "1") != "1" for each in _THREADS):
+        return None
+    server: Any = _servers.setdefault(preload, forkserver.ForkServer())
+    if server is None:
+        return None
+    for _ in range(_TRIES):
+        try:
+            return _forked_by(server, preload, module, descriptors, environment)
+        except (OSError, EOFError) as error:
+            logger.info("worker processes may import %s each, as no fork server can: %s", preload, error)
+            with contextlib.suppress(OSError):
+                server._stop()  # the next try starts another
+    _servers[preload] = None
+    return None
+
+
+def _forked_by(
+    server: Any, preload: str, module: str, descriptors: Sequence[int], environment: Mapping[str, str]
+) -> _ForkedProcess:
+    """A process forked off a server. Raises OSError or EOFError if the server breaks, or has other threads."""
+    outputs = [fd for fd in (1, 2) if _is_open(fd)]
+    place = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
+    _start_server(server, preload)
+    status, order = server.connect_to_new_process([*outputs, *descriptors])
+    with open(order, "wb") as file:
+        process = _ForkedProcess(status)
+        if len(os.listdir(f"/proc/{server._forkserver_pid}/task")) > 1:
+            os.kill(process.pid, signal.SIGKILL)
+            process.let_go()
+            raise OSError("an import of it has begun threads")
+        pickle.dump(place, file)
+        pickle.dump(_ForkedProgram(module, outputs, environment), file)
+    return process
+
+
+def _start_server(server: Any, preload: str) -> None:
+    """Start a server that does not run. It finds the modules that this process finds."""
+    if server._forkserver_pid is not None and not os.waitid(
+        os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+    ):
+        return
+    server.set_forkserver_preload([preload])
+    resource_tracker.ensure_running()  # which unblocks signals
+    path = os.pathsep.join(folder for folder in sys.path if folder)
+    variables = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in variables}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # it has none of an interrupt at the terminal
+    os.environ.update(variables)  # a server takes those of this process
+    try:
+        server.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _end_server() -> None:
+    """In a fork server: take away the file of its socket, which its parent could not if it was killed."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_address and server._forkserver_pid is None and server._inherited_fds is None:
+        with contextlib.suppress(OSError):
+            os.unlink(server._forkserver_address)
+            os.rmdir(os.path.dirname(server._forkserver_address))
+        os._exit(0)  # without taking apart what it has imported
+
+
+atexit.register(_end_server)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
 
 
 def core_count() -> int:
@@ -250,6 +465,7 @@ _starting = threading.Lock()
 
 
 def _disown_all() -> None:
+    _servers.clear()
     for worker in list(_started):
         worker.disown()
     _starting.release()

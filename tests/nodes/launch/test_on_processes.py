@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from ending_agent_envs import logs_of
-from leftovers import held_here
+from leftovers import held_here, processes_of
 from lost_agents import not_emitted
 from numbered_module import NumberedModule
 from remote_rollouts import check_counts, check_laws, taken_until
@@ -82,11 +82,11 @@ def test_a_host_that_is_told_to_end_loses_nothing_and_comes_back_as_another(
 
 @pytest.mark.slow
 def test_hosts_whose_environment_can_not_be_made_say_so() -> None:
-    before = psutil.Process().children()
+    before = processes_of()
     told = r"hosts fail again and again: host process-0 exited with code 1: rollflow: environment 'Nope-v0' can't be"
     with pytest.raises(EnvError, match=told):
         Rollout("Nope-v0", where=OnProcesses())
-    assert psutil.Process().children() == before
+    assert processes_of() == before
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from leftovers import held_here
+from leftovers import held_here, processes_of
 from remote_rollouts import await_that
 from small_program import NAME, install
 
@@ -23,7 +23,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     _before.clear()
-    _before.update(psutil.Process().children())
+    _before.update(processes_of())
 
 
 @contextmanager
@@ -39,7 +39,7 @@ _before: set[psutil.Process] = set()  # processes that other tests have left, su
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if child not in _before]
+    return [child for child in processes_of() if child not in _before]
 
 
 def test_a_program_is_given_its_command_its_name_and_the_secret() -> None:
@@ -118,8 +118,8 @@ def test_nothing_is_left_of_programs_whose_launcher_is_killed() -> None:
     driver = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=env)
     assert driver.stdout is not None
     assert driver.stdout.readline() == "running\n"
-    programs = psutil.Process(driver.pid).children()
-    assert len(programs) == 2
+    programs = psutil.Process(driver.pid).children(recursive=True)
+    assert len(processes_of(driver.pid)) == 2
     driver.send_signal(signal.SIGKILL)
     driver.communicate()
     assert psutil.wait_procs(programs, timeout=60)[1] == []

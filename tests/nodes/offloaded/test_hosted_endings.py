@@ -13,10 +13,9 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import psutil
 import pytest
 from held_envs import LONGEST_S, Held, await_held, is_closed, let_go
-from leftovers import nothing_left
+from leftovers import nothing_left, processes_of
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, RawHost, dialled_host, listening
 from remote_rollouts import await_that, check_counts, makers, rollout_over, rollouts_on
@@ -30,10 +29,10 @@ ENDLESS = 1_000_000
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No threads, descriptors and processes but those from before; some of those may have ended meanwhile."""
-    before = set(psutil.Process().children())
+    before = processes_of()
     with nothing_left():
         yield
-    assert set(psutil.Process().children()) <= before
+    assert processes_of() <= before
 
 
 class Counting(NumberedEnv):

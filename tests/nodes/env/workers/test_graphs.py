@@ -4,8 +4,8 @@ from functools import partial
 from typing import Any
 
 import anyio
-import psutil
 import pytest
+from leftovers import processes_of
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
@@ -25,7 +25,7 @@ def made(where: Any, **options: Any) -> Rollout:
     [("threads", "asyncio"), ("processes", "trio"), ("rollouts", "asyncio")],
 )
 def test_a_drained_graph_hands_on_every_step(where: str, backend: str) -> None:
-    before = psutil.Process().children()
+    before = processes_of()
     rollout = made(where)
     graph = Graph("ppo")
     graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
@@ -44,7 +44,7 @@ def test_a_drained_graph_hands_on_every_step(where: str, backend: str) -> None:
 
     assert anyio.run(run_through, backend=backend) == rollout.num_steps
     assert rollout.lost == {}
-    assert psutil.Process().children() == before
+    assert processes_of() == before
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -54,7 +54,7 @@ def test_an_error_in_an_event_loop_leaves_nothing_behind(where: str) -> None:
             async for _ in rollout.batches():
                 raise ZeroDivisionError
 
-    before = psutil.Process().children()
+    before = processes_of()
     with pytest.raises(ZeroDivisionError):
         anyio.run(broken)
-    assert psutil.Process().children() == before
+    assert processes_of() == before

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import psutil
 import pytest
 from ending_envs import Doomed, check_chunks, lives_of, rewards_by_slot
 from hypothesis import given, settings, strategies as st
 from lane_clock import StoppedClock
+from leftovers import processes_of
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 
@@ -187,12 +187,12 @@ def test_an_environment_that_can_not_be_made_is_refused_at_once() -> None:
     def broken() -> gym.Env[Any, Any]:
         raise FileNotFoundError("no simulator here")
 
-    before = psutil.Process().children()
+    before = processes_of()
     with pytest.raises(EnvError, match="FileNotFoundError: no simulator here") as raised:
         Rollout(broken, where="processes")
     assert "in the callable for slot 0" in raised.value.__notes__
     assert any("in a worker process" in note for note in raised.value.__notes__)
-    assert psutil.Process().children() == before
+    assert processes_of() == before
 
 
 def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import psutil
 import pytest
 from ending_envs import Doomed
+from leftovers import processes_of
 from numbered_module import NumberedModule
 
 from rollflow.nodes import MultiAgentRollout, Rollout
@@ -42,12 +42,12 @@ TOLD = "LicenceError: the simulator has expired 3 days ago"
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [*HERE, *ELSEWHERE])
 def test_a_callable_that_raises_is_refused_by_one_error(where: Any) -> None:
-    before = psutil.Process().children()
+    before = processes_of()
     with pytest.raises(EnvError) as raised:
         Rollout([partial(gym.make, "CartPole-v1"), broken], where=where)
     assert str(raised.value) == f"the callable for slot 1, expected to make a gymnasium.Env, raised {TOLD}"
     check_cause(raised.value, where)
-    assert psutil.Process().children() == before
+    assert processes_of() == before
 
 
 @pytest.mark.parametrize("where", [*HERE, "processes"])

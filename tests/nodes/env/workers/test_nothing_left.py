@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from held_envs import LONGEST_S, Held, await_held, await_that
-from leftovers import held_here, named_memory, shared_mappings
+from leftovers import held_here, named_memory, processes_of, shared_mappings
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
@@ -36,7 +36,7 @@ with Rollout("CartPole-v1", num_envs=4, where=sys.argv[1], prefetch=int(sys.argv
 
 def ran(where: str, ending: str) -> None:
     options: Any = {"num_envs": 4, "lanes": 2, "fragment_length": 8, "seed": 0, "prefetch": int(ending == "ahead")}
-    children, mappings = set(psutil.Process().children()), shared_mappings()  # of others, such as multiprocessing's own
+    children, mappings = processes_of(), shared_mappings()
     rollout = Rollout("CartPole-v1", where=where, **options)  # type: ignore[arg-type]
     if ending == "never entered":
         return
@@ -46,7 +46,7 @@ def ran(where: str, ending: str) -> None:
             next(batches)
         if where in WORKERS:
             assert (shared_mappings() > mappings) == (WORKERS[where] > 0)
-            assert len(set(psutil.Process().children()) - children) == WORKERS[where]
+            assert len(processes_of() - children) == WORKERS[where]
         if ending == "error":
             raise ZeroDivisionError
 
@@ -133,7 +133,7 @@ def started(where: str, prefetch: int, folder: Path) -> Program:
     """A program that is at work in some place."""
     process, told = running(PROGRAM, where, str(prefetch), TMPDIR=str(folder))
     assert told == "running"
-    workers = psutil.Process(process.pid).children(recursive=True)
+    workers = list(processes_of(process.pid))
     assert len(workers) == WORKERS.get(where, len(workers))
     return Program(process, folder, workers, named_memory([process.pid, *(worker.pid for worker in workers)]))
 
@@ -196,7 +196,7 @@ def test_workers_end_with_a_process_that_is_killed_and_has_a_child() -> None:
     )
     program, child = running(forks, "processes", "1")
     try:
-        workers = [each for each in psutil.Process(program.pid).children() if each.pid != int(child)]
+        workers = [each for each in processes_of(program.pid) if each.pid != int(child)]
         assert len(workers) == 2
         program.kill()
         assert psutil.wait_procs(workers, timeout=60)[1] == []

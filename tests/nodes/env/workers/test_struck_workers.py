@@ -14,7 +14,7 @@ import psutil
 import pytest
 from ending_envs import Doomed, Tells, check_chunks, lives_of, rewards_by_slot
 from hypothesis import Phase, given, settings, strategies as st
-from leftovers import held_here, shared_mappings
+from leftovers import held_here, processes_of, shared_mappings
 from numbered_module import NumberedModule
 from property_examples import examples
 
@@ -92,7 +92,7 @@ class Workers:
     """The worker processes of a rollout, as somebody else would find them.
 
     log       where those are named whose environments have made a step
-    others    children of this process that are no workers, such as multiprocessing's own
+    others    children of this process that are no workers
     """
 
     def __init__(self, log: Path, others: set[int]) -> None:
@@ -100,7 +100,7 @@ class Workers:
 
     def pids(self, *, have_stepped: bool = False) -> list[int]:
         """Return workers that are alive and not stopped; `have_stepped`: whose environments have made a step."""
-        children = [child for child in psutil.Process().children() if child.pid not in self._others]
+        children = [child for child in processes_of() if child.pid not in self._others]
         alive = []
         for child in children:
             with suppress(psutil.NoSuchProcess):
@@ -149,7 +149,7 @@ def struck(drawn: Setting, where: Any, log: Path) -> tuple[list[Fragment], int]:
     makers = [partial(Tells, slot, log, lengths=(1, drawn.longest)) for slot in range(SLOTS)]
     options = options_for(where, workers=drawn.workers, prefetch=drawn.prefetch, seed=drawn.seed, step_timeout=1.0)
     fragments: list[Fragment] = []
-    workers = Workers(log, {child.pid for child in psutil.Process().children()})
+    workers = Workers(log, {child.pid for child in processes_of()})
     with Rollout(makers, **options) as rollout:
         striker = Striker(drawn.strikes, rollout, workers)
         striker.start()
@@ -222,7 +222,7 @@ def check(fragments: list[Fragment], lost: int, log: Path, per_life: int) -> Non
 def test_memory_does_not_grow_with_workers_that_are_killed(where: str, most: int, tmp_path: Path) -> None:
     """Blocks of shared memory: `most` for a lane. Descriptors, but for a block's two: every loss would leave one."""
     makers = [partial(Tells, slot, tmp_path) for slot in range(SLOTS)]
-    mapped, workers = shared_mappings(), Workers(tmp_path, {child.pid for child in psutil.Process().children()})
+    mapped, workers = shared_mappings(), Workers(tmp_path, {child.pid for child in processes_of()})
     descriptors: list[int] = []
     with Rollout(makers, **options_for(where, workers=1, prefetch=1, seed=0)) as rollout:
         given = iter(rollout.fragments())

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from agent_logs import steps_of
 from ending_agent_envs import DoomedAgents, logs_of
 from held_envs import await_file
 from hypothesis import given, settings, strategies as st
 from lane_clock import StoppedClock
+from leftovers import processes_of
 from lost_agents import check_laws, in_time, not_emitted
 from numbered_agents import NumberedAgents
 from property_examples import examples
@@ -257,12 +257,12 @@ def test_an_environment_that_can_not_be_made_is_refused_at_once(where: Any) -> N
     def broken() -> NumberedAgents:
         raise FileNotFoundError("no simulator here")
 
-    before = psutil.Process().children()
+    before = processes_of()
     with pytest.raises(EnvError, match="FileNotFoundError: no simulator here") as raised:
         MultiAgentRollout([partial(NumberedAgents, 0), broken], where=where, lanes=2)
     assert "in the callable for environment 1" in raised.value.__notes__
     assert any("in a worker process" in note for note in raised.value.__notes__)
-    assert psutil.Process().children() == before
+    assert processes_of() == before
 
 
 class Enumerated(NumberedAgents):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from ending_agent_envs import DoomedAgents
 from held_envs import LONGEST_S, await_file
-from leftovers import held_here, nothing_left, shared_mappings
+from leftovers import held_here, nothing_left, processes_of, shared_mappings
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
@@ -90,10 +90,10 @@ def test_an_error_in_an_event_loop_leaves_nothing_behind(place: str) -> None:
             anyio.run(broken)
 
     ran()  # what is made once for all stays
-    before = psutil.Process().children()
+    before = processes_of()
     with nothing_left():
         ran()
-    assert psutil.Process().children() == before
+    assert processes_of() == before
 
 
 def test_leaving_waits_for_no_environment_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def started(prefetch: int) -> tuple[subprocess.Popen[str], list[psutil.Process]]
     program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(prefetch)], **pipes)
     assert program.stdout is not None
     assert program.stdout.readline().strip() == "running"
-    return program, psutil.Process(program.pid).children(recursive=True)
+    return program, list(processes_of(program.pid))
 
 
 @pytest.mark.slow

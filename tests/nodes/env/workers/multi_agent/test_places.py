@@ -6,10 +6,10 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import psutil
 import pytest
 from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, makers_of
 from hypothesis import given, settings, strategies as st
+from leftovers import processes_of
 from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
 from property_examples import examples
@@ -58,13 +58,13 @@ def test_several_lanes_in_one_worker_give_the_same_fragments(where: str) -> None
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_drained_rollout_gives_every_step_that_was_made(way: str, where: str) -> None:
-    before = psutil.Process().children()
+    before = processes_of()
     drawn = Drawn(3, 2, 3, 1, 9, False, 8, 1, False, 1)
     _, rollout = made(drawn, env=makers_of(drawn), where=where)
     fragments = WAYS[way](rollout, 3)
     assert len(emitted_steps(fragments)) == rollout.num_steps
     assert rollout.lost == {}
-    assert psutil.Process().children() == before
+    assert processes_of() == before
 
 
 @pytest.mark.slow
@@ -239,11 +239,11 @@ def test_what_can_not_be_worked_with_is_refused() -> None:
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
 def test_environments_of_different_lanes_have_the_same_agents(where: Any) -> None:
-    before = psutil.Process().children()
+    before = processes_of()
     makers = [partial(NumberedAgents, slot, agents=2 + slot) for slot in range(2)]
     with pytest.raises(EnvError, match=r"environment 1: its agents are .*, expected those of environment 0"):
         MultiAgentRollout(makers, where=where, lanes=2)
-    assert psutil.Process().children() == before
+    assert processes_of() == before
 
 
 def test_environments_are_closed_where_those_of_another_lane_can_not_be_worked_with() -> None:
