@@ -1,4 +1,4 @@
-// One connection: handshake, heartbeats, endings. docs/protocol.md, "What a host does, as states".
+// One connection: handshake, heartbeats, endings. docs/protocol.md, "The handshake" to "Endings".
 
 import { createHash, createHmac, randomBytes, timingSafeEqual } from "node:crypto";
 import { Breach } from "./breach.js";
