@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from rollflow.stream.graph.report import duration_text
 from rollflow.stream.snapshots.rates import diagnosis_to_show, is_bad, is_stalled, last_errors, title_of
 
 Snapshot = Mapping[str, Any]
@@ -107,16 +108,18 @@ def _stages(run: Snapshot) -> Table:
         table.add_column(heading, no_wrap=True)
     table.add_column("items/s", justify="right")
     table.add_column("busy")
-    for heading in ("busy", "idle", "blocked"):
-        table.add_column(heading if heading != "busy" else "", justify="right")
-    table.add_column("to")
+    for heading in ("", "blocked", "p50", "p99", "longest"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("to", "slowest piece"):
+        table.add_column(heading)
     marks, ways = _marks(run["tasks"]), _ways(run["edges"], run["tasks"])
     for name, node in run["nodes"].items():
         bar = _bar(node["busy"])
-        shares = [f"{node[part]:.0%}" for part in ("busy", "idle", "blocked")]
+        cells = [f"{node[part]:.0%}" for part in ("busy", "blocked")]
+        cells += [duration_text(node.get(f"{part}_s", "")) for part in ("p50", "p99", "longest")]
         style = "bold" if name == run["bottleneck"] else ""
-        row = [Text(marks.get(name, " ")), Text(name), Text(f"{node['items_per_s']:,.1f}"), bar, *map(Text, shares)]
-        table.add_row(*row, Text(ways.get(name, "")), style=style)
+        row = [Text(marks.get(name, " ")), Text(name), Text(f"{node['items_per_s']:,.1f}"), bar, *map(Text, cells)]
+        table.add_row(*row, Text(ways.get(name, "")), Text(node.get("slowest_piece", "")), style=style)
     return table
 
 

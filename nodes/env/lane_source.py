@@ -14,6 +14,7 @@ from rollflow.stream.data.errors import EnvError, RunError, noted
 from rollflow.stream.doctor.stacks import stack_of_thread
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.interrupts import breakable
+from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.traces.fragment_trace import FragmentTrace
 
@@ -57,6 +58,7 @@ class LaneSource(abc.ABC):
     listener                 is told of lanes that are lost, come and go: see `report_lanes_to`
     deviations               of what environments give: the first of each kind is logged
     is_draining              True where lanes come back without a step, since no more are asked for
+    call_times               of its calls, or of what lanes come back from
     trace                    records lanes and their steps; None: nothing is traced
     """
 
@@ -90,6 +92,7 @@ class LaneSource(abc.ABC):
         self._here: Sequence[Any] = ()  # what steps the lanes, where that is in this process
         self._opened: list[tuple[str, Any]] = []  # names and environments: made here, and to be closed here
         self.listener = LaneListener()
+        self.call_times = CallTimes()
         self.trace: FragmentTrace | None = None
 
     def report_lanes_to(self, listener: LaneListener) -> None:

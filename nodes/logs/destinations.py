@@ -32,6 +32,7 @@ from rollflow.nodes.logs.figures import (
 )
 from rollflow.nodes.logs.text_files import CsvFile, JsonLines, checked_path, tail_of
 from rollflow.stream.data.errors import MetricsError
+from rollflow.stream.graph.report import duration_text
 from rollflow.stream.traces.trace import check_trace
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,8 @@ def text_of(row: Row) -> str:
     stage = busiest_stage(values)
     if stage is not None:
         parts.append(f"{stage[0]} {stage[1]:.0%} busy")
+        if (p99 := values.get(f"calls/p99/{stage[0]}")) is not None:
+            parts.append(f"99 of 100 calls below {duration_text(p99)}")
     return ", ".join(parts)
 
 

@@ -67,6 +67,9 @@ FIGURES = (
     Figure(
         "busy/{stage}", "rollflow_busy_ratio", "gauge", "share of the time since the row before that a stage worked"
     ),
+    Figure("calls/p50/{stage}", "rollflow_call_p50_seconds", "gauge", "median seconds of a stage's recent calls"),
+    Figure("calls/p99/{stage}", "rollflow_call_p99_seconds", "gauge", "seconds that 99 of 100 recent calls stay below"),
+    Figure("calls/longest/{stage}", "rollflow_call_longest_seconds", "gauge", "seconds of a stage's longest call"),
     Figure("log/dropped_rows", "rollflow_log_dropped_rows", "counter", "rows that a slow or failed log was not given"),
     Figure("metrics/{name}", "rollflow_metric", "gauge", "value that a connector piece has logged to a MetricsLogger"),
 )
@@ -162,6 +165,10 @@ def figures_of(now: Counts, before: Counts) -> dict[str, float]:
         values["policy/lag"] = now.lag
     values |= {f"lost/{cause}": steps for cause, steps in now.lost.items()}
     values |= _busy(now.report, before.report)
+    if now.report is not None:
+        for node in now.report.nodes:
+            for part, seconds in () if node.calls is None else node.calls._asdict().items():
+                values[f"calls/{part.removesuffix('_s')}/{node.name}"] = seconds
     if isinstance(now.metrics, MetricsLogger):
         values |= _flat("metrics", now.metrics.peek((), {}))
     return values

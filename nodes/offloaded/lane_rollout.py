@@ -11,10 +11,12 @@ from rollflow.nodes.stages.ring import ring_of
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.graph.chain import CallMark
 from rollflow.stream.graph.inline_run import InlineRun
+from rollflow.stream.graph.meter import clock
 
 # Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
 # the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
 _first_passes = threading.Lock()
+_CALLS_NS = 1_000_000_000  # from one look at the times of calls to the next
 _BEAT_S = 0.1  # how often a lane that waits for another's first pass says that it does
 
 
@@ -68,6 +70,8 @@ class LaneRollout:
         self._run = InlineRun(
             ring_of(stages.environments, stages.prepare, stages.forward, stages.act, self._turns), mark=mark
         )
+        self._calls: dict[str, list[Any]] = {}
+        self._calls_due = 0
         self._run.__enter__()
 
     def turn(self) -> TurnResult:
@@ -102,14 +106,14 @@ class LaneRollout:
         """Report that goes with a fragment.
 
         steps      transitions made so far
-        nodes      what every stage has counted: [name, items, busy seconds]
+        nodes      what every stage has counted, see `_nodes`
         states     of the pipelines' connectors; not there where none has any
         metrics    what was logged since this was asked last; not there where nothing was
         deviations    (kind, text) of observations that were not in their space; not there where there are none
         loaded     version and digest of the newest weights that are digested; not there where none are
         """
         report: dict[str, Any] = {"steps": self.lane.num_steps}
-        report["nodes"] = [[node.name, node.items, node.busy_s] for node in self._run.report().nodes]
+        report["nodes"] = self._nodes()
         states = [pipeline.get_state() for _, pipeline in self._replica.named_pipelines]
         if any(states):
             report["states"] = states
@@ -121,6 +125,20 @@ class LaneRollout:
         if self._replica.loaded is not None:
             report["loaded"] = list(self._replica.loaded)
         return report
+
+    def _nodes(self) -> list[list[Any]]:
+        """Of each stage [name, items, busy seconds, and of its calls, as of the last second: p50, p99, longest, piece].
+
+        Before a stage's first call it has the first three.
+        """
+        if (now := clock()) >= self._calls_due:
+            self._calls_due, pieces = now + _CALLS_NS, self._run.graph.slowest_pieces()
+            stats = {meter.name: meter.calls.read() for meter in self._run.meters}
+            self._calls = {name: [*each, pieces.get(name, "")] for name, each in stats.items() if each is not None}
+        return [
+            [meter.name, meter.items, meter.read()[0] / 1e9, *self._calls.get(meter.name, ())]
+            for meter in self._run.meters
+        ]
 
 
 def is_of_environment(error: Exception) -> bool:

@@ -10,6 +10,7 @@ from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.meter import CallStats
 from rollflow.stream.graph.report import NodeReport
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.traces.fragment_trace import FragmentTrace
@@ -112,22 +113,24 @@ class OffloadedRollouts(LaneSource):
         return token
 
     def counted(self) -> Iterable[Sequence[Sequence[Any]]]:
-        """Counts of each lane's stages: [name, items, busy seconds]."""
+        """Counts of each lane's stages, as `LaneRollout.report` has them."""
         raise NotImplementedError
 
     def stages(self, elapsed_s: float) -> list[NodeReport]:
-        """Counts of the stages: items of all lanes, times of the average lane's place."""
-        found: dict[str, list[tuple[int, float]]] = {}
+        """Counts of the stages: items of all lanes, times of the average lane's place, calls of the slowest lane."""
+        found: dict[str, list[Sequence[Any]]] = {}
         lanes = 0
         for stages in self.counted():
             lanes += 1
-            for name, items, busy in stages:
-                if name != "caller":
-                    found.setdefault(name, []).append((items, busy))
+            for name, *counts in stages:
+                found.setdefault(name, []).append(counts)
         reports = []
         for name, counted in found.items():
-            busy = min(elapsed_s, sum(busy for _, busy in counted) / lanes)
-            reports.append(NodeReport(name, sum(items for items, _ in counted), busy, elapsed_s - busy, 0.0))
+            busy = min(elapsed_s, sum(busy for _, busy, *_ in counted) / lanes)
+            timed = [(CallStats(*times), piece) for _, _, *calls in counted if calls for *times, piece in [calls]]
+            calls, piece = max(timed, default=(None, ""))
+            items = sum(items for items, *_ in counted)
+            reports.append(NodeReport(name, items, busy, elapsed_s - busy, 0.0, calls, piece))
         return reports
 
 

@@ -46,7 +46,7 @@ class RolloutLink(LaneLink):
 
     lane       token of the lane, which goes round
     steps      transitions in the fragments that have come
-    stages     what the worker's stages have counted: [name, items, busy seconds]
+    stages     what the worker's stages have counted, as `LaneRollout.report` has it
     versions   module id -> version of the weights that were sent last
     untaken    weights that were sent and that the worker has not taken over yet
     lost       why the worker before was lost, until the first fragment of the one after it; None: it was not
@@ -161,14 +161,18 @@ class RolloutLink(LaneLink):
 
     def counted(self) -> list[list[Any]]:
         """Counts of the worker's stages, as `stages`, up to its newest step, and the call under way."""
-        progress, items = self._progress, {name: items for name, items, _ in self.stages}
+        progress, stages = self._progress, {name: counts for name, *counts in self.stages}
         if progress is None:
             return self.stages
         at_work, steps = self.under_way, int(progress[1])
         busy = dict(zip(STAGES, (progress[BUSY] / 1e9).tolist(), strict=True))
         if at_work is not None:
             busy[at_work[0]] += at_work[1]
-        return [[name, max(items.get(name, 0), steps), seconds] for name, seconds in busy.items()]
+        return [
+            [name, max(items, steps), seconds, *calls]
+            for name, seconds in busy.items()
+            for items, _, *calls in [stages.get(name, (0, 0.0))]
+        ]
 
     @property
     def under_way(self) -> tuple[str, float] | None:

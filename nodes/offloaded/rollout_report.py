@@ -22,7 +22,7 @@ class RolloutReport(NamedTuple):
     seed          of the environments since then
     lost_steps    transitions that were under way when the environments raised
     failure       what they raised; None: nothing
-    nodes         what every stage has counted: [name, items, busy seconds]
+    nodes         what every stage has counted, as `LaneRollout.report` has it
     deviations    of observations from their space: (kind, text)
     """
 
@@ -107,7 +107,7 @@ def account_of(rest: Mapping[str, Any], slots: int) -> RolloutReport:
         raise WireError(f"failure has {len(account.failure)} characters, expected at most {_MOST_TEXT}", "fragment")
     nodes = account.nodes
     if not isinstance(nodes, list) or not all(_is_stage(stage) for stage in nodes):
-        raise WireError(f"nodes is {told_of(nodes)}, expected lists of name, items and busy seconds", "fragment")
+        raise WireError(f"nodes is {told_of(nodes)}, expected lists of name, items, busy seconds and times", "fragment")
     if "loaded" in rest:
         _check_loaded(rest["loaded"])
     return account._replace(deviations=_deviations_of(rest.get("deviations", [])))
@@ -168,7 +168,10 @@ def _deviations_of(pairs: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _is_stage(stage: Any) -> bool:
-    if not isinstance(stage, list) or len(stage) != 3:
+    if not isinstance(stage, list) or len(stage) not in (3, 7):
         return False
-    name, items, busy = stage
-    return isinstance(name, str) and is_whole(items) and items >= 0 and isinstance(busy, float | int) and busy >= 0
+    name, items, *seconds = stage
+    piece = seconds.pop() if len(stage) == 7 else ""
+    is_named = isinstance(name, str) and isinstance(piece, str) and len(piece) <= _MOST_LINE
+    is_timed = all(isinstance(each, float | int) and each >= 0 for each in seconds)
+    return is_named and is_timed and is_whole(items) and items >= 0

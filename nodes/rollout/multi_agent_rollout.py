@@ -377,6 +377,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
         return self.learner.batch_of(fragments)
 
+    def _slowest_learner_piece(self) -> str:
+        return self.learner.slowest_piece
+
     # Inside
 
     def _begin_at(self, versions: Mapping[Any, int]) -> None:

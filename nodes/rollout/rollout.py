@@ -9,6 +9,7 @@ import gymnasium as gym
 
 from rollflow.nodes.argument_checks import check_flags, seeds_of
 from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
@@ -386,6 +387,9 @@ class Rollout(RolloutLoop[Fragment]):
         batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
         self._execution.check_train_batch(batch)
         return batch
+
+    def _slowest_learner_piece(self) -> str:
+        return slowest_piece([self.learner_pipeline])
 
     # Inside
 

@@ -1,6 +1,5 @@
 """RolloutDoctor: the stall doctor of a rollout, with its reader and the learner pipeline in the reader's thread."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,14 +15,14 @@ from rollflow.stream.doctor.stacks import stack_of_thread
 from rollflow.stream.doctor.waits import READER, Exit, Look, Sign, Wait
 from rollflow.stream.doctor.watcher import Watcher
 from rollflow.stream.graph.graph import Graph
-from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_snapshot import run_snapshot
 from rollflow.stream.graph.tracing import Traceable, Tracing
 from rollflow.stream.snapshots.run_socket import RunSocket
 from rollflow.stream.traces.fragment_trace import FragmentName
 
-_KEPT = 101  # times of the reader
+_KEPT = 101  # times of the reader, of which the median is told
 
 
 class Watched(Protocol):
@@ -56,6 +55,8 @@ class RolloutDoctor:
     signs       method that gives silent faults; held weakly
     snapshot    method that gives what there is to see of the rollout; held weakly
     trace_to    file for a trace; None: there is one only when it is asked for
+
+    reader_times    how long the reader had each round, without the time of the learner pipeline
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class RolloutDoctor:
         self._watcher = Watcher(self, rules, self._end_stalled)
         self._tracing, self._trace_to = Tracing(self._traceable), trace_to
         self._socket = RunSocket(snapshot, self._tracing.serve)
-        self._times: deque[float] = deque(maxlen=_KEPT)  # seconds for which the reader had each of its last rounds
+        self.reader_times = CallTimes()
         self._works_since = 0  # time in ns when it got the last of them; 0: it has none
+        self._learnt = 0  # busy time of the learner then
         self._reader = 0  # its thread
         self._held: tuple[int, int, list[FragmentName]] | None = None  # given, busy time of the learner then, what
 
@@ -95,7 +97,7 @@ class RolloutDoctor:
     def reader_asks(self) -> None:
         """Take note that the reader asks for the next round, in its thread."""
         if self._works_since:
-            self._times.append((clock() - self._works_since) / 1e9)
+            self.reader_times.add(clock() - self._works_since - (self._learner.busy_ns - self._learnt))
         self._reader, self._works_since = get_ident(), 0
         if self._tracing.fragments is not None:
             self._trace_update()
@@ -103,10 +105,10 @@ class RolloutDoctor:
 
     def reader_gets(self, fragments: Iterable[Any]) -> None:
         """Take note that the reader gets a round of these fragments."""
-        self._works_since = got = clock()
+        self._works_since, self._learnt = clock(), self._learner.busy_ns
         if self._tracing.fragments is not None:
             names = [(fragment.lane, fragment.sequence) for fragment in fragments]
-            self._held = got, self._learner.busy_ns, names
+            self._held = self._works_since, self._learnt, names
 
     def diagnose(self) -> Diagnosis:
         """What the rollout waits for right now."""
@@ -118,7 +120,9 @@ class RolloutDoctor:
         look = None if drive is None else drive.look()
         if look is None:
             return None
-        look = replace(look, noun="fragment", reader=tuple(self._times))
+        look = replace(
+            look, noun="fragment", reader=tuple(took / 1e9 for took in list(self.reader_times.recent)[-_KEPT:])
+        )
         since, reader = self._learner.works_since, look.waits[READER]
         if since is None:
             got = self._works_since

@@ -37,8 +37,8 @@ from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import can_run_inline
 from rollflow.stream.graph.interrupts import HoldingBack
-from rollflow.stream.graph.meter import NodeMeter
-from rollflow.stream.graph.report import CALLER, Report
+from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.report import CALLER, Report, node_report
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.pictures.run_html import run_html
 
@@ -119,6 +119,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def _check_ready(self) -> None:
         """Raise ModuleError where its parts don't fit together."""
+
+    @abc.abstractmethod
+    def _slowest_learner_piece(self) -> str:
+        """Name of the piece that took most of the time of the learner pipeline."""
 
     def _follow_lanes(self, *stages: Any, begin: Callable[[Any], None] | None = None) -> None:
         """Have stages that count lanes know of those that hosts bring and take; `begin` makes ready one that comes."""
@@ -286,7 +290,9 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """
         drive = self._drive or self._async_drive
         if drive is not None:
-            return self._execution.with_stages(drive.report().moved(CALLER, self._learner_meter))
+            report, learner = drive.report(), self._learner_meter
+            part = node_report(int(report.elapsed_s * 1e9), learner, slowest_piece=self._slowest_learner_piece())
+            return self._execution.with_stages(report.moved(CALLER, part, self._doctor.reader_times.read()))
         raise not_reported(self._state, is_in_graph=self._ties.is_in_graph)
 
     def diagnose(self) -> Diagnosis:
@@ -441,7 +447,9 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             return
         try:
             with AtWork([self._learner_meter]):
+                began = clock()
                 batch = self._batch_of(fragments)
+            self._learner_meter.calls.add(clock() - began)
         except BaseException as error:
             self._rounds.put_back(fragments, again=isinstance(error, KeyboardInterrupt))
             raise

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import PipelineRunner
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import PipelineRunner, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.acting_module import ActingModule, PublishedModules
@@ -59,6 +59,11 @@ class AgentLearner:
     def would_train(self, module_id: Any) -> bool:
         """True if batches are made for a module of this id when there is one."""
         return self.to_train is None or module_id in self.to_train
+
+    @property
+    def slowest_piece(self) -> str:
+        """Name of the piece that took most of its time."""
+        return slowest_piece(list(self._pipelines.values()))
 
     def pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
         """The pipeline of one module that acts, made when first asked for."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollflow.nodes.connectors.common.stateful_columns import states_at
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.nodes.stages.acting_module import acting_in
 from rollflow.nodes.stages.credits import GateRelay
@@ -70,6 +71,11 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
                 error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, agents {list(part.part.agents)}")
                 raise
         return self._full(lane) if lane.is_full else self._ready[lane.index]
+
+    @property
+    def slowest_piece(self) -> str:
+        """Name of the piece that took most of its time."""
+        return slowest_piece([*self.pipelines, *([] if self._joint is None else [self._joint.pipeline])])
 
     def _take_in(self, lane: MultiAgentLane) -> None:
         jointly = [] if self._joint is None else [self._joint.pipeline]

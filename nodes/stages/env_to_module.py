@@ -8,6 +8,7 @@ import numpy as np
 
 from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED, states_at
 from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
@@ -171,6 +172,11 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         except Exception as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
+
+    @property
+    def slowest_piece(self) -> str:
+        """Name of the piece that took most of its time."""
+        return slowest_piece([self.pipeline])
 
     def _prepare(self, lane: Lane) -> None:
         ended = lane.ended

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import TorchThreads
 from rollflow.nodes.stages.acting_module import acting_in
@@ -37,6 +38,11 @@ class ModuleToAgents:
         lane = outputs
         lane.actions = self._threads.run(self._all_actions, lane)
         return lane
+
+    @property
+    def slowest_piece(self) -> str:
+        """Name of the piece that took most of its time."""
+        return slowest_piece(self.pipelines)
 
     def _all_actions(self, lane: MultiAgentLane) -> list[tuple[Slots | None, Tree]]:
         return [self._actions(lane, *each) for each in zip(lane.parts, self.pipelines, strict=True)]

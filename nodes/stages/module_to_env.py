@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import TorchThreads
 from rollflow.nodes.stages.module_forward import LaneOutput
@@ -43,6 +44,11 @@ class ModuleToEnv:
         self._context = module, explore, metrics
         self._env_space = env_space
         self._checked: set[int] = set()  # lanes whose first actions have been held against that
+
+    @property
+    def slowest_piece(self) -> str:
+        """Name of the piece that took most of its time."""
+        return slowest_piece([self.pipeline])
 
     def __call__(self, outputs: Lane) -> Lane:
         """Work out the actions for the lane's environments."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.stages.agent_learner import AgentLearner
 from rollflow.nodes.stages.staleness import LagBound
@@ -123,6 +124,11 @@ class LearnerPipeline(FragmentGatherer[Fragment]):
     def __call__(self, fragments: Fragment) -> LearnerOutput:
         """Take one fragment; gives a batch once enough of them are there."""
         return self._take(fragments)
+
+    @property
+    def slowest_piece(self) -> str:
+        """Name of the piece that took most of its time."""
+        return slowest_piece([self.pipeline])
 
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
         return self.pipeline.of_fragments(fragments, self._module, self._metrics)

@@ -24,7 +24,7 @@ from rollflow.stream.graph.background import Background, is_background
 from rollflow.stream.graph.edge import Edge, Port
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.interrupts import interrupts, raise_held
-from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.node_errors import note_node
 
 if TYPE_CHECKING:
@@ -294,8 +294,11 @@ class Chain:
 
     def _step(self, name: str, in_place: Callable[[Any], Any] | None = None) -> Deliver:
         """A function that calls a node, or `in_place` of it, with an item, and routes the output on."""
-        call: Callable[[Any], Any] = self._graph.nodes[name].node if in_place is None else in_place
+        node = self._graph.nodes[name].node
+        call: Callable[[Any], Any] = node if in_place is None else in_place
         meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
+        calls = CallTimes() if is_background(node) else meter.calls  # to hand an item over is no call of its own
+        recent = calls.recent.append
 
         def step(item: Any) -> None:
             mark[1] = number
@@ -309,8 +312,12 @@ class Chain:
                     self._break_off(name, item, in_place)
                 raise
             now = clock()
+            took = now - mark[0]
             meter.items += 1
-            meter.busy_ns += now - mark[0]
+            meter.busy_ns += took
+            recent(took)
+            if took > calls.longest:
+                calls.longest = took
             trace = meter.trace
             if trace is not None:
                 trace.busy(mark[0], now)

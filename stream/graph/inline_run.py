@@ -50,7 +50,7 @@ class InlineRun:
                 f"graph '{graph.name}' needs an event loop: expected synchronous, inline, chained nodes alone"
             )
         self.graph = graph
-        self.meters_by_name = self._meters = {name: NodeMeter(name) for name in graph.nodes}
+        self.meters_by_name = self._meters = graph.meters()
         self.caller = NodeMeter(CALLER)
         self.meters = list(self._meters.values())
         self.chain = self._chain = Chain(graph, graph.flow_order(), self._meters, mark)
@@ -209,7 +209,8 @@ class InlineRun:
         """A report of the counts so far."""
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
         under_way = dict([self._chain.under_way])
-        report = report_of(elapsed, [*self._meters.values(), self.caller], [], under_way=under_way)
+        meters = [*self._meters.values(), self.caller]
+        report = report_of(elapsed, meters, [], under_way=under_way, pieces=self.graph.slowest_pieces())
         return replace(report, notes=self.graph.report_notes())
 
     def close(self) -> None:

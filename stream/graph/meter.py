@@ -1,6 +1,6 @@
 """Meters of nodes and edges: plain integer counters, which are always on."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +10,42 @@ from typing import Final, NamedTuple
 from rollflow.stream.traces.trace import Record, Trace
 
 clock: Final = perf_counter_ns
+_RECENT = 1024  # calls
+
+
+class CallStats(NamedTuple):
+    """How long calls took, in seconds: the median and the 99th percentile of recent ones, and the longest of all."""
+
+    p50_s: float
+    p99_s: float
+    longest_s: float
+
+
+class CallTimes:
+    """Durations of calls in ns: of the last 1,024, and of the longest.
+
+    Adding to `recent` costs 20 ns, a bucket of a histogram 40 to 110. From any thread.
+    """
+
+    __slots__ = ("longest", "recent")
+
+    def __init__(self) -> None:
+        self.recent: deque[int] = deque(maxlen=_RECENT)
+        self.longest = 0
+
+    def add(self, took: int) -> None:
+        """Count a call."""
+        self.recent.append(took)
+        if took > self.longest:
+            self.longest = took
+
+    def read(self) -> CallStats | None:
+        """What there is by now; None: there was no call."""
+        ordered = sorted(self.recent)
+        if not ordered:
+            return None
+        last = len(ordered) - 1
+        return CallStats(ordered[last // 2] / 1e9, ordered[last * 99 // 100] / 1e9, self.longest / 1e9)
 
 
 class NodeTrace(NamedTuple):
@@ -36,6 +72,7 @@ class NodeMeter:
         items         items taken, or for a source sent
         busy_ns       time in the node's own work
         blocked_ns    time in which an outlet of the node waited for room, or the node for somebody outside of the graph
+        calls         how long each call took, or each span of an asynchronous node's own work
         trace         records the same times as spans; None: nothing is traced
 
     The rest of the elapsed time is idle: waiting for items, or for other nodes of the same task. A synchronous node
@@ -48,8 +85,9 @@ class NodeMeter:
     items: int = 0
     busy_ns: int = 0
     blocked_ns: int = 0
+    calls: CallTimes = field(default_factory=CallTimes)
     trace: NodeTrace | None = None
-    _busy_since: int | None = None  # while it is traced
+    _busy_since: int | None = None
     _lives_since: int | None = None
     _waits_since: int | None = None
     _blocked_since: int | None = None
@@ -66,7 +104,6 @@ class NodeMeter:
         for since in self._busy_since, self._works_since:
             if before is not None and since is not None:
                 before.busy(since, clock())
-        self._busy_since = None
 
     @property
     def is_waiting(self) -> bool:
@@ -102,22 +139,19 @@ class NodeMeter:
             self._lives_since = clock()
             if self._waiting:
                 self._waits_since = self._lives_since
-            if self.trace is not None:
-                self._trace_on(self._lives_since)
+            self._go_on(self._lives_since)
 
     def end_life(self) -> None:
         """End the node's life: it is no longer busy."""
         self.busy_ns, self.blocked_ns = self.read()
-        if self.trace is not None:
-            self._trace_busy(clock())
+        self._pause(clock())
         self._lives_since = self._waits_since = self._blocked_since = None
 
     def begin_wait(self) -> None:
         """Begin a wait for an item."""
         if not self._waiting:
             self._waits_since = clock()
-            if self.trace is not None:
-                self._trace_busy(self._waits_since)
+            self._pause(self._waits_since)
         self._waiting += 1
 
     def end_wait(self) -> None:
@@ -127,19 +161,16 @@ class NodeMeter:
             now = clock()
             if self._waits_since is not None and self._lives_since is not None:
                 self.busy_ns -= now - self._waits_since
-            trace = self.trace
-            if trace is not None:
-                if self._waits_since is not None:
-                    trace.waits(self._waits_since, now)
-                self._trace_on(now)
+            if self.trace is not None and self._waits_since is not None:
+                self.trace.waits(self._waits_since, now)
+            self._go_on(now)
             self._waits_since = None
 
     def begin_block(self) -> None:
         """Begin a wait for room."""
         if not self._blocked:
             self._blocked_since = clock()
-            if self.trace is not None:
-                self._trace_busy(self._blocked_since)
+            self._pause(self._blocked_since)
         self._blocked += 1
 
     def end_block(self) -> None:
@@ -151,22 +182,23 @@ class NodeMeter:
             self.blocked_ns += blocked
             if self._lives_since is not None:
                 self.busy_ns -= blocked
-            trace = self.trace
-            if trace is not None:
-                trace.blocked(self._blocked_since, now)
-                self._trace_on(now)
+            if self.trace is not None:
+                self.trace.blocked(self._blocked_since, now)
+            self._go_on(now)
             self._blocked_since = None
 
-    def _trace_on(self, now: int) -> None:
-        """Begin a span of the node's own work, where it neither waits nor is blocked."""
+    def _go_on(self, now: int) -> None:
+        """Begin a span of the node's own work, if it neither waits nor is blocked."""
         if self._lives_since is not None and not self._waiting and not self._blocked:
             self._busy_since = now
 
-    def _trace_busy(self, now: int) -> None:
-        """Record the span of its own work that ends, if there was one."""
-        since, self._busy_since, trace = self._busy_since, None, self.trace
-        if since is not None and trace is not None:
-            trace.busy(since, now)
+    def _pause(self, now: int) -> None:
+        """Count the span of its own work that ends, if there was one."""
+        since, self._busy_since = self._busy_since, None
+        if since is not None:
+            self.calls.add(now - since)
+            if self.trace is not None:
+                self.trace.busy(since, now)
 
     def read(self) -> tuple[int, int]:
         """busy_ns and blocked_ns as of now, with the spans under way."""

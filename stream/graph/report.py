@@ -1,26 +1,33 @@
 """Report of a run: the counts of its nodes and edges, and the stage that holds the others back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rollflow.stream.graph.meter import EdgeMeter, NodeMeter
+from rollflow.stream.graph.meter import CallStats, CallTimes, EdgeMeter, NodeMeter
 from rollflow.stream.pictures.html import preformatted, table
 
 CALLER = "caller"
-NOTHING_UNDER_WAY: Mapping[str, int] = {}
+NOTHING: Mapping[str, Any] = {}
+_WIDTHS = 10, 7, 7, 8, 7, 8, 8  # of a table's columns behind the names; the last one is as wide as it is
 MOSTLY_IDLE = 0.1  # share of the time, of all stages together, below which none is what the others wait for
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """One node's counts; busy, idle and blocked seconds add up to the elapsed time."""
+    """One node's counts; busy, idle and blocked seconds add up to the elapsed time.
+
+    calls            how long its calls took; None: there was none, or it is not known
+    slowest_piece    name of the connector piece that took most of the time; "": it runs none
+    """
 
     name: str
     items: int
     busy_s: float
     idle_s: float
     blocked_s: float
+    calls: CallStats | None = None
+    slowest_piece: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +74,18 @@ class Report:
         """The busiest node of those that can hold others back."""
         return max(self.nodes, key=lambda node: (node.name not in self.harmless, node.busy_s))
 
-    def moved(self, name: str, part: NodeMeter) -> "Report":
-        """This report with `part`, a part of node `name`'s work, as a node before it; unchanged if `part` was idle."""
-        busy = part.read()[0] / 1e9
-        if not part.items and not busy:
-            return self
+    def moved(self, name: str, part: NodeReport, calls: CallStats | None) -> "Report":
+        """This report with `part`, a part of node `name`'s work, as a node before it; unchanged if `part` was idle.
+
+        calls    of node `name`, without that part
+        """
         nodes: list[NodeReport] = []
         for node in self.nodes:
             if node.name == name:
-                nodes.append(NodeReport(part.name, part.items, busy, max(self.elapsed_s - busy, 0.0), 0.0))
-                left = max(node.busy_s - busy, 0.0)
-                node = replace(node, busy_s=left, idle_s=self.elapsed_s - left - node.blocked_s)
+                if part.items or part.busy_s:
+                    nodes.append(part)
+                left = max(node.busy_s - part.busy_s, 0.0)
+                node = replace(node, busy_s=left, idle_s=self.elapsed_s - left - node.blocked_s, calls=calls)
             nodes.append(node)
         return replace(self, nodes=tuple(nodes))
 
@@ -96,14 +104,20 @@ class Report:
         conclusion    text: the sentence under the table
         notes         sentences of nodes; left out where there are none
         nodes         name -> `items`, an int; `busy_s`, `idle_s`, `blocked_s`, seconds; `busy`, `idle`, `blocked`,
-                      the same as shares of the elapsed time, from 0 to 1
+                      the same as shares of the elapsed time, from 0 to 1; `p50_s`, `p99_s`, `longest_s`, seconds of
+                      its calls, and `slowest_piece`, each left out where there is none
         edges         name -> `capacity`, `items`, `held`, `peak`, `dropped`, `blocked_count`, ints; `mean_held`, a
                       float; `full`, the share of the time in which the edge was full
         """
         total = max(self.elapsed_s, 1e-9)
         nodes = {node.name: asdict(node) for node in self.nodes}
-        for figures in nodes.values():
+        for node in self.nodes:
+            figures = nodes[node.name]
             figures |= {part: figures[f"{part}_s"] / total for part in ("busy", "idle", "blocked")}
+            del figures["calls"]
+            figures |= {} if node.calls is None else node.calls._asdict()
+            if not node.slowest_piece:
+                del figures["slowest_piece"]
         edges = {edge.name: asdict(edge) for edge in self.edges}
         for figures in (*nodes.values(), *edges.values()):
             del figures["name"]
@@ -116,52 +130,47 @@ class Report:
             **({"notes": list(self.notes)} if self.notes else {}),
         }
 
-    def __str__(self) -> str:
-        width = max(map(len, (*(node.name for node in self.nodes), *(edge.name for edge in self.edges))))
-        total = max(self.elapsed_s, 1e-9)
-        lines = [f"{'node':<{width}} {'items':>10} {'busy':>7} {'idle':>7} {'blocked':>8}"]
-        lines += [
-            f"{node.name:<{width}} {node.items:>10,} {node.busy_s / total:>7.1%} {node.idle_s / total:>7.1%} "
-            f"{node.blocked_s / total:>8.1%}"
-            for node in self.nodes
-        ]
-        if self.edges:
-            lines.append(
-                f"{'edge':<{width}} {'items':>10} {'held':>7} {'mean':>7} {'peak':>8} {'full':>7} {'dropped':>8}"
-            )
-            lines += [
-                f"{edge.name:<{width}} {edge.items:>10,} {f'{edge.held}/{edge.capacity}':>7} {edge.mean_held:>7.2f} "
-                f"{edge.peak:>8} {edge.full:>7.1%} {edge.dropped:>8,}"
-                for edge in self.edges
-            ]
-        return "\n".join([*lines, *self.notes, self._conclusion()])
-
-    def _repr_html_(self) -> str:
+    def _tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
+        """Headings and rows of the nodes, and of the edges if there are any."""
         total = max(self.elapsed_s, 1e-9)
         nodes = [
-            (
+            [
                 node.name,
                 f"{node.items:,}",
                 *(f"{part / total:.1%}" for part in (node.busy_s, node.idle_s, node.blocked_s)),
-            )
+                *map(duration_text, node.calls or ("", "", "")),
+                node.slowest_piece,
+            ]
             for node in self.nodes
         ]
+        yield ["node", "items", "busy", "idle", "blocked", "p50", "p99", "longest", "slowest piece"], nodes
         edges = [
-            (
+            [
                 edge.name,
                 f"{edge.items:,}",
                 f"{edge.held}/{edge.capacity}",
                 f"{edge.mean_held:.2f}",
-                edge.peak,
+                f"{edge.peak}",
                 f"{edge.full:.1%}",
                 f"{edge.dropped:,}",
-            )
+            ]
             for edge in self.edges
         ]
-        parts = [table(("node", "items", "busy", "idle", "blocked"), nodes)]
         if edges:
-            parts.append(table(("edge", "items", "held", "mean", "peak", "full", "dropped"), edges))
-        return "".join([*parts, preformatted("\n".join([*self.notes, self._conclusion()]))])
+            yield ["edge", "items", "held", "mean", "peak", "full", "dropped"], edges
+
+    def __str__(self) -> str:
+        width = max(map(len, (*(node.name for node in self.nodes), *(edge.name for edge in self.edges))))
+        lines = []
+        for headings, rows in self._tables():
+            for name, *cells in (headings, *rows):
+                aligned = [f"{cell:>{wide}}" for cell, wide in zip(cells, _WIDTHS, strict=False)]
+                lines.append("  ".join([" ".join([f"{name:<{width}}", *aligned]), *cells[len(_WIDTHS) :]]).rstrip())
+        return "\n".join([*lines, *self.notes, self._conclusion()])
+
+    def _repr_html_(self) -> str:
+        tables = [table(headings, rows) for headings, rows in self._tables()]
+        return "".join([*tables, preformatted("\n".join([*self.notes, self._conclusion()]))])
 
     def _conclusion(self) -> str:
         busiest = self._busiest
@@ -174,28 +183,50 @@ class Report:
         return f"held back by {who} (busy {share})"
 
 
+def duration_text(seconds: float | str) -> str:
+    """A duration with three digits and its unit; a text as it is."""
+    if isinstance(seconds, str):
+        return seconds
+    size, unit = next(((size, unit) for size, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "µs"))
+    return f"{seconds / size:.3g} {unit}"
+
+
+def node_report(
+    elapsed_ns: int, node: NodeMeter, under_way: int = 0, slowest_piece: str = "", calls: CallTimes | None = None
+) -> NodeReport:
+    """A report of a meter's current values.
+
+    under_way    nanoseconds since its current call began
+    calls        those to be reported; None: those of the meter
+    """
+    busy, blocked = node.read()
+    busy = min(busy + under_way, elapsed_ns)
+    blocked = min(blocked, elapsed_ns - busy)
+    stats = (node.calls if calls is None else calls).read()
+    if stats is not None and under_way / 1e9 > stats.longest_s:
+        stats = stats._replace(longest_s=under_way / 1e9)
+    idle_s = (elapsed_ns - busy - blocked) / 1e9
+    return NodeReport(node.name, node.items, busy / 1e9, idle_s, blocked / 1e9, stats, slowest_piece)
+
+
 def report_of(
     elapsed_ns: int,
     nodes: Iterable[NodeMeter],
     edges: Iterable[EdgeMeter],
     harmless: frozenset[str] = frozenset(),
     holders: frozenset[str] = frozenset(),
-    under_way: Mapping[str, int] = NOTHING_UNDER_WAY,
+    under_way: Mapping[str, int] = NOTHING,
+    pieces: Mapping[str, str] = NOTHING,
 ) -> Report:
     """Make a report of the meters' current values.
 
     under_way    node -> nanoseconds since its current call began
+    pieces       node -> its slowest connector piece
     """
     elapsed_ns = max(elapsed_ns, 1)
-    node_reports = []
-    for node in nodes:
-        busy, blocked = node.read()
-        busy += under_way.get(node.name, 0)
-        busy = min(busy, elapsed_ns)
-        blocked = min(blocked, elapsed_ns - busy)
-        node_reports.append(
-            NodeReport(node.name, node.items, busy / 1e9, (elapsed_ns - busy - blocked) / 1e9, blocked / 1e9)
-        )
+    node_reports = [
+        node_report(elapsed_ns, node, under_way.get(node.name, 0), pieces.get(node.name, "")) for node in nodes
+    ]
     edge_reports = []
     for edge in edges:
         item_ns, full_ns = edge.read()

@@ -57,7 +57,7 @@ class Run:
         self._live: set[str] = set()  # first nodes of the tasks that have not ended
         self.seed = fresh_seed() if seed is None else seed
         self._began = clock()
-        self.meters = {name: NodeMeter(name) for name in graph.nodes}
+        self.meters = graph.meters()
         self._holders = WaitAttribution()
         self.caller = NodeMeter(CALLER)
         self._losses = Losses(spec.node for spec in graph.nodes.values())
@@ -94,8 +94,11 @@ class Run:
         channels = [channel.meter for channel in self.channels.values()]
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
         under_way = dict(chain.under_way for chain in self.chains)
-        report = report_of(elapsed, nodes, channels, self.graph.harmless(), frozenset(holders), under_way)
-        return replace(report, notes=self.graph.report_notes())
+        graph = self.graph
+        report = report_of(
+            elapsed, nodes, channels, graph.harmless(), frozenset(holders), under_way, graph.slowest_pieces()
+        )
+        return replace(report, notes=graph.report_notes())
 
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now, and whether it is stalled. From any thread."""

@@ -40,7 +40,7 @@ FIGURES = {
     "policy/lag": 1,
     "lost/max_lag": 64,
 }
-NODE = {"items": 10, "busy_s": 1.5, "idle_s": 0.25, "blocked_s": 0.25}
+NODE = {"items": 10, "busy_s": 1.5, "idle_s": 0.25, "blocked_s": 0.25, "p50_s": 2e-3, "p99_s": 0.1, "longest_s": 1.5}
 RUN: dict[str, Any] = {
     "path": "/run/7-a.sock",
     "pid": 7,
@@ -52,7 +52,7 @@ RUN: dict[str, Any] = {
     "name": "[bold]mine",
     "elapsed_s": 2.0,
     "tasks": [["rollout/env", "rollout/module"], ["sink"]],
-    "nodes": {"rollout/env": NODE, "rollout/module": NODE, "sink": NODE},
+    "nodes": {"rollout/env": NODE, "rollout/module": NODE, "sink": {**NODE, "slowest_piece": "Numpy"}},
     "edges": [
         {"source": "rollout/env", "port": "out", "target": "rollout/module", "feedback": False, "is_output": False},
         {"source": "rollout/module", "port": "out", "target": "rollout/env", "feedback": True, "is_output": False},
@@ -99,15 +99,15 @@ def running() -> Iterator[Rollout]:
 
 
 def test_a_panel_has_stages_edges_parties_and_the_diagnosis() -> None:
-    text = shown(RUN, width=90)
+    text = shown(RUN, width=120)
     lines = text.splitlines()
     assert lines[0].startswith("╭─ graph [bold]mine ─")
     assert lines[-1].startswith("╰─ pid 7  train.py --lr 1e-3  2 s  3 MiB ─")
     for line in (
         "│ rollout: 2 lanes: 8 steps   0 updates ",
-        "│  ┌   rollout/env          5.0   ██████··   75%    12%       12%   sink ",
-        "│  └   rollout/module       5.0   ██████··   75%    12%       12%   rollout/env ↺ ",
-        "│      sink                 5.0   ██████··   75%    12%       12%  ",
+        "│  ┌   rollout/env          5.0   ██████··   75%       12%   2 ms   100 ms     1.5 s   sink ",
+        "│  └   rollout/module       5.0   ██████··   75%       12%   2 ms   100 ms     1.5 s   rollout/env ↺ ",
+        "│      sink                 5.0   ██████··   75%       12%   2 ms   100 ms     1.5 s                  Numpy ",
         "│ sink is in its call since 0.2 s ",
         "│ held back by sink (busy 75% of 2.0 s) ",
         "│ no item for 6.0 s: sink is in its call ",
@@ -115,7 +115,7 @@ def test_a_panel_has_stages_edges_parties_and_the_diagnosis() -> None:
     ):
         assert line in text, text
     assert "3/4   ██████··       3.0    50%     1,234" in text
-    assert {len(line) for line in lines} == {90}
+    assert {len(line) for line in lines} == {120}
 
 
 @pytest.mark.parametrize(("state", "waited_s", "is_shown"), [("waits", 0.5, False), ("waits", 1.5, True)])

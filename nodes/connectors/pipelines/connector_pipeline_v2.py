@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
@@ -641,3 +641,18 @@ class ConnectorPipelineV2(ConnectorV2):
 def _holds(piece: ConnectorV2, pipeline: ConnectorPipelineV2) -> bool:
     inside = piece._pieces if isinstance(piece, ConnectorPipelineV2) else []
     return piece is pipeline or any(_holds(each, pipeline) for each in inside)
+
+
+def slowest_piece(pipelines: Iterable[ConnectorPipelineV2]) -> str:
+    """Name of the piece that took most of the time of some pipelines, or of pieces called as one; "": none."""
+    times: dict[str, int] = {}
+    for pipeline in pipelines:
+        fused: dict[tuple[str, ...], int] = {}
+        for name, timer in pipeline.timers().items():
+            times[name] = times.get(name, 0) + timer.total_ns
+            fused |= {together.pieces: together.total_ns for together in timer.fused}
+        for names, total_ns in fused.items():
+            name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+            times[name] = times.get(name, 0) + total_ns
+    name = max(times, key=lambda name: times[name], default="")
+    return name if times.get(name) else ""

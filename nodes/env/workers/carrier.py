@@ -1,10 +1,12 @@
 """Carriers: how a node that steps environments elsewhere talks with the place where they are."""
 
 from collections.abc import Iterator, Sequence
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
 from rollflow.stream.doctor.waits import LastError, Wait
+from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.traces.fragment_trace import FragmentTrace
 
 
@@ -65,6 +67,7 @@ class Carried:
 
     carrier: Carrier
     is_closed: bool
+    call_times: CallTimes
     trace: FragmentTrace | None
     does: str
 
@@ -75,16 +78,13 @@ class Carried:
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
-        completed = self.carrier.completed()
-        return completed if self.trace is None else self._traced(completed)
-
-    def _traced(self, completed: Iterator[Any]) -> Iterator[Any]:
-        """Yields the lanes that have come back, and records what each was at elsewhere."""
-        for lane in completed:
-            began, trace = self._supervisor.deadlines.began.get(lane.index), self.trace
-            if began is not None and trace is not None and not lane.is_set_aside:
-                does = "reset" if lane.vector_steps == 0 else self.does
-                trace.stepped(lane.index, int(began * 1e9), does)
+        began_at, calls = self._supervisor.deadlines.began, self.call_times
+        for lane in self.carrier.completed():
+            began = began_at.get(lane.index)
+            if began is not None and not lane.is_set_aside:
+                calls.add(int((monotonic() - began) * 1e9))
+                if self.trace is not None:
+                    self.trace.stepped(lane.index, int(began * 1e9), "reset" if lane.vector_steps == 0 else self.does)
             yield lane
 
     def fileno(self) -> int:

@@ -42,7 +42,7 @@ class ThreadEnvironments:
         step_timeout: float | None = 60.0,
         reset_timeout: float | None = 120.0,
     ) -> None:
-        self._environments = environments
+        self._environments, self.call_times = environments, environments.call_times
         self.in_flight = 0
         with closing_on_error(environments.close):
             lanes = range(environments.num_lanes)
@@ -153,6 +153,7 @@ class ThreadEnvironments:
         except BaseException as raised:  # also a SystemExit: to be raised where the rollout is read
             error = raised
         self._begun[lane.index] = None
+        self.call_times.add(clock() - begun[0])
         trace = self._environments.trace
         if trace is not None:
             trace.stepped(lane.index, begun[0], does)
