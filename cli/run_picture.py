@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollflow.stream.graph.report import duration_text
-from rollflow.stream.snapshots.rates import diagnosis_to_show, is_bad, is_stalled, last_errors, title_of
+from rollflow.stream.snapshots.rates import is_bad, last_errors, main_figures, stall_text, title_of
 
 Snapshot = Mapping[str, Any]
 
@@ -59,73 +59,52 @@ def _body(run: Snapshot) -> Iterator[RenderableType]:
     if "error" in run:
         yield Text(run["error"], style="bold red")
         return
+    if "conclusion" in run:
+        yield Text(run["conclusion"], style="bold")
+    if text := stall_text(run):
+        yield Text(text, style="bold red")
     if "figures" in run:
-        yield Text(figures_line(run["figures"], run["steps_per_s"]))
+        yield Text(figures_line(run))
     for name, part in run.get("parts", {}).items():
-        yield Text(f"{name}: {part['name']}: {figures_line(part['figures'], None)}")
+        yield Text(f"{name}: {part['name']}: {figures_line(part)}")
     if sources := run.get("sources"):
         yield Text(f"fed by {', '.join(sources)}")
     if run["nodes"]:
         yield _stages(run)
+        if pieces := _slowest_pieces(run):
+            yield Text(pieces)
     if any("held" in edge for edge in run["edges"]):
         yield _edges(run)
     if parties := _parties(run):
         yield Text(parties)
     yield from (Text(line, style="red") for line in last_errors(run))
-    if "conclusion" in run:
-        yield Text(run["conclusion"], style="bold")
-    if text := diagnosis_to_show(run):
-        yield Text(text, style="bold red" if is_stalled(run) else "")
 
 
-def figures_line(figures: Mapping[str, float], steps_per_s: float | None) -> str:
-    """Steps, return, versions, lag and losses, in words."""
-    parts = [] if steps_per_s is None else [f"{steps_per_s:,.0f} steps/s"]
-    parts.append(f"{figures.get('time/total_timesteps', 0):,.0f} steps")
-    parts.append(f"{figures.get('time/iterations', 0):,.0f} updates")
-    if "rollout/ep_rew_mean" in figures:
-        parts.append(f"return {figures['rollout/ep_rew_mean']:,.4g}")
-    for name, value in figures.items():
-        if name.startswith("policy/version"):
-            parts.append(f"version {value:,.0f}{_label(name, 'policy/version')}")
-        elif name.startswith("rollout/ep_rew_mean/"):
-            parts.append(f"return {value:,.4g}{_label(name, 'rollout/ep_rew_mean')}")
-        elif name.startswith("lost/"):
-            parts.append(f"lost {value:,.0f} ({name.removeprefix('lost/')})")
-    if "policy/lag" in figures:
-        parts.append(f"lag {figures['policy/lag']:,.0f}")
-    return "   ".join(parts)
-
-
-def _label(name: str, stem: str) -> str:
-    label = name.removeprefix(stem).removeprefix("/")
-    return f" ({label})" if label else ""
+def figures_line(run: Snapshot) -> str:
+    """The main figures of a run, in words."""
+    return "   ".join(f"{name} {value:,.{4 if abs(value) < 1e4 else 12}g}" for name, value in main_figures(run))
 
 
 def _stages(run: Snapshot) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "stage"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("items/s", justify="right")
-    table.add_column("busy")
-    for heading in ("", "blocked", "p50", "p99", "longest"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column("stage", overflow="fold")
+    for heading in ("items/s", "busy", "blocked", "p50", "p99", "longest"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("to", "slowest piece"):
-        table.add_column(heading)
+    table.add_column("to")
     marks, ways = _marks(run["tasks"]), _ways(run["edges"], run["tasks"])
     for name, node in run["nodes"].items():
-        bar = _bar(node["busy"])
-        cells = [f"{node[part]:.0%}" for part in ("busy", "blocked")]
+        cells = [f"{node['items_per_s']:,.1f}", *(f"{node[part]:.0%}" for part in ("busy", "blocked"))]
         cells += [duration_text(node.get(f"{part}_s", "")) for part in ("p50", "p99", "longest")]
         style = "bold" if name == run["bottleneck"] else ""
-        row = [Text(marks.get(name, " ")), Text(name), Text(f"{node['items_per_s']:,.1f}"), bar, *map(Text, cells)]
-        table.add_row(*row, Text(ways.get(name, "")), Text(node.get("slowest_piece", "")), style=style)
+        table.add_row(marks.get(name, " "), Text(name), *map(Text, cells), Text(ways.get(name, "")), style=style)
     return table
 
 
-def _bar(share: float) -> Text:
-    """A bar as long as a share, from 0 to 1."""
-    return Text(f"{'█' * round(_BAR * share):·<{_BAR}}")
+def _slowest_pieces(run: Snapshot) -> str:
+    """The slowest piece of each stage that runs some."""
+    pieces = [f"{name}: {node['slowest_piece']}" for name, node in run["nodes"].items() if "slowest_piece" in node]
+    return f"slowest pieces   {'   '.join(pieces)}" if pieces else ""
 
 
 def _marks(tasks: Sequence[Sequence[str]]) -> dict[str, str]:
@@ -154,7 +133,7 @@ def _edges(run: Snapshot) -> Table:
         table.add_column(heading, justify="left" if heading in ("edge", "") else "right")
     for edge in run["edges"]:
         if "held" in edge:
-            bar = _bar(edge["held"] / edge["capacity"])
+            bar = Text(f"{'█' * round(_BAR * edge['held'] / edge['capacity']):·<{_BAR}}")
             name, held = f"{edge['source']} → {edge['target']}", f"{edge['held']}/{edge['capacity']}"
             rest = [f"{edge['items_per_s']:,.1f}", f"{edge['full']:.0%}", f"{edge['dropped']:,}"]
             table.add_row(Text(name), Text(held), bar, *map(Text, rest))

@@ -7,11 +7,13 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
 from rollflow.cli.top import SnapshotPoller, add_run, load_snapshots
-from rollflow.stream.pictures.runs_page import PAGE, runs_html
-from rollflow.stream.snapshots.history import RunHistory
+from rollflow.stream.pictures.graph_picture import graph_picture
+from rollflow.stream.snapshots.rates import is_bad, last_errors, main_figures, stall_text, title_of
 from rollflow.stream.snapshots.run_folder import run_folder
 
 _LOOK_S = 0.8  # between two looks, at least: several browsers share one
@@ -57,56 +59,88 @@ def _listening(port: int) -> socket.socket:
 
 
 def application(address: str | None, token: str) -> Any:
-    """The application of starlette that serves the page.
+    """The application of starlette that serves the page, and the runs as they are now.
 
     address    of the run that is looked at; None: all
     token      first part of every path
     """
-    applications, routing = (importlib.import_module(f"starlette.{name}") for name in ("applications", "routing"))
-    html = importlib.import_module("starlette.responses").HTMLResponse
-    looking = Looking(address)
+    starlette, routing, responses = (
+        importlib.import_module(f"starlette.{name}") for name in ("applications", "routing", "responses")
+    )
+    files = resources.files("rollflow.cli") / "page"
+    names = ("view.html", "uPlot.min.css", "view.css", "uPlot.iife.min.js", "view.js")
+    frame, *styles_and_scripts = ((files / name).read_text() for name in names)
+    styles, scripts = "\n".join(styles_and_scripts[:2]), "\n".join(styles_and_scripts[2:])
+    polled = PolledRuns(address)
 
     def page(request: Any) -> Any:
         nonce = secrets.token_urlsafe(16)
         policy = (
-            f"default-src 'none'; connect-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
-            "style-src-attr 'unsafe-inline'"
+            f"default-src 'none'; connect-src 'self'; img-src data:; script-src 'nonce-{nonce}'; "
+            f"style-src 'nonce-{nonce}'; style-src-attr 'unsafe-inline'"
         )
         headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
-        return html(PAGE.format(nonce=nonce, runs=looking.html()), headers=headers)
+        return responses.HTMLResponse(frame.format(nonce=nonce, css=styles, js=scripts), headers=headers)
 
     def runs(request: Any) -> Any:
-        return html(looking.html(), headers={"Cache-Control": "no-store"})
+        found = {"runs": polled.next(), "folder": str(run_folder())}
+        return responses.JSONResponse(found, headers={"Cache-Control": "no-store"})
 
-    routes = [routing.Route(f"/{token}/", page), routing.Route(f"/{token}/runs", runs)]
-    return applications.Starlette(routes=routes)
+    return starlette.Starlette(routes=[routing.Route(f"/{token}/", page), routing.Route(f"/{token}/runs", runs)])
 
 
-class Looking:
-    """Looks at runs for browsers, and keeps what it saw in the last hour. From any thread.
+class PolledRuns:
+    """Takes snapshots of runs for browsers, which share them. From any thread.
 
     address    of the run that is looked at; None: all
     """
 
     def __init__(self, address: str | None) -> None:
-        self._looks = SnapshotPoller(address)
+        self._poller = SnapshotPoller(address)
         self._lock = threading.Lock()
-        self._html, self._looked = "", 0.0
-        self._histories: dict[str, RunHistory] = {}
+        self._runs: list[dict[str, Any]] = []
+        self._due = 0.0
 
-    def html(self) -> str:
-        """HTML of the runs as they are now, or were a moment ago."""
+    def next(self) -> list[dict[str, Any]]:
+        """The runs as they are now, or were a moment ago, with what the page shows of them."""
         with self._lock:
-            if not self._looked or time.monotonic() - self._looked >= _LOOK_S:
-                self._html, self._looked = self._look(), time.monotonic()
-            return self._html
+            if time.monotonic() >= self._due:
+                try:
+                    self._runs = [shown(run) for run in self._poller.next()]
+                except ValueError:  # it has ended
+                    self._runs = []
+                self._due = time.monotonic() + _LOOK_S
+            return self._runs
 
-    def _look(self) -> str:
-        try:
-            runs = self._looks.next()
-        except ValueError:  # it has ended
-            runs = []
-        self._histories = {run["path"]: self._histories.get(run["path"]) or RunHistory() for run in runs}
-        for run in runs:
-            self._histories[run["path"]].add(run, time.monotonic())
-        return runs_html(runs, self._histories, str(run_folder()))
+
+def shown(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot with rates, and what the page shows of it.
+
+    title, sentence, texts    what it is, how it does, and what is wrong, in words
+    tiles      main figures: name and value
+    plots      title -> `unit`, and `values` by the names of lines, of which the page keeps those that it has seen
+    picture    the graph as SVG; left out if there is none
+    """
+    parts = run.get("parts", {})
+    main = dict(main_figures(run))
+    for part, its in parts.items():
+        main |= {name if len(parts) == 1 else f"{part} {name}": value for name, value in main_figures(its)}
+    lines: dict[str, tuple[str, dict[str, float]]] = {
+        "steps per second": ("", {name: value for name, value in main.items() if name == "steps/s"}),
+        "mean return": ("", {name: value for name, value in main.items() if "return" in name}),
+        "busy": ("%", {name: 100 * node["busy"] for name, node in run.get("nodes", {}).items()}),
+        "policy versions": ("", {name: value for name, value in main.items() if "version" in name or "lag" in name}),
+    }
+    made_of = [f"{name}: {part['name']}" for name, part in parts.items()]
+    fed = [f"fed by {', '.join(run['sources'])}"] if run.get("sources") else []
+    found: dict[str, Any] = {
+        "title": title_of(run),
+        "is_bad": is_bad(run),
+        "sentence": run.get("error") or run.get("conclusion", ""),
+        "texts": list(filter(None, [stall_text(run), *last_errors(run), *made_of, *fed])),
+        "tiles": list(main.items()),
+        "plots": {title: {"unit": unit, "values": values} for title, (unit, values) in lines.items() if values},
+    }
+    if "tasks" in run:
+        found["picture"] = graph_picture(run, run["conclusion"])
+    return {**run, **found}

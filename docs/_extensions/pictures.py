@@ -40,21 +40,21 @@ class Drawing(SphinxDirective):
     required_arguments = 1
     final_argument_whitespace = True
     has_content = True
-    draw: Callable[..., tuple[list[str], float]]
+    draw: Callable[..., Any]  # parts, height, and the width if it is another than usual
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(__file__)
         try:
-            parts, height = self.draw()
+            parts, height, *width = self.draw()
         except Exception as error:
             raise self.error(f"{self.name} can't be drawn: {type(error).__name__}: {error}") from error
-        return [nodes.raw("", svg.picture(parts, height, self.arguments[0]), format="html")]
+        return [nodes.raw("", svg.picture(parts, height, self.arguments[0], *width), format="html")]
 
 
 class GraphPicture(Drawing):
     """Draws the graph that a program makes: nodes of one task in one frame, and edges with their bounds."""
 
-    def draw(self) -> tuple[list[str], float]:
+    def draw(self) -> tuple[list[str], float, float]:
         names: dict[str, Any] = {}
         exec("\n".join(self.content), names)
         return graph_parts(shape(names["graph"]))
@@ -127,7 +127,7 @@ def figure_parts(rows: list[dict[str, str]], beside: str) -> tuple[list[str], fl
         for name, figure in (("rollflow", ours), (row["beside"].replace("`", "").split(",")[0], theirs)):
             shown = f"{name}: {figure:,}"
             length = 160 * figure / max(ours, theirs)
-            parts += [svg.bar(0, y + 9, length, is_ours=name == "rollflow")]
+            parts += [svg.bar(0, y + 9, length, svg.BRAND if name == "rollflow" else svg.BORDER)]
             parts += [svg.text(length + 6, y + 19, shown, anchor="start")]
             y += svg.LINE
         y += 30

@@ -57,7 +57,7 @@ class RunLog(abc.ABC):
         return {
             name: value
             for name, value in figures.items()
-            if math.isfinite(value) and name != "time/fps_now" and not name.startswith("busy/")
+            if math.isfinite(value) and name != "time/fps_now" and not name.startswith(("busy/", "calls/"))
         }
 
     def _counts_now(self) -> Counts:

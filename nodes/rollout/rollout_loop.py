@@ -38,7 +38,7 @@ from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import can_run_inline
 from rollflow.stream.graph.interrupts import HoldingBack
 from rollflow.stream.graph.meter import NodeMeter, clock
-from rollflow.stream.graph.report import CALLER, Report, node_report
+from rollflow.stream.graph.report import CALLER, LEARNER, Report, node_report
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.pictures.run_html import run_html
 
@@ -82,7 +82,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._async_drive: AsyncDriver | None = None
         self._state = "new"
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
-        self._learner_meter = NodeMeter("learner_pipeline")
+        self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
         self._doctor = RolloutDoctor(stall, self._learner_meter, self.signs, self.snapshot, log_to.trace)
         self.log = RolloutLog(self, rounds.note, log_to)

@@ -7,7 +7,7 @@ from typing import Any
 from rollflow.stream.graph.meter import CallStats, CallTimes, EdgeMeter, NodeMeter
 from rollflow.stream.pictures.html import preformatted, table
 
-CALLER = "caller"
+CALLER, LEARNER = "caller", "learner_pipeline"
 NOTHING: Mapping[str, Any] = {}
 _WIDTHS = 10, 7, 7, 8, 7, 8, 8  # of a table's columns behind the names; the last one is as wide as it is
 MOSTLY_IDLE = 0.1  # share of the time, of all stages together, below which none is what the others wait for

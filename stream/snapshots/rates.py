@@ -1,12 +1,19 @@
-"""What people are shown of snapshots: a title, rates between two of them, and a diagnosis that is worth it."""
+"""What people are shown of snapshots: a title, rates between two of them, what went wrong, and the main figures."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Snapshot = Mapping[str, Any]
 
-_LONG_S = 1.0  # of waiting, that people are told of
 _PARTS = ("busy", "idle", "blocked")
+_MAIN = {  # beginning of a figure's name -> words
+    "time/total_timesteps": "steps",
+    "time/iterations": "updates",
+    "rollout/ep_rew_mean": "return",
+    "policy/version": "version",
+    "policy/lag": "lag",
+    "lost": "lost",
+}
 
 
 def with_rates(now: Snapshot, before: Snapshot | None) -> dict[str, Any]:
@@ -44,10 +51,9 @@ def is_stalled(snapshot: Snapshot) -> bool:
     return bool(snapshot.get("diagnosis", {}).get("state") == "stalled")
 
 
-def diagnosis_to_show(snapshot: Snapshot) -> str:
-    """The text of the diagnosis where the run stands still, or somebody waits for long; else none."""
-    diagnosis = snapshot.get("diagnosis", {"waited_s": 0.0})
-    return diagnosis["text"] if is_stalled(snapshot) or diagnosis["waited_s"] >= _LONG_S else ""
+def stall_text(snapshot: Snapshot) -> str:
+    """The text of the diagnosis if the run stands still; else ""."""
+    return snapshot["diagnosis"]["text"] if is_stalled(snapshot) else ""
 
 
 def last_errors(snapshot: Snapshot) -> list[str]:
@@ -58,6 +64,18 @@ def last_errors(snapshot: Snapshot) -> list[str]:
             when = "now" if error["age_s"] is None else f"{error['age_s']:,.0f} s ago"
             lines.append(f"{name}, {when}: {error['text']}")
     return lines
+
+
+def main_figures(snapshot: Snapshot) -> Iterator[tuple[str, float]]:
+    """Steps, return, versions, lag and losses of a run with rates: a name, and its value."""
+    figures = snapshot.get("figures", {})
+    if snapshot.get("steps_per_s") is not None:
+        yield "steps/s", snapshot["steps_per_s"]
+    for stem, name in _MAIN.items():
+        for figure, value in figures.items():
+            if figure == stem or figure.startswith(f"{stem}/"):
+                label = figure.removeprefix(stem).removeprefix("/")
+                yield f"{name} ({label})" if label else name, value
 
 
 def _nodes(snapshot: Snapshot | None) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from rollflow.cli import view
 from rollflow.cli.main import main
 from rollflow.nodes import Rollout
-from rollflow.stream.pictures.runs_page import runs_html
 from rollflow.stream.snapshots import run_folder
-from rollflow.stream.snapshots.history import RunHistory
 from rollflow.stream.snapshots.rates import with_rates
 
 
@@ -63,103 +62,93 @@ def test_the_page_is_found_by_its_token_alone(running: Rollout) -> None:
     for path in ("/", "/runs", "/other/", "/other/runs"):
         assert client.get(path).status_code == 404
     assert client.get("/token/").status_code == 200
-    assert f"pid {os.getpid()}" in client.get("/token/").text
-    assert "module_to_env" in client.get("/token/runs").text
+    [run] = client.get("/token/runs").json()["runs"]
+    assert (run["pid"], run["title"]) == (os.getpid(), "Rollout 1 lane × 2 slots")
+    assert run["sentence"] == run["conclusion"]
 
 
 def test_the_page_takes_nothing_from_elsewhere() -> None:
     client = Client()
     first, second = client.get("/token/"), client.get("/token/")
     policy = first.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'; connect-src 'self'; script-src 'nonce-")
+    assert policy.startswith("default-src 'none'; connect-src 'self'; img-src data:; script-src 'nonce-")
     [nonce] = set(re.findall(r'nonce="([^"]+)"', first.text))
     assert f"script-src 'nonce-{nonce}'" in policy
     assert nonce not in second.text
-    assert "http" not in re.sub(r"http://www.w3.org/2000/svg", "", first.text)
+    assert set(re.findall(r"https?://[\w./]+", first.text)) == {"https://github.com/leeoniya/uPlot"}  # its notice
+
+
+def test_the_plots_have_their_licence_beside_them() -> None:
+    folder = resources.files("rollflow.cli") / "page"
+    assert "Leon Sorokin" in (folder / "uPlot.LICENSE").read_text()
 
 
 def test_without_a_run_it_says_where_it_looked(folder: Path) -> None:
-    found = Client().get("/token/runs").text
-    assert found == f"<p>no run of this user on this machine has a socket in {folder}</p>"
+    assert Client().get("/token/runs").json() == {"runs": [], "folder": str(folder)}
 
 
 def test_a_run_that_was_asked_for_and_has_ended_leaves_an_empty_page(running: Rollout) -> None:
-    client = Client(str(os.getpid()))
-    assert "<section" in client.get("/token/").text
+    address = str(os.getpid())
+    assert len(Client(address).get("/token/runs").json()["runs"]) == 1
     running.close()
-    assert "<section" not in Client(str(os.getpid())).get("/token/runs").text
+    assert Client(address).get("/token/runs").json()["runs"] == []
 
 
-def test_browsers_share_a_look_and_series_grow_by_looks(running: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_browsers_share_a_look(running: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
     times = [100.0]
     monkeypatch.setattr(view, "time", SimpleNamespace(monotonic=lambda: times[-1]))
-    looking = view.Looking(None)
-    first = looking.html()
+    polled = view.PolledRuns(None)
+    first = polled.next()
     next(running.batches())
     times.append(100.7)
-    assert looking.html() is first
+    assert polled.next() is first
     times.append(100.9)
-    assert looking.html() != first
-    [history] = looking._histories.values()
-    assert [len(history.figures[name]) for name in ("steps/s", "return", "version")] == [2, 2, 2]
-    running.close()
-    times.append(200.0)
-    looking.html()
-    assert looking._histories == {}
+    assert polled.next() != first
 
 
-def test_series_are_of_the_last_hour_however_often_it_is_looked(
-    running: Rollout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times = [100.0]
-    monkeypatch.setattr(view, "time", SimpleNamespace(monotonic=lambda: times[-1]))
-    looking = view.Looking(None)
-    for now in (100.0, 200.0, 3699.0, 3701.0):  # nobody looked for most of it
-        times.append(now)
-        html = looking.html()
-    [history] = looking._histories.values()
-    assert [when for when, _ in history.figures["steps/s"]] == [200.0, 3699.0, 3701.0]
-    assert re.search(r'aria-label="steps/s" .* points="0\.0,[\d.]+ 239\.9,[\d.]+ 240\.0,', html)
-    times.append(9000.0)
-    looking.html()
-    [history] = looking._histories.values()
-    assert [when for when, _ in history.figures["steps/s"]] == [9000.0]
+def test_a_run_has_the_caller_and_the_learner_pipeline_behind_its_ring(running: Rollout) -> None:
+    [run] = view.PolledRuns(None).next()
+    assert {name for task in run["tasks"] for name in task} == run["nodes"].keys()
+    ways = {edge["source"]: edge["target"] for edge in run["edges"] if not edge["feedback"]}
+    assert ways["learner_pipeline"] == "caller"
+    for name in run["nodes"]:
+        assert f">{name}  " in run["picture"]
+    assert {name for name, _ in run["tiles"]} >= {"steps/s", "steps", "return", "version"}
+    assert run["plots"]["busy"]["values"].keys() == run["nodes"].keys()
+
+
+RUN: dict[str, Any] = {
+    "path": "/run/7-a.sock",
+    "pid": 7,
+    "command": "<b>train",
+    "kind": "graph",
+    "name": "<b>mine",
+    "elapsed_s": 2.0,
+    "bottleneck": "<b>a",
+    "conclusion": "held back by <b>a",
+    "tasks": [["<b>a"]],
+    "nodes": {"<b>a": {"items": 1, "busy_s": 1.0, "idle_s": 0.0, "blocked_s": 0.0}},
+    "edges": [],
+    "diagnosis": {"state": "stalled", "text": "<b>stands", "waited_s": 6.0},
+    "parts": {"<b>r": {"name": "<b>lane", "figures": {"time/total_timesteps": 8, "time/time_elapsed": 2.0}}},
+}
 
 
 def test_names_are_no_markup_and_a_stall_stands_out() -> None:
-    node: dict[str, Any] = {"items": 1, "busy_s": 1.0, "idle_s": 0.0, "blocked_s": 0.0}
-    run = {
-        "path": "/run/7-a.sock",
-        "pid": 7,
-        "command": "<b>train",
-        "kind": "graph",
-        "name": "<b>mine",
-        "elapsed_s": 2.0,
-        "conclusion": "held back by <b>a",
-        "tasks": [["<b>a"]],
-        "nodes": {"<b>a": node},
-        "edges": [],
-        "parties": [{"name": "<b>a", "kind": "call", "doing": "<b>is", "on": [], "age_s": 1.0}],
-        "diagnosis": {"state": "stalled", "text": "<b>stands", "waited_s": 6.0},
-        "parts": {"<b>r": {"name": "<b>lane", "figures": {"time/total_timesteps": 8, "time/time_elapsed": 2.0}}},
-    }
-    history = RunHistory()
-    for now, past_s in ((0.0, 2.0), (2.0, 1.0)):
-        history.add(with_rates({**run, "elapsed_s": past_s}, None), now)
-    found = runs_html([with_rates(run, None)], {"/run/7-a.sock": history}, "/run")
-    assert "<b>" not in found
-    assert found.startswith('<section class="bad">')
-    for text in (
-        "&lt;b&gt;mine",
-        "&lt;b&gt;stands",
-        "steps/s 4",
-        "&lt;b&gt;a</title>",
-        "held back by",
-        "&lt;b&gt;r: &lt;b&gt;lane",
-    ):
-        assert text in found
-    error = {"path": "/run/8-a.sock", "pid": 8, "error": "no answer in 2 s"}
-    assert "no answer in 2 s" in runs_html([with_rates(error, None)], {"/run/8-a.sock": RunHistory()}, "/run")
+    found = view.shown(with_rates(RUN, None))
+    assert "<b>" not in found["picture"]
+    assert found["is_bad"]
+    assert found["texts"] == ["<b>stands", "<b>r: <b>lane"]  # which the page shows as text
+    assert found["tiles"] == [("steps/s", 4.0), ("steps", 8)]
+    error = view.shown(with_rates({"path": "/run/8-a.sock", "pid": 8, "error": "no answer in 2 s"}, None))
+    assert (error["is_bad"], error["sentence"]) == (True, "no answer in 2 s")
+
+
+def test_a_reader_that_waits_for_a_slow_fragment_is_nothing_to_be_alarmed_of() -> None:
+    waits = {"state": "waits", "text": "no fragment for 4.0 s: env is in step()", "waited_s": 4.0}
+    found = view.shown(with_rates({**RUN, "diagnosis": waits}, None))
+    assert not found["is_bad"]
+    assert found["texts"] == ["<b>r: <b>lane"]
 
 
 @pytest.mark.parametrize(
@@ -195,8 +184,8 @@ def test_it_serves_until_ctrl_c(running: Rollout) -> None:
         assert process.stderr is not None
         url = process.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", url)
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            assert f"pid {os.getpid()}" in answer.read().decode()
+        with urllib.request.urlopen(f"{url}runs", timeout=60) as answer:
+            assert f'"pid":{os.getpid()}' in answer.read().decode()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(url.rpartition("/")[0].rpartition("/")[0] + "/", timeout=60)
         process.send_signal(signal.SIGINT)

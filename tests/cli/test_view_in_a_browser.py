@@ -83,7 +83,7 @@ class Page:
 
     def text(self) -> str:
         """All that it shows."""
-        return " ".join(self.texts("main"))
+        return " ".join([*self.texts("#state"), *self.texts("main")])
 
     def asked(self) -> list[str]:
         """Addresses of all that it has asked for."""
@@ -110,21 +110,22 @@ def test_the_page_renews_itself_until_the_run_and_the_view_have_ended(page: Page
         for number, _ in zip(range(3), rollout.batches(), strict=False):
             await_that(lambda iterations=str(number + 1): page.figure("time/iterations") == iterations, page.text)
         assert page.texts("h2") == ["Rollout 1 lane × 2 slots"]
-        assert page.texts("section > p")[0].startswith(f"pid {os.getpid()} ")
-        for label in ("held back by", "steps/s", "time line"):
-            shape = f"document.querySelector('svg[aria-label^=\"{label}\"]')"
-            await_that(partial(page.value, shape), page.text)
-            assert page.value(f"{shape}.getBoundingClientRect().height") > 10
+        assert page.texts("p.where")[0].startswith(f"pid {os.getpid()} ")
+        assert page.texts("p.sentence")[0]
+        await_that(lambda: len(page.texts(".plots .uplot")) >= 3, page.text)
+        for shape in ("svg.picture", ".plots canvas"):
+            assert page.value(f"document.querySelector('{shape}').getBoundingClientRect().height") > 100
+        assert page.value("document.documentElement.scrollWidth <= innerWidth")
     await_that(lambda: page.text().startswith("no run of this user"), page.text)
     page.view.send_signal(signal.SIGINT)
-    await_that(lambda: page.text() == "rollflow view has ended", page.text)
+    await_that(lambda: page.text().startswith("rollflow view has ended"), page.text)
 
 
 def test_a_run_that_stands_still_is_red_and_says_where(page: Page, tmp_path: Path) -> None:
     rollout = Rollout(partial(Held, 0, tmp_path, steps=[3]), module=NumberedModule(), **{**OPTIONS, "stall_after": 0.2})
     with being_read(rollout, lambda: let_go(tmp_path, 0)):
         await_that(lambda: page.texts("section.bad"), page.text)
-        assert page.value("getComputedStyle(document.querySelector('section')).borderColor") == "rgb(220, 20, 60)"
+        assert page.value("getComputedStyle(document.querySelector('section')).borderColor") == "rgb(200, 50, 60)"
         await_that(lambda: line_of(Held.step, "self._wait()") in page.text(), page.text)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rollflow.stream import Graph, Inlet, Outlet
 from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution
-from rollflow.stream.graph.report import report_of
+from rollflow.stream.graph.report import node_report, report_of
 
 
 def meter(name: str, busy_ms: int, blocked_ms: int = 0, items: int = 1) -> NodeMeter:
@@ -18,10 +18,13 @@ def meter(name: str, busy_ms: int, blocked_ms: int = 0, items: int = 1) -> NodeM
 def test_a_report_is_a_table_that_ends_in_a_sentence() -> None:
     edge = EdgeMeter("a.out → b.items", 4)
     edge.items, edge.dropped, edge.peak = 1234, 5, 4
-    report = report_of(10**9, [meter("a", 100, 250, 2000), meter("b", 900)], [edge])
+    stage = meter("a", 100, 250, 2000)
+    for took in (4, *[1, 2, 3] * 40):
+        stage.calls.add(took * 10**6)
+    report = report_of(10**9, [stage, meter("b", 900)], [edge], pieces={"a": "NumpyToTensor"})
     lines = str(report).splitlines()
-    assert lines[0].split() == ["node", "items", "busy", "idle", "blocked"]
-    assert lines[1].split() == ["a", "2,000", "10.0%", "65.0%", "25.0%"]
+    assert lines[0].split() == "node items busy idle blocked p50 p99 longest slowest piece".split()
+    assert lines[1].split() == "a 2,000 10.0% 65.0% 25.0% 2 ms 3 ms 4 ms NumpyToTensor".split()
     assert lines[2].split() == ["b", "1", "90.0%", "10.0%", "0.0%"]
     assert lines[4].split()[:5] == ["a.out", "→", "b.items", "1,234", "0/4"]
     assert lines[-1] == "held back by b (busy 90% of 1.0 s)"
@@ -91,15 +94,15 @@ def test_chains_that_wait_for_one_holder_at_once_are_one_wait() -> None:
 
 def test_a_part_of_a_stage_may_be_shown_by_itself() -> None:
     report = report_of(10**9, [meter("env", 200), meter("caller", 700)], [])
-    part = meter("learner_pipeline", 500)
-    shown = {node.name: (node.busy_s, node.idle_s) for node in report.moved("caller", part).nodes}
+    part = node_report(10**9, meter("learner_pipeline", 500))
+    shown = {node.name: (node.busy_s, node.idle_s) for node in report.moved("caller", part, None).nodes}
     assert shown == {
         "env": (0.2, 0.8),
         "learner_pipeline": (0.5, 0.5),
         "caller": (pytest.approx(0.2), pytest.approx(0.8)),
     }
-    assert report.moved("caller", part).bottleneck == "learner_pipeline"
-    assert report.moved("caller", meter("learner_pipeline", 0, items=0)) is report
+    assert report.moved("caller", part, None).bottleneck == "learner_pipeline"
+    assert report.moved("caller", node_report(10**9, meter("learner_pipeline", 0, items=0)), None) == report
 
 
 @pytest.mark.anyio

@@ -43,13 +43,15 @@ def words_in(html: str) -> list[str]:
 
 def test_a_graph_is_drawn_with_every_node_edge_and_bound() -> None:
     graph = drawn()
-    parts, height = graph_parts(shape(graph))
+    parts, height, width = graph_parts(shape(graph))
     words = words_in("".join(parts))
     assert sorted(name for name in words if name in graph.nodes) == sorted(graph.nodes)  # each once
     assert "5, drop_oldest" in words
     assert sum("marker-end" in part for part in parts) == len(graph.edges) + len(graph.outputs)
     assert sum("stroke-dasharray" in part and "<rect" in part for part in parts) == 1  # the ring is one task
-    assert height > 66 * (len(graph.nodes) - 1)
+    assert width > 2 * height
+    for x, words in re.findall(r'<text x="(\d+)"[^>]*>([^<]+)<', "".join(parts)):
+        assert svg.width_of(words) < min(int(x), width - int(x)) * 2, words  # no letter is cut
 
 
 def test_a_graph_is_written_as_svg_that_others_read(tmp_path: Path) -> None:
@@ -68,10 +70,12 @@ def test_a_picture_of_a_run_has_shares_and_what_edges_hold() -> None:
         "nodes": {"a": {"busy": 0.25}, "b": {"busy": 1.0}, "caller": {"busy": 0.5}},
         "edges": [{**edge, "capacity": 4, "overflow": "block", "held": 3}],
     }
-    parts, _ = graph_parts(found)
-    assert words_in("".join(parts)) == ["a  25%", "b  100%", "3/4, block"]
-    widths = [float(width) for part in parts for width in re.findall(r'width="([\d.]+)".*fill-opacity', part)]
-    assert widths == [45.0, 180.0]
+    parts, *_ = graph_parts(found)
+    words = words_in("".join(parts))
+    assert words == ["3/4, block", "a  25%", "b  100%", "busy", "blocked", "idle"]
+    bars = (re.search(r'width="([\d.]+)" height="7" .*brand', part) for part in parts)
+    busy = [float(found[1]) for found in bars if found]
+    assert [round(width, 1) for width in busy] == [13.5, 54.0]
 
 
 def test_a_rollout_shows_itself_before_its_run_and_while_it_runs() -> None:
@@ -141,5 +145,4 @@ def test_a_plot_goes_from_the_first_to_the_last_and_from_the_lowest_to_the_highe
     values: list[float], points: str
 ) -> None:
     assert f'points="{points}"' in svg.plot(values, "rewards")
-    assert f'points="{points}"' in svg.plot(values, "rewards", times=[7.0 + 2 * at for at in range(len(values))])
     assert svg.plot([], "rewards") == svg.plot([float("nan")], "rewards") == ""
