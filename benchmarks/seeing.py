@@ -23,7 +23,7 @@ from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, in_turns, record, steps_per_s
 from benchmarks.policies import Mlp, Noop
 from rollflow.nodes import Rollout
-from rollflow.stream.snapshots.run_folder import FOLDER
+from rollflow.stream.observe.run_socket import FOLDER
 
 SLOTS = (1, 64, 1024)
 AIM, LOOKED_AT_AIM, TRACE_AIM = 0.99, 0.98, 0.95

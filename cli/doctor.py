@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollflow.stream.data.errors import RunError
-from rollflow.stream.doctor.stack_dumps import dumps_of, is_stopped
-from rollflow.stream.doctor.stacks import Frame, stack_in_dump, stack_lines
+from rollflow.stream.observe.stacks import Frame, dumps_of, is_stopped, stack_in_dump, stack_lines
 
 _ANSWER_S = 2.0
 _MAIN = "main thread"

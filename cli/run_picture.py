@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollflow.stream.graph.report import duration_text
-from rollflow.stream.snapshots.rates import is_bad, last_errors, main_figures, stall_text, title_of
+from rollflow.stream.observe.snapshot import is_bad, last_errors, main_figures, stall_text, title_of
 
 Snapshot = Mapping[str, Any]
 

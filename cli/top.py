@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollflow.stream.snapshots.rates import with_rates
-from rollflow.stream.snapshots.run_folder import run_folder, snapshot_at, snapshots
+from rollflow.stream.observe.run_socket import run_folder, snapshot_at, snapshots
+from rollflow.stream.observe.snapshot import with_rates
 
 
 def add_to(commands: Any) -> None:

@@ -10,8 +10,8 @@ from time import monotonic
 from typing import Any
 
 from rollflow.cli.top import load_snapshots
-from rollflow.stream.snapshots.run_folder import trace_at
-from rollflow.stream.traces.trace import check_trace, open_trace
+from rollflow.stream.observe.run_socket import trace_at
+from rollflow.stream.observe.trace import check_trace, open_trace
 
 _SECONDS = 10.0
 

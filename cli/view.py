@@ -12,9 +12,9 @@ from importlib import resources
 from typing import Any
 
 from rollflow.cli.top import SnapshotPoller, add_run, load_snapshots
-from rollflow.stream.pictures.graph_picture import graph_picture
-from rollflow.stream.snapshots.rates import is_bad, last_errors, main_figures, stall_text, title_of
-from rollflow.stream.snapshots.run_folder import run_folder
+from rollflow.stream.observe.graph_picture import graph_picture
+from rollflow.stream.observe.run_socket import run_folder
+from rollflow.stream.observe.snapshot import is_bad, last_errors, main_figures, stall_text, title_of
 
 _LOOK_S = 0.8  # between two looks, at least: several browsers share one
 

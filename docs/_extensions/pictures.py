@@ -28,8 +28,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from rollflow.stream.graph.drawing import shape
-from rollflow.stream.pictures import svg
-from rollflow.stream.pictures.graph_picture import graph_parts
+from rollflow.stream.observe import svg
+from rollflow.stream.observe.graph_picture import graph_parts
 
 _SIDES = (110, 330)  # where the two sides stand
 

@@ -11,12 +11,12 @@ from rollflow.nodes.closing import close_all
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Turn, seeds_for
 from rollflow.stream.data.errors import EnvError, RunError, noted
-from rollflow.stream.doctor.stacks import stack_of_thread
-from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.interrupts import breakable
 from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.graph.seeding import seed_for
-from rollflow.stream.traces.fragment_trace import FragmentTrace
+from rollflow.stream.observe.stacks import stack_of_thread
+from rollflow.stream.observe.trace import FragmentTrace
+from rollflow.stream.observe.waits import Wait
 
 _MOST_LANES = 1 << 16  # where others may come
 

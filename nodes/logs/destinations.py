@@ -33,7 +33,7 @@ from rollflow.nodes.logs.figures import (
 from rollflow.nodes.logs.text_files import CsvFile, JsonLines, checked_path, tail_of
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.graph.report import duration_text
-from rollflow.stream.traces.trace import check_trace
+from rollflow.stream.observe.trace import check_trace
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import CallStats
 from rollflow.stream.graph.report import NodeReport
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.traces.fragment_trace import FragmentTrace
+from rollflow.stream.observe.trace import FragmentTrace
 
 
 class TurnToken:

@@ -19,8 +19,8 @@ from rollflow.nodes.stages.ring import STAGES
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
-from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.meter import clock
+from rollflow.stream.observe.waits import Wait
 
 # At the head of what a worker is set up with, i64 each:
 #   how many transitions it has made

@@ -5,13 +5,13 @@ from types import TracebackType
 from typing import Any
 
 from rollflow.stream.data.errors import RunError, StallError
-from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.waits import Look
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
 from rollflow.stream.graph.run_handle import RunHandle
 from rollflow.stream.graph.tracing import Traceable
+from rollflow.stream.observe.waits import Look
+from rollflow.stream.observe.watch import StallRules
 
 
 class AsyncDriver:

@@ -17,8 +17,6 @@ from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.nodes.rollout.reader_interrupt import ReaderInterrupt
 from rollflow.nodes.stages.credits import FragmentCredits
 from rollflow.stream.data.errors import RunError, StallError
-from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.waits import Look
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.interrupts import breakable
@@ -26,6 +24,8 @@ from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_handle import RunHandle
 from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.observe.waits import Look
+from rollflow.stream.observe.watch import StallRules
 
 logger = logging.getLogger(__name__)
 

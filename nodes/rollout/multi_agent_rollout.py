@@ -35,11 +35,11 @@ from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import OnExcess
 from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.doctor.rules import OnStall, StallRules
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.observe.watch import OnStall, StallRules
 
 
 class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):

@@ -15,7 +15,7 @@ from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.stages.acting import compile_options
 from rollflow.nodes.stages.staleness import OnExcess, check_staleness
-from rollflow.stream.doctor.rules import StallRules
+from rollflow.stream.observe.watch import StallRules
 
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
 JOINT_PASSES = "max_batch, max_wait and forward_in_thread are for a forward pass over several lanes"

@@ -35,11 +35,11 @@ from rollflow.nodes.stages.credits import LaneGate
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound, OnExcess
 from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.doctor.rules import OnStall, StallRules
-from rollflow.stream.doctor.waits import Sign
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.graph import Graph
+from rollflow.stream.observe.waits import Sign
+from rollflow.stream.observe.watch import OnStall, StallRules
 
 
 class Rollout(RolloutLoop[Fragment]):

@@ -9,18 +9,17 @@ from typing import Any, Protocol
 from weakref import WeakMethod
 
 from rollflow.stream.data.errors import RunError, StallError
-from rollflow.stream.doctor.diagnosis import Diagnosis
-from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.stacks import stack_of_thread
-from rollflow.stream.doctor.waits import READER, Exit, Look, Sign, Wait
-from rollflow.stream.doctor.watcher import Watcher
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_snapshot import run_snapshot
 from rollflow.stream.graph.tracing import Traceable, Tracing
-from rollflow.stream.snapshots.run_socket import RunSocket
-from rollflow.stream.traces.fragment_trace import FragmentName
+from rollflow.stream.observe.diagnosis import Diagnosis
+from rollflow.stream.observe.run_socket import RunSocket
+from rollflow.stream.observe.stacks import stack_of_thread
+from rollflow.stream.observe.trace import FragmentName
+from rollflow.stream.observe.waits import READER, Exit, Look, Sign, Wait
+from rollflow.stream.observe.watch import StallRules, Watcher
 
 _KEPT = 101  # times of the reader, of which the median is told
 

@@ -10,7 +10,7 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.report import Report
-from rollflow.stream.traces.fragment_trace import FragmentTrace
+from rollflow.stream.observe.trace import FragmentTrace
 
 
 class RolloutLog(RunLog):

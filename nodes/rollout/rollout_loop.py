@@ -29,9 +29,6 @@ from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import GraphError, RunError, shown
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
-from rollflow.stream.doctor.diagnosis import Diagnosis
-from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.waits import Sign
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
@@ -40,7 +37,10 @@ from rollflow.stream.graph.interrupts import HoldingBack
 from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.report import CALLER, LEARNER, Report, node_report
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
-from rollflow.stream.pictures.run_html import run_html
+from rollflow.stream.observe.diagnosis import Diagnosis
+from rollflow.stream.observe.graph_picture import run_html
+from rollflow.stream.observe.waits import Sign
+from rollflow.stream.observe.watch import StallRules
 
 F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")

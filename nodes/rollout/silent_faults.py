@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollflow.nodes.stages.staleness import LagBound
-from rollflow.stream.doctor.waits import Sign
+from rollflow.stream.observe.waits import Sign
 
 _MOST_DROPPED = 0.9  # share of the transitions that are left out as too old
 _FRAGMENTS = 10  # that a share is told from

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
-from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.graph.gate import Gate
+from rollflow.stream.observe.waits import Wait
 
 
 class CreditedLane(Protocol):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.stages.credits import GateRelay
     from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
     from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
-    from rollflow.stream.traces.fragment_trace import FragmentTrace
+    from rollflow.stream.observe.trace import FragmentTrace
 
 L = TypeVar("L", Lane, "MultiAgentLane")
 P = TypeVar("P")

@@ -8,10 +8,10 @@ from typing import Generic, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 
-from rollflow.stream.doctor.stacks import stack_of_thread
-from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.channel import Inlet, Outlet
 from rollflow.stream.graph.meter import clock
+from rollflow.stream.observe.stacks import stack_of_thread
+from rollflow.stream.observe.waits import Wait
 
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)

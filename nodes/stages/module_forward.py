@@ -18,7 +18,7 @@ from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.graph.interrupts import breakable
 
 if TYPE_CHECKING:
-    from rollflow.stream.doctor.waits import Wait
+    from rollflow.stream.observe.waits import Wait
 
 _LOOK_EVERY = 16
 # What a rollout records itself, of which an output would be something else.
@@ -89,7 +89,7 @@ class ModuleForward:
 
     def at_work(self, name: str) -> "Iterator[Wait]":
         """A pass, which may be the first, or be compiled."""
-        from rollflow.stream.doctor.waits import Wait  # a policy that acts alone has no doctor
+        from rollflow.stream.observe.waits import Wait  # a policy that acts alone has no doctor
 
         yield Wait(name, "call", "is in a forward pass", limit="compile" if self._is_compiled else None)
 

@@ -19,12 +19,12 @@ from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
 from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, check_rollout
 from rollflow.sinks.trainer.sink import TrainerSink
-from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
-from rollflow.stream.traces.trace import check_trace
+from rollflow.stream.observe.trace import check_trace
+from rollflow.stream.observe.watch import StallRules
 from rollflow.stream.wire import Address, Limits
 
 logger = logging.getLogger(__name__)

@@ -48,8 +48,8 @@ from rollflow.sinks.trainer.trainer_side.state import (
 from rollflow.sinks.trainer.trainer_side.stream_log import StreamLog
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.zstd import check_available
-from rollflow.stream.doctor.stack_dumps import answering_dumps
 from rollflow.stream.net.backoff import WaitReminder
+from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire import Address, Limits, SharedAddress
 
 _NOT_YET = object()

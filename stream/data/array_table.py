@@ -12,8 +12,8 @@ def array_table(title: str, columns: Mapping[str, Any], rewards: Any) -> str:
     columns    name -> tree of arrays, or a list of items that are no array yet
     rewards    f32[T], or a list of T numbers
     """
-    from rollflow.stream.pictures import svg  # which a policy that acts alone need not load
-    from rollflow.stream.pictures.html import preformatted, table
+    from rollflow.stream.observe import svg  # which a policy that acts alone need not load
+    from rollflow.stream.observe.svg import preformatted, table
 
     rows = [row for name, tree in columns.items() for row in _rows(name, tree)]
     values = np.asarray(rewards, np.float64).tolist()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.stream.data.errors import GraphError
-from rollflow.stream.doctor.rules import OnStall, StallRules
 from rollflow.stream.graph.background import is_background
 from rollflow.stream.graph.channel import Overflow
 from rollflow.stream.graph.drawing import explain, mermaid, shape
@@ -31,7 +30,8 @@ from rollflow.stream.graph.port import (
     type_name,
 )
 from rollflow.stream.graph.run_handle import RunHandle
-from rollflow.stream.pictures.graph_picture import graph_picture
+from rollflow.stream.observe.graph_picture import graph_picture
+from rollflow.stream.observe.watch import OnStall, StallRules
 
 
 class Graph:

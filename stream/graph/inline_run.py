@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollflow.stream.data.errors import GraphError, RunError
-from rollflow.stream.doctor.waits import Look
 from rollflow.stream.graph.background import Waiter
 from rollflow.stream.graph.chain import CallMark, Chain
 from rollflow.stream.graph.graph import Graph
@@ -17,6 +16,7 @@ from rollflow.stream.graph.node_errors import close_nodes
 from rollflow.stream.graph.report import CALLER, Report, report_of
 from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.observe.waits import Look
 
 
 class InlineRun:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rollflow.stream.doctor.stacks import stack_of_coroutine, stack_of_thread
-from rollflow.stream.doctor.waits import READER, Exit, Kind, Limit, Look, Wait, by_name
 from rollflow.stream.graph.chain import Chain
 from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.observe.stacks import stack_of_coroutine, stack_of_thread
+from rollflow.stream.observe.waits import READER, Exit, Kind, Limit, Look, Wait, by_name
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.channel import Channel

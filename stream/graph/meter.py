@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Final, NamedTuple
 
-from rollflow.stream.traces.trace import Record, Trace
+from rollflow.stream.observe.trace import Record, Trace
 
 clock: Final = perf_counter_ns
 _RECENT = 1024  # calls

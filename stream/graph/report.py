@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rollflow.stream.graph.meter import CallStats, CallTimes, EdgeMeter, NodeMeter
-from rollflow.stream.pictures.html import preformatted, table
+from rollflow.stream.observe.svg import preformatted, table
 
 CALLER, LEARNER = "caller", "learner_pipeline"
 NOTHING: Mapping[str, Any] = {}

@@ -19,8 +19,6 @@ import anyio.to_thread
 
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import FragmentHolder, Losses
-from rollflow.stream.doctor.diagnosis import Diagnosis
-from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup
 from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
@@ -31,6 +29,8 @@ from rollflow.stream.graph.port import NodeSpec
 from rollflow.stream.graph.report import CALLER, Report, report_of
 from rollflow.stream.graph.run_doctor import RunDoctor
 from rollflow.stream.graph.seeding import fresh_seed, generator_for
+from rollflow.stream.observe.diagnosis import Diagnosis
+from rollflow.stream.observe.watch import StallRules
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph

@@ -11,18 +11,17 @@ import anyio
 import anyio.abc
 
 from rollflow.stream.data.errors import StallError
-from rollflow.stream.doctor.diagnosis import Diagnosis
-from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.stacks import debugged, stack_lines, stack_of_thread
-from rollflow.stream.doctor.waits import Look, Sign, Wait
-from rollflow.stream.doctor.watcher import Watcher
 from rollflow.stream.graph.looks import look_of_run
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.graph.run_snapshot import run_snapshot
 from rollflow.stream.graph.tracing import Traceable, Tracing
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.snapshots.run_socket import RunSocket
+from rollflow.stream.observe.diagnosis import Diagnosis
+from rollflow.stream.observe.run_socket import RunSocket
+from rollflow.stream.observe.stacks import debugged, stack_lines, stack_of_thread
+from rollflow.stream.observe.waits import Look, Sign, Wait
+from rollflow.stream.observe.watch import StallRules, Watcher
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.run import Run

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 import anyio
 
 from rollflow.stream.data.errors import GraphError
-from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.run import Run
-from rollflow.stream.traces.trace import check_trace
+from rollflow.stream.observe.trace import check_trace
+from rollflow.stream.observe.watch import StallRules
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph

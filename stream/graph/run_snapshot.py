@@ -4,10 +4,10 @@ from inspect import getattr_static
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rollflow.stream.doctor.diagnosis import Diagnosis
-from rollflow.stream.doctor.waits import READER, LastError, Look
 from rollflow.stream.graph.drawing import shape
 from rollflow.stream.graph.report import CALLER, LEARNER, Report
+from rollflow.stream.observe.diagnosis import Diagnosis
+from rollflow.stream.observe.waits import READER, LastError, Look
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph

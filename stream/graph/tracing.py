@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from rollflow.stream.graph.chain import Chain
 from rollflow.stream.graph.meter import NodeMeter, NodeTrace, clock
-from rollflow.stream.traces.fragment_trace import FragmentTrace
-from rollflow.stream.traces.trace import Trace, open_trace
+from rollflow.stream.observe.trace import FragmentTrace, Trace, open_trace
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph

@@ -27,8 +27,8 @@ from rollflow.cli.main import main
 from rollflow.cli.run_picture import figures_line, picture
 from rollflow.nodes import Rollout
 from rollflow.stream import Fragment, Graph
-from rollflow.stream.snapshots import run_folder
-from rollflow.stream.snapshots.rates import last_errors, with_rates
+from rollflow.stream.observe import run_socket
+from rollflow.stream.observe.snapshot import last_errors, with_rates
 
 FIGURES = {
     "time/total_timesteps": 1200,
@@ -85,7 +85,7 @@ def shown(*runs: Any, width: int = 80) -> str:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "runs"))
+    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 
@@ -228,7 +228,7 @@ def test_what_went_wrong_last_in_a_stage_stays_in_view(tmp_path: Path) -> None:
         fragments = rollout.fragments()
         while "last_error" not in rollout.snapshot()["nodes"]["env"]:
             next(fragments)
-        [run] = [with_rates(each, None) for each in run_folder.snapshots()]
+        [run] = [with_rates(each, None) for each in run_socket.snapshots()]
     line = r"env, \d+ s ago: lane 1: RuntimeError: it broke"
     assert re.search(f"│ {line} ", shown(run, width=200))
     assert any(re.fullmatch(line, text) for text in view.shown(run)["texts"])
@@ -236,7 +236,7 @@ def test_what_went_wrong_last_in_a_stage_stays_in_view(tmp_path: Path) -> None:
 
 def test_a_sink_says_why_it_has_no_trainer() -> None:
     def errors() -> list[str]:
-        return [line for run in run_folder.snapshots() for line in last_errors(run)]
+        return [line for run in run_socket.snapshots() for line in last_errors(run)]
 
     rollout = Rollout("CartPole-v1", fragment_length=8, seed=0)
     with fed_graph(*graph_over(rollout, "tcp://127.0.0.1:1")):
@@ -259,7 +259,7 @@ def test_a_node_of_the_user_s_may_have_a_last_error_of_its_own() -> None:
 
     async def shown_of_run() -> list[dict[str, Any]]:
         async with graph.run() as run:
-            found = run_folder.snapshots()
+            found = run_socket.snapshots()
             await run.wait()
         return found
 

@@ -16,7 +16,7 @@ from traces import assert_nested, events_of, flows, tracks
 
 from rollflow.cli.main import main
 from rollflow.nodes import Rollout
-from rollflow.stream.snapshots import run_folder
+from rollflow.stream.observe import run_socket
 
 RUN = """
 import time
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_folder.FOLDER, str(runs))
+    monkeypatch.setenv(run_socket.FOLDER, str(runs))
     monkeypatch.chdir(tmp_path)
     return runs
 
@@ -44,7 +44,7 @@ def folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def pid(runs: Path) -> Iterator[int]:
     """A process that runs a rollout for as long as the tests need it."""
-    environment = {**os.environ, run_folder.FOLDER: str(runs)}
+    environment = {**os.environ, run_socket.FOLDER: str(runs)}
     command = [sys.executable, "-c", RUN]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -86,11 +86,11 @@ def test_ctrl_c_ends_the_trace_and_the_run_goes_on(pid: int, tmp_path: Path) -> 
 def test_a_process_that_was_forked_meanwhile_does_not_hold_up_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "_END_S", 1.0)
+    monkeypatch.setattr(run_socket, "_END_S", 1.0)
     over = threading.Event()
     with Rollout("CartPole-v1", fragment_length=8) as rollout:
         next(rollout.batches())
-        pieces = run_folder.trace_at(next(folder.glob(f"{os.getpid()}-*.sock")), over.is_set)
+        pieces = run_socket.trace_at(next(folder.glob(f"{os.getpid()}-*.sock")), over.is_set)
         text = next(pieces)
         child = os.fork()
         if child == 0:

@@ -25,13 +25,13 @@ from numbered_module import NumberedEnv, NumberedModule
 from rollflow.cli import view
 from rollflow.cli.main import main
 from rollflow.nodes import Rollout
-from rollflow.stream.snapshots import run_folder
-from rollflow.stream.snapshots.rates import with_rates
+from rollflow.stream.observe import run_socket
+from rollflow.stream.observe.snapshot import with_rates
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "runs"))
+    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 

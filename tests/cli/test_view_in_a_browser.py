@@ -21,7 +21,7 @@ from stalled_rollouts import OPTIONS, being_read, line_of
 
 from rollflow.nodes import Rollout
 from rollflow.stream import Graph, Outlet
-from rollflow.stream.snapshots import run_folder
+from rollflow.stream.observe import run_socket
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "runs"))
+    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 

@@ -2,9 +2,8 @@
 
 import time
 
-from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.waits import Probe
-from rollflow.stream.doctor.watch import StallWatch
+from rollflow.stream.observe.waits import Probe
+from rollflow.stream.observe.watch import StallRules, StallWatch
 
 
 class ToldClock:

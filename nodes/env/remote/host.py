@@ -18,13 +18,13 @@ from rollflow.nodes.env.remote.lane_work import LaneWork
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.env.remote.software import process_name, software
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.doctor.stack_dumps import answering_dumps
 from rollflow.stream.net.dial import problem_of
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
+from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire import (
     NONCE_BYTES,
     VERSION,

@@ -27,8 +27,8 @@ from rollflow.nodes.env.workers.carrier import L
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.fragments.fragment import NoFragment
+from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import Answer, Failed, Request
 
 _LOOK_S = 0.5

@@ -4,7 +4,7 @@ from time import monotonic
 
 from rollflow.nodes.env.remote.remote_host import RemoteLane
 from rollflow.nodes.env.workers.watch import DOING, Activity, ProgressMark, calls_of
-from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.observe.waits import Wait
 
 
 def wait_for(remote: RemoteLane, name: str, progress: ProgressMark, began: float | None) -> Wait:

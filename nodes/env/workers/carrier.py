@@ -5,9 +5,9 @@ from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
-from rollflow.stream.doctor.waits import LastError, Wait
 from rollflow.stream.graph.meter import CallTimes
-from rollflow.stream.traces.fragment_trace import FragmentTrace
+from rollflow.stream.observe.trace import FragmentTrace
+from rollflow.stream.observe.waits import LastError, Wait
 
 
 class CarriedLane(Protocol):

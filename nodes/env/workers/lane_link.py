@@ -21,7 +21,7 @@ from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
-from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.observe.waits import Wait
 
 
 class Outbox:

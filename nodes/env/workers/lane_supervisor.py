@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.env.workers.watch import ProgressMark, ProgressWatch
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.doctor.waits import LastError
 from rollflow.stream.net.backoff import pause_s
+from rollflow.stream.observe.waits import LastError
 
 _LONGEST_DELAY_S = 30.0
 

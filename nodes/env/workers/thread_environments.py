@@ -14,10 +14,10 @@ from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.nodes.env.workers.watch import DOING, Activity, ActivityFlag, ProgressMark, ProgressWatch, calls_of
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.doctor.stacks import stack_of_thread
-from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.observe.stacks import stack_of_thread
+from rollflow.stream.observe.waits import Wait
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from rollflow.nodes.env.workers.worker_process import Received, WorkerProcess, c
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.system import require
-from rollflow.stream.doctor.stacks import Frame as StackFrame
-from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.observe.stacks import Frame as StackFrame
+from rollflow.stream.observe.waits import Wait
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from typing import Any
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.data.system import at_fork
-from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, is_stopped, thread_dump, worker_dump_file
-from rollflow.stream.doctor.stacks import Frame, stack_in_dump
+from rollflow.stream.observe.stacks import DUMP_SIGNAL, Frame, is_stopped, stack_in_dump, thread_dump, worker_dump_file
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.zstd import available
-from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import LaneJoined, LaneLeft
 
 

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 
 from rollflow.stream.graph.meter import clock
-from rollflow.stream.traces.trace import MOST_ARROWS, Record, Trace, open_trace
+from rollflow.stream.observe.trace import MOST_ARROWS, Record, Trace, open_trace
 
 _LOOP = "loop"
 WAITS, MAKES, UPDATE = "waits for a batch", "makes its batch", "update"

@@ -9,7 +9,7 @@ from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.sinks.trainer.trainer_side.loop_trace import LoopTrace
 from rollflow.sinks.trainer.trainer_side.state import BatchItem
-from rollflow.stream.snapshots.run_socket import RunSocket
+from rollflow.stream.observe.run_socket import RunSocket
 
 
 class StreamLog(RunLog):

@@ -15,8 +15,8 @@ from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.nodes import MultiAgentRollout, RandomModule, Rollout
 from rollflow.stream import Fragment, Graph
-from rollflow.stream.snapshots import run_folder
-from rollflow.stream.snapshots.run_folder import snapshots
+from rollflow.stream.observe import run_socket
+from rollflow.stream.observe.run_socket import snapshots
 
 ANYWHERE: dict[str, dict[str, Any]] = {
     "inline": {},
@@ -32,7 +32,7 @@ STAGES = ["env", "env_to_module", "module", "module_to_env"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "runs"))
+    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 

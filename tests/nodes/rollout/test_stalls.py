@@ -22,7 +22,7 @@ from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
 
 from rollflow.nodes import ConnectorV2, MultiAgentRollout, RandomModule, Rollout
 from rollflow.stream import StallError
-from rollflow.stream.doctor.stacks import is_debugged_now
+from rollflow.stream.observe.stacks import is_debugged_now
 
 ANYWHERE: dict[str, dict[str, Any]] = {
     "inline": {},

@@ -29,7 +29,7 @@ from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net import backoff
 from rollflow.stream.net.request_clients import RequestClients
-from rollflow.stream.snapshots.run_folder import FOLDER, snapshots
+from rollflow.stream.observe.run_socket import FOLDER, snapshots
 from rollflow.stream.wire import Limits
 
 SECRET = "correct horse battery staple"

@@ -11,7 +11,7 @@ from feeding_rollouts import trainer
 from remote_rollouts import await_that
 
 from rollflow.sinks.trainer.own_folder import OwnFolder
-from rollflow.stream.snapshots.run_folder import FOLDER
+from rollflow.stream.observe.run_socket import FOLDER
 
 FORK = multiprocessing.get_context("fork")
 

@@ -15,7 +15,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerStream, feed
 from rollflow.stream.data.errors import MetricsError
-from rollflow.stream.snapshots.run_folder import snapshots
+from rollflow.stream.observe.run_socket import snapshots
 
 
 def fed_rows(path: Path, **options: Any) -> tuple[Any, list[dict[str, Any]]]:

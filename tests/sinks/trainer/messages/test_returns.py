@@ -32,7 +32,7 @@ from rollflow.sinks.trainer.trainer_side.item_maker import StreamReturns
 from rollflow.sinks.trainer.trainer_side.rollout_peer import RolloutPeer
 from rollflow.stream import Graph
 from rollflow.stream.data.errors import GraphError, WireError
-from rollflow.stream.doctor.rules import StallRules
+from rollflow.stream.observe.watch import StallRules
 from rollflow.stream.wire import Fragment, TrainerSession, decode, encode
 
 DRAWN = Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)

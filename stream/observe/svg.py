@@ -1,6 +1,6 @@
-"""Pieces of SVG, in the colours of a page that has a theme, and elsewhere in those of its text."""
+"""Pieces of SVG and HTML, in the colours of a page that has a theme, and elsewhere in those of its text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from math import isfinite
 from textwrap import wrap
@@ -99,3 +99,15 @@ def plot(values: Sequence[float], description: str, *, width: int = 240, height:
 
 def _up(point: tuple[float, float]) -> float:
     return point[1]
+
+
+def preformatted(words: str) -> str:
+    """Text as it is, with its lines."""
+    return f"<pre>{escape(words)}</pre>"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table of texts, as the notebook lays tables out."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

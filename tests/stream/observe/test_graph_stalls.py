@@ -175,7 +175,7 @@ async def test_a_reader_that_does_not_ask_is_no_stall() -> None:
 
 
 async def test_a_gate_that_does_not_open_is_named_with_what_it_waits_for() -> None:
-    from rollflow.stream.doctor.waits import Wait
+    from rollflow.stream.observe.waits import Wait
 
     class Shut:
         def admits(self, item: Any) -> bool:

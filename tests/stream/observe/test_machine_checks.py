@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from doctor_clock import ToldClock
 
-from rollflow.stream.doctor.machine_checks import MachineChecks, memory_bound, process_memory
-from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.waits import Exit, Look, Sign, Wait
-from rollflow.stream.doctor.watch import StallWatch
+from rollflow.stream.observe.machine_checks import MachineChecks, memory_bound, process_memory
+from rollflow.stream.observe.waits import Exit, Look, Sign, Wait
+from rollflow.stream.observe.watch import StallRules, StallWatch
 
 MB = 10**6
 BOUND = 10_000 * MB  # a rise is 10 MB

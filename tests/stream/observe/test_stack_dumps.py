@@ -16,14 +16,20 @@ from typing import IO, Any
 import pytest
 from leftovers import nothing_left
 
-from rollflow.stream.doctor import stack_dumps
-from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, answering_dumps, dumps_of, thread_dump, worker_dump_file
-from rollflow.stream.doctor.stacks import stack_in_dump
+from rollflow.stream.observe import stacks
+from rollflow.stream.observe.stacks import (
+    DUMP_SIGNAL,
+    answering_dumps,
+    dumps_of,
+    stack_in_dump,
+    thread_dump,
+    worker_dump_file,
+)
 
 HERE = os.getpid()
 _BUSY = """
 import threading
-from rollflow.stream.doctor.stack_dumps import answering_dumps
+from rollflow.stream.observe.stacks import answering_dumps
 
 ends = threading.Event()
 
@@ -154,7 +160,7 @@ def test_a_process_that_is_not_there_gives_nothing() -> None:
 def test_a_forked_process_answers_for_itself_whatever_a_thread_of_its_parent_was_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    is_within, goes, make = threading.Event(), threading.Event(), stack_dumps._dump_file
+    is_within, goes, make = threading.Event(), threading.Event(), stacks._dump_file
 
     def held(name: str) -> IO[bytes]:
         is_within.set()
@@ -165,7 +171,7 @@ def test_a_forked_process_answers_for_itself_whatever_a_thread_of_its_parent_was
         with answering_dumps():
             pass
 
-    monkeypatch.setattr(stack_dumps, "_dump_file", held)
+    monkeypatch.setattr(stacks, "_dump_file", held)
     starts = threading.Thread(target=start)
     starts.start()
     assert is_within.wait(60.0)

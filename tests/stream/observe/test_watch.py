@@ -7,10 +7,9 @@ import pytest
 from doctor_clock import Looking, ToldClock
 from hypothesis import given, strategies as st
 
-from rollflow.stream.doctor.rules import CallTimes, StallRules
-from rollflow.stream.doctor.stacks import Frame
-from rollflow.stream.doctor.waits import READER, Exit, Look, Sign, Wait, by_name, way_from
-from rollflow.stream.doctor.watch import StallWatch
+from rollflow.stream.observe.stacks import Frame
+from rollflow.stream.observe.waits import READER, Exit, Look, Sign, Wait, by_name, way_from
+from rollflow.stream.observe.watch import CallTimes, StallRules, StallWatch
 
 
 def reader(items: int = 0, *, waits: bool = True, on: tuple[str, ...] = ("env",)) -> Wait:

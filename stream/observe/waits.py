@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rollflow.stream.doctor.stacks import Frame
+from rollflow.stream.observe.stacks import Frame
 
 READER = "the reader"
 Kind = Literal["call", "works", "holds back", "away", "lost", "waits"]

@@ -14,9 +14,9 @@ from rollflow.nodes import Rollout
 from rollflow.stream import Fragment, Graph, SingleAgentEpisode
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.drawing import shape
-from rollflow.stream.pictures import svg
-from rollflow.stream.pictures.graph_picture import graph_parts
-from rollflow.stream.pictures.html import preformatted, table
+from rollflow.stream.observe import svg
+from rollflow.stream.observe.graph_picture import graph_parts
+from rollflow.stream.observe.svg import preformatted, table
 
 
 def keep(fragments: Fragment) -> None:

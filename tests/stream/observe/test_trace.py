@@ -15,7 +15,7 @@ from traces import events_of, repaired
 
 from rollflow.stream import Graph
 from rollflow.stream.graph.tracing import Traceable, Tracing
-from rollflow.stream.traces.trace import Trace, check_trace, open_trace, span_lines
+from rollflow.stream.observe.trace import Trace, check_trace, open_trace, span_lines
 
 NS = st.integers(0, 10**15)
 

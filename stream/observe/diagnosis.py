@@ -1,12 +1,11 @@
 """Diagnosis: what a run waits for, as fields and as text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollflow.stream.data.errors import HELP_PAGES
-from rollflow.stream.doctor.rules import median
-from rollflow.stream.doctor.stacks import Frame, stack_lines
-from rollflow.stream.doctor.waits import READER, Look, Sign, Wait, Way
+from rollflow.stream.observe.stacks import Frame, stack_lines
+from rollflow.stream.observe.waits import READER, Look, Sign, Wait, Way
 
 _SLOW_READER = 10.0  # times its median
 _REMEDIES = {
@@ -117,3 +116,9 @@ def _listed(names: list[str]) -> str:
 
 def _a(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def median(seconds: Sequence[float]) -> float:
+    """The middle one; 0 where there is none."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 2] if ordered else 0.0

@@ -8,8 +8,7 @@ from typing import Any
 
 from traces import assert_valid, events_of
 
-from rollflow.stream.traces.fragment_trace import FragmentTrace
-from rollflow.stream.traces.trace import Trace, open_trace
+from rollflow.stream.observe.trace import FragmentTrace, Trace, open_trace
 
 
 def fragment_of(lane: int, sequence: int) -> Any:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from rollflow.stream.doctor.waits import Sign
+from rollflow.stream.observe.waits import Sign
 
 _EVERY_S, _RISES = 30.0, 10  # between two looks at the memory; in a row, after which it rises steadily
 _SHARE = 1e-3  # of the machine's memory, which is a rise

@@ -1,14 +1,121 @@
-"""Stall watch: looks at a run again and again, and says when it stands still, and when it goes on."""
+"""Stall watch: the rules for when a wait is a stall, and the thread that looks at a run and says so."""
 
+import logging
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
+from typing import Any, Literal, Protocol
 
-from rollflow.stream.doctor.diagnosis import Diagnosis, diagnosed
-from rollflow.stream.doctor.machine_checks import MachineChecks
-from rollflow.stream.doctor.rules import AGAIN_S, CallTimes, StallRules
-from rollflow.stream.doctor.stacks import is_debugged_now
-from rollflow.stream.doctor.waits import Look, Probe, Sign, Wait, Way, way_from
+from rollflow.stream.data.errors import StallError
+from rollflow.stream.observe.diagnosis import Diagnosis, diagnosed
+from rollflow.stream.observe.machine_checks import MachineChecks
+from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now
+from rollflow.stream.observe.waits import Look, Probe, Sign, Wait, Way, way_from
+
+OnStall = Literal["log", "raise"]
+AGAIN_S = (60.0, 300.0, 1800.0)  # of standing still, when a message is repeated; then every last of these
+_LOOK_S = 0.5
+_LATE_S = 1.0  # that a look may come late before all waits begin anew
+_CALLS = 10  # that a call's own times count from
+_TIMES = 10.0  # a stall takes so many times what all but one in a hundred calls take
+_FIRST_S = 30.0  # that a first call has: a reset, a step or a pass may have to load or to build something
+_COMPILE_S = 300.0  # that each of the first calls has that may compile
+_SINK_S = 30.0
+_KEPT = 256  # long calls of a party
+
+
+class Clock(Protocol):
+    """Source of time."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        ...
+
+
+class SystemClock:
+    """The clock of this machine, which stands still while the machine is suspended."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class StallRules:
+    """When and how the doctor speaks.
+
+        after       seconds for which nothing leaves the graph; None: the doctor is off
+        on_stall    "log", or "raise": the run ends with a StallError
+        clock       source of time
+
+    Raises ValueError for a number of seconds that is not above 0, and another word.
+    """
+
+    after: float | None = 5.0
+    on_stall: OnStall = "log"
+    clock: Clock = field(default_factory=SystemClock)
+
+    def __post_init__(self) -> None:
+        after = self.after
+        if after is not None and (isinstance(after, bool) or not isinstance(after, int | float) or not after > 0):
+            raise ValueError(f"stall_after is {after!r}, expected a number of seconds above 0, or None")
+        if self.on_stall not in ("log", "raise"):
+            raise ValueError(f"on_stall is {self.on_stall!r}, expected 'log' or 'raise'")
+        if self.on_stall == "raise" and after is None:
+            raise ValueError("on_stall is 'raise' and stall_after is None: expected a number of seconds")
+
+    @property
+    def look_s(self) -> float:
+        """Seconds between two looks."""
+        return _LOOK_S if self.after is None else min(_LOOK_S, self.after / 10)
+
+    def is_late(self, elapsed_s: float) -> bool:
+        """True if a look comes so late that the machine, or this process, must have stood still itself."""
+        return elapsed_s > self.look_s + _LATE_S
+
+
+class LongCalls:
+    """Long calls of the parties, as seen by looks: a call that lasts less than a look is short, and not seen.
+
+    That is enough: a short call's time never raises a limit above `after`.
+    """
+
+    def __init__(self) -> None:
+        self._longest: dict[tuple[str, str], list[float]] = {}
+
+    def add(self, wait: Wait, seconds: float) -> None:
+        """Note that a call has ended which was seen to last so many seconds."""
+        seen = self._longest.setdefault((wait.party, wait.doing), [])
+        seen.append(seconds)
+        if len(seen) > _KEPT:
+            seen.remove(min(seen))
+
+    def p99(self, wait: Wait) -> float:
+        """Seconds that all but one in a hundred calls like this one took; 0: less than a look. Of resets the longest.
+
+        Resets are rare among the steps that they are counted with.
+        """
+        seen = sorted(self._longest.get((wait.party, wait.doing), ()), reverse=True)
+        left_out = 0 if wait.limit == "reset" else max(wait.calls, len(seen)) // 100
+        return seen[left_out] if left_out < len(seen) else 0.0
+
+    def limit(self, wait: Wait, after: float) -> float:
+        """Seconds that this party may take before it is what stalls the run."""
+        if wait.kind == "lost":
+            return max(after, _FIRST_S)
+        if wait.kind != "call":
+            return after
+        usual = max(after, _TIMES * self.p99(wait))
+        if wait.limit == "sink":
+            return max(usual, _SINK_S) if wait.calls >= _CALLS else inf
+        if wait.limit == "compile" and wait.calls < _CALLS:
+            return max(usual, _COMPILE_S)
+        return usual if wait.calls else max(usual, _FIRST_S)
+
 
 _NO_STALL = ("works", "holds back")
 _DEBUGGER_LOOKS = 4  # for a debugger, within `after`
@@ -58,7 +165,7 @@ class StallWatch:
         self._probe, self._rules, self._is_debugged = probe, rules, is_debugged
         self._machine = MachineChecks() if machine is None else machine
         self._after = 5.0 if rules.after is None else rules.after
-        self._times = CallTimes()
+        self._times = LongCalls()
         self._seen: dict[str, _Seen] = {}
         self._left: tuple[int, ...] = ()  # items that have left, by exit
         self._since: float | None = None  # when a consumer began to wait, or the last item left after that
@@ -194,3 +301,85 @@ def _due(times: int) -> float:
     if times <= len(AGAIN_S):
         return AGAIN_S[times - 1]
     return AGAIN_S[-1] * (times - len(AGAIN_S) + 1)
+
+
+logger = logging.getLogger("rollflow.doctor")
+
+
+class Watcher:
+    """Looks at a run from a daemon thread, and logs what it finds, from `start` to `stop`.
+
+    probe    gives the looks
+    rules    when and how it speaks
+    end      method that is called with the error that is to end a stalled run, with `on_stall="raise"`
+
+    Both are held weakly. The thread ends when they are gone.
+    """
+
+    def __init__(self, probe: Probe, rules: StallRules, end: Callable[[StallError], Any]) -> None:
+        self._probe, self._rules, self._end = weakref.ref(probe), rules, weakref.WeakMethod(end)
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._answering = ExitStack()
+        self._watch = StallWatch(_WeakProbe(probe), rules)
+
+    def start(self) -> None:
+        """Start the thread, where the rules want one."""
+        if self._rules.after is None or self._thread is not None or self._stopping.is_set():
+            return
+        self._answering.enter_context(answering_dumps())
+        arguments = (self._watch, self._rules, self._stopping, self._probe, self._end)
+        self._thread = threading.Thread(target=_work, args=arguments, name="rollflow doctor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and answer no signal of `rollflow doctor` any more; again does nothing. From any thread."""
+        self._stopping.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)
+        self._answering.close()
+
+    def diagnose(self) -> Diagnosis:
+        """What the run waits for right now."""
+        return self._watch.diagnose()
+
+
+class _WeakProbe:
+    """A probe that is held weakly."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = weakref.ref(probe)
+
+    def look(self) -> Look | None:
+        """The look of the probe; None: it is gone."""
+        probe = self._probe()
+        return None if probe is None else probe.look()
+
+    def signs(self) -> Sequence[Sign]:
+        """The silent faults of the probe; none where it is gone."""
+        probe = self._probe()
+        return () if probe is None else probe.signs()
+
+
+def _work(
+    watch: StallWatch,
+    rules: StallRules,
+    stopping: threading.Event,
+    probe: "weakref.ref[Any]",
+    end: "weakref.WeakMethod[Callable[[StallError], Any]]",
+) -> None:
+    while not stopping.wait(rules.look_s) and probe() is not None:
+        try:
+            texts, stall = watch.look()
+        except Exception:  # the run goes on without its doctor
+            logger.exception("the stall doctor has failed, and looks no more")
+            return
+        for text in texts:
+            logger.warning("%s", text)
+        ending = end()
+        if stall is not None and rules.on_stall == "raise" and ending is not None:
+            ending(StallError(str(stall)).see("stall"))
+        del ending
+    for text in watch.finish():
+        logger.warning("%s", text)

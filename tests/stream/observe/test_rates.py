@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollflow.stream.snapshots.rates import is_bad, title_of, with_rates
+from rollflow.stream.observe.snapshot import is_bad, title_of, with_rates
 
 
 def snapshot(elapsed_s: float, items: int, busy_s: float, steps: int = 0) -> dict[str, Any]:

@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 from leftovers import nothing_left
 
-from rollflow.stream.snapshots import run_folder, run_socket
-from rollflow.stream.snapshots.run_folder import snapshot_at, snapshots
-from rollflow.stream.snapshots.run_socket import RunSocket
+from rollflow.stream.observe import run_socket
+from rollflow.stream.observe.run_socket import RunSocket, snapshot_at, snapshots
 
 OTHER = """
 import os, signal, sys
-from rollflow.stream.snapshots.run_socket import RunSocket
+from rollflow.stream.observe.run_socket import RunSocket
 
 class Run:
     def snapshot(self):
@@ -59,7 +58,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "runs"))
+    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 
@@ -141,20 +140,20 @@ def test_no_folder_means_no_runs(folder: Path) -> None:
 
 
 def test_an_empty_name_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(run_folder.FOLDER, "")
+    monkeypatch.setenv(run_socket.FOLDER, "")
     with seen(Run()):
-        assert run_folder.run_folder() is None
+        assert run_socket.run_folder() is None
         assert snapshots() == []
         assert "rollflow snapshots" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(run_folder.FOLDER)
+    monkeypatch.delenv(run_socket.FOLDER)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert run_folder.run_folder() == tmp_path / "rollflow-runs"
+    assert run_socket.run_folder() == tmp_path / "rollflow-runs"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "not there"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run_folder.run_folder() == tmp_path / f"rollflow-runs-{os.getuid()}"
+    assert run_socket.run_folder() == tmp_path / f"rollflow-runs-{os.getuid()}"
 
 
 @pytest.mark.parametrize("kind", ["open to others", "a link", "a file", "too long"])
@@ -170,7 +169,7 @@ def test_a_folder_that_will_not_do_leaves_the_run_without_a_socket(
     elif kind == "a file":
         folder.touch()
     else:
-        monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / ("long" * 25)))
+        monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / ("long" * 25)))
     with seen(Run()) as opened:
         assert "rollflow snapshots" not in [thread.name for thread in threading.enumerate()]
         if kind != "too long":
@@ -221,7 +220,7 @@ def test_a_killed_process_leaves_a_socket_that_the_next_asker_removes(folder: Pa
 def test_a_killed_process_whose_child_holds_its_socket_is_gone_as_well(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "ANSWER_S", 0.2)
+    monkeypatch.setattr(run_socket, "ANSWER_S", 0.2)
     with another("fork") as (process, _):
         process.kill()
         process.wait()
@@ -250,7 +249,7 @@ def test_a_child_that_ends_takes_nothing_along(folder: Path) -> None:
 
 
 def test_a_stopped_process_is_there_and_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "ANSWER_S", 0.2)
+    monkeypatch.setattr(run_socket, "ANSWER_S", 0.2)
     with another() as (process, _):
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)

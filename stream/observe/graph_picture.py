@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.stream.pictures import svg
+from rollflow.stream.observe import svg
+from rollflow.stream.observe.svg import preformatted, table
 
 Shape = Mapping[str, Any]
 Edge = Mapping[str, Any]
@@ -249,3 +250,18 @@ def _legend(x: float, y: float) -> list[str]:
         parts += [svg.bar(x, y - 9, 12, fill, 10), svg.text(x + 18, y, part, anchor="start")]
         x += 40 + svg.width_of(part)
     return parts
+
+
+def run_html(title: str, snapshot: Mapping[str, Any]) -> str:
+    """A title, and what a snapshot of the run has beside it; of a run that has not begun the title alone."""
+    parts = [preformatted(title)]
+    if "tasks" in snapshot:
+        parts += [graph_picture(snapshot, snapshot["conclusion"]), preformatted(snapshot["conclusion"])]
+        parts += [figures_table(snapshot.get("figures", {}))]
+    return "".join(parts)
+
+
+def figures_table(figures: Mapping[str, float]) -> str:
+    """Names and values; nothing where there are none."""
+    rows = [(name, f"{value:,.6g}") for name, value in figures.items()]
+    return table(("figure", "value"), rows) if rows else ""
