@@ -1,19 +1,26 @@
 """`rollflow record`: a saved policy plays whole episodes, which are written to a dataset."""
 
 import argparse
+import copy
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.cli import arguments
-from rollflow.cli.recording import record_episodes, shares_of
 from rollflow.nodes.env.filmed_env import FilmedEnv, import_av
 from rollflow.nodes.rollout.policy_rollout import rollout_of
+from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.policy import Policy
 from rollflow.sinks import DatasetSink
+from rollflow.stream.data.tree import map_tree
+from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment
 
 
 def add_to(commands: Any) -> None:
@@ -79,3 +86,53 @@ def _run(args: argparse.Namespace) -> int:
 
 def _show(count: int) -> None:
     print(f"\r{count} episodes", end="", file=sys.stderr, flush=True)
+
+
+def record_episodes(
+    rollout: Rollout, sink: DatasetSink, episodes: int, progress: Callable[[int], None] | None = None
+) -> int:
+    """Run a rollout of one lane, and write the first episodes of its slots to a sink, in equal shares; their number.
+
+    episodes    number, which is reached unless the rollout ends before
+    progress    called with the number of whole episodes, after each fragment
+    """
+    shares = shares_of(episodes, rollout.environments.num_envs)
+    count = 0
+    for fragment in rollout.fragments():
+        chunks = fragment.chunks
+        kept = chunks.number < shares[chunks.slot]
+        if kept.any():
+            sink(_with_chunks(fragment, kept))
+        count += int(np.count_nonzero((chunks.terminated | chunks.truncated) & kept))
+        if progress is not None:
+            progress(count)
+        if count == episodes:
+            break
+    return count
+
+
+def shares_of(episodes: int, slots: int) -> NDArray[np.int64]:
+    """How many of some episodes each slot plays, i64[slots]: as equal as can be, the first ones one more."""
+    shares = np.full(slots, episodes // slots)
+    shares[: episodes % slots] += 1
+    return shares
+
+
+def _with_chunks(fragment: Fragment, kept: NDArray[np.bool_]) -> Fragment:
+    """A fragment with some of another's chunks, and with its columns.
+
+    kept    bool[C]
+    """
+    if kept.all():
+        return fragment
+    chosen = copy.copy(fragment)
+    vars(chosen).pop("row_order", None)
+    chosen.chunks = ChunkIndex(**{each.name: getattr(fragment.chunks, each.name)[kept] for each in fields(ChunkIndex)})
+    ends = set(zip(chosen.chunks.stop.tolist(), chosen.chunks.slot.tolist(), strict=True))
+    chosen.finals = []
+    for final in fragment.finals:
+        at = np.array([(final.row + 1, slot) in ends for slot in final.slots.tolist()], np.bool_)
+        if at.any():
+            observations = map_tree(lambda leaf, at=at: leaf[at], final.observations)
+            chosen.finals.append(Final(final.row, final.slots[at], observations, final.infos))
+    return chosen

@@ -17,7 +17,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.cli.main import main
-from rollflow.cli.recording import record_episodes
+from rollflow.cli.record import record_episodes
 from rollflow.nodes import DefaultModelConfig, FrameStacking, MeanStdFilter, Rollout
 from rollflow.nodes.env.filmed_env import FilmedEnv
 from rollflow.policy import Policy
