@@ -70,6 +70,7 @@ def _body(run: Snapshot) -> Iterator[RenderableType]:
     if sources := run.get("sources"):
         yield Text(f"fed by {', '.join(sources)}")
     if run["nodes"]:
+        yield Text()
         yield _stages(run)
         if pieces := _slowest_pieces(run):
             yield Text(pieces)
@@ -86,9 +87,9 @@ def figures_line(run: Snapshot) -> str:
 
 
 def _stages(run: Snapshot) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    table.add_column("stage", overflow="fold")
+    table.add_column("stage", no_wrap=True)
     for heading in ("items/s", "busy", "blocked", "p50", "p99", "longest"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("to")
@@ -102,9 +103,9 @@ def _stages(run: Snapshot) -> Table:
 
 
 def _slowest_pieces(run: Snapshot) -> str:
-    """The slowest piece of each stage that runs some."""
-    pieces = [f"{name}: {node['slowest_piece']}" for name, node in run["nodes"].items() if "slowest_piece" in node]
-    return f"slowest pieces   {'   '.join(pieces)}" if pieces else ""
+    """The slowest piece of each stage that runs some, a line each."""
+    found = {name: node["slowest_piece"] for name, node in run["nodes"].items() if "slowest_piece" in node}
+    return "\n".join(f"slowest piece of {name}: {piece}" for name, piece in found.items())
 
 
 def _marks(tasks: Sequence[Sequence[str]]) -> dict[str, str]:

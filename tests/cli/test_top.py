@@ -107,10 +107,10 @@ def test_a_panel_has_stages_edges_parties_and_the_diagnosis() -> None:
         "│ no item for 6.0 s: sink is in its call ",
         "│ do: something ",
         "│ rollout: 2 lanes: steps 8 ",
-        "│  ┌ rollout/env        5.0  75%     12% 2 ms 100 ms   1.5 s sink ",
-        "│  └ rollout/module     5.0  75%     12% 2 ms 100 ms   1.5 s rollout/env ↺ ",
-        "│    sink               5.0  75%     12% 2 ms 100 ms   1.5 s ",
-        "│ slowest pieces   sink: Numpy ",
+        "│ ┌ rollout/env        5.0  75%     12% 2 ms 100 ms   1.5 s sink ",
+        "│ └ rollout/module     5.0  75%     12% 2 ms 100 ms   1.5 s rollout/env ↺ ",
+        "│   sink               5.0  75%     12% 2 ms 100 ms   1.5 s ",
+        "│ slowest piece of sink: Numpy ",
         "│ sink is in its call since 0.2 s ",
     ):
         assert line in text, text
