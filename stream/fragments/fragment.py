@@ -22,7 +22,6 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.data.array_table import array_table
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -32,6 +31,7 @@ from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
 from rollflow.stream.episodes.buffer import LookbackBuffer
 from rollflow.stream.episodes.sealed_episode import EndedWindow, InfosWindow, SealedEpisode
 from rollflow.stream.episodes.single_agent import REWARD_SPACE, SingleAgentEpisode
+from rollflow.stream.observe.array_table import array_table
 
 
 @dataclass(frozen=True, slots=True)
