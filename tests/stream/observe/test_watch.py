@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from rollflow.stream.observe.stacks import Frame
 from rollflow.stream.observe.waits import READER, Exit, Look, Sign, Wait, by_name, way_from
-from rollflow.stream.observe.watch import CallTimes, StallRules, StallWatch
+from rollflow.stream.observe.watch import LongCalls, StallRules, StallWatch
 
 
 def reader(items: int = 0, *, waits: bool = True, on: tuple[str, ...] = ("env",)) -> Wait:
@@ -221,7 +221,7 @@ def test_a_run_that_has_ended_is_not_diagnosed() -> None:
 
 @given(st.lists(st.floats(0.5, 100.0), min_size=1, max_size=50), st.integers(0, 10_000))
 def test_the_limit_is_never_below_stall_after_nor_above_ten_of_the_longest(seconds: list[float], calls: int) -> None:
-    times, wait = CallTimes(), replace(STEP, calls=calls + 10)
+    times, wait = LongCalls(), replace(STEP, calls=calls + 10)
     for each in seconds:
         times.add(wait, each)
     limit = times.limit(wait, 5.0)
