@@ -102,7 +102,7 @@ async def test_a_source_that_awaits_what_never_comes_is_named_with_the_line_of_i
         text = await looked_at(run, lambda looking: looking.until_told(6.0), "source")
         never.set()
         await run.wait()
-    assert "source is at work, and neither sends nor receives since 5." in text
+    assert "source is at work, and neither sends nor receives since " in text
     assert line_of(source, "await never.wait()") in text
 
 
