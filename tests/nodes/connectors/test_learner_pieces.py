@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +20,6 @@ from rollflow.nodes import (
     AddNextObservationsFromEpisodesToTrainBatch,
     AddObservationsFromEpisodesToBatch,
     AddOneTsToEpisodesAndTruncate,
-    AddStatesFromEpisodesToBatch,
-    AddTimeDimToBatchAndZeroPad,
     BatchIndividualItems,
     ClipRewards,
     ComputeReturnsToGo,
@@ -646,66 +644,3 @@ def test_a_column_of_another_length_is_refused(rows: int) -> None:
 def test_episodes_that_were_only_reset_make_no_rows() -> None:
     batch = LearnerConnectorPipeline.default()(rl_module=None, episodes=[SingleAgentEpisode(observations=[1])] * 2)
     assert all(len(column) == 0 for column in batch.values())
-
-
-class Remembering:
-    """Stateful, with rows of two steps."""
-
-    model_config: ClassVar[dict[str, Any]] = {"max_seq_len": 2}
-
-    def is_stateful(self) -> bool:
-        return True
-
-    def get_initial_state(self) -> Any:
-        return {"h": np.zeros(2, np.float32)}
-
-
-def remembered(id_: str, steps: int) -> SingleAgentEpisode:
-    return SingleAgentEpisode(
-        id_,
-        observations=[np.full(3, t, np.float32) for t in range(steps + 1)],
-        actions=list(range(steps)),
-        rewards=[0.5 * t for t in range(steps)],
-        extra_model_outputs={"state_out": [{"h": np.full(2, t + 1, np.float32)} for t in range(steps)]},
-        terminated=True,
-        len_lookback_buffer=0,
-    )
-
-
-def test_every_row_of_a_train_batch_is_an_item_of_its_own() -> None:
-    pieces = [
-        AddOneTsToEpisodesAndTruncate(),
-        AddColumnsFromEpisodesToTrainBatch(),
-        AddNextObservationsFromEpisodesToTrainBatch(),
-        AddTimeDimToBatchAndZeroPad(as_learner_connector=True),
-        AddStatesFromEpisodesToBatch(as_learner_connector=True),
-    ]
-    batch: dict[str, Any] = {}
-    shared: dict[str, Any] = {}
-    episodes = [remembered("a", 4), remembered("b", 1)]
-    for piece in pieces:
-        batch = piece(rl_module=Remembering(), batch=batch, episodes=episodes, shared_data=shared)
-    rows = {"a": 3, "b": 1}
-    seen: dict[str, list[Any]] = {}
-    for column, shape in {
-        "actions": (2,),
-        "rewards": (2,),
-        "terminateds": (2,),
-        "truncateds": (2,),
-        "loss_mask": (2,),
-        "seq_lens": (),
-        "new_obs": (2, 3),
-    }.items():
-
-        def noted(item: Any, episode_id: str, *ids: Any, column: str = column) -> Any:
-            seen.setdefault(column, []).append((episode_id, np.shape(item)))
-            return item
-
-        ConnectorV2.foreach_batch_item_change_in_place(batch, column, noted)
-        assert seen[column] == [(id_, shape) for id_, count in rows.items() for _ in range(count)]
-    ConnectorV2.foreach_batch_item_change_in_place(batch, "state_in", lambda state, *ids: {"h": state["h"] + 10.0})
-    whole = BatchIndividualItems()(rl_module=Remembering(), batch=batch, episodes=episodes)
-    assert whole["state_in"]["h"].tolist() == [[10, 10], [12, 12], [14, 14], [10, 10]]
-    assert whole["next_state_in"]["h"].tolist() == [[1, 1], [3, 3], [4, 4], [1, 1]]
-    assert whole["seq_lens"].tolist() == [2, 2, 1, 2]
-    assert whole["loss_mask"].tolist() == [[True, True], [True, True], [False, False], [True, False]]

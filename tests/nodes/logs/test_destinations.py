@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from rollflow.nodes.logs import text_files
 from rollflow.nodes.logs.destinations import KINDS, LogOptions, Prometheus, destination_of
 from rollflow.nodes.logs.figures import Row
 from rollflow.stream.data.errors import MetricsError
@@ -73,40 +71,6 @@ def test_csv_that_another_log_writes_to_is_refused_until_that_ends(tmp_path: Pat
     other.write(row_of(20, b=3.0))
     other.close()
     assert [(row["a"], row["b"]) for row in csv_rows(tmp_path / "run.csv")] == [("1.5", ""), ("", "3.0")]
-
-
-def test_a_csv_log_that_comes_when_another_has_put_a_wider_file_in_place_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}") for _ in range(2))
-    one.open()
-    appended = text_files._appended
-
-    def meanwhile(path: Path) -> Any:
-        file = appended(path)
-        monkeypatch.setattr(text_files, "_appended", appended)
-        one.write(row_of(10, a=1.5))
-        one.close()
-        return file
-
-    monkeypatch.setattr(text_files, "_appended", meanwhile)
-    with pytest.raises(MetricsError, match="writes to this file"):
-        other.open()
-
-
-def test_a_csv_log_is_free_once_it_is_closed_also_where_a_child_still_has_the_file(tmp_path: Path) -> None:
-    one, other = (destination_of(f"csv:{tmp_path / 'run.csv'}") for _ in range(2))
-    one.open()
-    child = os.fork()
-    if not child:
-        signal.pause()
-    try:
-        one.close()
-        other.open()
-        other.close()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("data", [b"when,what\n1,2\n", b"\x89PNG\xff\x00", b"\x00" * (2 << 20)])

@@ -355,16 +355,6 @@ def test_a_lane_that_has_given_as_many_as_any_other_may_have_ended_and_is_not_na
     assert given.texts() == []
 
 
-def test_a_lane_that_was_away_meanwhile_is_not_named_before_it_was_there_all_the_time() -> None:
-    given = hanging(before=1)
-    assert given.texts(away=[3]) == []
-    for texts in ([], ["lane 3 gave 0 fragments while the middle one of 4 lanes gave 50"]):
-        assert given.texts() == []
-        for lane in range(3):
-            given.give(lane, 50)
-        assert given.texts() == texts
-
-
 @pytest.mark.anyio
 async def test_a_rollout_in_a_graph_is_told_of_as_well() -> None:
     texts: list[str] = []

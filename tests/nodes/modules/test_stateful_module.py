@@ -11,7 +11,6 @@ from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
 
 from rollflow.nodes import (
-    AddOneTsToEpisodesAndTruncate,
     AddStatesFromEpisodesToBatch,
     AddTimeDimToBatchAndZeroPad,
     ConnectorV2,
@@ -177,13 +176,6 @@ def test_a_train_batch_has_rows_of_max_seq_len_and_the_state_before_each() -> No
     assert batch["state_in"].tolist() == [[-1], [10], [40], [60]]
 
 
-def test_a_mask_that_a_piece_put_there_is_padded_like_all_else() -> None:
-    pipeline = LearnerConnectorPipeline.default(custom_pieces=[AddOneTsToEpisodesAndTruncate()], stateful=True)
-    batch = pipeline(rl_module=Two(), episodes=[chunk(2)])
-    assert batch["loss_mask"].tolist() == [[True, True], [False, False]]
-    assert batch["seq_lens"].tolist() == [2, 1]
-
-
 def test_chunks_of_one_episode_in_one_batch_keep_their_own_states() -> None:
     first, second = chunk(3), chunk(3, t_started=3, lookback=2)
     second.id_ = first.id_
@@ -222,12 +214,6 @@ def test_stateless_modules_get_no_time_axis() -> None:
         assert piece(rl_module=RLModule(), batch=batch, episodes=[chunk(1)], shared_data={}) == {"obs": batch["obs"]}
 
 
-def test_states_that_a_piece_put_there_stay() -> None:
-    batch: dict[str, Any] = {"state_in": "mine", "obs": np.arange(3)}
-    for piece in (AddTimeDimToBatchAndZeroPad(), AddStatesFromEpisodesToBatch()):
-        assert piece(rl_module=Two(), batch=dict(batch), episodes=[chunk(1)], shared_data={}).keys() == batch.keys()
-
-
 # What is refused
 
 
@@ -244,14 +230,6 @@ def test_a_chunk_without_states_is_refused() -> None:
         AddStatesFromEpisodesToBatch(as_learner_connector=True)(rl_module=Two(), batch={}, episodes=[bare])
 
 
-def test_a_column_with_too_few_items_is_refused() -> None:
-    piece = AddTimeDimToBatchAndZeroPad(as_learner_connector=True)
-    with pytest.raises(ConnectorError, match="column 'mine' has 2 items, expected 3: one for each step"):
-        piece(rl_module=Two(), batch={"mine": [1, 2]}, episodes=[chunk(3)])
-    with pytest.raises(ConnectorError, match="column 'mine' of episode 'from 0' has 2 items, expected 3"):
-        piece(rl_module=Two(), batch={"mine": {("from 0",): [1, 2]}}, episodes=[chunk(3)])
-
-
 def test_an_output_without_time_axis_is_refused() -> None:
     class Flat(Remembers):
         def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -262,14 +240,6 @@ def test_an_output_without_time_axis_is_refused() -> None:
         Rollout([lambda: NumberedEnv(0), lambda: NumberedEnv(1)], module=Flat()) as rollout,
     ):
         next(iter(rollout.batches()))
-
-
-@pytest.mark.parametrize("max_seq_len", [0, "many"])
-def test_rows_of_no_length_are_refused(max_seq_len: Any) -> None:
-    module = Two()
-    module.model_config = {"max_seq_len": max_seq_len}
-    with pytest.raises(ModuleError, match=r"model_config of Two: max_seq_len is .*, expected a whole number from 1 on"):
-        LearnerConnectorPipeline.default(stateful=True)(rl_module=module, episodes=[chunk(2)])
 
 
 def test_values_of_a_stateful_module_must_be_recorded() -> None:
@@ -322,14 +292,6 @@ def test_a_state_unlike_the_initial_one_is_refused(state_out: Any, told: str, on
     rollout = Rollout(numbered_envs(2, lengths=(9, 12))[1], module=Gives(), env_to_module_connector=lambda env: pieces)
     with pytest.raises(ModuleError, match=told), rollout:
         next(iter(rollout.fragments()))
-
-
-def test_a_train_batch_may_have_episodes_that_were_only_reset() -> None:
-    begun = SingleAgentEpisode("begun", observations=[0.5], len_lookback_buffer=0)
-    pipeline = LearnerConnectorPipeline.default(stateful=True)
-    batch = pipeline(rl_module=Two(), episodes=[chunk(3), begun])
-    assert batch["obs"].tolist() == [[0, 1], [2, 0]]
-    assert batch["seq_lens"].tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("numpy", [False, True])

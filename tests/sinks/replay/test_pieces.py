@@ -373,30 +373,6 @@ def test_what_is_no_reward_of_each_row_is_refused(rewards: Any, count: int, text
         replay.sample(count)
 
 
-@pytest.mark.parametrize(
-    "computed",
-    [
-        lambda a, d, i: (a == d)[:, 0],
-        lambda a, d, i: (a == d)[:, 0].astype(np.int64),
-        lambda a, d, i: torch.as_tensor(a == d)[:, 0].to(torch.bfloat16),
-        lambda a, d, i: (a == d)[:, 0].tolist(),
-    ],
-)
-@pytest.mark.parametrize("count", [1, 64])
-def test_rewards_of_any_kind_of_number_are_taken(computed: Any, count: int) -> None:
-    replay = Replay(2000, pieces=[HindsightGoals(computed, share=1.0)], seed=0)
-    replay.insert(walked(num_fragments=1)[0])
-    batch = replay.sample(count)
-    is_there = batch["obs"]["desired_goal"][:, 0] == batch["new_obs"]["achieved_goal"][:, 0]
-    assert torch.equal(batch["rewards"], is_there.float())
-
-
-def test_one_number_is_the_reward_of_one_row() -> None:
-    replay = Replay(2000, pieces=[HindsightGoals(lambda a, d, i: -0.25, share=1.0)])
-    replay.insert(walked(num_fragments=1)[0])
-    assert replay.sample(1)["rewards"].tolist() == [-0.25]
-
-
 def test_ends_that_are_no_bools_are_refused() -> None:
     replay = Replay(2000, pieces=[HindsightGoals(goal_reward, share=1.0, compute_terminated=goal_reward)])
     replay.insert(walked(num_fragments=1)[0])
