@@ -1,9 +1,9 @@
 """A policy trained on CartPole plays as well in other programs: by its class, its program, onnxruntime, and served."""
 
-import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import gymnasium as gym
 import httpx
 import numpy as np
 import pytest
-from node_example import client_folder as client_folder, folder as folder
 from serving_process import serving
 
 from rollflow.policy import PolicyClient
@@ -131,22 +130,10 @@ def test_a_policy_with_an_lstm_plays_as_well_in_a_fresh_process(tmp_path: Path) 
     assert float(mean) >= 475
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_trained_policy_plays_as_well_for_clients_over_tcp(trained: Path) -> None:
-    with serving(str(trained / "cartpole-policy"), "--listen", "tcp://127.0.0.1:0") as (_, address):
-        with PolicyClient(address) as client:
-            envs = {number: gym.make("CartPole-v1") for number in range(100)}
-            seen = {number: env.reset(seed=number)[0] for number, env in envs.items()}
-            returns = np.zeros(100)
-            while seen:
-                actions = client.act_batch(np.stack(list(seen.values())), sessions=list(seen))
-                for number, action in zip(list(seen), actions, strict=True):
-                    seen[number], reward, terminated, truncated, _ = envs[number].step(action)
-                    returns[number] += reward
-                    if terminated or truncated:
-                        del seen[number]
-    assert returns.mean() >= 475
+def over_http(url: str) -> list[float]:
+    """The returns of 30 episodes, a request for each action."""
+    with ThreadPoolExecutor(10) as threads:
+        return list(threads.map(lambda seed: played(url, seed), range(30)))
 
 
 def played(url: str, seed: int) -> float:
@@ -161,19 +148,25 @@ def played(url: str, seed: int) -> float:
     return total
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_trained_policy_plays_as_well_for_clients_over_http(trained: Path) -> None:
-    with serving(str(trained / "cartpole-policy")) as (_, url), ThreadPoolExecutor(10) as threads:
-        returns = list(threads.map(lambda seed: played(url, seed), range(30)))
-    assert np.mean(returns) >= 475
+def over_websocket(url: str) -> list[float]:
+    """The returns of 100 episodes, played side by side by one `PolicyClient`."""
+    envs = {number: gym.make("CartPole-v1") for number in range(100)}
+    seen = {number: env.reset(seed=number)[0] for number, env in envs.items()}
+    returns = [0.0] * len(envs)
+    with PolicyClient(url) as client:
+        while seen:
+            actions = client.act_batch(np.stack(list(seen.values())), sessions=list(seen))
+            for number, action in zip(list(seen), actions, strict=True):
+                seen[number], reward, terminated, truncated, _ = envs[number].step(action)
+                returns[number] += float(reward)
+                if terminated or truncated:
+                    del seen[number]
+    return returns
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_trained_policy_plays_as_well_for_a_client_in_javascript(trained: Path, client_folder: Path) -> None:
-    with serving(str(trained / "cartpole-policy"), "--listen", "tcp://127.0.0.1:0") as (_, address):
-        command = ["node", "play.js", "--connect", address, "--episodes", "100"]
-        ran = subprocess.run(command, cwd=client_folder, capture_output=True, text=True, timeout=600)
-    assert not ran.returncode, ran.stderr
-    assert np.mean(json.loads(ran.stdout)) >= 475
+@pytest.mark.parametrize("play", [over_http, over_websocket])
+def test_a_trained_policy_plays_as_well_for_clients(play: Callable[[str], list[float]], trained: Path) -> None:
+    with serving(str(trained / "cartpole-policy")) as (_, url):
+        assert np.mean(play(url)) >= 475
