@@ -89,7 +89,8 @@ def test_what_is_sampled_is_what_several_rollouts_have_inserted_each_step_once(t
         assert (sorted(by_slot), len(batch["rewards"])) == ([0, 1, 2], made)
         assert one.report().inserted == made
     after = held_here()
-    assert (after["descriptors"], after["mappings"]) == (before["descriptors"], before["mappings"])
+    for name in ("descriptors", "mappings"):  # of earlier tests some may have gone meanwhile
+        assert after[name] <= before[name]
 
 
 def test_top_shows_a_host_with_its_counts_and_the_side_that_waits(
