@@ -2,13 +2,20 @@
 
 import argparse
 import importlib.util
+import logging
+import ssl
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rollflow.cli import arguments, follow
+from rollflow.cli import arguments
+from rollflow.policy.serving.shelf import Shelf
+from rollflow.sinks import WeightsFollower
+from rollflow.stream.data.errors import RollflowError
+from rollflow.stream.wire import parse_trainer_address
 
 
 def add_to(commands: Any) -> None:
@@ -39,7 +46,7 @@ def add_to(commands: Any) -> None:
         metavar="NAME=PATH:SHARE",
         help="another version of a policy, for a share of what begins, such as 0.1",
     )
-    follow.add_options(parser)
+    _add_follow(parser)
     parser.add_argument("--openpi", metavar="NAME", help="the policy that speaks openpi's WebSocket protocol at /")
     arguments.add_allow(parser)
     parser.add_argument("--device", help="of the forward passes, such as cuda")
@@ -67,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
         watched.append(WatchedPolicy(shelf, name, path, share=share, allow=args.allow, device=args.device))
     if args.openpi is not None:
         shelf.versions(args.openpi)
-    followed = follow.following(shelf, args)
+    followed = following(shelf, args)
     with ExitStack() as stack:
         stack.callback(shelf.close)
         options: dict[str, Any] = {"certificate": args.tls_cert, "key": args.tls_key, "openpi_for": args.openpi}
@@ -96,3 +103,89 @@ def _canary(text: str) -> tuple[str, str, float]:
         return *_named(named), float(share)
     except ValueError:
         raise ValueError(f"--canary {text!r}, expected NAME=PATH:SHARE, such as pole=new-policy:0.1") from None
+
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "follow-"
+_LOOKS_UNTIL_AGAIN = 10  # after an error, such as another secret
+
+
+def _add_follow(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rollflow serve` that name trainers to follow."""
+    parser.add_argument(
+        "--follow",
+        action="append",
+        default=[],
+        metavar="[NAME=]ADDRESS",
+        help="a trainer, a TrainerStream at tcp://host:port, unix:/path or shm:/path, whose newest weights act; where "
+        "it trains several modules, in the policies of their names",
+    )
+    arguments.add_protection(parser, PREFIX)
+
+
+def following(shelf: Shelf, args: argparse.Namespace) -> list["Following"]:
+    """One `Following` for each `--follow`. Raises ValueError and RollflowError if one is invalid."""
+    secret, tls = arguments.secret_of(args, PREFIX), arguments.tls_of(args, PREFIX, listens=False)
+    if not args.follow and (secret is not None or tls is not None):
+        raise ValueError("--follow-secret-… and --follow-tls are for --follow ADDRESS, expected it as well")
+    made: list[Following] = []
+    for text in args.follow:
+        name, equals, address = text.rpartition("=")
+        if equals:
+            shelf.versions(name)
+        parse_trainer_address(address)
+        made.append(Following(shelf, name or None, address, secret, tls))
+    return made
+
+
+class Following:
+    """Policies of a shelf that follow a trainer, from `begin` on; what becomes of it is logged.
+
+    name    of the policy; None: the only one, or those that are named as the trainer's modules
+    """
+
+    def __init__(
+        self, shelf: Shelf, name: str | None, address: str, secret: str | None, tls: ssl.SSLContext | None
+    ) -> None:
+        self._shelf, self._name, self._address = shelf, name, address
+        self._options: dict[str, Any] = {"secret": secret, "tls": tls}
+        self._version, self._is_away, self._looks = 0, False, 0
+        self._follower: WeightsFollower | None = None
+
+    def begin(self) -> None:
+        """Dial the trainer."""
+        self._follower = WeightsFollower(self._address, self._take, **self._options)
+
+    def look(self) -> None:
+        """Say whether the trainer is away or back; after an error dial it again some time later."""
+        follower = self._follower
+        if follower is None:
+            return
+        if (is_away := bool(problem := follower.problem)) != self._is_away:
+            self._is_away = is_away
+            if is_away:
+                weights = f"weights {self._version} of it" if self._version else "the weights that were saved"
+                logger.warning("trainer %s is away, %s act on: %s", self._address, weights, problem)
+            else:
+                logger.warning("trainer %s is there, and is followed", self._address)
+        if follower.error is not None:
+            self._looks += 1
+            if self._looks >= _LOOKS_UNTIL_AGAIN:
+                self._looks = 0
+                follower.close()
+                self.begin()
+
+    def close(self) -> None:
+        """Leave the trainer."""
+        if self._follower is not None:
+            self._follower.close()
+
+    def _take(self, version: int, weights: Mapping[str, Any]) -> None:
+        try:
+            names = self._shelf.publish(weights, version, self._name)
+        except RollflowError as error:
+            logger.warning("weights %d of trainer %s do not act: %s", version, self._address, error)
+            return
+        self._version = version
+        logger.info("weights %d of trainer %s act in %s", version, self._address, ", ".join(names))

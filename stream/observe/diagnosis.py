@@ -7,7 +7,6 @@ from rollflow.stream.data.errors import HELP_PAGES
 from rollflow.stream.observe.stacks import Frame, stack_lines
 from rollflow.stream.observe.waits import READER, Look, Sign, Wait, Way
 
-_SLOW_READER = 10.0  # times its median
 _REMEDIES = {
     "call": "look at the line above: it has to return; on_stall='raise' breaks off what the main thread is in alone",
     "works": "nothing: it works. prefetch=1 lets the environments step meanwhile",
