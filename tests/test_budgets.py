@@ -18,7 +18,7 @@ LAYERS = ("rollflow", "stream", "nodes", "policy", "sinks", "cli")
 CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1)}
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
-    "cli": (1583, 6),
+    "cli": (1580, 6),
     "nodes": (165, 0),
     "nodes/connectors": (724, 6),
     "nodes/connectors/alpha": (1408, 33),
@@ -60,7 +60,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/graph": (2845, 36),
     "stream/multi_agent": (1363, 20),
     "stream/net": (1300, 25),
-    "stream/observe": (1507, 24),
+    "stream/observe": (1506, 24),
     "stream/wire": (1306, 32),
     "stream/wire/codec": (1520, 45),
 }
