@@ -9,7 +9,6 @@ from rollflow.stream.wire.address import (
     parse_address,
     parse_trainer_address,
 )
-from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder, ScatterBytes, bytes_of
 from rollflow.stream.wire.codec.handshake import (
     NONCE_BYTES,
@@ -33,6 +32,7 @@ from rollflow.stream.wire.codec.lent_columns import (
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message, decode, encode
 from rollflow.stream.wire.codec.messages import (
+    AgentRows,
     Answer,
     Block,
     BlocksReleased,
@@ -50,10 +50,13 @@ from rollflow.stream.wire.codec.messages import (
     Metrics,
     Ping,
     Pong,
+    Query,
+    QueryName,
     Receipt,
     Refused,
     Request,
     Reset,
+    Result,
     Rows,
     Series,
     Settings,
@@ -62,7 +65,6 @@ from rollflow.stream.wire.codec.messages import (
     Turn,
     Weights,
 )
-from rollflow.stream.wire.codec.replaying import Query, QueryName, Result
 from rollflow.stream.wire.codec.rows import AgentForm, RowForm
 from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event

@@ -2,10 +2,10 @@
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import messages
-from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
+from rollflow.stream.wire.codec.messages import AgentRows
 from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.connection import Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator

@@ -14,7 +14,7 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Role, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.codec.replaying import RANK_QUERIES, SAMPLER_QUERIES, Query, Result
+from rollflow.stream.wire.codec.messages import RANK_QUERIES, SAMPLER_QUERIES, Query, Result
 from rollflow.stream.wire.connection import ConnectionPhase, Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import TakenRequest

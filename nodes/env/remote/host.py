@@ -1,23 +1,25 @@
 """Host of lanes for a rollout elsewhere: it dials a gateway or is dialled, and comes back."""
 
+import contextlib
 import logging
 import math
 import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self
 
 from rollflow.nodes.closing import close_all, closing_on_error, noting_in
-from rollflow.nodes.env.remote.host_drain import Drain
-from rollflow.nodes.env.remote.host_lane import ServedLane, check_alike
-from rollflow.nodes.env.remote.lane_work import LaneWork
+from rollflow.nodes.env.remote.host_lane import ServedLane, check_alike, end_lanes
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.env.remote.software import process_name, software
-from rollflow.stream.data.errors import WireError
+from rollflow.nodes.env.workers.lane_threads import LaneThreads
+from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.dial import problem_of
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.redialler import Redialler
@@ -27,6 +29,7 @@ from rollflow.stream.net.transport import transport_for
 from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire import (
     NONCE_BYTES,
+    SESSION_BYTES,
     VERSION,
     Address,
     Answer,
@@ -34,8 +37,10 @@ from rollflow.stream.wire import (
     Goodbye,
     Hello,
     HostConnection,
+    HostSession,
     Limits,
     Message,
+    Request,
     Reset,
     Step,
     Turn,
@@ -46,12 +51,167 @@ from rollflow.stream.wire import (
 
 logger = logging.getLogger(__name__)
 
+
 _LONGEST_RETRY_S = 5.0
 _ENDING = {False: "stopped", True: "drained"}  # why it ends, by whether it was told to drain
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session"  # after which it redials
 
 HostPeer = Peer[HostConnection]
+
+
+class LaneWork:
+    """Lanes, their threads, and the session with the rollout that they work for.
+
+    lanes       in the order of the host's Hello, where each has its place
+    lock        of connections and the session
+    failed      gives the answer to a request whose work has raised; None: it has none
+    answered    called with the lock, in a lane's thread, where an answer may be there to be sent
+
+    session     with the rollout, or offered to the next
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[ServedLane],
+        lock: AbstractContextManager[Any],
+        failed: Callable[[Any, Exception], Answer | None],
+        answered: Callable[[], None],
+    ) -> None:
+        self.lanes = lanes
+        self._lock, self._failed, self._answered = lock, failed, answered
+        self._threads = LaneThreads(len(lanes))
+        self._begun, self._done = [0] * len(lanes), [0] * len(lanes)  # requests of each lane
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Have another session: there is no rollout."""
+        self.session = HostSession(secrets.token_bytes(SESSION_BYTES))
+        self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
+
+    def grant(self, lanes: Iterable[int]) -> None:
+        """Note what the gateway calls the lanes."""
+        self._place_of = {lane: place for place, lane in enumerate(lanes)}
+
+    def begin(
+        self, connection: HostConnection, request: Request, work_on: Callable[[Any, Any], Callable[[], Answer | None]]
+    ) -> None:
+        """Have a lane's thread do a request. From the thread that has the sockets.
+
+        work_on    gives the work, by the lane and the request; where the work gives None, nobody wants it any more
+        """
+        place = self._place_of[request.lane]
+        self._begun[place] += 1
+        work = work_on(self.lanes[place], request)
+        self._threads.put(place, partial(self._do, place, connection, request, work))
+
+    def describe(self) -> dict[str, Any]:
+        """Fields of a Hello about the lanes."""
+        return self.lanes[0].describe()
+
+    @property
+    def busy(self) -> list[int]:
+        """Places of the lanes that are at something."""
+        return [place for place, begun in enumerate(self._begun) if begun != self._done[place]]
+
+    def has_more(self, *, is_served: bool) -> bool:
+        """True if something that lanes have made, or are making, has not been sent to the rollout.
+
+        is_served    whether the rollout has a connection; without one it is not known what has reached it
+        """
+        return bool(self._place_of) and bool(not is_served or self.busy or self.session.owed)
+
+    def close(self, patience_s: float, left_s: float) -> None:
+        """End the threads and close the environments: see `end_lanes`.
+
+        left_s    seconds for a lane that is at something, where they are fewer
+        """
+        busy = self.busy
+        patience = [min(patience_s, left_s) if place in busy else patience_s for place in range(len(self.lanes))]
+        end_lanes(self._threads, self.lanes, patience)
+
+    def _do(self, place: int, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
+        answer: Answer | None
+        try:
+            answer = work()
+        except BaseException as error:
+            logger.warning("lane %d: %r", request.lane, error, exc_info=error)
+            answer = self._failed(request, error)  # type: ignore[arg-type]
+        with self._lock:
+            if answer is not None:
+                self._give(connection, request, answer)
+            self._done[place] += 1
+            self._answered()
+
+    def _give(self, connection: HostConnection, request: Request, answer: Answer) -> None:
+        try:
+            connection.answer(request, answer)
+        except (WireError, ColumnError) as error:
+            if getattr(error, "code", "") != "undelivered":
+                failed = self._failed(request, error)
+                with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
+                    if failed is not None:
+                        connection.answer(request, failed)
+
+
+class Drain:
+    """Time, from now on, in which a host that is told to end hands over what it has.
+
+    name       of the host
+    work       of its lanes
+    grace_s    seconds that it has
+    """
+
+    def __init__(self, name: str, work: LaneWork, grace_s: float) -> None:
+        self._name, self._work = name, work
+        self._began = monotonic()
+        self._reminder = Reminder(self._began)
+        self._has_begun = False
+        self._until = self._began + grace_s
+
+    def shorten(self, grace_s: float) -> None:
+        """Have it end within so many seconds, if it would not."""
+        self._until = min(self._until, monotonic() + grace_s)
+
+    def until(self) -> float:
+        """When it is over, on the clock `monotonic`."""
+        return self._until
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return max(0.0, self._until - monotonic())
+
+    @property
+    def due(self) -> float:
+        """Time at which it is over, or the log is to say something."""
+        now = monotonic()
+        return min(self._until, now + self._reminder.left_s(now))
+
+    def begin(self) -> bool:
+        """Log that it begins; False: it has begun before."""
+        if self._has_begun:
+            return False
+        self._has_begun = True
+        logger.warning("host %s drains, for %.1f s at most: %s", self._name, self.left_s, self._state)
+        return True
+
+    def goes_on(self) -> bool:
+        """True while there is time; the log says now and then how far the host is."""
+        if self._reminder.is_due(monotonic()):
+            logger.warning("host %s drains, for %.1f s more: %s", self._name, self.left_s, self._state)
+        return self.left_s > 0
+
+    def log_end(self) -> None:
+        """Log how it has ended."""
+        took_s = monotonic() - self._began
+        logger.warning("host %s has drained for %.1f s: %s", self._name, took_s, self._state)
+
+    @property
+    def _state(self) -> str:
+        busy, count = self._work.busy, len(self._work.lanes)
+        done = f"{count - len(busy)} of {count} lanes are done"
+        return f"{done}, still at something: {', '.join(map(str, busy))}" if busy else done
 
 
 class Host:

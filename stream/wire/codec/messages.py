@@ -1,9 +1,9 @@
 """Messages of a running connection, after the handshake."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.agent_rows import AgentRows, AgentSlots
 from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
 from rollflow.stream.wire.codec.limits import MAX_HEADER
-from rollflow.stream.wire.codec.replaying import Query, Result
 from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, WeightsPacked
 
 BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
@@ -23,6 +21,18 @@ MOST_SERIES = 1024  # fragments in one message
 BlockNumbers = Annotated[tuple[int, ...], field.list_of(field.whole(0, MOST_NUMBER), 4096)]
 ShortText = Annotated[str, field.text(4096)]
 _MOST_TEXT = 1 << 16
+QueryName = Literal[
+    "sample", "update_priorities", "publish", "report", "begin", "next", "take_up", "move_on", "give_back"
+]
+SAMPLER_QUERIES, RANK_QUERIES = get_args(QueryName)[:4], get_args(QueryName)[4:]
+AgentSlots = tuple[NDArray[np.int64] | None, ...]
+Floats = tuple[NDArray[np.float32], ...]
+Flags = tuple[NDArray[np.bool_], ...]
+Infos = Sequence[list[list[Any]]]
+
+_SLOTS = field.list_of(field.nullable(field.numbers("<i8")), MOST_AGENTS)
+_TREES = field.list_of(field.tree, MOST_AGENTS)
+_FLAGS = field.nullable(field.list_of(field.numbers("|b1"), MOST_AGENTS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +94,40 @@ class Rows:
     final_obs: Annotated[Tree | None, field.nullable(field.tree)]
     infos: Annotated[Mapping[str, Any], field.infos]
     final_infos: Annotated[Mapping[str, Any], field.infos]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AgentRows:
+    """Host to gateway: what a Reset or Step with this number gave to the agents, part by part.
+
+    agent_slots         i64[K] ascending: who has an observation; None: all
+    obs                 trees of arrays `any[K, ...]`, in the parts' spaces: after the step, the last ones of those that
+                        ended with it among them
+    rewards             f4[S], 0 where none came; None after a Reset, as all below
+    terminateds,        bool[S]: who ended with the step, where it had come; of an environment that ended, all that were
+    truncateds          still there
+    ended               i64[E] ascending: environments whose episodes ended; they have been reset
+    ended_truncated     bool[E]: whether that was by truncation
+    first_agent_slots,  as the first two, of the episodes that began then; None where none ended
+    first_obs
+    infos               of each environment: [number of the agent among all, its info]; none at all where all are empty
+    first_infos         of each of `ended`, likewise
+    """
+
+    kind: ClassVar[str] = "agent_rows"
+    lane: LaneId
+    number: Number
+    agent_slots: Annotated[AgentSlots, _SLOTS]
+    obs: Annotated[tuple[Tree, ...], _TREES]
+    rewards: Annotated[Floats | None, field.nullable(field.list_of(field.numbers("<f4"), MOST_AGENTS))]
+    terminateds: Annotated[Flags | None, _FLAGS]
+    truncateds: Annotated[Flags | None, _FLAGS]
+    ended: Annotated[NDArray[np.int64] | None, field.nullable(field.numbers("<i8"))]
+    ended_truncated: Annotated[NDArray[np.bool_] | None, field.nullable(field.numbers("|b1"))]
+    first_agent_slots: Annotated[AgentSlots | None, field.nullable(_SLOTS)]
+    first_obs: Annotated[tuple[Tree, ...] | None, field.nullable(_TREES)]
+    infos: Annotated[Infos, field.list_of(field.agent_infos, MOST_SLOTS)]
+    first_infos: Annotated[Infos, field.list_of(field.agent_infos, MOST_SLOTS)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -311,6 +355,41 @@ class Receipt:
     node: Annotated[str, field.text(256)]
     version: PolicyVersion
     digest: Annotated[bytes, field.raw(32)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Query:
+    """Sampler to replay host: a call of the replay. Rank to trainer: a call of its dataset.
+
+    number      of the query: 1, 2, … over the whole session
+    done        every query up to this number is answered: its answer may be forgotten
+    name        what is called
+    values      its arguments that are no arrays, by name
+    arrays      its arguments that are arrays `any[...]`, by name
+    """
+
+    kind: ClassVar[str] = "query"
+    number: Number
+    done: Annotated[int, field.whole(0, MOST_NUMBER)]
+    name: Annotated[QueryName, field.one_of(*get_args(QueryName))]
+    values: Annotated[Mapping[str, Any], field.mapping]
+    arrays: Annotated[Mapping[str, NDArray[np.generic]], field.map_of(field.array)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """Answer to the Query with this number.
+
+    columns    of a batch, name -> tree of arrays `any[B, ...]`; to a rank, of items by their places
+    values     what else there is to say, by name
+    problem    why the call has failed, with what was expected; None: it has not
+    """
+
+    kind: ClassVar[str] = "result"
+    number: Number
+    columns: Annotated[Mapping[str, Tree], field.map_of(field.tree)]
+    values: Annotated[Mapping[str, Any], field.mapping]
+    problem: Annotated[str | None, field.nullable(field.text(4096))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,9 @@ from rollflow.stream.data.packing import pack
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
-from rollflow.stream.wire.codec.agent_rows import AgentRows, AgentSlots, Infos
 from rollflow.stream.wire.codec.field import shown
 from rollflow.stream.wire.codec.handshake import MOST_SLOTS, Hello
-from rollflow.stream.wire.codec.messages import Reset, Rows, Step
+from rollflow.stream.wire.codec.messages import AgentRows, AgentSlots, Infos, Reset, Rows, Step
 from rollflow.stream.wire.codec.spaces import placed, read_space
 
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 from remote_rollouts import await_that
 
-from rollflow.nodes.launch import host_keeper
-from rollflow.nodes.launch.host_keeper import HostKeeper
+from rollflow.nodes.launch import on_hosts
 from rollflow.nodes.launch.launcher import Handle
+from rollflow.nodes.launch.on_hosts import HostKeeper
 from rollflow.stream import EnvError
 
 
@@ -57,7 +57,7 @@ class Launched:
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_keeper, "LOOK_S", 0.001)
+    monkeypatch.setattr(on_hosts, "LOOK_S", 0.001)
     monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
 
 
@@ -118,7 +118,7 @@ def test_hosts_that_fail_again_and_again_are_given_up(caplog: pytest.LogCaptureF
 
 
 def test_a_host_that_ran_for_long_may_fail_as_often_as_one_that_never_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_keeper, "_FORGIVEN_S", 0.0)
+    monkeypatch.setattr(on_hosts, "_FORGIVEN_S", 0.0)
     launcher = Launched("one", ends="exited with code 3")
     with kept(launcher) as keeper:
         await_that(lambda: list(launcher.starts.values()) > [9])

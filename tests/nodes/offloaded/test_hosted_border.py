@@ -19,7 +19,7 @@ from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.observation_check import KINDS
 from rollflow.nodes.modules.weights_codec import digest_of
 from rollflow.nodes.offloaded.replica import Replica
-from rollflow.nodes.offloaded.rollout_lane import RolloutLane
+from rollflow.nodes.offloaded.rollout_host import RolloutLane
 from rollflow.nodes.offloaded.rollout_report import account_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import WireError

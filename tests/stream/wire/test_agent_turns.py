@@ -14,7 +14,7 @@ from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host_lane import AgentHostLane
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import AgentForm, AgentRows, Reset, Step
-from rollflow.stream.wire.agent_turns import AgentTurns
+from rollflow.stream.wire.session import AgentTurns
 
 INT = np.array
 

@@ -21,8 +21,8 @@ from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from wire_messages import hello
 
 from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, RolloutHost
+from rollflow.nodes.env.remote.gateway import Registry
 from rollflow.nodes.env.remote.host import Host
-from rollflow.nodes.env.remote.registry import Registry
 from rollflow.nodes.env.remote.remote_host import RemoteHost
 from rollflow.nodes.env.remote.software import process_name
 from rollflow.stream.data.errors import WireError
@@ -68,8 +68,8 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
-    monkeypatch.setattr("rollflow.nodes.env.remote.registry.OTHER_NAME_S", 0.2)
-    monkeypatch.setattr("rollflow.nodes.env.remote.registry.REDIAL_S", 0.1)
+    monkeypatch.setattr("rollflow.nodes.env.remote.gateway.OTHER_NAME_S", 0.2)
+    monkeypatch.setattr("rollflow.nodes.env.remote.gateway.REDIAL_S", 0.1)
     caplog.set_level(logging.INFO)
 
 
@@ -122,7 +122,7 @@ def test_a_new_host_takes_the_place_of_a_lost_one(
 def test_a_new_host_takes_the_place_of_a_lost_one_where_there_is_room_for_no_more(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.remote.registry.OTHER_NAME_S", 3600.0)
+    monkeypatch.setattr("rollflow.nodes.env.remote.gateway.OTHER_NAME_S", 3600.0)
     with (
         rollout_with_a_dead_host(kind, tmp_path, max_hosts=2) as (address, _, fragments),
         joining(kind, address, tmp_path, 2, "another"),
