@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
-from rollflow.nodes.offloaded.fragment_checks import MOST, check_columns, check_ends, check_rest, check_whole, told_of
+from rollflow.nodes.offloaded.fragment_checks import MOST, check_columns, check_ends, check_rest, check_whole
 from rollflow.nodes.offloaded.fragment_codec import complete, described
 from rollflow.nodes.offloaded.fragment_message import formed, forms_of, index_of
 from rollflow.stream import wire
 from rollflow.stream.data.column import Column
-from rollflow.stream.data.errors import ModuleError, WireError
+from rollflow.stream.data.errors import ModuleError, WireError, shown
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -104,7 +104,7 @@ def agents_of_message(message: wire.Fragment, spaces: Sequence[PartSpaces]) -> M
         if not all(
             is_whole(env) and is_whole(at) and isinstance(data, dict) for (env, at), data in custom_data.items()
         ):
-            raise _wrong(f"custom_data is {told_of(rest['custom_data'])}, expected maps by environment and episode")
+            raise _wrong(f"custom_data is {shown(rest['custom_data'])}, expected maps by environment and episode")
         fragment = MultiAgentFragment(
             message.lane,
             rest["sequence"],
@@ -204,13 +204,13 @@ def _plain_infos(infos: Any) -> list[Any]:
 
 def _layout_in(entries: Any, parts: int) -> Plain:
     if not isinstance(entries, dict) or not isinstance(entries["episodes"], str):
-        raise _wrong(f"layout is {told_of(entries)}, expected a map")
+        raise _wrong(f"layout is {shown(entries)}, expected a map")
     check_whole("layout.num_envs", entries["num_envs"], 1, _MOST_SLOTS)
     check_whole("layout.num_rows", entries["num_rows"], 0, _MOST_ROWS)
     check_whole("layout.lookback", entries["lookback"], 0, _MOST_ROWS)
     _check_list("layout.agents", entries["agents"], parts)
     if not all(isinstance(prefix, str) for prefix in entries["agents"]):
-        raise _wrong(f"layout.agents is {told_of(entries['agents'])}, expected strings")
+        raise _wrong(f"layout.agents is {shown(entries['agents'])}, expected strings")
     return entries
 
 
@@ -226,9 +226,9 @@ def _clock_in(rest: Mapping[str, Any], num_envs: int, num_rows: int) -> EnvClock
     _check_array("ends", ends, np.int64, (len(ends), 4), 0, MOST)
     steps, envs = ends[:, 0], ends[:, 1]
     if (steps[1:] < steps[:-1]).any() or (len(ends) and (steps[0] < first or steps[-1] > last)):
-        raise _wrong(f"ends are {told_of(ends)}, expected vector steps from {first} to {last} in their order")
+        raise _wrong(f"ends are {shown(ends)}, expected vector steps from {first} to {last} in their order")
     if (envs >= num_envs).any() or (ends[:, 2:] > 1).any():
-        raise _wrong(f"ends are {told_of(ends)}, expected environments below {num_envs}, and flags")
+        raise _wrong(f"ends are {shown(ends)}, expected environments below {num_envs}, and flags")
     begin = 0
     while begin < len(ends):
         alike = (ends[begin:, [0, 3]] == ends[begin, [0, 3]]).all(axis=1)
@@ -236,16 +236,16 @@ def _clock_in(rest: Mapping[str, Any], num_envs: int, num_rows: int) -> EnvClock
         if ends[begin, 3]:
             count = num_envs
             if not losses or losses[0][0] != ends[begin, 0] or not isinstance(losses[0][1], str):
-                raise _wrong(f"losses are {told_of(rest.get('losses'))}, expected a vector step and a reason for each")
+                raise _wrong(f"losses are {shown(rest.get('losses'))}, expected a vector step and a reason for each")
             if not np.array_equal(envs[begin : begin + count], np.arange(count)):
-                raise _wrong(f"ends are {told_of(ends)}, expected all environments where they were lost")
+                raise _wrong(f"ends are {shown(ends)}, expected all environments where they were lost")
             clock.lose(*losses.pop(0))
         else:
             chosen = slice(begin, begin + count)
             clock.end(envs[chosen], int(steps[begin]), ends[chosen, 2].astype(np.bool_))
         begin += count
     if losses:
-        raise _wrong(f"losses are {told_of(rest['losses'])}, expected only those that ended episodes")
+        raise _wrong(f"losses are {shown(rest['losses'])}, expected only those that ended episodes")
     return clock
 
 
@@ -314,7 +314,7 @@ def _agent_infos(pairs: Any, layout: FragmentLayout) -> AgentInfos:
     for slot, info in pairs:
         check_whole("infos: slot", slot, 0, layout.num_slots - 1)
         if not isinstance(info, dict):
-            raise _wrong(f"infos: {told_of(info)}, expected a map")
+            raise _wrong(f"infos: {shown(info)}, expected a map")
         infos.of_slots[slot] = info
     return infos
 
@@ -328,7 +328,7 @@ def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any], last: in
     stops, ends = entries["stops"], entries["ends"]
     _check_array("stops", stops, np.int64, (slots,), first, first + rows)
     if int(stops.max()) != first + rows:
-        raise _wrong(f"stops are {told_of(stops)}, expected the last at {first + rows}")
+        raise _wrong(f"stops are {shown(stops)}, expected the last at {first + rows}")
     for name in ("acts", "waits"):
         _check_array(name, entries[name], np.bool_, (slots,), 0, 1)
         setattr(fragment, name, entries[name])
@@ -346,7 +346,7 @@ def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any], last: in
     if (early := entries.get("early")) is not None:
         _check_array("early", early, np.float64, (len(early), 3))
         if not np.isfinite(early).all() or ((early[:, :2] < [1, 0]) | (early[:, :2] > [last, slots - 1])).any():
-            raise _wrong(f"early is {told_of(early)}, expected vector steps up to {last}, agent slots, and rewards")
+            raise _wrong(f"early is {shown(early)}, expected vector steps up to {last}, agent slots, and rewards")
         fragment.early = [(int(vector_step), int(slot), reward) for vector_step, slot, reward in early.tolist()]
 
 
@@ -354,10 +354,10 @@ def _restore_modules(fragment: AgentFragment, entries: Mapping[str, Any], ids: E
     """Take over who served the agents, and in which episodes. Raises WireError where that is not known of a chunk."""
     module_ids, outputs, parents = entries["module_ids"], entries["outputs"], entries["parents"]
     if not isinstance(module_ids, list) or not all(isinstance(each, str | None) for each in module_ids):
-        raise _wrong(f"module_ids is {told_of(module_ids)}, expected a list of strings")
+        raise _wrong(f"module_ids is {shown(module_ids)}, expected a list of strings")
     for module_id, names in outputs.items():
         if not isinstance(module_id, str) or not set(names.values()) <= fragment.columns.keys():
-            raise _wrong(f"outputs of module {told_of(module_id)} are {told_of(names)}, expected names of columns")
+            raise _wrong(f"outputs of module {shown(module_id)} are {shown(names)}, expected names of columns")
     fragment.module_ids, fragment.outputs = tuple(module_ids), outputs
     _check_array("parents", parents, np.int64, (len(parents), 3), 0, MOST)
     agents = len(fragment.part.agents)
@@ -376,7 +376,7 @@ def _restore_modules(fragment: AgentFragment, entries: Mapping[str, Any], ids: E
 
 def _check_list(name: str, value: Any, count: int) -> None:
     if not isinstance(value, list | tuple) or len(value) != count:
-        raise _wrong(f"{name} is {told_of(value)}, expected a list of {count} parts")
+        raise _wrong(f"{name} is {shown(value)}, expected a list of {count} parts")
 
 
 def _check_array(
@@ -384,9 +384,9 @@ def _check_array(
 ) -> None:
     """Raise WireError for what is no such array, of numbers in a range."""
     if not isinstance(value, np.ndarray) or value.dtype != dtype or value.shape != shape:
-        raise _wrong(f"{name} is {told_of(value)}, expected {np.dtype(dtype)}{list(shape)}")
+        raise _wrong(f"{name} is {shown(value)}, expected {np.dtype(dtype)}{list(shape)}")
     if least is not None and np.count_nonzero((value < least) | (value > most)):
-        raise _wrong(f"{name} is {told_of(value)}, expected numbers from {least} to {most}")
+        raise _wrong(f"{name} is {shown(value)}, expected numbers from {least} to {most}")
 
 
 def _wrong(text: str) -> WireError:

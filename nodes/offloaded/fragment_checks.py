@@ -62,9 +62,7 @@ def check_form(form: Mapping[str, Tree], known: Mapping[str, Tree]) -> None:
         raise _wrong(f"columns are {sorted(form)}, expected {sorted(known)}, as in others")
     for name, each in form.items():
         if each != known[name]:
-            raise _wrong(
-                f"a row of {name} is {told_of(each)} in each slot, expected {told_of(known[name])}, as in others"
-            )
+            raise _wrong(f"a row of {name} is {shown(each)} in each slot, expected {shown(known[name])}, as in others")
 
 
 def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space: gym.Space[Any]) -> None:
@@ -80,7 +78,7 @@ def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space
         check_whole("custom_data: slot", slot, 0, slots - 1)
         check_whole("custom_data: episode", number, -1, MOST)
         if not isinstance(data, dict):
-            raise _wrong(f"custom_data is {told_of(data)}, expected a map")
+            raise _wrong(f"custom_data is {shown(data)}, expected a map")
     if rest.get("infos") is not None:
         _check_infos("infos", rest["infos"], last + 1, slots)
     if rest.get("finals") is not None:
@@ -107,12 +105,7 @@ def check_ends(fragment: Fragment) -> None:
 def check_whole(name: str, value: Any, least: int, most: int) -> None:
     """Raise WireError for what is no whole number in this range."""
     if not is_whole(value) or not least <= value <= most:
-        raise _wrong(f"{name} is {told_of(value)}, expected a whole number from {least} to {most}")
-
-
-def told_of(value: Any) -> str:
-    """A value that somebody else has sent, for messages."""
-    return shown(value)
+        raise _wrong(f"{name} is {shown(value)}, expected a whole number from {least} to {most}")
 
 
 def _form(leaf: NDArray[Any]) -> str:
@@ -137,17 +130,17 @@ def _check_losses(losses: Any, numbers: NDArray[np.int64], first: int, last: int
         _check_indices("losses: slots", lost, 0, slots - 1)
         _check_indices("losses: cut", cut, 0, slots - 1)
         if not isinstance(reason, str):
-            raise _wrong(f"losses: the reason is {told_of(reason)}, expected a string")
+            raise _wrong(f"losses: the reason is {shown(reason)}, expected a string")
         if row == first:
             least[lost] = -1  # what was lost before it may have been nothing
     if np.count_nonzero(numbers < least):
-        raise _wrong(f"episode_number is {told_of(numbers)}, expected numbers from 0 to {MOST}")
+        raise _wrong(f"episode_number is {shown(numbers)}, expected numbers from 0 to {MOST}")
 
 
 def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, space: gym.Space[Any]) -> None:
     rows, counts, who = finals["rows"], finals["counts"], finals["slots"]
     if not isinstance(rows, list) or not isinstance(counts, list) or len(rows) != len(counts):
-        raise _wrong(f"finals: rows are {told_of(rows)} and counts {told_of(counts)}, expected lists of one length")
+        raise _wrong(f"finals: rows are {shown(rows)} and counts {shown(counts)}, expected lists of one length")
     for row, count in zip(rows, counts, strict=True):
         check_whole("finals: row", row, first, last - 1)
         check_whole("finals: count", count, 1, slots)
@@ -161,31 +154,31 @@ def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, 
 
 def _check_infos(name: str, infos: Any, most: int, slots: int) -> None:
     if not isinstance(infos, list) or len(infos) > most:
-        raise _wrong(f"{name} is {told_of(infos)}, expected a list of at most {most} maps")
+        raise _wrong(f"{name} is {shown(infos)}, expected a list of at most {most} maps")
     for each in infos:
         if not isinstance(each, Mapping):
-            raise _wrong(f"{name}: {told_of(each)}, expected a map")
+            raise _wrong(f"{name}: {shown(each)}, expected a map")
         check_infos(each, slots, name)
 
 
 def _check_rows(name: str, leaf: Any, dtype: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(leaf, np.ndarray) or leaf.dtype != dtype or leaf.shape[1:] != shape:
-        shown = _shown(leaf) if isinstance(leaf, np.ndarray) else told_of(leaf)
-        raise _wrong(f"{name} is {shown}, expected rows of {np.dtype(dtype)}{list(shape)}")
+        found = _shown(leaf) if isinstance(leaf, np.ndarray) else shown(leaf)
+        raise _wrong(f"{name} is {found}, expected rows of {np.dtype(dtype)}{list(shape)}")
 
 
 def _check_items(name: str, leaf: Any, like: NDArray[Any]) -> None:
     if not isinstance(leaf, np.ndarray) or leaf.dtype != like.dtype or leaf.shape != like.shape:
-        raise _wrong(f"{name}: observations are {told_of(leaf)}, expected {_shown(like)}")
+        raise _wrong(f"{name}: observations are {shown(leaf)}, expected {_shown(like)}")
 
 
 def _check_indices(name: str, values: Any, least: int, most: int, count: int | None = None) -> None:
     """Raise WireError for what is no array of so many whole numbers in this range."""
     is_array = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
     if not is_array or (count is not None and len(values) != count):
-        raise _wrong(f"{name} is {told_of(values)}, expected int64[{'…' if count is None else count}]")
+        raise _wrong(f"{name} is {shown(values)}, expected int64[{'…' if count is None else count}]")
     if np.count_nonzero((values < least) | (values > most)):
-        raise _wrong(f"{name} is {told_of(values)}, expected numbers from {least} to {most}")
+        raise _wrong(f"{name} is {shown(values)}, expected numbers from {least} to {most}")
 
 
 def _wrong(text: str) -> WireError:

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.offloaded.fragment_checks import check_columns, check_ends, check_rest, told_of
+from rollflow.nodes.offloaded.fragment_checks import check_columns, check_ends, check_rest
 from rollflow.nodes.offloaded.fragment_codec import described, restored
 from rollflow.stream import wire
 from rollflow.stream.data.column import Column
@@ -52,7 +52,7 @@ def fragment_of(
         space = spaces[which]
         forms = rest["forms"]
         if not isinstance(forms, dict):
-            raise WireError(f"forms is {told_of(forms)}, expected a map", "fragment")
+            raise WireError(f"forms is {shown(forms)}, expected a map", "fragment")
         columns = {name: Column(name, formed(tree, forms.get(name), name)) for name, tree in message.columns.items()}
         check_columns(columns, layout, rows, space)
         check_rest(rest, layout, rows, space)

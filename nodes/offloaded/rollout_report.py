@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.observation_check import KINDS
 from rollflow.nodes.modules.weights_codec import DIGEST_BYTES
-from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole, told_of
-from rollflow.stream.data.errors import WireError
+from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole
+from rollflow.stream.data.errors import WireError, shown
 
 _MOST_TEXT = 1 << 16  # characters
 _MOST_LINE = 1 << 10  # characters of a text that is logged
@@ -102,12 +102,12 @@ def account_of(rest: Mapping[str, Any], slots: int) -> RolloutReport:
         check_whole(name, getattr(account, name), 0, MOST)
     check_whole("lost_steps", account.lost_steps, 0, slots)
     if not isinstance(account.failure, str | None):
-        raise WireError(f"failure is {told_of(account.failure)}, expected a string, or nil", "fragment")
+        raise WireError(f"failure is {shown(account.failure)}, expected a string, or nil", "fragment")
     if account.failure is not None and len(account.failure) > _MOST_TEXT:
         raise WireError(f"failure has {len(account.failure)} characters, expected at most {_MOST_TEXT}", "fragment")
     nodes = account.nodes
     if not isinstance(nodes, list) or not all(_is_stage(stage) for stage in nodes):
-        raise WireError(f"nodes is {told_of(nodes)}, expected lists of name, items, busy seconds and times", "fragment")
+        raise WireError(f"nodes is {shown(nodes)}, expected lists of name, items, busy seconds and times", "fragment")
     if "loaded" in rest:
         _check_loaded(rest["loaded"])
     return account._replace(deviations=_deviations_of(rest.get("deviations", [])))
@@ -122,18 +122,18 @@ def progress_of(metrics: Mapping[str, Any], lanes: Collection[int]) -> dict[int,
     """Progress of some of a host's lanes, as it says. Raises WireError where it makes no sense."""
     entries = _entry(metrics, "lanes")
     if not isinstance(entries, list) or len(entries) > len(lanes):
-        raise WireError(f"metrics.lanes is {told_of(entries)}, expected a list of at most {len(lanes)}", "metrics")
+        raise WireError(f"metrics.lanes is {shown(entries)}, expected a list of at most {len(lanes)}", "metrics")
     numbers, found = set(lanes), {}
     for each in entries:
         if not isinstance(each, list) or len(each) != 5:
             expected = ", ".join(("lane", *LaneProgress._fields))
-            raise WireError(f"metrics.lanes: {told_of(each)}, expected a list of {expected}", "metrics")
+            raise WireError(f"metrics.lanes: {shown(each)}, expected a list of {expected}", "metrics")
         for name, value in zip(("lane", "start", "steps", "pulse"), each, strict=False):
             check_whole(f"metrics.lanes: {name}", value, 0, MOST)
         if each[0] not in numbers:
-            raise WireError(f"metrics.lanes: lane {each[0]}, expected one of {told_of(list(lanes))}", "metrics")
+            raise WireError(f"metrics.lanes: lane {each[0]}, expected one of {shown(list(lanes))}", "metrics")
         if not isinstance(each[4], bool):
-            raise WireError(f"metrics.lanes: is_in_vain is {told_of(each[4])}, expected a bool", "metrics")
+            raise WireError(f"metrics.lanes: is_in_vain is {shown(each[4])}, expected a bool", "metrics")
         found[each[0]] = LaneProgress(*each[1:])
     return found
 
@@ -148,7 +148,7 @@ def _entry(fields: Mapping[str, Any], name: str) -> Any:
 def _check_loaded(loaded: Any) -> None:
     """Raise WireError for what is no version of weights and their digest."""
     if not isinstance(loaded, list) or len(loaded) != 2 or not is_whole(loaded[0]) or not isinstance(loaded[1], bytes):
-        raise WireError(f"loaded is {told_of(loaded)}, expected a version and a digest", "fragment")
+        raise WireError(f"loaded is {shown(loaded)}, expected a version and a digest", "fragment")
     check_whole("loaded: version", loaded[0], 0, MOST)
     if len(loaded[1]) != DIGEST_BYTES:
         raise WireError(f"loaded: {len(loaded[1])} bytes, expected a digest of {DIGEST_BYTES}", "fragment")
@@ -158,12 +158,12 @@ def _deviations_of(pairs: Any) -> tuple[tuple[str, str], ...]:
     """Pairs of kind and text. Raises WireError for anything else."""
     expected = f"a list of pairs: {' or '.join(KINDS)}, and a text of at most {_MOST_LINE} characters"
     if not isinstance(pairs, list) or len(pairs) > len(KINDS):
-        raise WireError(f"deviations is {told_of(pairs)}, expected {expected}", "fragment")
+        raise WireError(f"deviations is {shown(pairs)}, expected {expected}", "fragment")
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 2 or pair[0] not in KINDS:
-            raise WireError(f"deviations has {told_of(pair)}, expected {expected}", "fragment")
+            raise WireError(f"deviations has {shown(pair)}, expected {expected}", "fragment")
         if not isinstance(pair[1], str) or len(pair[1]) > _MOST_LINE:
-            raise WireError(f"deviations has {told_of(pair)}, expected {expected}", "fragment")
+            raise WireError(f"deviations has {shown(pair)}, expected {expected}", "fragment")
     return tuple((kind, text) for kind, text in pairs)
 
 

@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
-from rollflow.nodes.offloaded.fragment_checks import told_of
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.sinks.trainer.messages.item_message import AnyFragment
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -45,11 +44,11 @@ class AgentsDescription:
     def read(cls, entries: Any) -> "AgentsDescription":
         """Read a description that came over the wire. Raises WireError where it is something else."""
         if not isinstance(entries, dict):
-            raise WireError(f"hello.metadata: agents is {told_of(entries)}, expected a map", "message")
+            raise WireError(f"hello.metadata: agents is {shown(entries)}, expected a map", "message")
         parts, to_train = entries.get("parts"), entries.get("to_train")
         published: Any = entries.get("published")
         if not isinstance(parts, list) or not 1 <= len(parts) <= MOST_AGENTS:
-            raise WireError(f"hello.metadata: agents.parts is {told_of(parts)}, expected a list of parts", "message")
+            raise WireError(f"hello.metadata: agents.parts is {shown(parts)}, expected a list of parts", "message")
         if to_train is not None:
             _check_ids("to_train", to_train)
         _check_ids("published", published)
@@ -93,9 +92,9 @@ def _part_in(entries: Any, where: str) -> PartSpaces:
     agents: Any = entries.get("agents") if isinstance(entries, dict) else None
     spaces: Any = entries.get("spaces") if isinstance(entries, dict) else None
     if not isinstance(agents, list) or not 1 <= len(agents) <= MOST_AGENTS or not all(map(_is_id, agents)):
-        raise WireError(f"{where}: agents is {told_of(agents)}, expected a list of ids", "message")
+        raise WireError(f"{where}: agents is {shown(agents)}, expected a list of ids", "message")
     if not isinstance(spaces, list) or not 1 <= len(spaces) <= _MOST_SPACES:
-        raise WireError(f"{where}: spaces is {told_of(spaces)}, expected 1 to {_MOST_SPACES} of them", "message")
+        raise WireError(f"{where}: spaces is {shown(spaces)}, expected 1 to {_MOST_SPACES} of them", "message")
     seen = [read_space(space, f"{where}.spaces") for space in spaces]
     part = AgentPart(tuple(agents), seen[0], read_space(entries.get("action_space"), f"{where}.action_space"))
     return PartSpaces(part, seen)
@@ -103,7 +102,7 @@ def _part_in(entries: Any, where: str) -> PartSpaces:
 
 def _check_ids(name: str, ids: Any) -> None:
     if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
-        raise WireError(f"hello.metadata: agents.{name} is {told_of(ids)}, expected a list of ids", "message")
+        raise WireError(f"hello.metadata: agents.{name} is {shown(ids)}, expected a list of ids", "message")
 
 
 def _is_id(agent: Any) -> bool:

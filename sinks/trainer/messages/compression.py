@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.offloaded.agent_fragment_message import PARTS
-from rollflow.nodes.offloaded.fragment_checks import told_of
 from rollflow.stream.data import zstd
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.wire import Fragment
 
@@ -48,14 +47,14 @@ def decompressed(message: Fragment) -> Fragment:
         return message
     if message.rest.get("by_module") is True:
         if not isinstance(was, Mapping) or was.keys() != packed.keys():
-            raise WireError(f"compressed is {told_of(was)}, expected what is of each module", "fragment")
+            raise WireError(f"compressed is {shown(was)}, expected what is of each module", "fragment")
         columns: Columned = {
             module_id: _decompressed_columns(part, was[module_id]) for module_id, part in packed.items()
         }
     elif message.rest.get("agents") is True:
         parts = packed.get(PARTS)
         if not isinstance(was, list) or not isinstance(parts, list) or len(was) != len(parts):
-            raise WireError(f"compressed is {told_of(was)}, expected what is of each part", "fragment")
+            raise WireError(f"compressed is {shown(was)}, expected what is of each part", "fragment")
         columns = {**packed, PARTS: [_decompressed_columns(*part) for part in zip(parts, was, strict=True)]}
     else:
         columns = _decompressed_columns(packed, was)
@@ -85,12 +84,12 @@ def _decompressed_columns(packed: Any, was: Any) -> Columned:
         or not isinstance(was, Mapping)
         or not was.keys() <= set(COMPRESSED) & packed.keys()
     ):
-        raise WireError(f"compressed is {told_of(was)}, expected columns that were asked for so", "fragment")
+        raise WireError(f"compressed is {shown(was)}, expected columns that were asked for so", "fragment")
     columns = dict(packed)
     for name, kinds in was.items():
         if not isinstance(kinds, list) or len(kinds) != len(leaves_of(columns[name])):
             expected = "expected a dtype and a shape for each part"
-            raise WireError(f"compressed: {name} is {told_of(kinds)}, {expected}", "fragment")
+            raise WireError(f"compressed: {name} is {shown(kinds)}, {expected}", "fragment")
         parts = iter(kinds)
         columns[name] = map_tree(lambda leaf, parts=parts: _decompressed(leaf, next(parts)), columns[name])
     return columns
@@ -101,8 +100,8 @@ def _decompressed(data: NDArray[Any], kind: Any) -> NDArray[Any]:
         name, shape = kind
         dtype, count = np.dtype(name), math.prod(shape)
         if dtype.hasobject or not all(is_whole(side) and side >= 0 for side in shape):
-            raise WireError(f"compressed: {told_of(kind)}, expected a dtype and a shape", "fragment")
+            raise WireError(f"compressed: {shown(kind)}, expected a dtype and a shape", "fragment")
         restored: NDArray[Any] = zstd.decompressed(data, dtype.itemsize * count).view(dtype).reshape(shape)
         return restored
     except (TypeError, ValueError) as error:
-        raise WireError(f"compressed: {told_of(kind)}: {error}", "fragment") from error
+        raise WireError(f"compressed: {shown(kind)}: {error}", "fragment") from error

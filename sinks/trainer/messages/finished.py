@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
-from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole, told_of
+from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole
 from rollflow.stream.data.errors import WireError, shown
 
 MOST_KEPT = 100  # episodes whose returns one batch tells: as many as a window of `EpisodeReturns` has
@@ -37,7 +37,7 @@ class FinishedEpisodes:
         parts = entries.get("by_module", {})
         if not isinstance(parts, dict) or len(parts) > MOST_MODULES or not all(isinstance(each, str) for each in parts):
             expected = f"a map from at most {MOST_MODULES} module ids"
-            raise WireError(f"episodes.by_module is {told_of(parts)}, expected {expected}", "fragment")
+            raise WireError(f"episodes.by_module is {shown(parts)}, expected {expected}", "fragment")
         if parts and not is_by_module:
             raise WireError("episodes.by_module of a rollout with one module, expected none", "fragment")
         by_module = {
@@ -69,16 +69,16 @@ def _last(kept: Any, count: int) -> list[Any]:
 
 def _read(name: str, entries: Any) -> FinishedEpisodes:
     if not isinstance(entries, dict):
-        raise WireError(f"{name} is {told_of(entries)}, expected a map", "fragment")
+        raise WireError(f"{name} is {shown(entries)}, expected a map", "fragment")
     count: Any = entries.get("count")
     returns: Any = entries.get("returns")
     lengths: Any = entries.get("lengths")
     check_whole(f"{name}.count", count, 0, MOST)
     expected = min(count, MOST_KEPT)
     if not _is_list(returns, expected) or not all(isinstance(each, float) and each == each for each in returns):
-        raise WireError(f"{name}.returns is {told_of(returns)}, expected {expected} floats", "fragment")
+        raise WireError(f"{name}.returns is {shown(returns)}, expected {expected} floats", "fragment")
     if not _is_list(lengths, expected):
-        raise WireError(f"{name}.lengths is {told_of(lengths)}, expected {expected} whole numbers", "fragment")
+        raise WireError(f"{name}.lengths is {shown(lengths)}, expected {expected} whole numbers", "fragment")
     for each in lengths:
         check_whole(f"{name}.lengths", each, 0, MOST)
     return FinishedEpisodes(count, returns, lengths)

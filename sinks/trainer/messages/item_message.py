@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole, told_of
+from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole
 from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.sinks.trainer.messages.by_module import batches_in, num_steps, oldest_version
 from rollflow.stream import wire
-from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.data.errors import ColumnError, WireError, shown
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.fragments.fragment import EpisodeIds, Fragment, FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment
@@ -41,7 +41,7 @@ def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayo
     if before is not None and _is_told(before, entries):
         return before
     if not isinstance(entries, dict) or not isinstance(entries.get("episodes"), str):
-        raise WireError(f"layout is {told_of(entries)}, expected a map", "fragment")
+        raise WireError(f"layout is {shown(entries)}, expected a map", "fragment")
     for name in _LAYOUT:
         check_whole(f"layout.{name}", entries.get(name), 0, _MOST[name])
     return FragmentLayout(
@@ -91,7 +91,7 @@ def told_of_batch(message: wire.Fragment) -> tuple[int | None, int]:
     """Oldest policy version and steps of a train batch. Raises WireError where a message says no such thing."""
     oldest, steps = message.rest.get("policy_version"), message.rest.get("steps", 0)
     if oldest is not None and not is_whole(oldest):
-        raise WireError(f"policy_version is {told_of(oldest)}, expected a whole number, or nil", "fragment")
+        raise WireError(f"policy_version is {shown(oldest)}, expected a whole number, or nil", "fragment")
     check_whole("steps", steps, 0, MOST)
     return oldest, steps
 
