@@ -1,7 +1,7 @@
 """The base of nodes that step environments, of one agent each or of several."""
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from threading import get_ident
 from typing import Any
@@ -11,7 +11,6 @@ from rollflow.nodes.closing import close_all
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Turn, seeds_for
 from rollflow.stream.data.errors import EnvError, RunError, noted
-from rollflow.stream.graph.interrupts import breakable
 from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.observe.stacks import stack_of_thread
@@ -53,7 +52,6 @@ class LaneSource(abc.ABC):
     lanes                    as they circulate
     is_started, is_closed    True once it is
     unrecorded_steps         transitions of vector steps that raised: some of them may not have been made
-    interrupted_steps        transitions that were under way in steps that were broken off, as by Ctrl-C
     has_fixed_lanes          True if no lane is added, and none but those that are set aside leaves
     listener                 is told of lanes that are lost, come and go: see `report_lanes_to`
     deviations               of what environments give: the first of each kind is logged
@@ -83,9 +81,8 @@ class LaneSource(abc.ABC):
         self._first_slot = checked_count("first_slot", first_slot, 0)
         self._first_step = 0  # of every lane
         self.is_started = self.is_closed = False
-        self.unrecorded_steps = self.interrupted_steps = 0
+        self.unrecorded_steps = 0
         self.deviations = Deviations()
-        self._restarts = 0  # of lanes whose steps were broken off
         self._steps_lane = -1  # number of the lane whose environments are being stepped here
         self._thread = 0  # of the first resets here
         self._resets_lane = -1  # number of the lane whose first reset is under way here
@@ -175,7 +172,7 @@ class LaneSource(abc.ABC):
             lane.reset(*self._here[place].reset(seeds))
 
     def step_lane(self, lane: Any) -> None:
-        """Step a lane's environments, and record what they give. In any thread but the loop's: Ctrl-C comes there."""
+        """Step a lane's environments, and record what they give. In any thread."""
         try:
             self._record(lane, self._stepped(lane))
         except BaseException as error:
@@ -183,7 +180,7 @@ class LaneSource(abc.ABC):
             raise
 
     def _step_here(self, lane: Any) -> Any:
-        """Step a lane's environments, which Ctrl-C may break off, and record what they give: the lane."""
+        """Step a lane's environments in the graph's own thread, and record what they give: the lane."""
         self._steps_lane = lane.index
         trace = self.trace
         if trace is not None:
@@ -198,7 +195,6 @@ class LaneSource(abc.ABC):
             raise
         return lane
 
-    @breakable
     def _stepped(self, lane: Any) -> Any:
         return self._here[lane.index - self._first_lane].step(self._actions_of(lane))
 
@@ -274,27 +270,6 @@ class LaneSource(abc.ABC):
                 "for each environment"
             )
 
-    def broken_off(self, actions: Any) -> Callable[[Any], Any] | None:
-        """End the episodes of a lane whose step was broken off: nobody knows whether the step was made.
-
-        Returns the function that begins other episodes; None where something else than the step was broken off.
-        """
-        if self._steps_lane != actions.index:
-            return None
-        self._steps_lane = -1
-        self.unrecorded_steps -= actions.steps_under_way
-        self.interrupted_steps += actions.lose("the step was interrupted")
-        return self._begin_anew
-
-    def _begin_anew(self, lane: Any) -> Any:
-        """Reset a lane's environments, whose episodes have ended."""
-        place, self._restarts = lane.index - self._first_lane, self._restarts + 1
-        env, seed = self._here[place], seed_for(self.seed, "interrupted", self._restarts)
-        seeds = seeds_for(seed, self.first_slots()[place], env.num_envs)
-        with noted(f"lane {lane.index}, the reset after a step that was interrupted"):
-            lane.reset(*_reset_again(env, seeds))
-        return lane
-
     def _close_opened(self) -> None:
         opened, self._opened = self._opened, []
         close_all((name, env.close) for name, env in opened)
@@ -313,11 +288,6 @@ class LaneSource(abc.ABC):
         self.is_started = True
         for lane in self.lanes:
             lane.first_step = self._first_step
-
-
-@breakable
-def _reset_again(env: Any, seeds: Sequence[int]) -> tuple[Any, Any]:
-    return env.reset(seeds)  # type: ignore[no-any-return]
 
 
 def check_apart(places: str, envs: Iterable[Any]) -> None:

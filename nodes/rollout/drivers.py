@@ -1,31 +1,32 @@
-"""Drivers that run a rollout's ring for a plain loop: in its own thread, or beside it, with or without event loop."""
+"""Drivers that run a rollout's ring: in its reader's thread or beside it, with or without event loop."""
 
 import logging
+import signal
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from time import monotonic
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import anyio.from_thread
 
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
-from rollflow.nodes.rollout.reader_interrupt import ReaderInterrupt
 from rollflow.nodes.stages.credits import FragmentCredits
 from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
-from rollflow.stream.graph.interrupts import breakable
 from rollflow.stream.graph.report import Report
+from rollflow.stream.graph.run import Run
 from rollflow.stream.graph.run_handle import RunHandle
 from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.waits import Look
 from rollflow.stream.observe.watch import StallRules
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -80,22 +81,27 @@ class Driver(Protocol):
 
 
 class InlineDriver:
-    """Runs the ring in the reader's thread, whenever it asks for a fragment."""
+    """Runs the ring in the reader's thread, whenever it asks for a fragment.
+
+    A stall ends a wait for threads, workers or hosts at once. It breaks off a call in the main thread as Ctrl-C would,
+    if that has Python's own handler. Any other call raises the error once it returns.
+    """
 
     def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
         self.ring, self._credits = ring, credits
         self._waiting: list[Any] = []
         self._interruption = Wakeup()
         self._run = InlineRun(ring, interruption=self._interruption)
-        self._stall = ReaderInterrupt(self._run)
+        self._stalled: StallError | None = None
+        self._reader = 0  # thread that drives the run now; 0: none
+        self._reading = threading.Lock()  # held while `_reader` is cleared, or is broken off
         self._at_work = threading.RLock()  # held while the ring runs; `close` may come from another thread
         self._is_closed = self._is_left = False
 
     def start(self) -> None:
         """Have the environments reset, and the first actions made. Raises RunError where it was closed meanwhile."""
         with self._at_work:
-            with self._stall:
-                self._run.__enter__()
+            self._drive(self._run.__enter__)
             if self._is_left:
                 self._end()
         if self._is_closed:
@@ -106,12 +112,29 @@ class InlineDriver:
         with self._at_work:
             try:
                 if not self._waiting and not self._is_closed:
-                    with self._stall:
-                        self._waiting = [fragment for _, fragment in self._run.next_outputs()]
+                    self._waiting = [fragment for _, fragment in self._drive(self._run.next_outputs)]
             finally:
                 if self._is_left:
                     self._end()
         return self._waiting.pop(0) if self._waiting else None
+
+    def _drive(self, function: Callable[[], T]) -> T:
+        """Call a function of the run. Raises the StallError that ends it."""
+        self._reader = threading.get_ident()
+        try:
+            try:
+                result = function()
+            finally:
+                with self._reading:
+                    self._reader = 0
+        except (Exception, KeyboardInterrupt) as error:
+            if self._stalled is None:
+                raise
+            self._reader = 0
+            raise self._stalled from None if isinstance(error, KeyboardInterrupt) else error
+        if self._stalled is not None:
+            raise self._stalled
+        return result
 
     @property
     def traceable(self) -> Traceable:
@@ -132,7 +155,15 @@ class InlineDriver:
 
     def end_stalled(self, error: StallError) -> None:
         """Have `next` raise this error, as soon as it can. From any thread."""
-        self._stall.end(error)
+        with self._reading:
+            if not self._reader:
+                return
+            self._stalled = error
+            self._run.interrupt()
+            is_in_main_thread = self._reader == threading.main_thread().ident
+            raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if is_in_main_thread and raises and self._run.is_in_call:
+                signal.pthread_kill(self._reader, signal.SIGINT)
 
     def report(self) -> Report:
         """A report of what has been counted so far."""
@@ -205,9 +236,7 @@ class ThreadDriver:
         caller.items += 1
         return fragment
 
-    @breakable
     def _wait_for_some(self) -> None:
-        """Wait until there are fragments, and take none of them: Ctrl-C may come meanwhile."""
         while not self._fragments:
             self._arrived.wait()
             self._arrived.clear()
@@ -311,7 +340,6 @@ class PortalDriver:
         self.ring, self._rules = ring, rules
         self._run: Any = None
         self._is_open = False
-        self._received: Future[Any] | None = None  # the fragment that is waited for
 
     def start(self) -> None:
         """Start the thread and its event loop."""
@@ -330,23 +358,13 @@ class PortalDriver:
 
     def next(self) -> Any:
         """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
-        if self._received is None:
-            self._received = self._portal.start_task_soon(self._run["fragments"].receive)
         try:
-            fragment: Any = self._awaited(self._received)
+            return self._portal.call(self._run["fragments"].receive)
         except anyio.EndOfStream:
-            self._received = None
             return None
         except Exception:
             self.close(None, None, None)  # raises what was raised there
             raise
-        self._received = None
-        return fragment
-
-    @breakable
-    def _awaited(self, received: "Future[Any]") -> Any:
-        """The fragment that comes; where Ctrl-C comes first, the next call waits for it once more."""
-        return received.result()
 
     @property
     def traceable(self) -> Traceable:
@@ -383,7 +401,59 @@ class PortalDriver:
         """Cancel what still runs, close the nodes, and end the event loop and its thread."""
         if self._is_open:
             self._is_open = False
-            try:
-                self._stack.__exit__(kind, error, traceback)
-            finally:
-                self._received = None
+            self._stack.__exit__(kind, error, traceback)
+
+
+class AsyncDriver:
+    """Runs the ring as tasks of the event loop that the reader runs in, from `enter` to `leave`.
+
+    rules    of the stall doctor, which watches the rollout as a whole
+    """
+
+    def __init__(self, ring: Graph, rules: StallRules) -> None:
+        ring.validate()
+        self.ring = ring
+        self._handle: AbstractAsyncContextManager[Run] = RunHandle(ring, rules=rules)
+        self._run: Run | None = None
+
+    async def enter(self) -> None:
+        """Start the tasks."""
+        self._run = await self._handle.__aenter__()
+
+    async def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Cancel what still runs, and close the nodes."""
+        return await self._handle.__aexit__(kind, error, traceback)
+
+    @property
+    def run(self) -> Run:
+        """The run. Raises RunError before `enter`."""
+        if self._run is None:
+            raise RunError("the rollout's tasks have not started yet: nothing to report")
+        return self._run
+
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
+        return Traceable(self.ring, (), ()) if self._run is None else self._run.doctor.traceable
+
+    async def next(self) -> Any:
+        """The next fragment. Raises anyio.EndOfStream when no more come, and what a node raised."""
+        return await self.run["fragments"].receive()
+
+    def drain(self) -> None:
+        """Stop the environments; `next` gives what is left."""
+        self.run.stop()
+
+    def report(self) -> Report:
+        """A report of what has been counted so far."""
+        return self.run.report()
+
+    def look(self) -> Look | None:
+        """What every stage does right now, for the stall doctor; None: it does not run."""
+        return None if self._run is None else self._run.doctor.look()
+
+    def end_stalled(self, error: StallError) -> None:
+        """Have the run end with this error. From any thread."""
+        self.run.doctor.end_stalled(error)

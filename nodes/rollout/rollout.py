@@ -288,7 +288,7 @@ class Rollout(RolloutLoop[Fragment]):
     def explain(self) -> str:
         """A text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
         self._prepare_lanes()
-        text = self._execution.explain(self._ties.gate() or self._credits)
+        text = self._execution.explain(self._gate() or self._credits)
         return f"{text}\n{self.placement}" if self.placement else text
 
     def publish(self, weights: Weights) -> int:

@@ -2,7 +2,8 @@
 
 import abc
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -16,15 +17,12 @@ from rollflow.nodes.closing import closing_on_error, noting_in
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
-from rollflow.nodes.rollout.async_driver import AsyncDriver
-from rollflow.nodes.rollout.drivers import Driver, InlineDriver, PortalDriver, ThreadDriver
+from rollflow.nodes.rollout.drivers import AsyncDriver, Driver, InlineDriver, PortalDriver, ThreadDriver
 from rollflow.nodes.rollout.execution import Execution
-from rollflow.nodes.rollout.graph_ties import GraphTies
-from rollflow.nodes.rollout.loop_endings import losses_of, not_entered, not_reported, raising_when_closed
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.rollout.rollout_log import RolloutLog
 from rollflow.nodes.rollout.silent_faults import signs_of_lag
-from rollflow.nodes.stages.credits import LaneGate, credits_of
+from rollflow.nodes.stages.credits import AllGates, LaneGate, credits_of
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import GraphError, RunError, shown
@@ -33,7 +31,6 @@ from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import can_run_inline
-from rollflow.stream.graph.interrupts import HoldingBack
 from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.report import CALLER, LEARNER, Report, node_report
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
@@ -74,10 +71,13 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._rounds, self.hooks = rounds, rounds.hooks
         self._ledger = Ledger()  # of fragments in a graph
         self._ended_by: str | None = None  # the cause, of a loop
+        self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
         self._steps_before = 0  # of an earlier run, which this one goes on with
         self._credits, self._lane_counts = credits_of(environments, lag, rounds, prefetch)
         self._runs_ahead = prefetch > 0
-        self._ties = GraphTies()
+        self._is_in_graph = False  # once a graph has taken it apart: no gate or node may be added then
+        self._gates: list[Gate] = []  # of a graph, which hold it back
+        self._watching: list[Callable[[Any], None]] = []  # nodes of a graph, which see its fragments
         self._drive: Driver | None = None
         self._async_drive: AsyncDriver | None = None
         self._state = "new"
@@ -110,11 +110,16 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
         Raises GraphError where it runs, or has run.
         """
-        self._ties.be_drawn_anew(has_run=self._state != "new" or self.environments.is_started)
+        if self._state != "new" or self.environments.is_started:
+            raise GraphError(
+                "the rollout runs already; expected a sink that holds it back, such as TrainerSink, to be connected "
+                "before `with rollout:` and before the graph is run"
+            )
+        self._is_in_graph = False
 
     def leave_graph(self) -> None:
         """As a node of a graph whose run is over: let go of what held it back and watched it."""
-        self._ties.let_go()
+        self._gates, self._watching = [], []
         self._execution.let_go()
 
     def _check_ready(self) -> None:
@@ -140,9 +145,18 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline; where a "
                 "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
             )
-        self._ties.is_in_graph = True
+        self._is_in_graph = True
         self.environments.report_lanes_to(self._lane_counts)
-        return self._ties.watch(self._ring(self._ties.gate()), self.log.node())
+        ring = self._ring(self._gate())
+        nodes = {f"seen_{number}": node for number, node in enumerate(self._watching)}
+        for name, node in {**nodes, "figures": self.log.node()}.items():
+            ring.add_node(name, node)
+            ring.connect(".".join(ring.outputs["fragments"].source), name)
+        return ring
+
+    def _gate(self) -> LaneGate | None:
+        """All gates of a graph as one; None: nothing holds the rollout back."""
+        return AllGates(self._gates) if self._gates else None
 
     # The loop
 
@@ -199,7 +213,9 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 self.environments.close()
 
     def __repr__(self) -> str:
-        state = self._ties.state_of(self._state, is_closed=self.environments.is_closed)
+        state = self._state
+        if self._is_in_graph and state == "new":
+            state = "ended" if self.environments.is_closed else "in a graph"
         return f"<{type(self).__name__} {state}: {self.environments.describe()}, {self.num_steps:,} steps made>"
 
     def _repr_html_(self) -> str:
@@ -256,14 +272,20 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
         Raises GraphError where the graph has it already.
         """
-        self._ties.add_gate(gate)
+        self._refuse_in_graph("holds it back")
+        self._gates.append(gate)
 
     def watch(self, node: Callable[[Any], None]) -> None:
         """As a node of a graph: have a synchronous node without outputs see every fragment, before it leaves here.
 
         Raises GraphError where the graph has it already.
         """
-        self._ties.add_node(node)
+        self._refuse_in_graph("watches it")
+        self._watching.append(node)
+
+    def _refuse_in_graph(self, does: str) -> None:
+        if self._is_in_graph:
+            raise GraphError(f"the rollout is in a graph already, expected what {does} to come before that")
 
     @property
     def is_running(self) -> bool:
@@ -293,7 +315,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             report, learner = drive.report(), self._learner_meter
             part = node_report(int(report.elapsed_s * 1e9), learner, slowest_piece=self._slowest_learner_piece())
             return self._execution.with_stages(report.moved(CALLER, part, self._doctor.reader_times.read()))
-        raise not_reported(self._state, is_in_graph=self._ties.is_in_graph)
+        if self._is_in_graph:
+            raise RunError(
+                "the rollout is in a graph, whose run has the report: expected run.report(), of 'async with "
+                "graph.run() as run'"
+            )
+        raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
 
     def diagnose(self) -> Diagnosis:
         """What it waits for right now, and whether that is a stall: fields, and a text by `str`. From any thread.
@@ -354,7 +381,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             failed         were under way when an error ended it
             undelivered    a `TrainerSink` had taken, and its trainer was not done with: of all sinks together, each
                            once; a sink's own are in its `lost["undelivered"]`
-            interrupted    were under way in a step in the loop's own thread that Ctrl-C broke off
             max_lag        were too old
             workers        were being made in workers and on hosts that were lost: nobody knows whether they were made;
                            of whole rollouts also what had been reported and not sent
@@ -363,8 +389,15 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
         In a graph a fragment is under way until every sink has it, but for sinks behind an edge that drops.
         """
-        source, taken = self.environments, (self.lag, self._rounds)
-        return losses_of(source, *taken, self._ended_by, self._ledger if self._ties.is_in_graph else None)
+        environments, rounds = self.environments, self._rounds
+        lost = Counter({"max_lag": self.lag.dropped_steps, "workers": environments.lost_steps})
+        made = int(environments.num_steps) + environments.unrecorded_steps
+        if self._ended_by is not None:
+            lost["incomplete"] = rounds.incomplete_steps
+            lost[self._ended_by] = made - rounds.handed_steps - self.lag.dropped_steps - lost["incomplete"]
+        elif self._is_in_graph:
+            lost += self._ledger.lost_of(made)
+        return {cause: steps for cause, steps in lost.items() if steps}
 
     # Inside
 
@@ -395,18 +428,36 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def _end(self, error: BaseException | None) -> None:
         self._doctor.end()
         self._state, self._ended_by = "closed", cause_of(error)
+        if error is not None and not isinstance(error, Exception):
+            self._interrupted_by = type(error).__name__
         self._rounds.let_go()
         self.log.end()
+
+    def interrupt(self, error: BaseException) -> None:
+        """End the run, which KeyboardInterrupt or the like has broken off, and note on it what is lost."""
+        self._interrupted_by = type(error).__name__
+        if self._async_drive is None:
+            self.__exit__(type(error), error, error.__traceback__)
+        else:  # the block's end cancels the tasks
+            self._async_drive.drain()
+        error.add_note(self._told_interrupt())
+
+    def _told_interrupt(self) -> str:
+        lost = ", ".join(f"{steps:,} lost ({cause})" for cause, steps in self.lost.items()) or "none lost"
+        return (
+            f"the rollout was ended by {self._interrupted_by}: {self.num_steps:,} transitions made, "
+            f"{self._rounds.handed_steps:,} handed out, {lost}"
+        )
 
     def take_rounds(self) -> Iterator[None]:
         """Have a round ready to be handed out, again and again, until no more fragments come."""
         drive, rounds = self._drive, self._rounds
         if drive is None or self._state != "running":
-            raise not_entered(self._state, drive, "with Rollout(...) as rollout: around it, or rollout.start()")
+            raise self._not_entered("with Rollout(...) as rollout: around it, or rollout.start()")
         while True:
             self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:
-                with raising_when_closed(lambda: self._state == "running"), HoldingBack():
+                with self._raising_when_closed():
                     rounds.gather(drive.next, drive.release)
                 self._warn_of_notes()
                 if rounds.is_empty:
@@ -415,11 +466,11 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             self.log.rounds += 1
             yield
 
-    async def take_rounds_async(self) -> AsyncIterator[None]:
+    async def take_rounds_async(self) -> AsyncGenerator[None, None]:
         """Have a round ready, as `take_rounds` does, in an event loop."""
         rounds = self._rounds
-        if self._async_drive is None or self._state != "running":
-            raise not_entered(self._state, self._drive, "async with Rollout(...) as rollout: around it")
+        if self._async_drive is None or self._state != "running" or self._interrupted_by:
+            raise self._not_entered("async with Rollout(...) as rollout: around it")
         while True:
             self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:
@@ -430,6 +481,37 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             self._doctor.reader_gets(rounds.ready)
             self.log.rounds += 1
             yield
+
+    def _not_entered(self, expected: str) -> RunError:
+        """The error of a loop that expects the rollout to be entered in another way, or that it has not ended."""
+        if self._interrupted_by:
+            return RunError(
+                f"{self._told_interrupt()}; expected a new one, Rollout(...), for another loop; it counts on from here "
+                "by load_state_dict(rollout.state_dict())"
+            ).see("interrupted")
+        if self._state == "closed":
+            return RunError("the rollout is closed; expected a new one, Rollout(...), for another loop")
+        entered = "by 'async with'" if self._drive is None else "by 'with' or start()"
+        state = f"running, entered {entered}" if self._state == "running" else self._state
+        return RunError(f"the rollout is {state}; this loop expects: {expected}")
+
+    @contextmanager
+    def _raising_when_closed(self) -> Iterator[None]:
+        """Raise RunError if the rollout is closed, by another thread, while the block is at work or before."""
+        closed = RunError(
+            "the rollout is closed: close() was called while this loop ran; expected drain(), after which a loop ends "
+            "by itself"
+        )
+        if self._state != "running":
+            raise closed
+        try:
+            yield
+        except Exception as error:
+            if self._state != "running":
+                raise closed from error
+            raise
+        if self._state != "running":
+            raise closed
 
     def _warn_of_notes(self) -> None:
         """Warn of lanes that were set aside since the last round."""
@@ -450,8 +532,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 began = clock()
                 batch = self._batch_of(fragments)
             self._learner_meter.calls.add(clock() - began)
-        except BaseException as error:
-            self._rounds.put_back(fragments, again=isinstance(error, KeyboardInterrupt))
+        except BaseException:
+            self._rounds.put_back(fragments)
             raise
         if batch:
             self._learner_meter.items += 1

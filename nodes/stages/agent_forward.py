@@ -1,6 +1,6 @@
 """Forward passes of a multi-agent rollout: one for every module, over all agents that it serves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollflow.nodes.stages.acting_module import ActingModule, acting_in
@@ -34,10 +34,6 @@ class AgentForward:
             lane.policy_versions[place] = forward.policy_version
         lane.batches = outputs
         return lane
-
-    def broken_off(self, batches: MultiAgentLane) -> Callable[[MultiAgentLane], MultiAgentLane]:
-        """The call in place of passes that were broken off: the same ones again."""
-        return self
 
     def rows(self, lane: MultiAgentLane) -> int:
         """Rows of a lane in its passes, of all modules: the agents that are to act."""

@@ -25,7 +25,7 @@ class LanesForward(Protocol[L_contra]):
         ...
 
     def forward_lanes(self, lanes: Sequence[L_contra]) -> None:
-        """Do the pass; each lane gets its rows of the output. May be called again for a pass that was broken off."""
+        """Do the pass; each lane gets its rows of the output."""
         ...
 
 
@@ -37,7 +37,6 @@ class ReadyForward(Generic[L]):
     """
 
     patience = None
-    completes_again = True  # a pass that was broken off is made again
 
     def __init__(self, forward: LanesForward[L], *, max_batch: int) -> None:
         self._forward = forward

@@ -15,7 +15,6 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError, RollflowError, page_on
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.graph.interrupts import breakable
 
 if TYPE_CHECKING:
     from rollflow.stream.observe.waits import Wait
@@ -83,10 +82,6 @@ class ModuleForward:
         lane.policy_version = self.policy_version
         return lane
 
-    def broken_off(self, batches: Lane) -> Callable[[Lane], Lane]:
-        """The call in place of a pass that was broken off: the same pass again."""
-        return self
-
     def at_work(self, name: str) -> "Iterator[Wait]":
         """A pass, which may be the first, or be compiled."""
         from rollflow.stream.observe.waits import Wait  # a policy that acts alone has no doctor
@@ -116,7 +111,7 @@ class ModuleForward:
         looks = self._passes % _LOOK_EVERY == 1
         versions = _versions(batch) if looks else None
         with self._inference_mode:
-            output = self._threads.run(self._pass, batch)
+            output = self._threads.run(self._forward, batch)
         if looks and versions != _versions(batch):
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} changed a tensor of its batch in place, expected it to be "
@@ -130,10 +125,6 @@ class ModuleForward:
         if looks:
             self._check_names(output)
         return output
-
-    @breakable
-    def _pass(self, batch: dict[str, Any]) -> Any:
-        return self._forward(batch)
 
     def _check_names(self, output: Mapping[str, Any]) -> None:
         returned = f"{type(self.module).__name__}.{self._name} returned"

@@ -1,7 +1,8 @@
 """Rounds: one fragment of every lane, taken from the ring and handed to the reader of a loop."""
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
@@ -12,7 +13,6 @@ from rollflow.nodes.metrics.hooks import Hooks
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment
-from rollflow.stream.graph.interrupts import was_forced
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 
 F = TypeVar("F", bound=AnyFragment)
@@ -103,18 +103,17 @@ class FragmentRounds(Generic[F]):
         self._absent: frozenset[int] = frozenset()  # lanes that a round need not wait for
         self._waiting: deque[F] = deque()
         self._taken: list[int] = []  # lanes of the round's fragments, which are not given back
-        self._again: list[Any] = []  # what was handed out and is to be handed out again, first of all
         self._completes: bool | None = None  # whether whole episodes are handed out; None: nothing has been
 
     @property
     def is_empty(self) -> bool:
         """True if all of the round has been handed out."""
-        return not (self._waiting or self._again)
+        return not self._waiting
 
     @property
     def ready(self) -> list[Any]:
         """Fragments of the round that have not been handed out."""
-        return [*self._again, *self._waiting]
+        return list(self._waiting)
 
     @property
     def is_full(self) -> bool:
@@ -178,25 +177,20 @@ class FragmentRounds(Generic[F]):
         self._taken.append(fragment.lane)
 
     def gather(self, take: Callable[[], F | NoFragment | None], release: Callable[[Sequence[int]], None]) -> None:
-        """Take the fragments of a round, or those that are missing where this was interrupted before.
+        """Take the fragments of a round.
 
         take       gives the next fragment; None: no more come
         release    gives lanes back a fragment each, of which they may make another
 
-        Raises what `take` raises, and RunError after it has raised, or after Ctrl-C broke off what can't be done again.
+        Raises what `take` raises, and RunError after it has raised.
         """
         if self._failure is not None:
             raise RunError(f"the rollout can't go on: {self._failure}; expected another one to be made")
-        try:
-            if self.is_empty:
-                self.give_back(release)
-            while not self.is_full and (fragment := self._next(take)) is not None:
-                self.take(fragment, release)
-            self.is_gathered = True
-        except KeyboardInterrupt:
-            if was_forced():
-                self._failure = "Ctrl-C came twice, and broke off what can't be done again"
-            raise
+        if self.is_empty:
+            self.give_back(release)
+        while not self.is_full and (fragment := self._next(take)) is not None:
+            self.take(fragment, release)
+        self.is_gathered = True
 
     def _next(self, take: Callable[[], F | NoFragment | None]) -> F | NoFragment | None:
         try:
@@ -248,10 +242,6 @@ class FragmentRounds(Generic[F]):
             )
         self._completes = complete_episodes
         self.hooks.tell_episodes()
-        again, self._again = self._again, []
-        for fragment in again:
-            self.handed_steps += fragment.num_steps
-            yield fragment
         if not complete_episodes:
             yield from self._hand_out()
             return
@@ -265,18 +255,13 @@ class FragmentRounds(Generic[F]):
 
     def let_go(self) -> None:
         """Let go of fragments that were not handed out, and of the error, once the run is over."""
-        self._waiting, self._again, self.error = deque(), [], None
+        self._waiting, self.error = deque(), None
         if self.every_lane is not None:
             self.every_lane.let_go()
 
-    def put_back(self, handed: Sequence[Any], *, again: bool) -> None:
-        """Count fragments as not handed out, since nobody got what was to be made of them.
-
-        again    True to hand them out again, first of all, in the next loop
-        """
+    def put_back(self, handed: Sequence[Any]) -> None:
+        """Count fragments as not handed out, since no batch was made of them."""
         self.handed_steps -= sum(fragment.num_steps for fragment in handed)
-        if again:
-            self._again, self.is_gathered = list(handed), True
 
     def _hand_out(self) -> Iterator[F]:
         """The fragments of the round, but for those that have become too old meanwhile."""
@@ -295,8 +280,12 @@ class RoundSource(Protocol):
         """Have a round ready, again and again, until no more fragments come."""
         ...
 
-    def take_rounds_async(self) -> AsyncIterator[None]:
+    def take_rounds_async(self) -> AsyncGenerator[None, None]:
         """Have a round ready, as `take_rounds` does, in an event loop."""
+        ...
+
+    def interrupt(self, error: BaseException) -> None:
+        """End the run, which KeyboardInterrupt or the like has broken off, and note on it what is lost."""
         ...
 
 
@@ -343,11 +332,26 @@ class RolloutIterator(Generic[T]):
 
 
 def _items(source: RoundSource, made: Callable[[], Iterator[T]]) -> Iterator[T]:
-    for _ in source.take_rounds():
-        yield from made()
+    try:
+        for _ in source.take_rounds():
+            yield from made()
+    except GeneratorExit:  # the reader has left its loop
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            source.interrupt(error)
+        raise
 
 
 async def _items_async(source: RoundSource, made: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
-    async for _ in source.take_rounds_async():
-        for item in made():
-            yield item
+    try:
+        async with aclosing(source.take_rounds_async()) as rounds:
+            async for _ in rounds:
+                for item in made():
+                    yield item
+    except (GeneratorExit, anyio.get_cancelled_exc_class()):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            source.interrupt(error)
+        raise

@@ -11,7 +11,6 @@ import anyio
 import anyio.abc
 
 from rollflow.stream.data.system import POLLIN, make_poll
-from rollflow.stream.graph.interrupts import breakable
 from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.node_errors import ending_quietly
 from rollflow.stream.graph.wakeup import Wakeup
@@ -94,15 +93,10 @@ class Waiter:
         patience = [node.patience for node, _ in awaited]
         least = min((seconds for seconds in patience if seconds is not None), default=None)
         with AtWork([meter for _, meter in awaited]):
-            ready = self._polled(None if least is None else least * 1e3)
+            ready = self._poll.poll(None if least is None else least * 1e3)
         for fd, _ in ready:
             if fd in self._bells:
                 self._bells[fd].silence()
-
-    @breakable
-    def _polled(self, timeout_ms: float | None) -> list[tuple[int, int]]:
-        ready: list[tuple[int, int]] = self._poll.poll(timeout_ms)
-        return ready
 
     def _listen(self, fd: int, listens: bool) -> None:
         if self._listens.get(fd, listens) == listens:

@@ -10,20 +10,15 @@ The driver of the chain delivers pending items before it pumps on. So a full cha
 
 Time is read once after each call: the engine's own time between two calls counts for the later one. `CallMark` has the
 node that is being called, and since when.
-
-Ctrl-C may break a call off. A node that can go on after that has a method `broken_off(item)`, which is called at once.
-It returns the function that is called in place of the node when the run goes on.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollflow.stream.data.errors import RunError
 from rollflow.stream.graph.background import Background, is_background
 from rollflow.stream.graph.edge import Edge, Port
 from rollflow.stream.graph.gate import Gate
-from rollflow.stream.graph.interrupts import interrupts, raise_held
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.node_errors import note_node
 
@@ -31,8 +26,6 @@ if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
 
 Deliver = Callable[[Any], None]
-
-_BETWEEN = "between nodes"  # value of `spoilt` while an item is with no node
 
 
 class CallMark(Protocol):
@@ -55,7 +48,6 @@ class Chain:
     reopened    whether a gate has said, since the last `unpark`, that it might admit parked items
     on_gate     called when a gate says so
     mark        the record of the call under way; `thread` is that which calls
-    spoilt      name of the node whose interrupted call keeps the chain from going on; None: the chain can go on
     """
 
     def __init__(
@@ -79,8 +71,6 @@ class Chain:
         self._mark[1] = -1
         self.thread = 0
         self._numbers = {name: number for number, name in enumerate(meters)}
-        self.spoilt: str | None = None
-        self._broken_off: tuple[str, Any, Any] | None = None  # node's name, its item, function to call instead
         self._collected: deque[tuple[str, Any]] = deque()  # (name of a node, its output)
         self._steps: dict[str, Deliver] = {}
         self._routes: dict[str, Deliver] = {}
@@ -126,14 +116,9 @@ class Chain:
         runnable, pending, mark = self.runnable, self.pending, self._mark
         try:
             while runnable and not pending and not self.reopened:
-                if interrupts.held:
-                    self.spoilt = None
-                    raise_held()
-                self.spoilt = _BETWEEN
                 deliver, item = runnable.popleft()
                 mark[0] = clock()
                 deliver(item)
-            self.spoilt = None
         finally:
             mark[1] = -1
 
@@ -143,32 +128,16 @@ class Chain:
         self._call(deliver, item)
 
     def _call(self, deliver: Deliver, item: Any) -> None:
-        self.spoilt = _BETWEEN
         try:
             deliver(item)
         finally:
             self._mark[1] = -1
-        self.spoilt = None
 
     @property
     def under_way(self) -> tuple[str, int]:
         """Name of the node that is being called ("": none), and nanoseconds since the call began. Thread-safe."""
         number, since = self._mark[1], self._mark[0]
         return ("", 0) if number < 0 else (list(self._numbers)[number], max(clock() - since, 0))
-
-    def resume(self) -> None:
-        """Make a call that was broken off runnable again. Raises RunError if the chain can't go on."""
-        if self.spoilt is not None:
-            where = "between two nodes" if self.spoilt == _BETWEEN else f"in node '{self.spoilt}'"
-            raise RunError(
-                f"graph '{self._graph.name}' can't go on: it was interrupted {where}, in the middle of something that "
-                "can't be done again; expected another one to be made"
-            ).see("interrupted")
-        if self._broken_off is not None:
-            name, item, call = self._broken_off
-            self._broken_off = None
-            self._raised_on.clear()
-            self.runnable.appendleft((self._step(name, call), item))
 
     @property
     def in_flight(self) -> int:
@@ -187,7 +156,6 @@ class Chain:
     def _complete(self, node: Background, meter: NodeMeter) -> None:
         mark, collected, name = self._mark, self._collected, meter.name
         mark[0], mark[1] = clock(), self._numbers[name]
-        self.spoilt = None if hasattr(node, "completes_again") else name
         try:
             for output in node.completed():
                 collected.append((name, output))
@@ -196,7 +164,6 @@ class Chain:
             raise
         finally:
             mark[1] = -1
-        self.spoilt = None
         now = clock()
         _count(meter, mark[0], now)
         mark[0] = now
@@ -205,9 +172,6 @@ class Chain:
         """Carry collected outputs through the chain; return True if there were any."""
         collected, found = self._collected, bool(self._collected)
         while collected:
-            if interrupts.held:
-                raise_held()
-            self.spoilt = _BETWEEN
             name, output = collected.popleft()
             self._call(self._routes[name], output)
         return found
@@ -254,7 +218,7 @@ class Chain:
         self.give_up()
         for items in (self.pending, self._collected, self._raised_on, self._steps, self._routes):
             items.clear()
-        self._broken_off, self.on_gate = None, _nothing
+        self.on_gate = _nothing
         for gate in self._gates:
             gate.watch(_nothing)
 
@@ -274,28 +238,25 @@ class Chain:
         """The outputs of a node's `start` or `finish`; the time counts for the node."""
         mark, meter, number = self._mark, self._meters[name], self._numbers[name]
         mark[0], mark[1] = clock(), number
-        self.spoilt = name
         try:
             for output in function() or ():
                 now = clock()
-                mark[1], self.spoilt = -1, None
+                mark[1] = -1
                 _count(meter, mark[0], now)
                 mark[0] = now
                 yield output
-                self.spoilt = name
                 mark[0], mark[1] = clock(), number
         except Exception as error:
             note_node(error, name)
             raise
         finally:
             mark[1] = -1
-        self.spoilt = None
         _count(meter, mark[0], clock())
 
-    def _step(self, name: str, in_place: Callable[[Any], Any] | None = None) -> Deliver:
-        """A function that calls a node, or `in_place` of it, with an item, and routes the output on."""
+    def _step(self, name: str) -> Deliver:
+        """A function that calls a node with an item, and routes the output on."""
         node = self._graph.nodes[name].node
-        call: Callable[[Any], Any] = node if in_place is None else in_place
+        call: Callable[[Any], Any] = node
         meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
         calls = CallTimes() if is_background(node) else meter.calls  # to hand an item over is no call of its own
         recent = calls.recent.append
@@ -306,10 +267,7 @@ class Chain:
                 output = call(item)
             except BaseException as error:
                 self._raised_on.append(item)
-                if isinstance(error, Exception):
-                    note_node(error, name)
-                else:
-                    self._break_off(name, item, in_place)
+                note_node(error, name)
                 raise
             now = clock()
             took = now - mark[0]
@@ -326,15 +284,6 @@ class Chain:
                 route(output)
 
         return step
-
-    def _break_off(self, name: str, item: Any, in_place: Callable[[Any], Any] | None) -> None:
-        """Remember a call that was broken off; the chain is spoilt unless the node has `broken_off`."""
-        self.spoilt, node = name, self._graph.nodes[name].node
-        if in_place is None and hasattr(node, "broken_off") and not is_background(node):
-            in_place = node.broken_off(item)
-        if in_place is not None:
-            self._broken_off = name, item, in_place
-            self.spoilt = None
 
     def _route(self, name: str) -> Deliver:
         """A function that delivers a node's output to its outlets' edges."""

@@ -31,8 +31,7 @@ class InlineRun:
         chain     the chain of all nodes
         is_starting    whether the nodes' `start` is under way, and the caller waits for it
 
-    `next_outputs` raises a node's error as it is; after that, RunError. After a KeyboardInterrupt the run can go on,
-    unless the interrupted node can't: see `Chain`. Within `HoldingBack` no interrupt comes between two nodes.
+    `next_outputs` raises a node's error, or KeyboardInterrupt, as it is; after that, RunError.
 
     A context manager, which closes the nodes at its end. Raises GraphError for a graph that needs an event loop.
     """
@@ -55,7 +54,7 @@ class InlineRun:
         self.meters = list(self._meters.values())
         self.chain = self._chain = Chain(graph, graph.flow_order(), self._meters, mark)
         self.is_starting = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._settles = False  # whether it waits for background nodes, to finish
         self._waiter = Waiter(self._chain.background, *(each for each in (bell, interruption) if each is not None))
         self._bell, self._interruption = bell, interruption
@@ -114,11 +113,10 @@ class InlineRun:
             raise RunError(
                 f"graph '{self.graph.name}' can't go on: it has failed with {failure}; expected another one to be made"
             ) from self._failure
-        self._chain.resume()
         self._chain.thread = get_ident()
         try:
             return self._outputs()
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
             raise
 

@@ -1,6 +1,5 @@
 import gc
 import os
-import signal
 import threading
 from contextlib import nullcontext
 from typing import Any
@@ -625,24 +624,6 @@ def test_leaving_waits_for_nodes_that_take_their_time_to_close(
         next(iter(rollout.batches()))
     assert envs[0].closed
     assert not caplog.text
-
-
-@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"forward_in_thread": True}])
-def test_an_interrupt_that_is_caught_in_the_block_does_not_keep_it_from_being_left(options: dict[str, Any]) -> None:
-    class Interrupts(NumberedEnv):
-        def step(self, action: Any) -> Any:
-            if self.life == 40:
-                os.kill(os.getpid(), signal.SIGINT)
-            return super().step(action)
-
-    caught = False
-    with Rollout(lambda: Interrupts(0), module=NumberedModule(), fragment_length=16, seed=0, **options) as rollout:
-        try:
-            for _ in rollout.batches():
-                pass
-        except KeyboardInterrupt:
-            caught = True
-    assert caught
 
 
 def test_an_error_in_a_piece_names_piece_and_node() -> None:

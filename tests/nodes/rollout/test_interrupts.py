@@ -1,0 +1,435 @@
+"""Ctrl-C ends a rollout at once, wherever it comes: losses are counted, and the next loop says what has happened."""
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+from agent_logs import steps_of
+from hypothesis import given, settings, strategies as st
+from lost_agents import emitted_steps
+from numbered_agents import NumberedAgents
+from numbered_module import NumberedEnv, NumberedModule
+from remote_hosts import hosting, listening
+
+from rollflow.nodes import (
+    ConnectorV2,
+    MultiAgentRollout,
+    MultiRLModule,
+    RemoteEnvs,
+    RemoteRollouts,
+    Rollout,
+    RolloutHost,
+)
+from rollflow.policy import Policy
+from rollflow.sinks import LearnerPipeline
+from rollflow.stream import Graph, RunError
+
+Raise = Callable[[], Any]
+PRESS = partial(signal.raise_signal, signal.SIGINT)
+
+
+class Interrupts:
+    """Calls `way` at the call of `here` with this number."""
+
+    def __init__(self, way: Raise, at: int) -> None:
+        self.way, self.at, self.calls = way, at, 0
+
+    def here(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            self.way()
+
+
+class Interrupted:
+    """Mixed into an environment: is interrupted before, or after, it has made a step, or in a reset."""
+
+    interrupts: Interrupts
+    point = ""
+
+    def step(self, action: Any) -> Any:
+        if self.point == "before the step":
+            self.interrupts.here()
+        stepped = super().step(action)  # type: ignore[misc]
+        if self.point == "after the step":
+            self.interrupts.here()
+        return stepped
+
+    def reset(self, **kwargs: Any) -> Any:
+        if self.point == "reset" and self.episode >= 0:  # type: ignore[attr-defined]
+            self.interrupts.here()
+        return super().reset(**kwargs)  # type: ignore[misc]
+
+
+class InterruptedEnv(Interrupted, NumberedEnv):
+    pass
+
+
+class InterruptedAgents(Interrupted, NumberedAgents):
+    pass
+
+
+class InterruptedModule(NumberedModule):
+    """Is interrupted in its forward pass."""
+
+    interrupts: Interrupts | None = None
+
+    def __deepcopy__(self, memo: Any) -> "InterruptedModule":
+        return self
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        output = super()._forward(batch, **kwargs)
+        if self.interrupts is not None:
+            self.interrupts.here()
+        return output
+
+
+class InterruptedPiece(ConnectorV2):
+    """Is interrupted when it is called."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        super().__init__()
+        self.interrupts = interrupts
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.interrupts.here()
+        return batch
+
+
+def one_agent(point: str, interrupts: Interrupts, **options: Any) -> tuple[Rollout, list[InterruptedEnv]]:
+    envs = [InterruptedEnv(slot) for slot in range(4)]
+    module = InterruptedModule(envs[0].observation_space, envs[0].action_space)
+    if point in ("env_to_module", "module_to_env", "learner"):
+        options[f"{point}_connector"] = lambda *spaces: InterruptedPiece(interrupts)
+    return Rollout(prepared(envs, module, point, interrupts), module=module, **OPTIONS, **options), envs
+
+
+def several_agents(point: str, interrupts: Interrupts, **options: Any) -> tuple[Any, list[InterruptedAgents]]:
+    envs = [InterruptedAgents(slot, nested=0) for slot in range(3)]
+    module = InterruptedModule(envs[0].observation_spaces["agent 0"], envs[0].action_spaces["agent 0"])
+    if point in ("env_to_module", "module_to_env", "learner"):
+        options[f"{point}_connector"] = lambda *args: InterruptedPiece(interrupts)
+    if "max_batch" in options:
+        options["max_batch"] = 8
+    rollout = MultiAgentRollout(
+        prepared(envs, module, point, interrupts),
+        module=MultiRLModule({"m": module}),
+        agent_to_module_mapping_fn=lambda agent, episode: "m",
+        **OPTIONS,
+        **options,
+    )
+    return rollout, envs
+
+
+def prepared(envs: list[Any], module: InterruptedModule, point: str, interrupts: Interrupts) -> list[Any]:
+    for env in envs:
+        env.interrupts, env.point = interrupts, point
+    module.interrupts = interrupts if point == "forward" else None
+    return [lambda env=env: env for env in envs]
+
+
+OPTIONS: Any = {"fragment_length": 8, "seed": 0}
+KINDS = {"one agent": one_agent, "several agents": several_agents}
+POINTS = ["before the step", "after the step", "reset", "forward", "env_to_module", "module_to_env", "learner", "hook"]
+WAYS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "threads": {"where": "threads", "lanes": 3},
+    "one pass for all": {"where": "threads", "lanes": 3, "max_batch": 4},
+    "ahead": {"prefetch": 2},
+    "event loop": {"where": "threads", "lanes": 3, "forward_in_thread": True},
+}
+IN_READER = ("learner", "hook")  # points in the reader's thread, wherever the rest is
+
+
+@contextmanager
+def no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if not thread.name.startswith(("AnyIO worker", "Trio thread")):  # which wait for others' work
+            thread.join(30.0)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def press_in_reader() -> Iterator[Raise]:
+    """A function that presses Ctrl-C once, from another thread than the main one, which reads."""
+    seen = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if not seen.is_set():
+            seen.set()
+            raise KeyboardInterrupt
+
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while not seen.wait(0.05):  # a signal that comes just before a wait does not end it
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, handle)
+    yield press
+    signal.signal(signal.SIGINT, before)
+
+
+def check_ended(rollout: Any, told: BaseException, envs: list[Any], steps: int) -> None:
+    """The run has ended, what is lost is counted, and every further loop says so."""
+    assert all(env.closed for env in envs)
+    assert rollout.lost.keys() <= {"closed", "incomplete"}
+    lost, made = sum(rollout.lost.values()), rollout.num_steps + rollout.environments.unrecorded_steps
+    assert steps + lost == made
+    counts = rf"{rollout.num_steps:,} transitions made, {steps:,} handed out, "
+    text = f"the rollout was ended by {type(told).__name__}: {counts}"
+    assert any(re.match(text, note) for note in told.__notes__)
+    for loop in (rollout.fragments, rollout.batches):
+        with pytest.raises(RunError, match=f"{text}.*; expected a new one, Rollout"):
+            next(loop())
+
+
+def read(rollout: Any, *, learns: bool) -> tuple[int, list[Any], BaseException]:
+    """Read until an interrupt: transitions and fragments that have come, and the interrupt."""
+    steps, fragments = 0, []
+    try:
+        for item in rollout.batches() if learns else rollout.fragments():
+            if not learns:
+                fragments.append(item)
+                steps += item.num_steps
+            elif "m" in item:
+                steps += len(item["m"]["rewards"])
+            else:
+                steps += len(item["rewards"])
+    except (KeyboardInterrupt, SystemExit) as told:
+        return steps, fragments, told
+    raise AssertionError("the loop has ended, expected an interrupt")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("point", POINTS)
+def test_it_ends_the_run_at_once_and_counts_what_is_lost(
+    point: str, way: str, kind: str, press_in_reader: Raise
+) -> None:
+    is_elsewhere = point not in IN_READER and (
+        way in ("ahead", "event loop") or (way in WAYS and "where" in WAYS[way] and point in POINTS[:3])
+    )
+    gathering = threading.Event()
+    interrupts = Interrupts(PRESS, 21 if point in POINTS[:5] else 3)
+    if is_elsewhere:  # the reader is the one to be interrupted, once it reads
+        interrupts.way = lambda: gathering.wait() and press_in_reader()
+    with no_thread_left():
+        rollout, envs = KINDS[kind](point, interrupts, **WAYS[way])
+        if point == "hook":
+            rollout.on_episode(lambda episode: interrupts.here())
+        gather = rollout._rounds.gather
+
+        def told_gather(*args: Any) -> None:
+            gathering.set()
+            gather(*args)
+
+        rollout._rounds.gather = told_gather
+        with rollout:
+            steps, fragments, told = read(rollout, learns=point == "learner")
+            check_ended(rollout, told, envs, steps)
+        check_ended(rollout, told, envs, steps)
+    if kind == "one agent":
+        made = {(env.slot, entry[3]) for env in envs for entry in env.log}
+        handed = [
+            (int(chunk.get_observations(0)[0]), float(reward))
+            for fragment in fragments
+            for chunk in fragment.episodes()
+            for reward in chunk.get_rewards()
+        ]
+    else:
+        made = {step for env in envs for step in steps_of(env.log)[0]}
+        handed = emitted_steps(fragments)
+    assert len(set(handed)) == len(handed)
+    assert set(handed) <= made
+    again, _ = KINDS[kind]("", interrupts, **WAYS[way])
+    again.load_state_dict(rollout.state_dict())
+    assert again.num_steps == rollout.num_steps
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("way", ["inline", "threads", "ahead"])
+def test_what_else_is_no_exception_ends_it_too_when_it_reaches_the_reader(way: str, error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error
+
+    rollout, envs = one_agent("after the step", Interrupts(fail, 50), **WAYS[way])
+    with no_thread_left(), rollout:
+        steps, _, told = read(rollout, learns=False)
+        assert type(told) is error
+        check_ended(rollout, told, envs, steps)
+
+
+@settings(max_examples=30, deadline=None)
+@given(call=st.integers(1, 4_000))
+def test_it_ends_the_run_at_whatever_call_it_comes(call: int) -> None:
+    """The interpreter looks for signals where a function begins, or a generator goes on."""
+    interrupts = Interrupts(PRESS, call)
+    rollout, envs = one_agent("", interrupts)
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_globals.get("__name__", "").startswith("rollflow."):
+            interrupts.here()
+
+    with rollout:
+        try:
+            loop = rollout.fragments()
+            steps = 0
+            sys.settrace(trace)
+            while True:
+                steps += next(loop).num_steps
+        except KeyboardInterrupt as interrupt:
+            sys.settrace(None)
+            told = interrupt
+    if getattr(told, "__notes__", None):  # else it came while nothing was under way
+        check_ended(rollout, told, envs, steps)
+    assert steps + sum(rollout.lost.values()) == rollout.num_steps + rollout.environments.unrecorded_steps
+
+
+@contextmanager
+def waiting(place: str) -> Iterator[Any]:
+    """A rollout whose reader waits for long for its first fragment."""
+    options: Any = {"module": NumberedModule(), "fragment_length": 100_000, "seed": 0}
+    makers = [partial(NumberedEnv, slot) for slot in range(2)]
+    with ExitStack() as stack:
+        if place in ("hosts", "rollouts on hosts"):
+            whole = place == "rollouts on hosts"
+            remote: Any = listening(RemoteRollouts if whole else RemoteEnvs)
+            more: Any = {"kind": RolloutHost, "module": NumberedModule()} if whole else {}
+            stack.enter_context(hosting(remote.addresses[0], makers, **more))
+            yield Rollout(remote, **options)
+        else:
+            yield Rollout(makers, **(options | (WAYS.get(place) or {"where": place, "workers": 2}) | {"lanes": 2}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place", ["threads", "ahead", "event loop", "processes", "rollouts", "hosts", "rollouts on hosts"]
+)
+def test_it_ends_a_wait(place: str, press_in_reader: Raise, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.nodes.env.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)  # of a long fragment
+    with waiting(place) as rollout:
+        gathering = threading.Event()
+        gather = rollout._rounds.gather
+
+        def told_gather(*args: Any) -> None:
+            gathering.set()
+            gather(*args)
+
+        rollout._rounds.gather = told_gather
+        pressing = threading.Thread(target=lambda: gathering.wait() and press_in_reader())
+        pressing.start()
+        with rollout:
+            steps, _, told = read(rollout, learns=False)
+            check_ended(rollout, told, [], steps)
+        pressing.join()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_in_the_callers_code_between_two_rounds_it_breaks_nothing(way: str, kind: str) -> None:
+    rollout, envs = KINDS[kind]("", Interrupts(PRESS, 0), **WAYS[way])
+    fragments: list[Any] = []
+    with rollout:
+        for rounds in (4, 9):
+            with pytest.raises(KeyboardInterrupt) if rounds == 4 else nullcontext():
+                for fragment in rollout.fragments():
+                    fragments.append(fragment)
+                    if len(fragments) == 4 and rounds == 4:
+                        PRESS()
+                    if len(fragments) == rounds:
+                        break
+    numbers: dict[int, list[int]] = {}
+    for fragment in fragments:
+        numbers.setdefault(fragment.lane, []).append(fragment.sequence)
+    assert len(fragments) == 9
+    assert all(each == list(range(len(each))) for each in numbers.values())
+    handed = sum(fragment.num_steps for fragment in fragments)
+    assert handed + sum(rollout.lost.values()) == rollout.num_steps
+    assert all(env.closed for env in envs)
+
+
+def test_in_the_first_reset_it_closes_the_environments() -> None:
+    rollout, envs = one_agent("", Interrupts(PRESS, 1))
+    envs[1].episode, envs[1].point = 0, "reset"
+    with no_thread_left(), pytest.raises(KeyboardInterrupt), rollout:
+        raise AssertionError("the rollout was entered")
+    assert all(env.closed for env in envs)
+    with pytest.raises(RunError, match="was ended by KeyboardInterrupt: 0 transitions made, 0 handed out, none lost"):
+        next(rollout.fragments())
+
+
+def test_in_an_evaluation_it_closes_the_environments() -> None:
+    env = NumberedEnv(0)
+    spaces: Any = {"observation_space": env.observation_space, "action_space": env.action_space}
+    policy = Policy(NumberedModule(*spaces.values()), **spaces)
+    made: list[Any] = []
+    interrupts = Interrupts(PRESS, 7)
+
+    def make() -> InterruptedEnv:
+        made.append(InterruptedEnv(0))
+        made[-1].interrupts, made[-1].point = interrupts, "before the step"
+        return made[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        policy.evaluate(make, 20)
+    assert made
+    assert all(env.closed for env in made)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("form", ["async for", "graph"])
+@pytest.mark.parametrize("way", ["inline", "threads", "event loop"])
+@pytest.mark.parametrize("point", ["before the step", "forward", "learner"])
+def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, backend: str) -> None:
+    is_elsewhere = (point == "before the step" and way != "inline") or (point == "forward" and way == "event loop")
+    press = partial(os.kill, os.getpid(), signal.SIGINT) if is_elsewhere else PRESS
+    interrupts = Interrupts(press, 3 if point == "learner" else 21)
+    rollout, envs = one_agent(point, interrupts, **WAYS[way])
+    steps = 0
+
+    async def looping() -> None:
+        nonlocal steps
+        async with rollout:
+            async for batch in rollout.batches():
+                steps += len(batch["rewards"])
+
+    async def as_node() -> None:
+        nonlocal steps
+        graph = Graph("training")
+        graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
+        graph.connect("rollout", "learner")
+        graph.output("batches", "learner")
+        async with graph.run() as run:
+            async for batch in run["batches"]:
+                steps += len(batch["rewards"])
+
+    with no_thread_left(), pytest.raises(KeyboardInterrupt):
+        anyio.run(looping if form == "async for" else as_node, backend=backend)
+    assert all(env.closed for env in envs)
+    assert steps + sum(rollout.lost.values()) == rollout.num_steps + rollout.environments.unrecorded_steps
+    with pytest.raises(RunError):
+        next(rollout.fragments())
+
+
+@pytest.mark.parametrize("way", ["inline", "ahead", "event loop"])
+def test_after_an_error_it_says_that_it_can_not_go_on(way: str) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("no more")
+
+    rollout, _ = one_agent("forward", Interrupts(fail, 6), **WAYS[way])
+    with rollout:
+        with pytest.raises(ZeroDivisionError, match="no more"):
+            list(rollout.fragments())
+        for _ in range(2):
+            with pytest.raises(RunError, match="can't go on: it has failed with ZeroDivisionError: no more"):
+                list(rollout.batches())
+    assert set(rollout.lost) <= {"failed"}  # although the block has ended without it
