@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from rollflow.cli import arguments
 from rollflow.nodes.env.filmed_env import FilmedEnv, import_av
-from rollflow.nodes.rollout.policy_rollout import rollout_of
-from rollflow.nodes.rollout.rollout import Rollout
+from rollflow.nodes.rollout.rollout import Rollout, rollout_of
 from rollflow.policy import Policy
 from rollflow.sinks import DatasetSink
 from rollflow.stream.data.tree import map_tree

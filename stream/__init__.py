@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from rollflow.stream.fragments.live_episode import LaneEpisodes as LaneEpisodes
     from rollflow.stream.graph.channel import Inlet as Inlet, Outlet as Outlet
-    from rollflow.stream.graph.gate import Gate as Gate
+    from rollflow.stream.graph.node import Gate as Gate
     from rollflow.stream.graph.report import Report as Report
     from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment as MultiAgentFragment
     from rollflow.stream.observe.diagnosis import Diagnosis as Diagnosis

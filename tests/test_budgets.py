@@ -18,7 +18,7 @@ LAYERS = ("rollflow", "stream", "nodes", "policy", "sinks", "cli")
 CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(tokenize, "FSTRING_START", -1)}
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
-    "cli": (1580, 6),
+    "cli": (1579, 6),
     "nodes": (165, 0),
     "nodes/connectors": (724, 6),
     "nodes/connectors/alpha": (1408, 33),
@@ -37,10 +37,10 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/logs": (835, 17),
     "nodes/metrics": (674, 11),
     "nodes/modules": (1443, 35),
-    "nodes/offloaded": (2663, 47),
+    "nodes/offloaded": (2661, 47),
     "nodes/policies": (3086, 30),
-    "nodes/rollout": (2123, 26),
-    "nodes/stages": (2092, 35),
+    "nodes/rollout": (2058, 25),
+    "nodes/stages": (2067, 35),
     "policy": (381, 3),
     "policy/serving": (1173, 29),
     "rollflow": (115, 0),
@@ -57,7 +57,7 @@ BUDGETS = {  # folder -> code lines, classes
     "stream/data": (1151, 36),
     "stream/episodes": (1846, 15),
     "stream/fragments": (1292, 25),
-    "stream/graph": (2741, 34),
+    "stream/graph": (2718, 34),
     "stream/multi_agent": (1363, 20),
     "stream/net": (1300, 25),
     "stream/observe": (1506, 24),

@@ -8,9 +8,9 @@ from rollflow.nodes.offloaded.replica import Published, Replica
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
-from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import CallStats
+from rollflow.stream.graph.node import Gate
 from rollflow.stream.graph.report import NodeReport
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.observe.trace import FragmentTrace

@@ -13,12 +13,10 @@ from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.loaded_weights import Loaded, LoadedWeights
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.stages.acting import chosen_space, sampling_data, seed_lane
-from rollflow.nodes.stages.agent_forward import AgentForward
+from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
 from rollflow.nodes.stages.agents_acting import AgentsActing
-from rollflow.nodes.stages.agents_to_module import AgentsToModule
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_forward import ModuleForward
-from rollflow.nodes.stages.module_to_agents import ModuleToAgents
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.lane import Lane

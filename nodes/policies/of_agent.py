@@ -9,8 +9,8 @@ from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.multi_agent_env import agent_spaces
 from rollflow.nodes.policies.evaluation import Evaluation, check_spaces
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
-from rollflow.nodes.stages.acting_module import ActingModule
 from rollflow.nodes.stages.agents_acting import AgentsActing
+from rollflow.nodes.stages.module_set import ActingModule
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import map_tree, stack_trees, tree_at
 from rollflow.stream.episodes.agent_step import ALL_AGENTS

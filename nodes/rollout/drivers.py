@@ -19,8 +19,7 @@ from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.report import Report
-from rollflow.stream.graph.run import Run
-from rollflow.stream.graph.run_handle import RunHandle
+from rollflow.stream.graph.run import Run, RunHandle
 from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.waits import Look

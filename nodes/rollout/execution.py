@@ -1,21 +1,183 @@
-"""Strategies for where a rollout's stages run: forward passes and connectors here, or whole rollouts elsewhere.
+"""What acts in a rollout, and where its stages run: forward passes and connectors here, or whole rollouts elsewhere.
 
 `execution_for` chooses one, once. Everything that differs between the two places stands here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.modules.loaded_weights import Loaded
-from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, ring_of_turns
-from rollflow.nodes.offloaded.replica import Replica
-from rollflow.nodes.rollout.policy import Policy, StageOptions
+from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
+from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
+from rollflow.nodes.offloaded.replica import PIPELINES, OneReplica, Published, Replica, SeveralReplica
+from rollflow.nodes.rollout.options import ForwardOptions
+from rollflow.nodes.stages.acting import Acting, seed_lane
+from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
+from rollflow.nodes.stages.agents_acting import AgentsActing
 from rollflow.nodes.stages.credits import GateRelay, LaneGate
 from rollflow.nodes.stages.env_to_module import EnvToModule
+from rollflow.nodes.stages.joint_forward import joint_forward
+from rollflow.nodes.stages.module_forward import ModuleForward
+from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.nodes.stages.ring import ring_of
+from rollflow.stream.data.loss_ledger import Ledger
+from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import Report
+from rollflow.stream.multi_agent.agent_part import AgentPart
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """Options of a rollout's stages.
+
+    forward          how forward passes are done
+    num_fragments    after so many fragments a lane stops; None: it never does
+    metrics          what pieces log into
+    ledger           counts the fragments
+    seed             of what is sampled
+    """
+
+    forward: ForwardOptions
+    num_fragments: int | None
+    metrics: Any
+    ledger: Ledger
+    seed: int
+
+
+class OnePolicy:
+    """One module and its connectors, which act in environments with one agent each.
+
+    acting     the copy of the module that acts, and the pipelines around it
+    weights    of that copy, as they are published
+    forward    how forward passes are done
+
+    emitter         node that parts fragments from turns, if whole rollouts are elsewhere
+    pipelines       of connectors
+    pass_options    how forward passes are done elsewhere: what `ModuleForward` takes beside module and weights
+    """
+
+    emitter: type[Emitter] = Emitter
+    pipeline_names: Sequence[str] = PIPELINES
+
+    def __init__(self, acting: Acting, weights: PolicyWeights, forward: ForwardOptions) -> None:
+        self._acting, self._weights = acting, weights
+        self.pipelines = acting.env_to_module, acting.module_to_env
+        self.pass_options = forward.of_passes(acting.copy)
+
+    def stages(self, environments: Any, options: StageOptions, relay: GateRelay) -> tuple[Any, Any, Any]:
+        """The stages before the forward pass, of it, and behind it, if these are here."""
+        acting, how = self._acting, options.forward
+        context = {"module": acting.copy, "explore": how.explore, "metrics": options.metrics}
+        prepare = EnvToModule(
+            acting.env_to_module,
+            num_lanes=environments.num_lanes,
+            num_fragments=options.num_fragments,
+            ledger=options.ledger,
+            relay=relay,
+            **context,
+        )
+        forward = ModuleForward(acting.copy, self._weights, **self.pass_options)
+        largest = max(env.num_envs for env in environments.envs)
+        joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.in_thread)
+        act = ModuleToEnv(acting.module_to_env, env_space=environments.action_space, threads=how.threads, **context)
+        return prepare, joint or forward, act
+
+    def begin_lane(self, lane: Any, seed: int) -> None:
+        """Give a lane that comes what its actions are sampled with."""
+        seed_lane(lane, seed)
+
+    def replica(self) -> OneReplica:
+        """Copy for a lane elsewhere that begins."""
+        version = self._weights.load_into(self._acting.copy)
+        return OneReplica(self._acting.copy, version, *self.pipelines)
+
+    def publish(self, weights: Weights) -> tuple[int, Published]:
+        """Have the next passes use weights: the version that they get, and what was published."""
+        version = self._weights.publish(weights)
+        return version, {DEFAULT_MODULE_ID: (version, weights)}
+
+    def published_as(self, version: int, weights: Weights) -> Published | None:
+        """Weights that `publish_as` would publish; None: they are not newer. Raises ModuleError for wrong ones."""
+        if version <= self._weights.version:
+            return None
+        self._weights.check(weights)
+        return {DEFAULT_MODULE_ID: (version, weights)}
+
+    def publish_as(self, version: int, weights: Weights) -> bool:
+        """Have the next passes use weights of this version; False: they are not newer."""
+        return self._weights.publish_as(version, weights)
+
+
+class AgentsPolicy:
+    """Several modules and their connectors, which act in environments with several agents each; see `OnePolicy`.
+
+    acting     the modules that act, and their pipelines
+    forward    how forward passes are done
+    """
+
+    emitter: type[Emitter] = AgentEmitter
+
+    def __init__(self, acting: AgentsActing, forward: ForwardOptions) -> None:
+        self._acting, self._modules = acting, acting.modules
+        self.pass_options = {"explore": forward.explore, **forward.of_several()}
+
+    @property
+    def pipelines(self) -> Sequence[Any]:
+        return self._acting.pipelines
+
+    @property
+    def pipeline_names(self) -> Sequence[str]:
+        return [name for name, _ in self._acting.named_pipelines]
+
+    def stages(self, environments: Any, options: StageOptions, relay: GateRelay) -> tuple[Any, Any, Any]:
+        acting, how = self._acting, options.forward
+        prepare = AgentsToModule(
+            acting.env_to_module,
+            self._modules,
+            joint=acting.joint,
+            num_lanes=environments.num_lanes,
+            num_fragments=options.num_fragments,
+            metrics=options.metrics,
+            ledger=options.ledger,
+            relay=relay,
+        )
+        forward = AgentForward(self._modules)
+        agents = sum(len(part.agents) for part in environments.parts)
+        largest = max(envs.num_envs for envs in environments.envs) * agents
+        joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.in_thread)
+        act = ModuleToAgents(acting.module_to_env, metrics=options.metrics, threads=how.threads)
+        return prepare, joint or forward, act
+
+    def begin_lane(self, lane: Any, seed: int) -> None:
+        """Do nothing: a lane makes what a module samples with when it first serves an agent."""
+
+    def replica(self) -> SeveralReplica:
+        modules = self._modules.acting
+        return SeveralReplica(self._acting, {each: act.weights.load_into(act.module) for each, act in modules.items()})
+
+    def spaces_of(self, parts: Sequence[AgentPart]) -> list[PartSpaces]:
+        """Spaces that observations of the agents may be in."""
+        return spaces_seen(parts, self._acting.env_to_module)
+
+    def publish(self, weights: Mapping[Any, Weights]) -> tuple[dict[Any, int], Published]:
+        versions = self._modules.publish(weights)
+        return versions, {module_id: (versions[module_id], weights[module_id]) for module_id in versions}
+
+    def published_as(self, version: int, weights: Mapping[Any, Weights]) -> Published | None:
+        self._modules.check_elsewhere(weights)
+        if version <= self._modules.version_elsewhere:
+            return None
+        return {module_id: (version, each) for module_id, each in weights.items()}
+
+    def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
+        return self._modules.publish_as(version, weights)
+
+
+ActingPolicy = OnePolicy | AgentsPolicy
 
 
 class StagesHere:
@@ -27,7 +189,7 @@ class StagesHere:
 
     loaded = None
 
-    def __init__(self, environments: Any, policy: Policy, options: StageOptions) -> None:
+    def __init__(self, environments: Any, policy: ActingPolicy, options: StageOptions) -> None:
         self._environments, self.policy, self._seed = environments, policy, options.seed
         self._relay = GateRelay(environments)
         self._prepare, self._forward, self._act = policy.stages(environments, options, self._relay)
@@ -80,7 +242,7 @@ class StagesElsewhere:
     loaded     lane -> the weights that its worker or host has reported as loaded
     """
 
-    def __init__(self, rollouts: OffloadedRollouts, policy: Policy, options: StageOptions) -> None:
+    def __init__(self, rollouts: OffloadedRollouts, policy: ActingPolicy, options: StageOptions) -> None:
         self.digests = False
         self.loaded: dict[int, Loaded] = {}
         self.policy, self.pass_options = policy, policy.pass_options
@@ -177,7 +339,7 @@ class StagesElsewhere:
 Execution = StagesHere | StagesElsewhere
 
 
-def execution_for(environments: Any, policy: Policy, options: StageOptions) -> Execution:
+def execution_for(environments: Any, policy: ActingPolicy, options: StageOptions) -> Execution:
     """The strategy for the place of the environments. Raises ValueError where a lane does not fit into a pass."""
     if isinstance(environments, OffloadedRollouts):
         return StagesElsewhere(environments, policy, options)

@@ -19,11 +19,9 @@ from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
 from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
 from rollflow.nodes.policies.policy import Policy
-from rollflow.nodes.rollout.execution import execution_for
-from rollflow.nodes.rollout.launching import with_hosts
+from rollflow.nodes.rollout.execution import AgentsPolicy, StageOptions, execution_for
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place
-from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
-from rollflow.nodes.rollout.policy import AgentsPolicy, StageOptions
+from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place, with_hosts
 from rollflow.nodes.rollout.race import trial_of_several
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import sampling_data

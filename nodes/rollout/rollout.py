@@ -1,7 +1,7 @@
 """Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,14 @@ import gymnasium as gym
 
 from rollflow.nodes.argument_checks import check_flags, seeds_of
 from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
-from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
+from rollflow.nodes.connectors.pipelines.default_pipelines import (
+    EnvToModulePipeline,
+    LearnerConnectorPipeline,
+    ModuleToEnvPipeline,
+)
+from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.logs.destinations import Log, LogOptions
@@ -19,16 +25,13 @@ from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.loaded_weights import Loaded
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, env_to_evaluate, name_of_env
+from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
-from rollflow.nodes.rollout.execution import execution_for
-from rollflow.nodes.rollout.launching import with_hosts
+from rollflow.nodes.rollout.execution import OnePolicy, StageOptions, execution_for
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place, PolicyOptions
-from rollflow.nodes.rollout.placement import ONE_AGENT, place
-from rollflow.nodes.rollout.policy import OnePolicy, StageOptions
+from rollflow.nodes.rollout.placement import ONE_AGENT, place, with_hosts
 from rollflow.nodes.rollout.race import trial_of
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
-from rollflow.nodes.rollout.silent_faults import PublishCheck, ReturnsCheck
 from rollflow.nodes.stages.acting import Acting, acting_for, seed_lane
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.nodes.stages.credits import LaneGate
@@ -40,6 +43,10 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.observe.waits import Sign
 from rollflow.stream.observe.watch import OnStall, StallRules
+
+_BATCHES = 10  # after which a module that was changed should have been published
+_EPISODES = 100
+_VERSIONS = 10  # over which returns are to have changed
 
 
 class Rollout(RolloutLoop[Fragment]):
@@ -404,3 +411,110 @@ class Rollout(RolloutLoop[Fragment]):
         self.environments.set_lookback(lookback_for(self._lookback, self._pipelines(), stateful=self._is_stateful))
         for lane in self.environments.lanes:
             seed_lane(lane, self.seed)
+
+
+class ReturnsCheck:
+    """Finds returns that are the same from the first on, to the last digit, while the policy changes.
+
+    Where they have changed once, nothing is said any more: a policy that has learnt may well have one return.
+
+    returns    has the last finished episodes' returns, and the count of all
+    """
+
+    def __init__(self, returns: Any) -> None:
+        self._returns = returns
+        self._since: tuple[float, int] | None = None  # return and version at the first look
+        self._has_changed = False
+
+    def signs(self, version: int) -> Sequence[Sign]:
+        """A text where all returns that were looked at are one number, through many versions.
+
+        version    published last
+        """
+        last, count = list(self._returns.returns), self._returns.count
+        if not last or self._has_changed:
+            return ()
+        if self._since is None:
+            self._since = last[0], version
+        value, first = self._since
+        self._has_changed = min(last) != value or max(last) != value
+        if self._has_changed or version < first + _VERSIONS or count < _EPISODES:
+            return ()
+        text = (
+            f"the returns of all {count:,} episodes are {value:g}, through "
+            f"{version - first} published versions: look at the rewards, and whether actions reach the environment"
+        )
+        return (Sign("returns", text),)
+
+
+class PublishCheck:
+    """Finds a module that is trained and whose weights are never published.
+
+    module    that is trained: changes in place are counted by torch itself
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._at_first = self._changes()
+
+    def signs(self, version: int, batches: int) -> Sequence[Sign]:
+        """A text where the module has changed, and the rollout acts with the weights that it began with.
+
+        version    published last; 0: none was
+        batches    that were handed out
+        """
+        if version or batches < _BATCHES or self._changes() == self._at_first:
+            return ()
+        text = (
+            f"rollout.module was changed while {batches} batches were handed out, and none of its weights were "
+            "published: the rollout acts with those it began with; rollout.publish(rollout.module.state_dict())"
+        )
+        return (Sign("publish", text),)
+
+    def _changes(self) -> int:
+        if not hasattr(self._module, "parameters"):
+            return 0
+        return sum(int(parameter._version) for parameter in self._module.parameters())
+
+
+def rollout_of(policy: Policy, env: Any, **options: Any) -> Rollout:
+    """A rollout with a policy's module and pieces, which are shared with it: what they have learnt stays as it is.
+
+    env, options    as for `Rollout`
+
+    Raises PolicyError for environments with other spaces than those that the policy was made for.
+    """
+    stateful = is_stateful(policy.module)
+    rollout = Rollout(
+        env,
+        module=policy.module,
+        env_to_module_connector=_own_pieces(
+            policy, policy.env_to_module, EnvToModulePipeline.default(stateful=stateful)
+        ),
+        module_to_env_connector=_own_pieces(
+            policy, policy.module_to_env, ModuleToEnvPipeline.default(stateful=stateful)
+        ),
+        explore=policy.explore,
+        **options,
+    )
+    rollout.environments.begin_at(policy.trained_on.get(VECTOR_STEPS, 0))  # schedules go on
+    # The default pieces, too, are the policy's: they may have other arguments, or another order.
+    for ours, theirs in ((rollout.env_to_module, policy.env_to_module), (rollout.module_to_env, policy.module_to_env)):
+        for name in ours.names:
+            ours.remove(name)
+        for piece in theirs:
+            ours.append(piece)
+    return rollout
+
+
+def _own_pieces(
+    policy: Policy, pieces: Iterable[ConnectorV2], usual: Iterable[ConnectorV2]
+) -> Callable[[Any], list[ConnectorV2]]:
+    """A function that gives a policy's pieces beside the usual ones, for environments with its spaces."""
+    classes = {type(piece) for piece in usual}
+
+    def made(env: Any) -> list[ConnectorV2]:
+        check_spaces(policy, env.single_observation_space, env.single_action_space, "the environments")
+        return [piece for piece in pieces if type(piece) not in classes]
+
+    return made

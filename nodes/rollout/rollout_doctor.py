@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from weakref import WeakMethod
 
 from rollflow.stream.data.errors import RunError, StallError
+from rollflow.stream.graph.drawing import run_snapshot
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.report import Report
-from rollflow.stream.graph.run_snapshot import run_snapshot
 from rollflow.stream.graph.tracing import Traceable, Tracing
 from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.run_socket import RunSocket

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import PipelineRunner, slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.stages.acting_module import ActingModule, PublishedModules
-from rollflow.nodes.stages.connector_builders import pieces_given
-from rollflow.nodes.stages.module_set import ModuleSet
+from rollflow.nodes.stages.connector_builders import acting_copy, pieces_given
+from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
 from rollflow.nodes.stages.staleness import LagBound, OnExcess
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.multi_agent.agent_fragment import ModuleFragment
@@ -146,3 +146,30 @@ class AgentLagBound(LagBound):
             if module_id in newest and (self._trained is None or module_id in self._trained)
         ]
         return max(lags, default=0)
+
+
+class PublishedModules:
+    """Copies of a rollout's modules with the weights that have been published last.
+
+    For one thread at a time; modules may be added, removed, trained and published in others meanwhile. A copy goes when
+    the module that acts does.
+    """
+
+    def __init__(self) -> None:
+        self._copies: WeakKeyDictionary[ActingModule, tuple[int, Any]] = WeakKeyDictionary()  # of which version
+
+    def get(self, acting: ActingModule, trained: Any) -> Any:
+        """A copy of the acting module, on the device of the trained one; it keeps its weights until the next call.
+
+        Not of the trained one: training may leave in it what can't be copied.
+        """
+        version, module = self._copies.get(acting) or (-1, _copy_of(acting.module, device_of(trained)))
+        if version != acting.weights.version:
+            version, weights = acting.weights.newest(acting.module)
+            module.load_state_dict(weights)
+        self._copies[acting] = version, module
+        return module
+
+
+def _copy_of(module: Any, device: Any) -> Any:
+    return acting_copy(module, None if device == device_of(module) else device)

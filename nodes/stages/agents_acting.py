@@ -8,8 +8,8 @@ import gymnasium as gym
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.stages.agent_stages import JointPieces
 from rollflow.nodes.stages.connector_builders import pieces_given
-from rollflow.nodes.stages.joint_pieces import JointPieces
 from rollflow.nodes.stages.module_set import ModuleSet
 from rollflow.stream.multi_agent.agent_part import AgentPart
 

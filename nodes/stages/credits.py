@@ -9,7 +9,7 @@ from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.fragments.fragment import NoFragment
-from rollflow.stream.graph.gate import Gate
+from rollflow.stream.graph.node import Gate
 from rollflow.stream.observe.waits import Wait
 
 

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -15,17 +16,16 @@ from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
-from rollflow.nodes.stages.acting import chosen_space
-from rollflow.nodes.stages.acting_module import ActingModule
+from rollflow.nodes.stages.acting import check_actions, chosen_space, kind_of_state, one_of
 from rollflow.nodes.stages.connector_builders import acting_copy, module_for
 from rollflow.nodes.stages.module_forward import ModuleForward
-from rollflow.nodes.stages.module_spaces import check_actions, kind_of_state, one_of
 from rollflow.stream.data.errors import EnvError, ModuleError, located
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID, MultiAgentEpisode
 from rollflow.stream.fragments.fragment import EpisodeIds
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 _PROBES, _MOST_PROBES = EpisodeIds("probe"), 16
 
@@ -37,6 +37,36 @@ class _Past(NamedTuple):
 
     version: int  # the last one
     state: Tree  # shapes and dtypes of the initial state
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class ActingModule:
+    """One module as it acts; another that is added later under its id is another.
+
+    module_id     its id
+    module        the copy that acts
+    weights       what is published for it
+    forward       a pass
+    explore       whether actions are sampled
+    seed_name     seeds its sampling, beside the rollout's seed
+    is_removed    True if it takes no new agents, and keeps those that it serves
+    is_checked    True if its actions were checked against its agents' space
+    """
+
+    module_id: Any
+    module: Any
+    weights: PolicyWeights
+    forward: ModuleForward
+    explore: bool
+    seed_name: str
+    is_removed: bool = False
+    is_checked: bool = False
+
+
+def acting_in(lane: MultiAgentLane, place: int) -> ActingModule:
+    """The module at a place of a lane."""
+    acting: Any = lane.modules[place]
+    return acting  # type: ignore[no-any-return]
 
 
 class ModuleSet:

@@ -5,15 +5,13 @@ from typing import Any
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.workers.thread_environments import ThreadEnvironments
-from rollflow.nodes.stages.agent_forward import AgentForward
-from rollflow.nodes.stages.agents_to_module import AgentsToModule
+from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.joint_forward import GatheringForward, ReadyForward
 from rollflow.nodes.stages.module_forward import ModuleForward
-from rollflow.nodes.stages.module_to_agents import ModuleToAgents
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
-from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.node import Gate
 
 STAGES = ("env", "env_to_module", "module", "module_to_env")  # of a ring whose forward pass waits for no other lanes
 

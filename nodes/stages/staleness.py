@@ -1,11 +1,15 @@
 """Bound of the age of fragments, in policy versions, when a learner gets them."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.stream.data.errors import LagError
+from rollflow.stream.observe.waits import Sign
 
 OnExcess = Literal["drop", "pace"]
+_MOST_DROPPED = 0.9  # share of the transitions that are left out as too old
+_FRAGMENTS = 10  # that a share is told from
 
 
 class LagBound:
@@ -67,6 +71,20 @@ class LagBound:
         self.dropped_fragments += 1
         self.dropped_steps += fragment.num_steps
         return False
+
+    def signs(self, handed_steps: int) -> Sequence[Sign]:
+        """A silent fault: nearly all fragments are left out because they are too old.
+
+        handed_steps    transitions that were not left out
+        """
+        made = self.dropped_steps + handed_steps
+        if self.dropped_fragments < _FRAGMENTS or self.dropped_steps < _MOST_DROPPED * made:
+            return ()
+        text = (
+            f"{self.dropped_steps / made:.0%} of {made:,} transitions were left out as too old: max_lag={self.max_lag} "
+            "with this prefetch and this rate of publishing leaves hardly any; raise max_lag, or on_excess='pace'"
+        )
+        return (Sign("lag", text),)
 
 
 def check_staleness(max_lag: int | None, on_excess: str) -> None:

@@ -32,7 +32,7 @@ from rollflow.sinks.replay.samplers import Sampler, Uniform
 from rollflow.stream.data.errors import ReplayError, shown
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
-from rollflow.stream.graph.node_errors import ending_quietly
+from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 from rollflow.stream.net.backoff import WaitReminder

@@ -20,7 +20,7 @@ from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentL
 from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, check_rollout
 from rollflow.sinks.trainer.sink import TrainerSink
 from rollflow.stream.graph.graph import Graph
-from rollflow.stream.graph.node_errors import ending_quietly
+from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
 from rollflow.stream.observe.trace import check_trace

@@ -24,7 +24,7 @@ from rollflow.sinks.trainer.trainer_side.state import HAS_ENDED
 from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Inlet
-from rollflow.stream.graph.node_errors import ending_quietly
+from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import check_shared
 from rollflow.stream.observe.waits import LastError, Wait

@@ -12,7 +12,7 @@ import anyio.abc
 
 from rollflow.stream.data.system import POLLIN, make_poll
 from rollflow.stream.graph.meter import NodeMeter, clock
-from rollflow.stream.graph.node_errors import ending_quietly
+from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.graph.wakeup import Wakeup
 
 

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollflow.stream.graph.background import Background, is_background
-from rollflow.stream.graph.edge import Edge, Port
-from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
-from rollflow.stream.graph.node_errors import note_node
+from rollflow.stream.graph.node import Gate, note_node
+from rollflow.stream.graph.port import Edge, Port
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph

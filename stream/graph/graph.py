@@ -15,21 +15,27 @@ from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.background import is_background
 from rollflow.stream.graph.channel import Overflow
 from rollflow.stream.graph.drawing import explain, mermaid, shape
-from rollflow.stream.graph.edge import Edge, Port, check_room, leading_to, may_drop_before, reached, within
-from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.meter import CallTimes, NodeMeter
+from rollflow.stream.graph.node import Gate
 from rollflow.stream.graph.port import (
+    Edge,
     NodeSpec,
+    Port,
     Where,
+    check_room,
     gives_nothing,
     is_same_method,
+    leading_to,
+    may_drop_before,
     meet,
     outlet_method,
     own_name,
+    reached,
     read_node,
     type_name,
+    within,
 )
-from rollflow.stream.graph.run_handle import RunHandle
+from rollflow.stream.graph.run import RunHandle
 from rollflow.stream.observe.graph_picture import graph_picture
 from rollflow.stream.observe.watch import OnStall, StallRules
 

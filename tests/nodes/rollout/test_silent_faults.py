@@ -11,7 +11,8 @@ from doctor_clock import Looking
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
-from rollflow.nodes.rollout.silent_faults import PublishCheck, ReturnsCheck, signs_of_lag
+from rollflow.nodes.rollout.rollout import PublishCheck, ReturnsCheck
+from rollflow.nodes.stages.staleness import LagBound
 
 
 class Trained(NumberedModule):
@@ -65,8 +66,9 @@ def test_a_module_without_parameters_is_never_named() -> None:
     [(10, 900, 100, True), (9, 900, 0, False), (10, 899, 101, False), (0, 0, 0, False)],
 )
 def test_fragments_that_are_nearly_all_too_old_are_named(dropped: int, steps: int, handed: int, is_named: bool) -> None:
-    lag: Any = SimpleNamespace(dropped_fragments=dropped, dropped_steps=steps, max_lag=1)
-    signs = signs_of_lag(lag, handed)
+    lag = LagBound(None, 1)
+    lag.dropped_fragments, lag.dropped_steps = dropped, steps
+    signs = lag.signs(handed)
     assert bool(signs) == is_named
     if is_named:
         assert signs[0].text.startswith("90% of 1,000 transitions were left out as too old: max_lag=1 with")

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from rollflow.stream import Graph, GraphError, Inlet, Outlet
-from rollflow.stream.graph.edge import is_only_way
 from rollflow.stream.graph.meter import NodeMeter
+from rollflow.stream.graph.port import is_only_way
 from rollflow.stream.graph.report import report_of
 
 LONGEST_S = 60.0

@@ -1,0 +1,344 @@
+"""The stages of environments with several agents: connector pieces and the cutting of fragments, forward, actions."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.nodes.connectors.common.stateful_columns import states_at
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.modules.torch_threads import TorchThreads
+from rollflow.nodes.stages.credits import GateRelay
+from rollflow.nodes.stages.env_to_module import CuttingStage, check_lookback
+from rollflow.nodes.stages.module_forward import joint_pass, note_batch
+from rollflow.nodes.stages.module_set import ActingModule, ModuleSet, acting_in
+from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.loss_ledger import Ledger
+from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
+from rollflow.stream.multi_agent.agent_lane import AgentLane, Slots
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.env_episodes import live_episode
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+
+
+class JointPieces:
+    """Runs pieces over the `MultiAgentEpisode`s of a lane.
+
+    parts     the agents by their spaces
+    pieces    may rewrite the newest observations of agents, and must leave the batch empty
+    """
+
+    def __init__(self, parts: Sequence[AgentPart], pieces: Sequence[ConnectorV2]) -> None:
+        agents = [(agent, part) for part in parts for agent in part.agents]
+        seen = gym.spaces.Dict({agent: part.observation_space for agent, part in agents})
+        done = gym.spaces.Dict({agent: part.action_space for agent, part in agents})
+        self.pipeline = EnvToModulePipeline(seen, done, connectors=list(pieces))
+        self._parts = parts
+
+    def parts_left(self) -> tuple[AgentPart, ...]:
+        """The parts, with the spaces that the pieces leave their observations in.
+
+        Raises ConnectorError where they are others for one agent of a part than for another.
+        """
+        left: Any = self.pipeline.observation_space
+        parts = []
+        for part in self._parts:
+            spaces = [left[agent] if self._is_by_agents(left) else left for agent in part.agents]
+            for agent, space in zip(part.agents, spaces, strict=True):
+                if space != spaces[0]:
+                    raise ConnectorError(
+                        f"{self.pipeline.name} leaves observations of agent '{agent}' in {space} and those of "
+                        f"'{part.agents[0]}' in {spaces[0]}, expected the same for agents with the same spaces"
+                    )
+            # The very space where nothing has changed it: a lane tells spaces apart by that.
+            same = spaces[0] == part.observation_space
+            parts.append(part if same else part._replace(observation_space=spaces[0]))
+        return tuple(parts)
+
+    def _is_by_agents(self, space: Any) -> bool:
+        agents = {agent for part in self._parts for agent in part.agents}
+        return isinstance(space, gym.spaces.Dict) and set(space.spaces) == agents
+
+    def __call__(self, lane: MultiAgentLane, modules: ModuleSet, explore: bool, metrics: Any) -> None:
+        """Have the pieces see what the last step gave: first the episodes that it has ended, then those that go on."""
+        if len(lane.just_ended):
+            self._see(lane, lane.just_ended.tolist(), modules, explore, metrics, has_ended=True)
+        self._see(lane, range(lane.num_envs), modules, explore, metrics, has_ended=False)
+        for part in lane.parts:
+            part.reveal_ended(None)
+
+    def _see(
+        self,
+        lane: MultiAgentLane,
+        envs: Sequence[int],
+        modules: ModuleSet,
+        explore: bool,
+        metrics: Any,
+        *,
+        has_ended: bool,
+    ) -> None:
+        for part in lane.parts:
+            part.reveal_ended(lane.just_ended, of_these=has_ended)
+        shown = [part.show_jointly(with_those_that_act=not has_ended) for part in lane.parts]
+        episodes: Any = [live_episode(lane, env, has_ended=has_ended) for env in envs]
+        batch = self.pipeline.run(modules.modules, {}, episodes, explore, {"step": lane.step}, metrics)
+        if batch:
+            raise ConnectorError(
+                f"{self.pipeline.name} put {sorted(map(str, batch))} into the batch, expected it to be left empty: "
+                "pieces that see all agents together rewrite observations, and batches are made for each module"
+            )
+        for part, each in zip(lane.parts, shown, strict=True):
+            part.take_jointly(each)
+
+
+class PreparedAgents(NamedTuple):
+    """Output of one lane's turn: its batches for the modules, and at times a finished fragment."""
+
+    batches: MultiAgentLane | None
+    fragments: MultiAgentFragment | None
+
+
+class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
+    """A node that makes a batch for every module out of the agents that are to act, and cuts full fragments.
+
+    pipelines    of each part: may change the observations of its agents' episodes, and makes the batches
+    modules      what joint pieces see as `rl_module`; the others see the one whose agents they are given
+    joint        pieces that see all agents together, before the others; None: there are none
+    metrics      what the pieces see as `metrics`
+
+    The other parameters are those of `EnvToModule`.
+    """
+
+    def __init__(
+        self,
+        pipelines: Sequence[EnvToModulePipeline],
+        modules: ModuleSet,
+        *,
+        joint: JointPieces | None = None,
+        num_lanes: int = 1,
+        num_fragments: int | None = None,
+        metrics: Any = None,
+        ledger: Ledger | None = None,
+        relay: GateRelay | None = None,
+    ) -> None:
+        super().__init__(PreparedAgents, num_lanes, num_fragments, ledger, relay)
+        self.pipelines, self._joint = pipelines, joint
+        self._modules, self._metrics = modules, metrics
+
+    def __call__(self, steps: MultiAgentLane) -> PreparedAgents:
+        """Turn the newest observations of those agents that are to act into batches."""
+        lane = steps
+        if lane.is_set_aside:
+            return self._set_aside(lane)
+        if lane.index not in self._lanes:
+            self._take_in(lane)
+        lane.batches = {}
+        if self._joint is not None:
+            self._see_jointly(lane, self._joint)
+        for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
+            try:
+                self._prepare(lane, part, pipeline)
+            except Exception as error:
+                error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, agents {list(part.part.agents)}")
+                raise
+        return self._full(lane) if lane.is_full else self._ready[lane.index]
+
+    @property
+    def slowest_piece(self) -> str:
+        """Name of the piece that took most of its time."""
+        return slowest_piece([*self.pipelines, *([] if self._joint is None else [self._joint.pipeline])])
+
+    def _take_in(self, lane: MultiAgentLane) -> None:
+        jointly = [] if self._joint is None else [self._joint.pipeline]
+        for pipeline in (*jointly, *self.pipelines):
+            check_lookback(pipeline, lane.lookback)
+        super()._take_in(lane)
+        for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
+            part.observation_spaces = (
+                part.observation_spaces[0],
+                *(space for space in (pipeline.input_observation_space,) if space is not None),
+                *pipeline.observation_spaces,
+            )
+
+    def _see_jointly(self, lane: MultiAgentLane, joint: JointPieces) -> None:
+        try:
+            joint(lane, self._modules, self._modules.explores, self._metrics)
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
+
+    def _prepare(self, lane: MultiAgentLane, part: AgentLane, pipeline: EnvToModulePipeline) -> None:
+        if part.ended is not None:
+            if pipeline.changes_episodes:
+                for place, slots in part.ended_by_module():
+                    ended, acting = part.show_ended(slots), acting_in(lane, place)
+                    shared_data = dict(lane.shared_data_of(place))
+                    pipeline.run(acting.module, {}, ended, acting.explore, shared_data, self._metrics)
+                    part.edit_ended(ended)
+            part.settle_ended()
+        for place, slots in part.by_module(part.acting):
+            shown, acting = part.show(slots), acting_in(lane, place)
+            shared_data = lane.shared_data_of(place)
+            shared_data["step"] = lane.step
+            batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
+            lane.batches[place] = batch
+            if Columns.STATE_IN in batch:
+                begun = np.flatnonzero(shown.just_begun())
+                if len(begun):
+                    part.record_states(slots[begun], states_at(batch[Columns.STATE_IN], begun))
+            part.settle(shown)
+            lane.shown[place] = shown
+
+
+class AgentForward:
+    """A node that runs each module over its batch; the output takes the batch's place.
+
+    modules    those that act, for `explain()`
+    """
+
+    def __init__(self, modules: ModuleSet) -> None:
+        self._modules = modules
+
+    def __call__(self, batches: MultiAgentLane) -> MultiAgentLane:
+        """One pass for every module that has agents to act for."""
+        lane = batches
+        outputs: dict[int, Any] = {}
+        for place, batch in lane.batches.items():
+            acting = acting_in(lane, place)
+            forward = acting.forward
+            try:
+                outputs[place] = forward.forward(batch)
+            except Exception as error:
+                where = f"module '{acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}"
+                note_batch(error, where, batch)
+                raise
+            lane.policy_versions[place] = forward.policy_version
+        lane.batches = outputs
+        return lane
+
+    def rows(self, lane: MultiAgentLane) -> int:
+        """Rows of a lane in its passes, of all modules: the agents that are to act."""
+        return sum(len(part.acting) for part in lane.parts)
+
+    def forward_lanes(self, lanes: Sequence[MultiAgentLane]) -> None:
+        """One pass for every module, over its agents in all lanes; each lane gets `LaneOutput`s of those."""
+        if len(lanes) == 1:
+            self(lanes[0])
+            return
+        served: dict[ActingModule, list[tuple[int, int]]] = {}  # lane, as it is counted here, and place of the module
+        for number, lane in enumerate(lanes):
+            for place in lane.batches:
+                served.setdefault(acting_in(lane, place), []).append((number, place))
+        outputs: list[dict[int, Any]] = [{} for _ in lanes]
+        for acting, places in served.items():
+            parts = _joint_pass(acting, [(lanes[number], place) for number, place in places])
+            for (number, place), part in zip(places, parts, strict=True):
+                outputs[number][place] = part
+                lanes[number].policy_versions[place] = acting.forward.policy_version
+        for lane, of_lane in zip(lanes, outputs, strict=True):
+            lane.batches = of_lane
+
+    def describe(self) -> str:
+        """The way passes are done, for `explain()`, where that is not as the modules have it."""
+        ways = {acting.module_id: acting.forward.describe() for acting in list(self._modules.acting.values())}
+        if len(set(ways.values())) == 1:
+            return next(iter(ways.values()))
+        return ", ".join(f"'{module_id}' {way}" for module_id, way in ways.items() if way)
+
+
+def _joint_pass(acting: ActingModule, places: Sequence[tuple[MultiAgentLane, int]]) -> Sequence[Any]:
+    """Do one pass of a module over its agents in several lanes; each lane's part of the output.
+
+    places    the lanes, and the place that the module has in each
+    """
+    batches = [lane.batches[place] for lane, place in places]
+    sizes = [len(lane.shown[place].slots) for lane, place in places]
+    shared_data = [lane.shared_data_of(place) for lane, place in places]
+    where = f"module '{acting.module_id}', lanes {', '.join(str(lane.index) for lane, _ in places)}"
+    return joint_pass(acting.forward.forward, batches, sizes, shared_data, where)
+
+
+class ModuleToAgents:
+    """A node that runs a module-to-env pipeline over every module's output and records the actions that come out.
+
+    pipelines    of each part: make `actions` (and maybe `actions_for_env`) out of outputs; their pieces see the module
+                 whose output they are given as `rl_module`
+    metrics      what the pieces see as `metrics`
+    threads      that torch uses meanwhile; None: as many as it is set to
+    """
+
+    def __init__(
+        self, pipelines: Sequence[ModuleToEnvPipeline], *, metrics: Any = None, threads: int | None = None
+    ) -> None:
+        self.pipelines = pipelines
+        self._threads = TorchThreads(threads)
+        self._metrics = metrics
+        self._checked: set[tuple[int, int]] = set()  # lane and module whose first actions have been looked at
+
+    def __call__(self, outputs: MultiAgentLane) -> MultiAgentLane:
+        """Work out the actions of all agents that are to act."""
+        lane = outputs
+        lane.actions = self._threads.run(self._all_actions, lane)
+        return lane
+
+    @property
+    def slowest_piece(self) -> str:
+        """Name of the piece that took most of its time."""
+        return slowest_piece(self.pipelines)
+
+    def _all_actions(self, lane: MultiAgentLane) -> list[tuple[Slots | None, Tree]]:
+        return [self._actions(lane, *each) for each in zip(lane.parts, self.pipelines, strict=True)]
+
+    def _actions(
+        self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline
+    ) -> tuple[Slots | None, Tree]:
+        """Slots i64[K] and actions `any[K, ...]` of all agents of a part that are to act; None for slots: all."""
+        made = []
+        for place, slots in part.by_module(part.acting):
+            try:
+                made.append(self._act(lane, part, pipeline, place, slots))
+            except Exception as error:
+                error.add_note(
+                    f"module '{lane.module_ids[place]}', lane {lane.index}, vector step {lane.vector_steps}, "
+                    f"agents {_agents_of(part, slots)}"
+                )
+                raise
+        return _for_envs(part, made)
+
+    def _act(
+        self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline, place: int, slots: Slots
+    ) -> tuple[Slots, Tree, Tree]:
+        """Act for slots i64[K]: these, actions that a piece made for environments (None: none), and those chosen."""
+        acting = acting_in(lane, place)
+        context = acting.module, acting.explore, self._metrics
+        batch = acted(pipeline, lane.batches[place], lane.shown[place], lane.shared_data_of(place), context)
+        if (lane.index, place) not in self._checked:
+            self._checked.add((lane.index, place))
+            check_first_actions(batch, part.part.recorded_space, part.part.action_space, len(slots))
+        convert_actions(batch, part.part.recorded_space, part.part.action_space)
+        part.record_actions(slots, batch, place, lane.policy_versions[place])
+        return slots, batch.get(Columns.ACTIONS_FOR_ENV), batch[Columns.ACTIONS]
+
+
+def _agents_of(part: AgentLane, slots: Slots) -> list[Any]:
+    """The agents that have these slots, each once."""
+    agents = part.part.agents
+    return [agents[place] for place in np.unique(slots % len(agents)).tolist()]
+
+
+def _for_envs(part: AgentLane, made: list[tuple[Slots, Tree, Tree]]) -> tuple[Slots | None, Tree]:
+    """Actions for the environments, in the slots' order: those chosen, or what a piece made of them."""
+    if all(actions is None for _, actions, _ in made):
+        return part.recorded_actions()
+    slots = np.concatenate([slots for slots, _, _ in made])
+    order = np.argsort(slots, kind="stable")
+    actions = map_tree(
+        lambda leaf: leaf[order], concatenate_trees([chosen if each is None else each for _, each, chosen in made])
+    )
+    return (None if len(slots) == part.layout.num_slots else slots[order]), actions
