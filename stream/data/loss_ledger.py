@@ -129,13 +129,16 @@ def origins_of(item: Any, nodes: Sequence[Any] = ()) -> Iterator[Origin]:
 class Losses:
     """Counts the losses of a run through the nodes of its graph.
 
-    are_counted    whether any node counts losses, by a method `take_ending`
+    makers      nodes with `origins_of`: they make batches
+    holders     nodes with `held`: they may hold items
+    counting    nodes with `take_ending`: they count losses
+
+    are_counted    whether any node counts losses
     """
 
-    def __init__(self, nodes: Iterable[Any]) -> None:
-        self._nodes = list(nodes)
-        self._makers = [node for node in self._nodes if hasattr(node, "origins_of")]
-        self.are_counted = any(hasattr(node, "take_ending") for node in self._nodes)
+    def __init__(self, *, makers: Sequence[Any], holders: Sequence[FragmentHolder], counting: Sequence[Any]) -> None:
+        self._makers, self._holders, self._counting = makers, holders, counting
+        self.are_counted = bool(counting)
 
     def drop(self, item: Any) -> None:
         """Count an item that an edge has dropped."""
@@ -148,11 +151,10 @@ class Losses:
         error      the error that ended the run; None: there was none
         """
         cause = cause_of(error)
-        for holder in (*holders, *(node for node in self._nodes if hasattr(node, "held"))):
+        for holder in (*holders, *self._holders):
             self._lose(list(holder.held()), cause)
-        for node in self._nodes:
-            if hasattr(node, "take_ending"):
-                node.take_ending(cause)
+        for node in self._counting:
+            node.take_ending(cause)
 
     def _lose(self, item: Any, cause: str) -> None:
         for origin in origins_of(item, self._makers):

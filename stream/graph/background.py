@@ -3,51 +3,16 @@
 `Waiter` blocks a thread without an event loop. `BackgroundWatch` wakes a chain that is a task of an event loop.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import anyio
 import anyio.abc
 
 from rollflow.stream.data.system import POLLIN, make_poll
 from rollflow.stream.graph.meter import NodeMeter, clock
-from rollflow.stream.graph.node import ending_quietly
+from rollflow.stream.graph.node import Background, ending_quietly
 from rollflow.stream.graph.wakeup import Wakeup
-
-
-class Background(Protocol):
-    """A synchronous node that takes items and gives its outputs later.
-
-    A call with an item returns None. The outputs come from `completed()`. The node may have a method `hasten()`, called
-    when no more items will be asked for: unfinished work may then come back as it is.
-
-    All methods are called in the thread that the graph runs in. The descriptor says that another thread or process has
-    completed something.
-    """
-
-    @property
-    def in_flight(self) -> int:
-        """Number of items that were taken and have no output yet."""
-        ...
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds after which `completed` is to be called even if the descriptor is silent; None: never."""
-        ...
-
-    def fileno(self) -> int:
-        """A descriptor that is readable once something is completed; -1: `completed` never has to be waited for."""
-        ...
-
-    def completed(self) -> Iterable[Any]:
-        """The outputs since the last call, without waiting for more. Raises the error of a failed item."""
-        ...
-
-
-def is_background(node: Any) -> bool:
-    """True if a node is a `Background` node."""
-    return hasattr(node, "completed") and hasattr(node, "in_flight")
 
 
 class AtWork:

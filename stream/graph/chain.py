@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollflow.stream.graph.background import Background, is_background
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
-from rollflow.stream.graph.node import Gate, note_node
+from rollflow.stream.graph.node import Background, GateMethods, NodeMethods, note_node
 from rollflow.stream.graph.port import Edge, Port
 
 if TYPE_CHECKING:
@@ -55,22 +54,23 @@ class Chain:
         self.names = list(names)
         self.runnable: deque[tuple[Deliver, Any]] = deque()
         self.pending: deque[tuple[Edge, Any, NodeMeter]] = deque()
-        self.parked: list[tuple[Gate, Deliver, Any]] = []
+        self.parked: list[tuple[GateMethods, Deliver, Any]] = []
         self.reopened = False
         self.on_gate: Callable[[], None] = _nothing
         self._graph = graph
-        self._nodes = [graph.nodes[name].node for name in names]
+        self._methods = [graph.nodes[name].methods for name in names]
         self._meters = meters
         self._raised_on: list[Any] = []  # items whose call raised
         # In the order of the flow: later nodes may then take the outputs of earlier ones in the same `collect`.
         self.background: list[tuple[Background, NodeMeter]] = [
-            (graph.nodes[name].node, meters[name]) for name in self.names if is_background(graph.nodes[name].node)
+            (methods.background, meters[name])
+            for name, methods in zip(names, self._methods, strict=True)
+            if methods.background is not None
         ]
         self.mark = self._mark = [0, -1] if mark is None else mark
         self._mark[1] = -1
         self.thread = 0
         self._numbers = {name: number for number, name in enumerate(meters)}
-        self._collected: deque[tuple[str, Any]] = deque()  # (name of a node, its output)
         self._steps: dict[str, Deliver] = {}
         self._routes: dict[str, Deliver] = {}
         for name in reversed(self.names):
@@ -84,9 +84,9 @@ class Chain:
         """The function that `carry` calls with an item that arrives at an inlet."""
         return self._steps[port[0]]
 
-    def node_of(self, name: str) -> Any:
-        """A node of the chain, by its name."""
-        return self._graph.nodes[name].node
+    def methods_of(self, name: str) -> NodeMethods:
+        """Optional methods of a node of the chain, by its name."""
+        return self._graph.nodes[name].methods
 
     def is_sink(self, name: str) -> bool:
         """True if a node of the chain has no outputs."""
@@ -95,16 +95,16 @@ class Chain:
     @property
     def can_start(self) -> bool:
         """True if a node has a `start()`, which sends the first items."""
-        return any(hasattr(node, "start") for node in self._nodes)
+        return any(methods.start is not None for methods in self._methods)
 
     @property
     def is_done(self) -> bool:
         """True if a node's `done` says that it wants no more items."""
-        return any(getattr(node, "done", False) for node in self._nodes)
+        return any(methods.done() for methods in self._methods)
 
     def start(self) -> Iterator[None]:
         """Carry the outputs of the nodes' `start()` through the chain, one at each step of the iterator."""
-        return self._carry_all("start")
+        return self._carry_all([methods.start for methods in self._methods])
 
     def pump(self) -> None:
         """Carry the oldest runnable item through the chain. Raises what a node raises, with the node's name noted."""
@@ -141,23 +141,22 @@ class Chain:
     @property
     def in_flight(self) -> int:
         """Number of items with background nodes."""
-        return len(self._collected) + sum(node.in_flight for node, _ in self.background)
+        return sum(node.in_flight for node, _ in self.background)
 
     def collect(self) -> bool:
         """Carry the outputs of background nodes through the chain; return True if there were any."""
         found = False
         for node, meter in self.background:
-            if node.in_flight:
-                self._complete(node, meter)
-            found = self._route_collected() or found
+            for output in self._completed(node, meter) if node.in_flight else ():
+                found = True
+                self._call(self._routes[meter.name], output)
         return found
 
-    def _complete(self, node: Background, meter: NodeMeter) -> None:
-        mark, collected, name = self._mark, self._collected, meter.name
+    def _completed(self, node: Background, meter: NodeMeter) -> list[Any]:
+        mark, name = self._mark, meter.name
         mark[0], mark[1] = clock(), self._numbers[name]
         try:
-            for output in node.completed():
-                collected.append((name, output))
+            outputs = list(node.completed())
         except Exception as error:
             note_node(error, name)
             raise
@@ -166,25 +165,18 @@ class Chain:
         now = clock()
         _count(meter, mark[0], now)
         mark[0] = now
-
-    def _route_collected(self) -> bool:
-        """Carry collected outputs through the chain; return True if there were any."""
-        collected, found = self._collected, bool(self._collected)
-        while collected:
-            name, output = collected.popleft()
-            self._call(self._routes[name], output)
-        return found
+        return outputs
 
     @property
     def holder(self) -> str | None:
         """The name of the first gate holder that parked items wait for; None: no gate names one."""
-        return next((name for gate, _, _ in self.parked if (name := getattr(gate, "holder", None)) is not None), None)
+        return next((name for gate, _, _ in self.parked if (name := gate.holder()) is not None), None)
 
     def hasten(self) -> None:
         """Tell background nodes to return unfinished work as it is: no more items will be asked for."""
-        for node, _ in self.background:
-            if hasattr(node, "hasten"):
-                node.hasten()
+        for methods in self._methods:
+            if methods.hasten is not None:
+                methods.hasten()
 
     def unpark(self) -> bool:
         """Make parked items runnable that their gates admit now; return True if there were any."""
@@ -200,7 +192,7 @@ class Chain:
     def finish(self) -> Iterator[None]:
         """Discard runnable and parked items, then carry the outputs of the nodes' `finish()`, one at each step."""
         self.give_up()
-        yield from self._carry_all("finish")
+        yield from self._carry_all([methods.finish for methods in self._methods])
         self.give_up()
 
     def held(self) -> list[Any]:
@@ -215,7 +207,7 @@ class Chain:
     def close(self) -> None:
         """Let go of all items, and of the functions that call the nodes: no more items are carried."""
         self.give_up()
-        for items in (self.pending, self._collected, self._raised_on, self._steps, self._routes):
+        for items in (self.pending, self._raised_on, self._steps, self._routes):
             items.clear()
         self.on_gate = _nothing
         for gate in self._gates:
@@ -225,9 +217,8 @@ class Chain:
         self.reopened = True
         self.on_gate()
 
-    def _carry_all(self, method: str) -> Iterator[None]:
-        for name, node in zip(self.names, self._nodes, strict=True):
-            function = getattr(node, method, None)
+    def _carry_all(self, functions: Sequence[Callable[[], Iterable[Any] | None] | None]) -> Iterator[None]:
+        for name, function in zip(self.names, functions, strict=True):
             if function is not None:
                 for output in self._outputs_of(name, function):
                     self._call(self._routes[name], output)
@@ -254,10 +245,12 @@ class Chain:
 
     def _step(self, name: str) -> Deliver:
         """A function that calls a node with an item, and routes the output on."""
-        node = self._graph.nodes[name].node
-        call: Callable[[Any], Any] = node
+        spec = self._graph.nodes[name]
+        call: Callable[[Any], Any] = spec.node
         meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
-        calls = CallTimes() if is_background(node) else meter.calls  # to hand an item over is no call of its own
+        calls = (
+            CallTimes() if spec.methods.background is not None else meter.calls
+        )  # to hand an item over is no call of its own
         recent = calls.recent.append
 
         def step(item: Any) -> None:
@@ -327,11 +320,11 @@ class Chain:
             return lambda item: runnable.append((steps[target], item))
         return self._steps[target]
 
-    def _deliver_gated(self, gate: Gate, target: str) -> Deliver:
-        step = self._steps[target]
+    def _deliver_gated(self, gate: GateMethods, target: str) -> Deliver:
+        step, admits = self._steps[target], gate.admits
 
         def deliver(item: Any) -> None:
-            if gate.admits(item):
+            if admits(item):
                 step(item)
             else:
                 self.parked.append((gate, step, item))

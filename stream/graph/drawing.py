@@ -67,8 +67,8 @@ def _task_line(graph: "Graph", group: list[str]) -> str:
     where = "worker thread" if graph.place_of(group[0]) == "thread" else "inline"
     if group[0] in graph.slowing_sinks():
         where = "inline, as asked for: its calls hold up the run"
-    nodes = [graph.nodes[name].node for name in group]
-    details = [text for node in nodes if hasattr(node, "describe") and (text := node.describe())]
+    describing = [describe for name in group if (describe := graph.nodes[name].methods.describe) is not None]
+    details = [text for describe in describing if (text := describe())]
     return f"{prefix.rstrip('/') + '   ' if prefix else ''}{shown}   {', '.join(['one task', *details, where])}"
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.stream.data.errors import GraphError
-from rollflow.stream.graph.background import is_background
 from rollflow.stream.graph.channel import Overflow
 from rollflow.stream.graph.drawing import explain, mermaid, shape
 from rollflow.stream.graph.meter import CallTimes, NodeMeter
-from rollflow.stream.graph.node import Gate
+from rollflow.stream.graph.node import Gate, NodeMethods, gate_methods, node_methods
 from rollflow.stream.graph.port import (
     Edge,
     NodeSpec,
@@ -61,6 +60,7 @@ class Graph:
         self._added: dict[str, Any] = {}  # nodes by name, composite ones as a whole
         self._composites: dict[str, tuple[dict[str, Port], dict[str, Port]]] = {}
         self.wholes: dict[str, Any] = {}  # prefix of the names of a composite node's parts -> the composite node
+        self.methods_of_wholes: dict[str, NodeMethods] = {}  # by the same prefixes
         self._tasks: dict[str, str] | None = None
 
     # Drawing
@@ -126,12 +126,14 @@ class Graph:
             raise GraphError(
                 f"{'.'.join(outlet)} gives {type_name(sent)}, but {'.'.join(inlet)} takes {type_name(taken)}"
             ).see("graph")
-        edge = Edge(outlet, inlet, capacity, overflow, feedback, gate)
-        if gate is not None and (feedback or not self._may_chain(edge)):
-            raise GraphError(
-                f"{edge.name}: a gate stands only between synchronous, inline nodes, on an edge without a capacity "
-                "that is no feedback edge"
-            )
+        edge = Edge(outlet, inlet, capacity, overflow, feedback)
+        if gate is not None:
+            if feedback or not self._may_chain(edge):
+                raise GraphError(
+                    f"{edge.name}: a gate stands only between synchronous, inline nodes, on an edge without a capacity "
+                    "that is no feedback edge"
+                )
+            edge = replace(edge, gate=gate_methods(f"the gate of {edge.name}", gate))
         if any((each.source, each.target) == (outlet, inlet) for each in self.edges):
             raise GraphError(f"{edge.name}: these are connected already")
         self._tasks = None
@@ -240,18 +242,17 @@ class Graph:
 
     def report_notes(self) -> tuple[str, ...]:
         """Sentences of rollflow's nodes for a report."""
-        return tuple(note for spec in self.nodes.values() for note in getattr(spec.node, "report_notes", ()))
+        return tuple(note for spec in self.nodes.values() for note in spec.methods.report_notes())
 
     def slowest_pieces(self) -> dict[str, str]:
         """Node -> name of the connector piece that took most of its time, for those that run pieces."""
-        found = {name: getattr(spec.node, "slowest_piece", "") for name, spec in self.nodes.items()}
+        found = {name: spec.methods.slowest_piece() for name, spec in self.nodes.items()}
         return {name: piece for name, piece in found.items() if piece}
 
     def meters(self) -> dict[str, NodeMeter]:
         """A meter for each node; a node that works elsewhere has `call_times` of its own."""
         return {
-            name: NodeMeter(name, calls=getattr(spec.node, "call_times", None) or CallTimes())
-            for name, spec in self.nodes.items()
+            name: NodeMeter(name, calls=spec.methods.call_times() or CallTimes()) for name, spec in self.nodes.items()
         }
 
     def place_of(self, name: str) -> Where:
@@ -262,7 +263,7 @@ class Graph:
         spec = self.nodes[name]
         if spec.where is not None:
             return spec.where
-        is_sink = not (spec.is_async or spec.outlets or is_background(spec.node))
+        is_sink = not (spec.is_async or spec.outlets or spec.methods.background is not None)
         return "thread" if is_sink and self.is_fed_by_drops(name) else "inline"
 
     def is_fed_by_drops(self, name: str) -> bool:
@@ -353,18 +354,20 @@ class Graph:
         ]
         if inner is not node:
             self.wholes[prefix] = node
+            self.methods_of_wholes[prefix] = node_methods(prefix[:-1], node, is_composite=True)
         self.wholes |= {prefix + name: whole for name, whole in inner.wholes.items()}
+        self.methods_of_wholes |= {prefix + name: methods for name, methods in inner.methods_of_wholes.items()}
         outlets = {export: within(prefix, edge.source) for export, edge in inner.outputs.items()}
         inlets = {export: within(prefix, port) for export, port in inner.inputs.items()}
         return inlets, outlets
 
     def _tell_sources(self, names: Iterable[str], *, is_all: bool) -> None:
         """Call `take_sources` of the nodes that have it, and expand composite nodes again where they ask for it."""
-        asking = [(name, self.nodes[name].node) for name in names if hasattr(self.nodes[name].node, "take_sources")]
-        for name, node in asking:
+        asking = [(name, take) for name in names if (take := self.nodes[name].methods.take_sources) is not None]
+        for name, take_sources in asking:
             try:
                 drops = may_drop_before(name, self.edges)
-                changed = list(node.take_sources(self.sources_of(name), drops=drops, is_all=is_all))
+                changed = list(take_sources(self.sources_of(name), drops=drops, is_all=is_all))
             except Exception as error:
                 error.add_note(f"in node '{name}'")
                 raise

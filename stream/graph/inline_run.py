@@ -55,7 +55,6 @@ class InlineRun:
         self.chain = self._chain = Chain(graph, graph.flow_order(), self._meters, mark)
         self.is_starting = False
         self._failure: BaseException | None = None
-        self._settles = False  # whether it waits for background nodes, to finish
         self._waiter = Waiter(self._chain.background, *(each for each in (bell, interruption) if each is not None))
         self._bell, self._interruption = bell, interruption
         self._state = "new"
@@ -156,12 +155,8 @@ class InlineRun:
 
     def _step(self) -> bool:
         """Carry one more output of the nodes' `start` or `finish`; return True if there was one."""
-        try:
-            for _ in self._steps or ():
-                return True
-        except BaseException:
-            self._steps = self._finish() if self._settles else None
-            raise
+        for _ in self._steps or ():
+            return True
         self._steps = None
         return False
 
@@ -180,13 +175,11 @@ class InlineRun:
         chain = self._chain
         chain.give_up()
         chain.hasten()
-        self._settles = True
         while chain.in_flight:
             if not chain.collect() and chain.in_flight:
                 self._waiter.wait()
             chain.give_up()
             yield
-        self._settles = False
         yield from chain.finish()
 
     @property

@@ -5,7 +5,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Inlet, Outlet, Overflow, Unsent
-from rollflow.stream.graph.node import Gate
+from rollflow.stream.graph.node import GateMethods, NodeMethods, node_methods
 
 Where = Literal["inline", "thread"]
 
@@ -25,6 +25,8 @@ class NodeSpec:
     where              place that was asked for; None: `Graph.place_of` decides
     inlets, outlets    name -> type of the items
     has_fields         whether a synchronous node returns a NamedTuple, one field per outlet
+    methods            optional methods of the node, looked up once
+    run                asynchronous function of the inlets and outlets; None: the node is synchronous
     generator          parameter of an asynchronous node that takes a random generator; None: there is none
     """
 
@@ -35,12 +37,14 @@ class NodeSpec:
     inlets: Mapping[str, Any]
     outlets: Mapping[str, Any]
     has_fields: bool
+    methods: NodeMethods
+    run: Callable[..., Awaitable[None]] | None = None
     generator: str | None = None
 
     @property
     def starts(self) -> bool:
         """True if the node can send items before it has got any."""
-        return self.is_async or not self.inlets or hasattr(self.node, "start")
+        return self.is_async or not self.inlets or self.methods.start is not None
 
 
 def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
@@ -52,31 +56,9 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
     `Outlet[...]`. A parameter annotated `numpy.random.Generator` gets a generator that follows from the run's seed and
     the node's name.
 
-    A synchronous node may have
-
-        start()     its outputs are sent before any item has come
-        finish()    its outputs are sent after the last item
-        done        True when a source of a ring wants no more items
-        where       "inline" or "thread"; without it a sink behind edges that drop is called in a thread, and any other
-                    node inline
-
-    Any node may have
-
-        take_report(report)   called in an event loop when the run begins, with what gives its report at any time
-        take_trace(name, trace)
-                              called with its name and a `FragmentTrace` when a trace begins, with None at its end
-        close()               called once when the run is over
-        take_failure(error)   called before `close`, in an event loop, if a node has raised
-        take_drain()          called when the run is drained
-        take_ending(cause)    called with "closed" or "failed" when the run has ended
-        describe()            text for `Graph.explain`
-        at_work(name)         what it works on or waits for right now, for the stall doctor: see `AtWork`
-        held()                items taken and not passed on: their fragments count as lost when the run ends
-        origins_of(batch)     of a node that makes batches: the origins of the fragments in one
-        take_sources(sources, *, drops, is_all)
-                              called with the nodes that lead to it (`Graph.sources_of`), and whether an edge
-                              between may drop items: after each new edge before it and, with `is_all`, at
-                              validation. Returns the composite nodes that are to be expanded again by `graph()`
+    A synchronous node may have an attribute `where`, "inline" or "thread". Without it a sink behind edges that drop is
+    called in a thread, and any other node inline. What else a node may have is in the protocols of `node.py`: `Source`,
+    `Processor`, `Sink`, `Background`, `Observable`.
     """
     if isinstance(node, type) and any({"__call__", "run"} & vars(each).keys() for each in node.__mro__):
         raise GraphError(f"node '{name}' is the class {node.__name__}, expected {node.__name__}(…)").see("node")
@@ -158,7 +140,7 @@ class _EachItem:
         """Its ports, as those of a synchronous node with the same annotations."""
         found = _sync_spec(name, self._call, "inline")
         self._has_fields = found.has_fields
-        return replace(found, node=self, is_async=True)
+        return replace(found, node=self, is_async=True, run=self.run)
 
     async def run(self, **ends: Any) -> None:
         """Call the function with one item after the other."""
@@ -196,7 +178,8 @@ def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
                 f"node '{name}': parameter '{parameter.name}' of {run.__name__} {has}, expected Inlet[...], "
                 f"Outlet[...] or numpy.random.Generator{_ITEM if run is node else ''}"
             )
-    return NodeSpec(name, node, True, "inline", inlets, outlets, False, generator)
+    methods = node_methods(name, node)
+    return NodeSpec(name, node, True, "inline", inlets, outlets, False, methods, run, generator)
 
 
 def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:
@@ -233,7 +216,7 @@ def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:
     if placed not in (None, "inline", "thread"):
         raise GraphError(f"node '{name}': where is {placed!r}, expected 'inline' or 'thread'")
     inlets = {parameters[0].name: hints.get(parameters[0].name, Any)}
-    return NodeSpec(name, node, False, placed, inlets, outlets, has_fields)
+    return NodeSpec(name, node, False, placed, inlets, outlets, has_fields, node_methods(name, node))
 
 
 def _gives_no_items(call: Any) -> bool:
@@ -290,7 +273,7 @@ class Edge:
     capacity: int | None
     overflow: Overflow = "block"
     feedback: bool = False
-    gate: Gate | None = None
+    gate: GateMethods | None = None
     is_output: bool = False  # the target is the graph's own name and that of one of its outputs
 
     @property

@@ -7,7 +7,7 @@ are cancelled.
 
 import logging
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -65,7 +65,12 @@ class Run:
         self.meters = graph.meters()
         self._holders = WaitAttribution()
         self.caller = NodeMeter(CALLER)
-        self._losses = Losses(spec.node for spec in graph.nodes.values())
+        specs = graph.nodes.values()
+        self._losses = Losses(
+            makers=[spec.node for spec in specs if spec.methods.origins_of is not None],
+            holders=[spec.node for spec in specs if spec.methods.held is not None],
+            counting=[spec.node for spec in specs if spec.methods.take_ending is not None],
+        )
         self.chains: list[Chain] = []
         self.channels: dict[Edge, Channel[Any]] = {
             edge: Channel(edge.name, edge.capacity or 1, edge.overflow, self._lose_at(edge))
@@ -143,8 +148,8 @@ class Run:
         for stop in self._stops:
             stop()
         for spec in self.graph.nodes.values():
-            if hasattr(spec.node, "take_drain"):
-                spec.node.take_drain()
+            if spec.methods.take_drain is not None:
+                spec.methods.take_drain()
 
     def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start one task for every chain and every other node."""
@@ -167,8 +172,8 @@ class Run:
             task = partial(self._counted, name, function)
             tasks.start_soon(ending_quietly, task, name=f"{self.graph.name}/{name}")
         for spec in self.graph.nodes.values():
-            if hasattr(spec.node, "take_report"):
-                spec.node.take_report(self.report)
+            if spec.methods.take_report is not None:
+                spec.methods.take_report(self.report)
         self.doctor.start(tasks)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -185,8 +190,8 @@ class Run:
         self._ended_at = clock()
         if failure is not None:
             for spec in self.graph.nodes.values():
-                if hasattr(spec.node, "take_failure"):
-                    spec.node.take_failure(failure)
+                if spec.methods.take_failure is not None:
+                    spec.methods.take_failure(failure)
         try:
             close_nodes(self.graph)
         finally:
@@ -332,7 +337,6 @@ class Run:
         ends: dict[str, Inlet[Any] | Outlet[Any]] = {}
         for port in spec.inlets:
             ends[port] = Inlet(self._channels_into((spec.name, port)), meter, self._holders)
-        run = spec.node if not hasattr(spec.node, "run") else spec.node.run
         randomness = {} if spec.generator is None else {spec.generator: generator_for(self.seed, spec.name)}
         self._hold(spec.name, *ends.values())
         with anyio.CancelScope() as scope:
@@ -345,7 +349,8 @@ class Run:
                 await anyio.lowlevel.checkpoint_if_cancelled()
             meter.begin_life()
             try:
-                self.at[spec.name] = running = run(**ends, **randomness)
+                assert spec.run is not None
+                self.at[spec.name] = running = spec.run(**ends, **randomness)
                 await running
             except Exception as error:
                 note_node(error, spec.name)
@@ -380,19 +385,18 @@ class Run:
                 del error  # whose traceback refers to this frame
             return output
 
-        async def carry(method: str) -> None:
-            function = getattr(spec.node, method, None)
+        async def carry(function: Callable[[], Iterable[Any] | None] | None) -> None:
             if function is not None:
                 await unsent.send(await call(lambda: list(function() or ())))
 
-        await carry("start")
-        if hasattr(spec.node, "start"):
+        await carry(spec.methods.start)
+        if spec.methods.start is not None:
             self._on_stop(partial(self._give_up_cycles, [spec.name]))
         async for item in inlet:
             output = await call(spec.node, item)
             if output is not None:
                 await unsent.send([output])
-        await carry("finish")
+        await carry(spec.methods.finish)
         self._close_ends(spec)
 
     # Channels

@@ -4,7 +4,7 @@ A look is read from counters and marks that tasks write for themselves, from ano
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -17,7 +17,7 @@ from rollflow.stream.data.errors import StallError
 from rollflow.stream.graph.chain import Chain
 from rollflow.stream.graph.drawing import run_snapshot
 from rollflow.stream.graph.meter import NodeMeter, clock
-from rollflow.stream.graph.node import ending_quietly
+from rollflow.stream.graph.node import Background, NodeMethods, ending_quietly
 from rollflow.stream.graph.tracing import Traceable, Tracing
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.diagnosis import Diagnosis
@@ -91,7 +91,8 @@ class RunDoctor:
 
     def signs(self) -> Sequence[Sign]:
         """Silent faults of composite nodes, and of the event loop."""
-        found = [(prefix, each) for prefix, whole in self._wholes("signs") for each in whole.signs()]
+        wholes = self._run.graph.methods_of_wholes.items()
+        found = [(prefix[:-1], each) for prefix, whole in wholes if whole.signs is not None for each in whole.signs()]
         of_nodes = [Sign(f"{prefix} {sign.kind}", f"{prefix}: {sign.text}") for prefix, sign in found]
         return *of_nodes, *self._signs_of_loop()
 
@@ -106,7 +107,11 @@ class RunDoctor:
             "kind": "graph",
             "name": graph.name,
             **run_snapshot(graph, self._run.report(), self.look(), self.diagnose()),
-            "parts": {name: whole.snapshot() for name, whole in self._wholes("snapshot")},
+            "parts": {
+                prefix[:-1]: whole.snapshot()
+                for prefix, whole in graph.methods_of_wholes.items()
+                if whole.snapshot is not None
+            },
         }
 
     def end_stalled(self, error: StallError) -> None:
@@ -123,11 +128,6 @@ class RunDoctor:
     def _with_reader(self) -> Traceable:
         found = self.traceable
         return found._replace(meters=[*found.meters, self._run.caller])
-
-    def _wholes(self, method: str) -> list[tuple[str, Any]]:
-        """The composite nodes that have a method, by their names."""
-        wholes = self._run.graph.wholes.items()
-        return [(prefix.rstrip("/"), whole) for prefix, whole in wholes if hasattr(whole, method)]
 
     def _listen(self) -> None:
         """Count a look at which the event loop has given no sign of life; ask it for the next one where it has.
@@ -241,7 +241,7 @@ def chain_waits(
     number, since = chain.mark[1], chain.mark[0]
     name, age_s = _name_of(chain), max(clock() - since, 0) / 1e9
     items = sum(meters[each].items for each in chain.names)
-    working = [wait for node, meter in chain.background for wait in _background(node, meter)]
+    working = [wait for node, meter in chain.background for wait in _background(chain, node, meter)]
     if number >= 0 and not (working and age_s < _BRIEF_S):
         called = list(meters)[number]
         call = _call(chain, called, meters[called].items, (number, since), age_s)
@@ -258,8 +258,7 @@ def chain_waits(
         yield from working
         return
     gates = list({id(gate): gate for gate, _, _ in list(chain.parked)}.values())
-    refusing = [gate.waits_for() for gate in gates if hasattr(gate, "waits_for")]
-    holders = [wait for wait in refusing if wait is not None]
+    holders = [wait for gate in gates if (wait := gate.waits_for()) is not None]
     if gates:
         doing = "waits at a gate"
         yield Wait(name, "waits", doing, on=tuple(wait.name for wait in holders), mark=(items, len(chain.parked)))
@@ -272,18 +271,18 @@ def _call(chain: Chain, name: str, calls: int, mark: Any, age_s: float) -> Wait:
     """The call that a chain is in, as its node describes it."""
     stack = partial(stack_of_thread, chain.thread)
     is_background = any(meter.name == name for _, meter in chain.background)  # what it works on is not this call
-    for wait in () if is_background else _asked(chain.node_of(name), name):
+    for wait in () if is_background else _asked(chain.methods_of(name), name):
         done = wait.calls if wait.limit == "reset" else calls  # resets are not what the meter counts
         return Wait(name, "call", wait.doing, (), mark, age_s, done, wait.where, wait.limit, wait.remedy, stack=stack)
     limit: Limit | None = "sink" if chain.is_sink(name) else None
     return Wait(name, "call", "is in its call", (), mark, age_s, calls, limit=limit, stack=stack)
 
 
-def _background(node: Any, meter: NodeMeter) -> list[Wait]:
+def _background(chain: Chain, node: Background, meter: NodeMeter) -> list[Wait]:
     """What a background node works on; nothing where it has no items."""
     if not node.in_flight:
         return []
-    asked = list(_asked(node, meter.name))
+    asked = list(_asked(chain.methods_of(meter.name), meter.name))
     doing = f"has {node.in_flight} items in work"
     return asked or [Wait(meter.name, "call", doing, mark=(meter.items, node.in_flight), calls=meter.items)]
 
@@ -293,7 +292,7 @@ def _node_waits(run: "Run", spec: "NodeSpec", tasks: dict[str, str]) -> list[Wai
     name, meter = spec.name, run.meters[spec.name]
     mark = meter.items, meter.busy_ns, meter.blocked_ns
     full = _full_from(run, [name], tasks) if meter.is_blocked else []
-    asked = list(_asked(spec, name))
+    asked = list(_asked(spec.methods, name))
     if full or (meter.is_blocked and not asked):
         doing = f"waits for room in {', '.join(edge for _, edge in full) or 'an edge'}"
         return [Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=mark, remedy=_to_read(full))]
@@ -319,12 +318,9 @@ def _stack(run: "Run", name: str) -> Any:
     return stack_of_coroutine(where) or stack_of_thread(run.thread)
 
 
-def _asked(node: Any, name: str) -> Iterator[Wait]:
+def _asked(methods: NodeMethods, name: str) -> Iterable[Wait]:
     """What a node says itself that it is at."""
-    node = getattr(node, "node", node)
-    at_work = getattr(node, "at_work", None)
-    if at_work is not None:
-        yield from at_work(name)
+    return () if methods.at_work is None else methods.at_work(name)
 
 
 def _into(run: "Run", chain: Chain, tasks: dict[str, str]) -> list[str]:

@@ -81,8 +81,8 @@ class Tracing:
         self._rollouts = {}
         self.fragments = self._of("")
         for name, spec in run.graph.nodes.items():
-            if hasattr(spec.node, "take_trace"):
-                spec.node.take_trace(name, self._of("".join(name.rpartition("/")[:2])))
+            if spec.methods.take_trace is not None:
+                spec.methods.take_trace(name, self._of("".join(name.rpartition("/")[:2])))
         self.follow()
 
     def follow(self) -> None:
@@ -119,8 +119,8 @@ class Tracing:
             if busy is not None and meter.name in under_way:
                 busy.busy(now - under_way[meter.name], now)
         for name, spec in run.graph.nodes.items():
-            if hasattr(spec.node, "take_trace"):
-                spec.node.take_trace(name, None)
+            if spec.methods.take_trace is not None:
+                spec.methods.take_trace(name, None)
 
     def _of(self, prefix: str) -> FragmentTrace:
         assert self._trace is not None
