@@ -1,0 +1,146 @@
+"""What a node and a gate may have beside: looked up once, with defaults, and refused where it can't be called."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollflow.stream import Graph, GraphError, InlineRun
+from rollflow.stream.graph.node import Background, Observable, Processor, Sink, Source, node_methods
+
+
+class Node:
+    """A node that has what it is given."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+    def __call__(self, item: int) -> int | None:
+        return item
+
+
+def takes_a_name(name: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"start": 3}, r"node 'it' has start = 3, expected a method start\(\), as Source has it"),
+        ({"finish": takes_a_name}, r"node 'it' has finish\(name.*, expected a method finish\(\), as Processor has it"),
+        ({"take_ending": lambda: None}, r"has take_ending\(\), expected a method take_ending\(cause\), as Sink has it"),
+        ({"take_trace": takes_a_name}, r"expected a method take_trace\(name, trace\), as Observable has it"),
+        (
+            {"take_sources": lambda sources: ()},
+            r"expected a method take_sources\(sources, \*, drops, is_all\), as Processor has it",
+        ),
+        (
+            {"in_flight": 0, "completed": lambda: ()},
+            r"node 'it' is Node without fileno\(\), patience, expected what Background has",
+        ),
+    ],
+)
+def test_what_can_not_be_called_is_refused_when_the_graph_is_drawn(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(GraphError, match=told) as raised:
+        Graph().add(it=Node(**given))
+    assert raised.value.__notes__ == ["see docs/how_to/graphs.md#nodes"]
+
+
+def test_a_plain_node_has_none_of_it() -> None:
+    methods = node_methods("it", Node())
+    assert not methods.done()
+    assert methods.report_notes() == ()
+    assert methods.slowest_piece() == ""
+    read = ("done", "report_notes", "slowest_piece", "call_times")
+    rest = [getattr(methods, name) for name in methods.__slots__ if name not in read]
+    assert set(rest) == {None}
+
+
+def test_who_inherits_has_the_defaults_and_they_count_as_none() -> None:
+    class Inherits(Source, Processor, Sink, Observable):
+        def __call__(self, item: int) -> int:
+            return item
+
+        def describe(self) -> str:
+            return "inherits"
+
+    methods = node_methods("it", Inherits())
+    assert methods.describe is not None
+    assert methods.describe() == "inherits"
+    assert (methods.start, methods.finish, methods.held, methods.close, methods.take_trace) == (None,) * 5
+    assert not methods.done()
+
+
+def test_a_background_node_may_hasten() -> None:
+    class Works(Background):
+        in_flight, patience = 0, None
+
+        def __call__(self, item: int) -> int | None: ...
+
+        def fileno(self) -> int:
+            return -1
+
+        def completed(self) -> list[int]:
+            return []
+
+    node = Works()
+    assert node_methods("it", node).background is node
+    assert node_methods("it", node).hasten is None
+    node.hasten = lambda: None  # type: ignore[method-assign]
+    assert node_methods("it", node).hasten is not None
+
+
+def test_what_changes_is_read_when_it_is_asked_for() -> None:
+    node = Node(done=False, report_notes=["one"])
+    methods = node_methods("it", node)
+    node.done, node.report_notes = True, ["one", "two"]  # type: ignore[attr-defined]
+    assert methods.done()
+    assert methods.report_notes() == ["one", "two"]
+
+
+class Shut:
+    """A gate that admits nothing."""
+
+    def admits(self, item: int) -> bool:
+        return False
+
+    def watch(self, changed: Callable[[], None]) -> None: ...
+
+
+class Started(Node):
+    def start(self) -> list[int]:
+        return [1]
+
+
+def gated(gate: Any) -> Graph:
+    graph = Graph()
+    graph.add(source=Started(), target=Node())
+    graph.connect("source", "target", gate=gate)
+    graph.connect("target", "source", feedback=True)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"admits": None}, r"the gate of source.out → target.item is Wrong without admits\(item\), expected what Gate"),
+        ({"watch": lambda self: None}, r"has watch\(\), expected a method watch\(changed\), as Gate has it"),
+        ({"waits_for": 7}, r"has waits_for = 7, expected a method waits_for\(\), as ObservableGate has it"),
+    ],
+)
+def test_a_gate_that_is_none_is_refused_when_its_edge_is_drawn(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(GraphError, match=told):
+        gated(type("Wrong", (Shut,), wrong)())
+
+
+@pytest.mark.parametrize("holder", [None, "trainer"])
+def test_the_holder_of_a_gate_is_asked_for_when_items_are_parked(holder: str | None) -> None:
+    gate: Any = Shut()
+    with InlineRun(gated(gate)) as run:
+        gate_of_its_own = run.chain.parked[0][0] if run.chain.parked else None
+        assert run.next_outputs() == []
+        assert gate_of_its_own is not None
+        assert run.chain.holder is None
+    named = type("Named", (Shut,), {"holder": holder})()
+    with InlineRun(gated(named)) as run:
+        run.next_outputs()
+        assert run.chain.holder == holder
