@@ -42,24 +42,6 @@ class WatchesForward(NumberedModule):
         return super()._forward(batch, **kwargs)
 
 
-def test_everything_runs_in_the_loops_thread_whatever_else_is_asked_for() -> None:
-    WatchesForward.threads = set()
-    pieces = [Watches(), Watches(), Watches()]
-    with Rollout(
-        numbered_envs(4)[1],
-        module=WatchesForward(),
-        fragment_length=8,
-        num_fragments=3,
-        env_to_module_connector=lambda env: pieces[0],
-        module_to_env_connector=lambda env: pieces[1],
-        learner_connector=lambda obs_space, act_space: pieces[2],
-        debug=True,
-        **THREADED,
-    ) as rollout:
-        assert sum(1 for _ in rollout.batches()) == 3
-    assert WatchesForward.threads.union(*(piece.threads for piece in pieces)) == {get_ident()}
-
-
 class WatchesAgents(SerialModule):
     threads: set[int]
 
@@ -79,31 +61,47 @@ class WatchedAgents(NumberedAgents):
 AGENTS = Drawn(4, 2, 3, 0, 9, False, 8, 1, False, 0)
 
 
+SEVERAL = pytest.mark.parametrize("several", [False, True], ids=["one agent", "several agents"])
+
+
+@SEVERAL
 @pytest.mark.parametrize("where", ["threads", "processes"])
-def test_with_several_agents_as_well(where: str) -> None:
-    WatchesAgents.threads, WatchedAgents.threads = set(), set()
+def test_everything_runs_in_the_loops_thread_whatever_else_is_asked_for(where: Any, several: bool) -> None:
+    WatchesForward.threads, WatchesAgents.threads, WatchedAgents.threads = set(), set(), set()
     pieces = [Watches() for _ in range(4)]
-    _, rollout = agents_rollout(
-        AGENTS,
-        env=makers_of(AGENTS, WatchedAgents),
-        module={"plain 0": WatchesAgents(), "plain 1": WatchesAgents()},
-        num_fragments=3,
-        where=where,
-        joint_connector=lambda env: pieces[0],
-        env_to_module_connector=lambda part: pieces[1],
-        module_to_env_connector=lambda part: pieces[2],
-        learner_connector=lambda obs_space, act_space: pieces[3],
-        debug=True,
-        **{"prefetch": 2, "forward_in_thread": True, "max_batch": 64},
-    )
+    options: dict[str, Any] = {
+        "where": where,
+        "num_fragments": 3,
+        "debug": True,
+        "env_to_module_connector": lambda env: pieces[0],
+        "module_to_env_connector": lambda env: pieces[1],
+        "learner_connector": lambda obs_space, act_space: pieces[2],
+        **THREADED,
+    }
+    if several:
+        modules = {"plain 0": WatchesAgents(), "plain 1": WatchesAgents()}
+        options |= {"env": makers_of(AGENTS, WatchedAgents), "module": modules}
+        del options["seed"]
+        _, rollout = agents_rollout(AGENTS, joint_connector=lambda env: pieces[3], **options)
+    else:
+        rollout = Rollout(numbered_envs(4)[1], module=WatchesForward(), fragment_length=8, **options)
     with rollout:
         assert sum(1 for _ in rollout.batches()) == 3
-    seen = WatchesAgents.threads | WatchedAgents.threads
+    seen = WatchesForward.threads | WatchesAgents.threads | WatchedAgents.threads
     assert seen.union(*(piece.threads for piece in pieces)) == {get_ident()}
 
 
-def test_what_comes_out_is_the_same_with_several_agents() -> None:
-    assert_alike(agent_fragments(AGENTS, debug=True), agent_fragments(AGENTS))
+@SEVERAL
+def test_what_comes_out_is_the_same(several: bool) -> None:
+    if several:
+        assert_alike(agent_fragments(AGENTS, debug=True), agent_fragments(AGENTS))
+        return
+    runs = []
+    for debug in (False, True):
+        with Rollout(numbered_envs(4)[1], module=NumberedModule(), num_fragments=3, debug=debug, **THREADED) as rollout:
+            fragments = sorted(rollout.fragments(), key=lambda each: (each.lane, each.sequence))
+        runs.append([(each.lane, each.sequence, each.column("actions").tolist()) for each in fragments])
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("pipeline", ["joint_connector", "env_to_module_connector", "module_to_env_connector"])
@@ -114,21 +112,6 @@ def test_an_error_with_several_agents_says_in_which_piece_lane_and_step(pipeline
         list(rollout.batches())
     assert raised.value.__notes__[0].startswith("in connector piece 'Watches'")
     assert any(re.search(r"lane [01], vector step [12]", note) for note in raised.value.__notes__)
-
-
-def test_what_comes_out_is_the_same() -> None:
-    runs = []
-    for debug in (False, True):
-        with Rollout(numbered_envs(4)[1], module=NumberedModule(), num_fragments=3, debug=debug, **THREADED) as rollout:
-            runs.append(
-                sorted(
-                    [((each.lane, each.sequence), each.column("actions")) for each in rollout.fragments()],
-                    key=lambda pair: pair[0],
-                )
-            )
-    for (one, actions), (other, same) in zip(*runs, strict=True):
-        assert one == other
-        assert actions.tolist() == same.tolist()
 
 
 @pytest.mark.parametrize(

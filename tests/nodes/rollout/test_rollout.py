@@ -7,7 +7,6 @@ from typing import Any
 import anyio
 import gymnasium as gym
 import numpy as np
-import psutil
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
@@ -326,17 +325,6 @@ async def test_an_asynchronous_loop_can_be_drained() -> None:
     assert steps == rollout.num_steps
 
 
-def test_the_environments_stand_still_while_the_caller_works() -> None:
-    for options in ({}, {"max_batch": 3, "lanes": 2}):
-        with numbered(4, **options) as rollout:
-            lanes = options.get("lanes", 1)
-            for number, _ in enumerate(rollout.batches(), start=1):
-                made = [lane.vector_steps for lane in rollout.environments.lanes]
-                assert made == [5 * number] * lanes
-                if number == 4:
-                    break
-
-
 def test_a_rollout_runs_ahead_by_what_prefetch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     can_not_go_on, wait = threading.Event(), Waiter.wait
 
@@ -457,55 +445,6 @@ async def test_a_rollout_in_a_graph_runs_once_and_counts_what_was_not_taken() ->
         assert rollout.lost == {"closed": rollout.num_steps - taken}
 
 
-@pytest.mark.anyio
-async def test_a_stalled_sink_stops_the_environments() -> None:
-    rollout = numbered(4, lanes=2)
-    stalled = anyio.Event()
-
-    class Stalled:
-        async def run(self, fragments: Inlet[Fragment]) -> None:
-            await fragments.receive()
-            await stalled.wait()
-
-    graph = Graph()
-    graph.add(rollout=rollout, sink=Stalled())
-    graph.connect("rollout.fragments", "sink", capacity=3)
-    async with graph.run():
-        await anyio.wait_all_tasks_blocked()
-        made = rollout.num_steps
-        # One with the sink, three in the channel, and one that waits; the lanes fill theirs in turn.
-        cut = [lane.fragment.sequence for lane in rollout.environments.lanes]
-        assert sum(cut) == 5
-        await anyio.wait_all_tasks_blocked()
-        assert rollout.num_steps == made
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_memory_stays_flat_while_a_sink_stalls(anyio_backend: Any) -> None:
-    rollout = Rollout("CartPole-v1", num_envs=64, module=Policy(), fragment_length=32, seed=0)
-    taken, stalled = anyio.Event(), anyio.Event()
-
-    class Stalls:
-        async def run(self, fragments: Inlet[Fragment]) -> None:
-            for _ in range(50):
-                await fragments.receive()
-            taken.set()
-            await stalled.wait()
-
-    graph = Graph()
-    graph.add(rollout=rollout, sink=Stalls())
-    graph.connect("rollout.fragments", "sink", capacity=2)
-    async with graph.run():
-        await taken.wait()
-        await anyio.wait_all_tasks_blocked()
-        before, steps = psutil.Process().memory_info().rss, rollout.num_steps
-        for _ in range(1000):
-            await anyio.lowlevel.checkpoint()
-        assert rollout.num_steps == steps
-        assert psutil.Process().memory_info().rss - before < 2**20
-
-
 # Nothing left behind
 
 
@@ -536,41 +475,6 @@ class Breaks(ConnectorV2):
         if self.calls == self.at:
             raise ZeroDivisionError("no more")
         return batch
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts file descriptors where the system lists them")
-@pytest.mark.parametrize("options", [{}, *VARIANTS.values()])
-def test_nothing_is_left_behind(options: dict[str, Any]) -> None:
-    def go(ending: str) -> NumberedEnv:
-        envs, makers = numbered_envs(6)
-        settings = {**options}
-        settings["num_fragments"] = 3 if ending == "ended" else None
-        if ending == "failed":
-            settings["env_to_module_connector"] = lambda env: Breaks()
-        rollout = Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, **settings)
-        try:
-            with rollout:
-                for number, _ in enumerate(rollout.batches()):
-                    if ending == "left" and number == 2:
-                        break
-                    if ending == "interrupted" and number == 2:
-                        raise KeyboardInterrupt
-                    if ending == "drained" and number == 2:
-                        rollout.drain()
-        except (ZeroDivisionError, KeyboardInterrupt) as error:
-            assert (ending == "failed") == isinstance(error, ZeroDivisionError)
-            assert (ending == "interrupted") == isinstance(error, KeyboardInterrupt)
-        else:
-            assert ending not in ("failed", "interrupted")
-        return envs[0]
-
-    known, endings = tuple(threading.enumerate()), ["left", "failed", "drained", "ended", "interrupted"]
-    for ending in endings:  # what is made once for all stays
-        go(ending)
-    before = left_behind(known)
-    for ending in endings:
-        assert go(ending).closed
-        assert left_behind(known) == before == (0, before[1]), ending
 
 
 def test_leaving_waits_for_no_environment_that_hangs(

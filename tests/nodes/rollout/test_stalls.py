@@ -64,22 +64,9 @@ def test_a_step_that_hangs_is_named_with_its_place_and_its_line(place: str, tmp_
 
 
 @pytest.mark.parametrize("place", ["inline", "ahead", "threads", "processes"])
-def test_a_first_reset_has_half_a_minute_and_is_named_then(place: str, tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(50, 50), resets=[0])
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **OPTIONS, **ANYWHERE[place])
-    with being_read(rollout, lambda: let_go(tmp_path, 0)):
-        await_held(tmp_path, 0)
-        await_blocker(rollout, "env")
-        looking = Looking(rollout._doctor)
-        assert looking.for_s(25.0) == []
-        text = looking.until_told(8.0)
-        assert re.search(PLACES[place] + r" is in reset\(\) since", text), text
-        assert line_of(Held.reset, "self._wait()") in text
-
-
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "processes"])
-def test_a_first_reset_within_a_step_has_half_a_minute_too(place: str, tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(4, 4), resets=[1])
+@pytest.mark.parametrize("number", [0, 1], ids=["before a step", "within a step"])
+def test_a_first_reset_has_half_a_minute_and_is_named_then(place: str, number: int, tmp_path: Path) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(4, 4), resets=[number])
     rollout = Rollout(env, num_envs=1, module=NumberedModule(), **OPTIONS, **ANYWHERE[place])
     with being_read(rollout, lambda: let_go(tmp_path, 0)):
         await_held(tmp_path, 0)
@@ -350,55 +337,39 @@ async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_
 
 
 class HeldAgents(NumberedAgents):
-    """Stands still in its third step."""
+    """Stands still in its third call of a method."""
 
-    steps = 0
+    method = ""
+    calls = 0
     hangs, goes = threading.Event(), threading.Event()
 
     def step(self, actions: Any) -> Any:
-        self.steps += 1
-        if self.steps == 3:
-            self.hangs.set()
-            self.goes.wait(LONGEST_S)
+        self.wait("step")
         return super().step(actions)
 
+    def reset(self, **kwargs: Any) -> Any:
+        self.wait("reset")
+        return super().reset(**kwargs)
 
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads"])
-def test_a_step_of_several_agents_that_hangs_is_named(place: str) -> None:
-    HeldAgents.hangs, HeldAgents.goes = threading.Event(), threading.Event()
-    rollout = MultiAgentRollout(lambda: HeldAgents(0, nested=0), module=RandomModule, **OPTIONS, **ANYWHERE[place])
-    with being_read(rollout, HeldAgents.goes.set):
-        assert HeldAgents.hangs.wait(LONGEST_S)
-        await_blocker(rollout, "env")
-        text = Looking(rollout._doctor).until_told(6.5)
-        assert re.search(PLACES[place] + r" is in step\(\) since 5\.", text), text
-        assert f"  at {line_of(HeldAgents.step, 'goes.wait')} in HeldAgents.step" in text
-
-
-class ResettingAgents(NumberedAgents):
-    """Stands still in its third reset."""
-
-    resets = 0
-    hangs, goes = threading.Event(), threading.Event()
-
-    def reset(self, *args: Any, **kwargs: Any) -> Any:
-        self.resets += 1
-        if self.resets == 3:
+    def wait(self, method: str) -> None:
+        self.calls += self.method == method
+        if self.method == method and self.calls == 3:
             self.hangs.set()
             self.goes.wait(LONGEST_S)
-        return super().reset(*args, **kwargs)
 
 
 @pytest.mark.parametrize("place", ["inline", "ahead", "threads"])
-def test_a_later_reset_of_several_agents_is_named_after_the_time_of_any_call(place: str) -> None:
-    ResettingAgents.hangs, ResettingAgents.goes = threading.Event(), threading.Event()
+@pytest.mark.parametrize("method", ["step", "reset"])
+def test_a_call_of_several_agents_that_hangs_is_named(method: str, place: str) -> None:
+    HeldAgents.hangs, HeldAgents.goes, HeldAgents.method = threading.Event(), threading.Event(), method
     options = OPTIONS | {"fragment_length": 256}
-    rollout = MultiAgentRollout(lambda: ResettingAgents(0, nested=0), module=RandomModule, **options, **ANYWHERE[place])
-    with being_read(rollout, ResettingAgents.goes.set):
-        assert ResettingAgents.hangs.wait(LONGEST_S)
-        await_blocker(rollout, "env", calls=1)
+    rollout = MultiAgentRollout(lambda: HeldAgents(0, nested=0), module=RandomModule, **options, **ANYWHERE[place])
+    with being_read(rollout, HeldAgents.goes.set):
+        assert HeldAgents.hangs.wait(LONGEST_S)
+        await_blocker(rollout, "env", calls=int(method == "reset"))
         text = Looking(rollout._doctor).until_told(6.5)
-        assert re.search(PLACES[place] + r" is in reset\(\) since 5", text), text
+        assert re.search(PLACES[place] + rf" is in {method}\(\) since 5", text), text
+        assert f"  at {line_of(HeldAgents.wait, 'goes.wait')} in HeldAgents.wait" in text
 
 
 @pytest.mark.anyio

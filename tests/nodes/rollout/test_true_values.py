@@ -9,7 +9,6 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from remote_hosts import hosting, listening
 
 from rollflow.nodes import (
     AddObservationsFromEpisodesToBatch,
@@ -18,11 +17,8 @@ from rollflow.nodes import (
     MultiAgentEnv,
     MultiAgentRollout,
     RandomModule,
-    RemoteEnvs,
-    RemoteRollouts,
     RLModule,
     Rollout,
-    RolloutHost,
     WriteObservationsToEpisodes,
 )
 from rollflow.policy import Policy
@@ -42,14 +38,6 @@ NUMBERS: dict[str, list[Any]] = {
     "float32": [-3.4e38, 3.4e38, 1e-45, 16777216.0],
     "float64": [-1.7e308, 1.7e308, 1.7e9 + 1 / 3, 5e-324],
 }
-PLACES = [
-    "inline",
-    "threads",
-    pytest.param("processes", marks=pytest.mark.slow),
-    pytest.param("rollouts", marks=pytest.mark.slow),
-    "hosts",
-    pytest.param("rollout hosts", marks=pytest.mark.slow),
-]
 
 
 def box(dtype: Any, size: int = SIZE) -> spaces.Box:
@@ -227,17 +215,11 @@ def check_chunk(chunk: Any, dtype: str, *, nested: bool) -> int:
     return len(chunk)
 
 
-def run(place: str, env: Any, *, several: bool = False, **options: Any) -> list[Any]:
-    """The fragments of a rollout whose environments step in a place, of one agent in each or several."""
+def run(env: Any, *, several: bool = False, **options: Any) -> list[Any]:
+    """The fragments of a rollout, of one agent in each environment or several; `test_values` has all places."""
     cls: Any = MultiAgentRollout if several else Rollout
     given: dict[str, Any] = {"fragment_length": 5, "num_fragments": 3, "seed": 0, **options}
-    if place in ("hosts", "rollout hosts"):
-        kind: Any = RemoteEnvs if place == "hosts" else RemoteRollouts
-        envs = listening(kind)
-        on_host = {"kind": RolloutHost, **options} if kind is RemoteRollouts else {}
-        with hosting(envs.addresses[0], [env] * 2, **on_host), cls(envs, **given) as rollout:
-            return list(rollout.fragments())
-    with cls(env, num_envs=2, where=place, **given) as rollout:
+    with cls(env, num_envs=2, **given) as rollout:
         return list(rollout.fragments())
 
 
@@ -246,42 +228,17 @@ def run(place: str, env: Any, *, several: bool = False, **options: Any) -> list[
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_each_piece_is_given_what_its_predecessor_gave(dtype: str, chain: str, nested: bool) -> None:
     env = partial(Ends, dtype, nested=nested)
-    fragments = run("inline", env, module=Sees, env_to_module_connector=partial(pieces_of, chain))
+    fragments = run(env, module=Sees, env_to_module_connector=partial(pieces_of, chain))
     chunks = [chunk for fragment in fragments for chunk in fragment.episodes()]
     assert sum(check_chunk(chunk, dtype, nested=nested) for chunk in chunks) == 30
     assert any(chunk.is_terminated for chunk in chunks)  # whose last observations are the environment's as well
-
-
-@pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("chain", ["by columns", "by episodes"])
-def test_so_it_is_in_every_autoreset_mode(chain: str, mode: AutoresetMode) -> None:
-    env = partial(Ends, "int64", nested=True)
-    connector = partial(pieces_of, chain)
-    fragments = run("inline", env, module=Sees, env_to_module_connector=connector, autoreset_mode=mode)
-    chunks = [chunk for fragment in fragments for chunk in fragment.episodes()]
-    assert sum(check_chunk(chunk, "int64", nested=True) for chunk in chunks) > 20
-    assert any(chunk.is_terminated for chunk in chunks)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("chain", ["by columns", "by episodes"])
-def test_so_it_is_in_every_place(place: str, chain: str) -> None:
-    env, connector = partial(Ends, "uint16", nested=False), partial(pieces_of, chain)
-    fragments = run(place, env, module=Sees, env_to_module_connector=connector)
-    chunks = [chunk for fragment in fragments for chunk in fragment.episodes()]
-    assert sum(check_chunk(chunk, "uint16", nested=False) for chunk in chunks) == 30
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("dtype", ["uint16", "int64", "float64", "bool"])
 def test_so_it_is_with_several_agents(dtype: str, chain: str, nested: bool) -> None:
-    check_agents(run("inline", partial(SeveralEnds, dtype, nested=nested), **agents(chain)), dtype, nested=nested)
-
-
-@pytest.mark.parametrize("place", PLACES[1:])
-def test_so_it_is_with_several_agents_in_every_place(place: str) -> None:
-    check_agents(run(place, partial(SeveralEnds, "uint16", nested=False), **agents("by columns")), "uint16")
+    check_agents(run(partial(SeveralEnds, dtype, nested=nested), **agents(chain)), dtype, nested=nested)
 
 
 def agents(chain: str) -> dict[str, Any]:
@@ -328,7 +285,7 @@ class JointlyAsBits(ConnectorV2):
 @pytest.mark.parametrize("dtype", ["uint16", "int64", "float64"])
 def test_so_it_is_behind_pieces_that_see_all_agents(dtype: str) -> None:
     given = agents("once") | {"joint_connector": lambda env: [JointlyAsBits(), JointlyAgain()]}
-    check_agents(run("inline", partial(SeveralEnds, dtype, nested=False), **given), dtype)
+    check_agents(run(partial(SeveralEnds, dtype, nested=False), **given), dtype)
 
 
 class JointlyAgain(JointlyAsBits):
@@ -541,20 +498,13 @@ def check_echo(chunk: Any) -> int:
 
 @pytest.mark.parametrize("kind", ACTION_SPACES)
 def test_the_environment_gets_what_is_recorded_in_its_spaces_types(kind: str) -> None:
-    fragments = run("inline", partial(Echo, kind), module=GivesWider)
-    assert sum(check_echo(chunk) for fragment in fragments for chunk in fragment.episodes()) == 30
-
-
-@pytest.mark.parametrize("kind", ["float32", "nested"])
-@pytest.mark.parametrize("place", PLACES[1:])
-def test_so_it_gets_it_in_every_place(place: str, kind: str) -> None:
-    fragments = run(place, partial(Echo, kind), module=GivesWider)
+    fragments = run(partial(Echo, kind), module=GivesWider)
     assert sum(check_echo(chunk) for fragment in fragments for chunk in fragment.episodes()) == 30
 
 
 @pytest.mark.parametrize("kind", ACTION_SPACES)
 def test_so_several_agents_get_theirs(kind: str) -> None:
-    fragments = run("inline", partial(Echoes, kind), module=GivesWider, several=True)
+    fragments = run(partial(Echoes, kind), module=GivesWider, several=True)
     chunks = [chunk for each in fragments for module_id in each.module_ids for chunk in each.agent_episodes(module_id)]
     assert sum(check_echo(chunk) for chunk in chunks) == 60
 
@@ -614,9 +564,7 @@ class GivesFloats(ConnectorV2):
 @pytest.mark.parametrize("several", [False, True])
 def test_what_a_piece_makes_for_environments_is_brought_into_their_space(several: bool) -> None:
     env = partial(Echoes if several else Echo, "bytes")
-    fragments = run(
-        "inline", env, several=several, module=GivesWider, module_to_env_connector=lambda env: GivesFloats()
-    )
+    fragments = run(env, several=several, module=GivesWider, module_to_env_connector=lambda env: GivesFloats())
     [first, *_] = fragments
     column = first.parts[0].column("actions_for_env") if several else first.column("actions_for_env")
     assert column.dtype == np.uint8

@@ -1,4 +1,4 @@
-"""Memory of a rollout of several agents that come and go: flat, however long it runs and whoever stalls."""
+"""Memory of a rollout, also of several agents that come and go: flat, however long it runs and whoever stalls."""
 
 from typing import Any
 
@@ -8,9 +8,8 @@ import numpy as np
 import psutil
 import pytest
 
-from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule
+from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
 from rollflow.stream import Graph, Inlet
-from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 MORE = 3 << 20  # bytes: what the allocator and torch may still take at the beginning
 
@@ -68,12 +67,13 @@ def test_memory_stays_flat_however_long_it_runs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_memory_stays_flat_while_a_sink_stalls() -> None:
-    made = rollout()
+@pytest.mark.parametrize("several", [False, True])
+async def test_memory_stays_flat_while_a_sink_stalls(several: bool) -> None:
+    made: Any = rollout() if several else Rollout("CartPole-v1", num_envs=64, fragment_length=32, seed=0)
     is_warm, stalled = anyio.Event(), anyio.Event()
 
     class Stalls:
-        async def run(self, fragments: Inlet[MultiAgentFragment]) -> None:
+        async def run(self, fragments: Inlet[Any]) -> None:
             for _ in range(50):
                 await fragments.receive()
             is_warm.set()
