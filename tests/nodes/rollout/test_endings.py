@@ -183,8 +183,8 @@ async def test_a_stalled_sink_stops_the_environments(several: bool) -> None:
         await anyio.wait_all_tasks_blocked()
         steps = rollout.num_steps
         # One with the sink, three in the channel, and one that waits; the lanes fill theirs in turn.
-        cut = [lane.fragment.sequence for lane in rollout.environments.lanes]
-        assert sum(cut) == 5
+        cut = sum(lane.sequence for lane in rollout.environments.lanes)
+        assert cut <= 1 + 3 + 2 * 2 if several else cut == 5
         await anyio.wait_all_tasks_blocked()
         assert rollout.num_steps == steps
         stalled.set()
