@@ -11,7 +11,7 @@ ENGINE = {"anyio", "rollflow.nodes.rollout", "rollflow.nodes.env", "rollflow.str
 OTHER_WORK = {
     "rollflow.nodes.connectors.pipelines.adapting",
     "rollflow.nodes.policies.onnx_export",
-    "rollflow.stream.observe",
+    "rollflow.stream.observe.watch",
 }
 
 
