@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from gymnasium import spaces
-from node_example import ROOT, node as node
+from node_example import POLICY_CLIENT, ROOT, node as node
 from remote_hosts import BrokenWire
 from served_policies import Echo, Sums, policy_of
 
@@ -18,8 +19,9 @@ from rollflow.policy import Policy
 from rollflow.policy.serving import HttpServer, Shelf
 from rollflow.stream.wire import parse_address
 
+pytestmark = pytest.mark.usefixtures("node")
+
 SECRET = "correct horse battery staple"
-WEBSOCKETS = "--experimental-websocket"  # node 20 has them so
 CLIENT = ROOT / "examples" / "policy_client_node"
 SUMS = """
 import { PolicyClient } from "./policy_client.js";
@@ -52,7 +54,7 @@ class Balances(RLModule):
         return {"action_dist_inputs": torch.stack([-push, push], 1)}
 
 
-def test_sessions_go_on_over_connections_that_are_cut(node: str) -> None:
+def test_sessions_go_on_over_connections_that_are_cut() -> None:
     shelf = Shelf()
     shelf.put("sums", policy_of(Sums), "1")
     shelf.put("echo", policy_of(Echo, 4.0), "1")
@@ -61,7 +63,7 @@ def test_sessions_go_on_over_connections_that_are_cut(node: str) -> None:
         wire = BrokenWire(parse_address(server.url.replace("http", "tcp")), lambda: rng.randrange(1, 20_000))
         try:
             address = wire.address.replace("tcp", "http")
-            command = [node, WEBSOCKETS, "--input-type=module", "--eval", SUMS, address, SECRET]
+            command = [*POLICY_CLIENT, "--input-type=module", "--eval", SUMS, address, SECRET]
             ran = subprocess.run(command, cwd=CLIENT, capture_output=True, text=True, timeout=90)
         finally:
             wire.close()
@@ -79,7 +81,7 @@ def test_sessions_go_on_over_connections_that_are_cut(node: str) -> None:
     assert wire.cuts >= 3
 
 
-def test_it_plays_cartpole_by_a_policy_that_balances(node: str, tmp_path: Path) -> None:
+def test_it_plays_cartpole_by_a_policy_that_balances(tmp_path: Path) -> None:
     box = spaces.Box(-np.inf, np.inf, (4,), np.float32)
     policy = Policy(
         Balances(box, spaces.Discrete(2)), observation_space=box, action_space=spaces.Discrete(2), explore=False
@@ -89,7 +91,7 @@ def test_it_plays_cartpole_by_a_policy_that_balances(node: str, tmp_path: Path) 
     shelf.put("pole", policy, "1")
     with HttpServer(shelf, "127.0.0.1:0", secret=SECRET) as server:
         for secret, expected in (("key", 0), ("none", 1)):
-            command = [node, WEBSOCKETS, "play.js", "--connect", server.url, "--episodes", "4"]
+            command = [*POLICY_CLIENT, "play.js", "--connect", server.url, "--episodes", "4"]
             command += ["--secret-file", str(tmp_path / secret)] if secret == "key" else []
             ran = subprocess.run(command, cwd=CLIENT, capture_output=True, text=True, timeout=60)
             assert (ran.returncode != 0) == bool(expected), ran.stderr

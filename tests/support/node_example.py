@@ -8,23 +8,23 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path("examples", "env_host_node")
+POLICY_CLIENT = "node", "--experimental-websocket"  # Node 20 has WebSockets so
 PACKAGE = Path("node_modules", "@msgpack", "msgpack")
 FIRST_VERSION = 20
 
 
 @pytest.fixture(scope="session")
-def node() -> str:
-    """The command of a node that the examples run on."""
+def node() -> None:
+    """Skips where no node is that the examples run on."""
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
     version = subprocess.check_output(["node", "--version"], text=True)
     if int(version.lstrip("v").split(".")[0]) < FIRST_VERSION:
         pytest.skip(f"node is {version.strip()}, expected {FIRST_VERSION} or newer")
-    return "node"
 
 
 @pytest.fixture(scope="session")
-def folder(node: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(node: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's folder where its package is installed, or a copy where it can be."""
     if (ROOT / EXAMPLE / PACKAGE).exists():
         return ROOT / EXAMPLE

@@ -11,6 +11,7 @@ import gymnasium as gym
 import httpx
 import numpy as np
 import pytest
+from extras import needs
 from serving_process import serving
 
 from rollflow.policy import PolicyClient
@@ -87,6 +88,7 @@ def ran(script: str, folder: Path, most_seconds: float = 280.0, *, alone: bool =
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `cartpole.py` and the policy that it has trained and saved."""
+    needs("onnx", "onnxruntime", "onnxscript")
     folder = tmp_path_factory.mktemp("training")
     shutil.copy(EXAMPLES / "cartpole.py", folder)
     line = ran('import cartpole; cartpole.main(0, "cartpole-policy")', folder, 800.0)
