@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extras import needs
 
 ROOT = Path(__file__).parent.parent
 
@@ -281,6 +282,7 @@ def test_cartpole_without_velocities_is_learnt_from_sequences() -> None:
 
 @pytest.mark.slow
 def test_breakout_of_minatar_is_learnt_by_prioritized_dqn(capsys: pytest.CaptureFixture[str]) -> None:
+    needs("minatar")
     main = example("minatar_dqn")["main"]
     main.__globals__.update(MAX_STEPS=20_000, EPISODES=50)
     assert main() >= 1.5  # by chance about 0.4; the whole run gets to about 5

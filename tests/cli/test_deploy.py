@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import check_jsonschema
 import httpx
-import kubernetes_validate
 import pytest
-import yaml
-from dockerfile_parse import DockerfileParser
-from jsonschema import Draft7Validator
+from extras import needs
+
+check_jsonschema, kubernetes_validate = needs("check_jsonschema"), needs("kubernetes_validate")
+DockerfileParser, yaml = needs("dockerfile_parse").DockerfileParser, needs("yaml")
+Draft7Validator = needs("jsonschema").Draft7Validator
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "deploy"

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawn_policies import logged_rollout
+from extras import needs
 
 from rollflow.cli.main import main
 from rollflow.policy import OnnxPolicy, Policy
@@ -64,6 +65,7 @@ def test_diff_names_parts_of_a_space_that_came_and_went(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_export_writes_an_onnx_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs("onnx", "onnxruntime", "onnxscript")
     policy = save(tmp_path / "p", "all")
     assert main(["policy", "export", str(tmp_path / "p"), "--onnx", str(tmp_path / "p.onnx")]) == 0
     assert "takes the likeliest actions" in capsys.readouterr().out

@@ -7,12 +7,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import av
 import gymnasium as gym
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from command_errors import assert_one_line
+from extras import needs
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from numbered_module import NumberedEnv, NumberedModule
 
@@ -96,6 +96,7 @@ def test_an_output_that_the_module_does_not_have_is_refused(
 
 
 def test_a_video_of_each_episode_has_a_frame_for_each_observation(policy: Path, tmp_path: Path) -> None:
+    av = needs("av")
     videos, options = tmp_path / "videos", ("--num-envs", "2", "--seed", "3")
     assert main(command(policy, tmp_path / "data", "--video", str(videos), *options, episodes=3)) == 0
     table = pq.read_table(tmp_path / "data" / "episodes").group_by(["slot", "eps_id"], use_threads=False)

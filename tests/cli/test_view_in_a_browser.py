@@ -13,15 +13,17 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from extras import needs
 from held_envs import Held, await_that, let_go
 from numbered_module import NumberedEnv, NumberedModule
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from stalled_rollouts import OPTIONS, being_read, line_of
 
 from rollflow.nodes import Rollout
 from rollflow.stream import Graph, Outlet
 from rollflow.stream.observe import run_socket
+
+webdriver = needs("selenium.webdriver")
+Service = needs("selenium.webdriver.chrome.service").Service
 
 pytestmark = pytest.mark.slow
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from extras import needs
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -107,6 +108,8 @@ def commands_in(text: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_a_pages_programs_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
     blocks = blocks_of(page)
+    if any("OnnxPolicy" in block.text for block in blocks):
+        needs("onnx", "onnxruntime", "onnxscript")
     for block in blocks:
         if block.rest.startswith("file="):
             (tmp_path / block.rest.removeprefix("file=")).write_text(block.text)

@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extras import needs
+
+needs("sphinx")
 
 ROOT = Path(__file__).parents[2]
 LETTER = 7.2  # a wide letter of this size, in the picture's units

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from extras import needs
+
+needs("sphinx", "furo", "myst_parser")
 
 ROOT = Path(__file__).parents[2]
 INDEX = "# Site\n\n```{toctree}\n:glob:\n\n*\n```\n"

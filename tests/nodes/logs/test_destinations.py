@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extras import needs
 
 from rollflow.nodes.logs.destinations import KINDS, LogOptions, Prometheus, destination_of
 from rollflow.nodes.logs.figures import Row
@@ -100,7 +101,7 @@ def test_json_lines_have_an_object_each_and_null_for_what_json_does_not_know(tmp
 
 @pytest.mark.parametrize(("axis", "places"), [("steps", [10, 20]), ("updates", [1, 2]), ("time", [2, 5])])
 def test_tensorboard_has_a_scalar_for_each_figure(tmp_path: Path, axis: Any, places: list[int]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    EventAccumulator = needs("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
 
     write(
         f"tensorboard:{tmp_path}/runs/1",
@@ -164,6 +165,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_own", [True, False], ids=["a new run", "the program's run"])
 def test_wandb_works_offline(tmp_path: Path, is_own: bool) -> None:
+    needs("wandb")
     program = (
         "import os, sys, wandb\n"
         "from rollflow.nodes import Rollout\n"
@@ -195,6 +197,7 @@ def test_wandb_works_offline(tmp_path: Path, is_own: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["pole", "pole/first"])
 def test_mlflow_has_a_run_with_a_metric_for_each_figure(tmp_path: Path, target: str) -> None:
+    needs("mlflow")
     program = (
         "import sys\n"
         "from mlflow import MlflowClient\n"

@@ -10,13 +10,17 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from requests.adapters import HTTPAdapter
+from extras import needs
 
 from rollflow.nodes import Rollout
 from rollflow.nodes.logs.destinations import Otlp
 from rollflow.nodes.logs.figures import Row, RowLost
 from rollflow.nodes.logs.run_log import RowWriter
+
+ExportMetricsServiceRequest = needs(
+    "opentelemetry.proto.collector.metrics.v1.metrics_service_pb2", "opentelemetry.sdk"
+).ExportMetricsServiceRequest
+HTTPAdapter = needs("requests.adapters").HTTPAdapter
 
 
 class Collector:

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from extras import needs
 from gymnasium import spaces
 
 from rollflow.nodes import (
@@ -275,8 +276,7 @@ def test_padded_rows_may_be_learnt_from() -> None:
 
 
 def test_an_onnx_program_refuses_what_the_policy_does(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
+    needs("onnx", "onnxruntime", "onnxscript")
     with Rollout(Masked, num_envs=1, model_config=SMALL, fragment_length=5, num_fragments=1, seed=0) as rollout:
         policy = rollout.policy()
     policy.export_onnx(tmp_path / "policy.onnx")

@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from extras import needs
 from gymnasium import spaces
 from hypothesis import given, strategies as st
 
@@ -186,6 +187,7 @@ def test_an_adapted_policy_plays_as_it_did_and_is_saved_as_any_other(lstm: bool,
 
 @pytest.mark.slow
 def test_an_adapted_policy_has_an_onnx_program(tmp_path: Path) -> None:
+    needs("onnx", "onnxruntime", "onnxscript")
     old = policy_for(pieces=[FlattenObservations(), MeanStdFilter(update_stats=False)])
     new = world(
         spaces.Dict({"place": spaces.Box(0.0, 4.0, (2,), np.float32), "speed": SPEED, "more": spaces.Discrete(3)}),

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 from altered_policies import FORBIDDEN, HOSTILE, change_arrays, no_change, places_of, sign, write_zip
 from drawn_policies import logged_rollout
+from extras import needs
 
 from rollflow.policy import OnnxPolicy, Policy
 from rollflow.stream import PolicyError
+
+needs("onnx", "onnxruntime", "onnxscript")
 
 SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}
 MOST_MEMORY = 2 << 30  # bytes that loading may ask for beyond what the program has

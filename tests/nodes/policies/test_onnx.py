@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
+from extras import needs
 from own_policy_parts import Gated
 
 from rollflow.nodes import (
@@ -28,6 +27,8 @@ from rollflow.nodes.policies.artifact_files import checksums, manifest_bytes, re
 from rollflow.policy import OnnxPolicy, Policy
 from rollflow.stream import PolicyError
 from rollflow.stream.data.tree import leaves_of, stack_trees
+
+onnx, onnxruntime = needs("onnx"), needs("onnxruntime", "onnxscript")
 
 SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6}
 CASES = [

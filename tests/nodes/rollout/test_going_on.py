@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from extras import needs
 
 from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
 from rollflow.stream import Graph, ModuleError, RunError
@@ -148,7 +149,7 @@ def test_the_x_axis_goes_on_or_a_warning_tells_that_it_does_not(
     kind: str, axis: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if kind == "tensorboard":
-        pytest.importorskip("tensorboard")
+        needs("tensorboard")
     path = tmp_path / "log"
     with walk(log=f"{kind}:{path}", log_x=axis) as rollout:
         list(rollout.batches())
@@ -185,7 +186,7 @@ def test_a_log_whose_end_tells_nothing_is_added_to(
 ) -> None:
     path = tmp_path / "log"
     if kind == "tensorboard":
-        pytest.importorskip("tensorboard")
+        needs("tensorboard")
         path.mkdir()
         (path / "events.out.tfevents.1.here").write_text(text)
     else:
