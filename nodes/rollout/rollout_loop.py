@@ -4,7 +4,7 @@ import abc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -451,38 +451,34 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             f"{self._rounds.handed_steps:,} handed out, {lost}"
         )
 
-    def take_rounds(self) -> Iterator[None]:
-        """Have a round ready to be handed out, again and again, until no more fragments come."""
+    def next_round(self, *, is_first: bool) -> bool:
+        """Have the next round of a loop ready to be handed out; False if no more fragments come."""
         drive, rounds = self._drive, self._rounds
-        if drive is None or self._state != "running":
+        if drive is None or (is_first and self._state != "running"):
             raise self._not_entered("with Rollout(...) as rollout: around it, or rollout.start()")
-        while True:
-            self._doctor.reader_asks()
-            if not rounds.is_gathered or rounds.is_empty:
-                with self._raising_when_closed():
-                    rounds.gather(drive.next, drive.release)
-                self._warn_of_notes()
-                if rounds.is_empty:
-                    return
-            self._doctor.reader_gets(rounds.ready)
-            self.log.rounds += 1
-            yield
+        self._doctor.reader_asks()
+        if not rounds.is_gathered or rounds.is_empty:
+            with self._raising_when_closed():
+                rounds.gather(drive.next, drive.release)
+        return self._is_round_ready()
 
-    async def take_rounds_async(self) -> AsyncGenerator[None, None]:
-        """Have a round ready, as `take_rounds` does, in an event loop."""
-        rounds = self._rounds
-        if self._async_drive is None or self._state != "running" or self._interrupted_by:
+    async def next_round_async(self, *, is_first: bool) -> bool:
+        """Have the next round ready, as `next_round` does, in an event loop."""
+        drive, rounds = self._async_drive, self._rounds
+        if drive is None or (is_first and (self._state != "running" or self._interrupted_by)):
             raise self._not_entered("async with Rollout(...) as rollout: around it")
-        while True:
-            self._doctor.reader_asks()
-            if not rounds.is_gathered or rounds.is_empty:
-                await rounds.gather_async(self._async_drive.next, self._credits.release)
-                self._warn_of_notes()
-                if rounds.is_empty:
-                    return
-            self._doctor.reader_gets(rounds.ready)
-            self.log.rounds += 1
-            yield
+        self._doctor.reader_asks()
+        if not rounds.is_gathered or rounds.is_empty:
+            await rounds.gather_async(drive.next, self._credits.release)
+        return self._is_round_ready()
+
+    def _is_round_ready(self) -> bool:
+        self._warn_of_notes()
+        if self._rounds.is_empty:
+            return False
+        self._doctor.reader_gets(self._rounds.ready)
+        self.log.rounds += 1
+        return True
 
     def _not_entered(self, expected: str) -> RunError:
         """The error of a loop that expects the rollout to be entered in another way, or that it has not ended."""

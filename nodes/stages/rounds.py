@@ -1,8 +1,7 @@
 """Rounds: one fragment of every lane, taken from the ring and handed to the reader of a loop."""
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
@@ -276,12 +275,12 @@ class FragmentRounds(Generic[F]):
 class RoundSource(Protocol):
     """A rollout that has rounds ready to be handed out, for a plain loop or for an async one."""
 
-    def take_rounds(self) -> Iterator[None]:
-        """Have a round ready, again and again, until no more fragments come."""
+    def next_round(self, *, is_first: bool) -> bool:
+        """Have the next round of a loop ready; False if no more fragments come."""
         ...
 
-    def take_rounds_async(self) -> AsyncGenerator[None, None]:
-        """Have a round ready, as `take_rounds` does, in an event loop."""
+    async def next_round_async(self, *, is_first: bool) -> bool:
+        """Have the next round ready, as `next_round` does, in an event loop."""
         ...
 
     def interrupt(self, error: BaseException) -> None:
@@ -301,57 +300,74 @@ class RolloutIterator(Generic[T]):
     def __init__(self, source: RoundSource, made: Callable[[], Iterator[T]]) -> None:
         self._source = source
         self._made = made
-        self._begun: Iterator[T] | None = None  # by `next()`
-        self._begun_async: AsyncIterator[T] | None = None  # by `anext()`
+        self._begun: _Items[T] | None = None  # by `next()` or `anext()`
 
     def __iter__(self) -> Iterator[T]:
-        begun, self._begun = self._begun, None
-        return begun or _items(self._source, self._made)
+        return self._take_begun()
 
     def __next__(self) -> T:
-        if self._begun is None:
-            self._begun = _items(self._source, self._made)  # which does not refer to this
-        try:
-            return next(self._begun)
-        except BaseException:  # its generator has ended with this
-            self._begun = None
-            raise
+        begun = self._take_begun()
+        item = next(begun)
+        self._begun = begun
+        return item
 
     def __aiter__(self) -> AsyncIterator[T]:
-        begun, self._begun_async = self._begun_async, None
-        return begun or _items_async(self._source, self._made)
+        return self._take_begun()
 
     async def __anext__(self) -> T:
-        if self._begun_async is None:
-            self._begun_async = _items_async(self._source, self._made)
+        begun = self._take_begun()
+        item = await anext(begun)
+        self._begun = begun
+        return item
+
+    def _take_begun(self) -> "_Items[T]":
+        begun, self._begun = self._begun, None
+        return begun or _Items(self._source, self._made)
+
+
+class _Items(Generic[T]):
+    """Items of one round after the other, once. It is no generator: trio warns of one that is left with `break`."""
+
+    def __init__(self, source: RoundSource, made: Callable[[], Iterator[T]]) -> None:
+        self._source = source
+        self._made = made
+        self._items: Iterator[T] = iter(())  # of the round at hand
+        self._is_new = True
+        self._has_ended = False
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
         try:
-            return await anext(self._begun_async)
-        except BaseException:
-            self._begun_async = None
+            while not self._has_ended:
+                for item in self._items:
+                    return item
+                self._begin_round(self._source.next_round(is_first=self._is_new))
+        except BaseException as error:
+            self._end(error, is_interrupt=not isinstance(error, Exception))
             raise
+        raise StopIteration
 
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
 
-def _items(source: RoundSource, made: Callable[[], Iterator[T]]) -> Iterator[T]:
-    try:
-        for _ in source.take_rounds():
-            yield from made()
-    except GeneratorExit:  # the reader has left its loop
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            source.interrupt(error)
-        raise
+    async def __anext__(self) -> T:
+        try:
+            while not self._has_ended:
+                for item in self._items:
+                    return item
+                self._begin_round(await self._source.next_round_async(is_first=self._is_new))
+        except BaseException as error:
+            self._end(error, is_interrupt=not isinstance(error, (Exception, anyio.get_cancelled_exc_class())))
+            raise
+        raise StopAsyncIteration
 
+    def _begin_round(self, there_is_one: bool) -> None:
+        self._is_new, self._has_ended = False, not there_is_one
+        self._items = self._made() if there_is_one else iter(())
 
-async def _items_async(source: RoundSource, made: Callable[[], Iterator[T]]) -> AsyncIterator[T]:
-    try:
-        async with aclosing(source.take_rounds_async()) as rounds:
-            async for _ in rounds:
-                for item in made():
-                    yield item
-    except (GeneratorExit, anyio.get_cancelled_exc_class()):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            source.interrupt(error)
-        raise
+    def _end(self, error: BaseException, *, is_interrupt: bool) -> None:
+        self._has_ended, self._items = True, iter(())
+        if is_interrupt:
+            self._source.interrupt(error)
