@@ -11,10 +11,10 @@ import numpy as np
 from benchmarks.envs import NoopEnv
 from benchmarks.policies import Noop
 from rollflow.nodes import Rollout
-from rollflow.sinks.trainer.messages.item_message import message_of_batch, message_of_fragment, nbytes_of
-from rollflow.sinks.trainer.rollout_side.lender import FragmentLender
-from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
-from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplink
+from rollflow.sinks.trainer.lender import FragmentLender
+from rollflow.sinks.trainer.messages import message_of_batch, message_of_fragment, nbytes_of
+from rollflow.sinks.trainer.resend_buffer import ResendBuffer
+from rollflow.sinks.trainer.uplink import TrainerLink, TrainerUplink
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import (
     NONCE_BYTES,
@@ -101,7 +101,6 @@ def rollout_of(size: int) -> Rollout:
 def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any]) -> dict[str, Any]:
     """Fields of a hello: one lane, whose module has no weights; `spaces` are those that observations may come in."""
     metadata = {
-        "compressions": [],
         "has_fixed_lanes": True,
         "spaces": [describe_space(space) for space in spaces],
         "is_stateful": False,

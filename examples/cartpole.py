@@ -26,17 +26,21 @@ class Policy(RLModule):
         return {"action_dist_inputs": self.logits(hidden), "vf_preds": self.value(hidden).squeeze(-1)}
 
 
+def loss_of(output: dict[str, torch.Tensor], part: dict[str, torch.Tensor]) -> torch.Tensor:
+    """PPO's clipped objective, of a policy's output for a part of a batch."""
+    distribution = torch.distributions.Categorical(logits=output["action_dist_inputs"])
+    ratio = torch.exp(distribution.log_prob(part["actions"]) - part["action_logp"])
+    advantages = part["advantages"]
+    gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
+    value_loss = (output["vf_preds"] - part["value_targets"]).square().clamp(max=100.0).mean()
+    return 0.05 * value_loss - gain - ENTROPY * distribution.entropy().mean()
+
+
 def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
-    """Some epochs of PPO's clipped objective."""
+    """Some epochs of PPO."""
     for _ in range(EPOCHS):
         for part in minibatches(batch, MINIBATCH):
-            output = policy.forward_train(part)
-            distribution = torch.distributions.Categorical(logits=output["action_dist_inputs"])
-            ratio = torch.exp(distribution.log_prob(part["actions"]) - part["action_logp"])
-            advantages = part["advantages"]
-            gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
-            value_loss = (output["vf_preds"] - part["value_targets"]).square().clamp(max=100.0).mean()
-            loss = 0.05 * value_loss - gain - ENTROPY * distribution.entropy().mean()
+            loss = loss_of(policy.forward_train(part), part)
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(policy.parameters(), 0.5)

@@ -40,9 +40,8 @@ if TYPE_CHECKING:
         Sequences as Sequences,
         Uniform as Uniform,
     )
+    from rollflow.sinks.trainer.follower import WeightsFollower as WeightsFollower
     from rollflow.sinks.trainer.process import TrainerProcess as TrainerProcess
-    from rollflow.sinks.trainer.ranks.dataset import TrainerDataset as TrainerDataset
-    from rollflow.sinks.trainer.rollout_side.follower import WeightsFollower as WeightsFollower
     from rollflow.sinks.trainer.sink import TrainerSink as TrainerSink
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,11 +1,14 @@
 """The programs that a user would write run as they are."""
 
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from extras import needs
 
 ROOT = Path(__file__).parent.parent
@@ -181,22 +184,14 @@ def test_cartpole_is_learnt_by_a_trainer_in_another_process(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_script_with_a_data_loader_runs_at_a_hundredth_of_its_size(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    main = example("dataloader_trainer")["main"]
-    main.__globals__["UPDATES"] = 2
-    main()
-    told = capfd.readouterr()
-    assert told.out.splitlines()[-1].endswith("from 2 rollouts")
-    assert told.err.count("the trainer said goodbye: the trainer has ended\n") >= 2
-
-
-@pytest.mark.slow
-def test_cartpole_is_learnt_from_a_data_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    assert example("dataloader_trainer")["main"]() >= 300
+def test_two_ranks_of_a_trainer_keep_the_same_weights(tmp_path: Path) -> None:
+    program = "import sys, pathlib, ddp_cartpole; ddp_cartpole.main(2, pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT / "examples", check=True, timeout=300)
+    one, two = (torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2))
+    torch.manual_seed(0)
+    begun = example("cartpole")["Policy"]().state_dict()  # rank 0's, which both began with
+    assert all(torch.equal(one[name], two[name]) for name in begun)
+    assert not any(torch.equal(one[name], value) for name, value in begun.items())
 
 
 @pytest.mark.slow

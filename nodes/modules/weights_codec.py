@@ -1,6 +1,5 @@
-"""A module's weights as named arrays, never pickled: for another process or host, and for their digest."""
+"""A module's weights as named arrays, never pickled: for another process or host."""
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,8 +9,6 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.packing import pack, unpack
-
-DIGEST_BYTES = 32
 
 
 class Arrays(NamedTuple):
@@ -80,18 +77,3 @@ def unpack_weights(data: bytes) -> tuple[int, dict[str, Any], Any]:
     tensors = {name: np.array(array) for name, array in fields["tensors"].items()}
     weights = from_arrays(Arrays(tensors, fields["dtypes"], fields["others"]))
     return fields["version"], weights, fields["module_id"]
-
-
-def digest_of(tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str, str]) -> bytes:
-    """BLAKE2b, 32 bytes, over each tensor by the order of its name: the name, its dtype, its shape, its bytes.
-
-    It is the same in every process that has the weights whole. Both arguments are as in `Arrays`.
-    """
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for name in sorted(tensors):
-        array = tensors[name]
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        header = f"{name}\n{dtypes.get(name, little.dtype.str)}\n{','.join(map(str, array.shape))}\n"
-        digest.update(header.encode())
-        digest.update(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
-    return digest.digest()

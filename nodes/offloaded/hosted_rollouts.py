@@ -378,7 +378,6 @@ class HostRollouts(Carried, OffloadedRollouts):
             settings = RolloutSettings.of(
                 replica,
                 options,
-                digests=self.owner.digests,
                 has_several=self.role == "agent_rollout",
                 fragment_length=self.fragment_length,
                 lookback=self.lookback,

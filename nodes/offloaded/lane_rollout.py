@@ -110,7 +110,6 @@ class LaneRollout:
         states     of the pipelines' connectors; not there where none has any
         metrics    what was logged since this was asked last; not there where nothing was
         deviations    (kind, text) of observations that were not in their space; not there where there are none
-        loaded     version and digest of the newest weights that are digested; not there where none are
         """
         report: dict[str, Any] = {"steps": self.lane.num_steps}
         report["nodes"] = self._nodes()
@@ -122,8 +121,6 @@ class LaneRollout:
             self._metrics.reset()
         if self._site.deviations.unsent:
             report["deviations"] = [list(each) for each in self._site.deviations.take()]
-        if self._replica.loaded is not None:
-            report["loaded"] = list(self._replica.loaded)
         return report
 
     def _nodes(self) -> list[list[Any]]:

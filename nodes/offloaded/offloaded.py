@@ -51,11 +51,9 @@ class TurnToken:
 class RolloutOwner(Protocol):
     """Owner of rollouts that are done elsewhere: says what they are done with, and takes what they report.
 
-    digests    whether weights are digested there when they have been loaded
-    policy     what acts
+    policy    what acts
     """
 
-    digests: bool
     policy: Any
 
     @property
@@ -73,7 +71,7 @@ class RolloutOwner(Protocol):
         ...
 
     def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
-        """Take in what a lane's connectors have learnt and logged, and the weights that it has loaded."""
+        """Take in what a lane's connectors have learnt and logged."""
         ...
 
 

@@ -10,7 +10,6 @@ from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Turn, nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.modules.loaded_weights import Loaded, LoadedWeights
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.stages.acting import chosen_space, sampling_data, seed_lane
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
@@ -37,7 +36,6 @@ class LanePlan:
     lookback            steps of the fragment before in each (H)
     seed                of environments and sampling
     acting              how forward passes are done: what `ModuleForward` takes beside module and weights
-    digests             whether weights are digested when they have been loaded
     slot_seeds          one seed for each slot of the lane; None: they follow from `seed`
     """
 
@@ -49,7 +47,6 @@ class LanePlan:
     lookback: int
     seed: int
     acting: Mapping[str, Any]
-    digests: bool
     slot_seeds: Sequence[int] | None = None
 
     @property
@@ -132,12 +129,7 @@ class Replica(Protocol):
         """Pipelines of connectors, whose states are kept in step with other lanes', and their names."""
         ...
 
-    @property
-    def loaded(self) -> Loaded | None:
-        """The newest weights that are digested; None: none are."""
-        ...
-
-    def begin(self, digests: bool) -> None:
+    def begin(self) -> None:
         """Make ready to act, and to `put` weights."""
         ...
 
@@ -171,10 +163,6 @@ class OneReplica:
         self._weights: LaneWeights | None = None
 
     @property
-    def loaded(self) -> Loaded | None:
-        return None if self._weights is None or self._weights.loaded is None else self._weights.loaded.newest
-
-    @property
     def modules(self) -> Mapping[Any, Any]:
         return {DEFAULT_MODULE_ID: self._module}
 
@@ -182,8 +170,8 @@ class OneReplica:
     def named_pipelines(self) -> Sequence[tuple[str, Any]]:
         return list(zip(PIPELINES, self._pipelines, strict=True))
 
-    def begin(self, digests: bool) -> None:
-        self._weights = LaneWeights(self._module, self.versions[DEFAULT_MODULE_ID], digests=digests)
+    def begin(self) -> None:
+        self._weights = LaneWeights(self._module, self.versions[DEFAULT_MODULE_ID])
 
     def put(self, published: Published) -> None:
         assert self._weights is not None
@@ -229,11 +217,7 @@ class SeveralReplica:
     def named_pipelines(self) -> Sequence[tuple[str, Any]]:
         return self._acting.named_pipelines
 
-    @property
-    def loaded(self) -> Loaded | None:
-        return None
-
-    def begin(self, digests: bool) -> None:
+    def begin(self) -> None:
         for module_id, acting in self._acting.modules.acting.items():
             if self.versions[module_id] > 0:
                 acting.weights.publish_as(self.versions[module_id], acting.module.state_dict())
@@ -275,15 +259,7 @@ class LaneWeights(PolicyWeights):
     """Newly published weights, as they come between two forward passes.
 
     version    that the module's have
-    digests    whether weights are digested when they have been loaded
-
-    loaded     their digests; None: there are none
     """
-
-    def __init__(self, module: Any, version: int, *, digests: bool) -> None:
-        super().__init__(module, version)
-        self.loaded = LoadedWeights() if digests else None
-        self._seen: int | None = None  # version of those that were digested
 
     def put(self, version: int, weights: Weights) -> None:
         """Have the next pass use these, unless newer ones are here already.
@@ -294,14 +270,6 @@ class LaneWeights(PolicyWeights):
         with self._lock:
             if version > self._version:
                 self._version, self._unused = version, (version, dict(weights))
-
-    def load_into(self, module: Any) -> int:
-        """Have the module use the newest weights; the version that it then has."""
-        version = super().load_into(module)
-        if self.loaded is not None and version != self._seen:
-            self._seen = version
-            self.loaded.look_at(version, module)
-        return version
 
 
 class _OneLane(Environments):

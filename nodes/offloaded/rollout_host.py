@@ -265,9 +265,8 @@ class RolloutLane:
             lookback=settings.lookback,
             seed=session.seed,
             acting=how,
-            digests=settings.digests,
         )
-        replica.begin(settings.digests)
+        replica.begin()
         site = LaneSite(self.env, deviations=self._deviations)
         rollout = LaneRollout(site, plan, replica, between=partial(self._between, session))
         with self._changed:

@@ -130,7 +130,6 @@ class WorkerRollouts(Carried, OffloadedRollouts):
             lookback=self.lookback,
             seed=seed_for(self.seed, "restart", starts) if starts else self.seed,
             acting=self.owner.pass_options,
-            digests=self.owner.digests,
             slot_seeds=tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
         )
         return self.owner.replica(), plan

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.observation_check import KINDS
-from rollflow.nodes.modules.weights_codec import DIGEST_BYTES
 from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole
 from rollflow.stream.data.errors import WireError, shown
 
@@ -108,8 +107,6 @@ def account_of(rest: Mapping[str, Any], slots: int) -> RolloutReport:
     nodes = account.nodes
     if not isinstance(nodes, list) or not all(_is_stage(stage) for stage in nodes):
         raise WireError(f"nodes is {shown(nodes)}, expected lists of name, items, busy seconds and times", "fragment")
-    if "loaded" in rest:
-        _check_loaded(rest["loaded"])
     return account._replace(deviations=_deviations_of(rest.get("deviations", [])))
 
 
@@ -143,15 +140,6 @@ def _entry(fields: Mapping[str, Any], name: str) -> Any:
         return fields[name]
     except KeyError:
         raise WireError(f"no {name}, expected it among {sorted(map(str, fields))}", "fragment") from None
-
-
-def _check_loaded(loaded: Any) -> None:
-    """Raise WireError for what is no version of weights and their digest."""
-    if not isinstance(loaded, list) or len(loaded) != 2 or not is_whole(loaded[0]) or not isinstance(loaded[1], bytes):
-        raise WireError(f"loaded is {shown(loaded)}, expected a version and a digest", "fragment")
-    check_whole("loaded: version", loaded[0], 0, MOST)
-    if len(loaded[1]) != DIGEST_BYTES:
-        raise WireError(f"loaded: {len(loaded[1])} bytes, expected a digest of {DIGEST_BYTES}", "fragment")
 
 
 def _deviations_of(pairs: Any) -> tuple[tuple[str, str], ...]:

@@ -26,7 +26,6 @@ class RolloutSettings:
     module                    name of the module's class; of several modules a map of them by id
     model_config              fields of its `DefaultModelConfig`; None: it is no `DefaultModule`; likewise by id
     pieces                    names of each pipeline's connector pieces
-    digests                   whether weights are digested when they have been loaded; not said by older software
     """
 
     fragment_length: int
@@ -38,12 +37,9 @@ class RolloutSettings:
     module: str | Mapping[str, str]
     model_config: Mapping[str, Any] | None
     pieces: Mapping[str, Sequence[str]]
-    digests: bool = False
 
     @classmethod
-    def of(
-        cls, replica: Replica, acting: Mapping[str, Any], *, digests: bool, has_several: bool, **sizes: int
-    ) -> "RolloutSettings":
+    def of(cls, replica: Replica, acting: Mapping[str, Any], *, has_several: bool, **sizes: int) -> "RolloutSettings":
         """Settings of a rollout: what acts, options of forward passes, and the numbers."""
         names = {each: type(module).__name__ for each, module in replica.modules.items()}
         configs = {
@@ -57,7 +53,6 @@ class RolloutSettings:
             module=names if has_several else names[DEFAULT_MODULE_ID],
             model_config=configs if has_several else configs[DEFAULT_MODULE_ID],
             pieces={name: [piece.name for piece in pipeline.connectors] for name, pipeline in replica.named_pipelines},
-            digests=digests,
             **sizes,
         )
 
@@ -129,7 +124,7 @@ class RolloutSettings:
         ):
             if not is_whole(value) or not least <= value <= most:
                 raise WireError(f"settings: {name} is {shown(value)}, expected a whole number from {least} to {most}")
-        for name, flags in (("explore", self.explore), ("flat", self.flat), ("digests", self.digests)):
+        for name, flags in (("explore", self.explore), ("flat", self.flat)):
             may_be_none = name == "flat" and not isinstance(self.module, str)
             each = flags.values() if name == "explore" and isinstance(flags, Mapping) else [flags]
             if not all(isinstance(flag, bool) or (may_be_none and flag is None) for flag in each):

@@ -91,7 +91,7 @@ class RolloutServer(EnvServer):
     def _set_up(self, setup: dict[str, Any]) -> bytes:
         assert self._env is not None
         replica, plan = setup["replica"], setup["plan"]
-        replica.begin(plan.digests)
+        replica.begin()
         self._replica = replica
         env = self._env.env if isinstance(self._env, LaneVectorEnv) else self._env
         site = LaneSite(env, is_shared=True, turn=self._phase.turn, deviations=self._deviations)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.nodes.connectors.connector_v2 import Batch
-from rollflow.nodes.modules.loaded_weights import Loaded
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
@@ -187,8 +186,6 @@ class StagesHere:
     policy      what acts
     """
 
-    loaded = None
-
     def __init__(self, environments: Any, policy: ActingPolicy, options: StageOptions) -> None:
         self._environments, self.policy, self._seed = environments, policy, options.seed
         self._relay = GateRelay(environments)
@@ -220,9 +217,6 @@ class StagesHere:
         """Have the next forward pass use weights of this version; False where they are not newer."""
         return self.policy.publish_as(version, weights)
 
-    def digest_loaded(self) -> None:
-        """Do nothing: weights are loaded here."""
-
     def check_train_batch(self, batch: Batch) -> None:
         """Warn where a train batch's observations have other shapes than the module got while acting."""
         if isinstance(self._prepare, EnvToModule):
@@ -238,13 +232,9 @@ class StagesElsewhere:
 
     counting   stages that count the lanes that come by
     policy     what acts
-    digests    whether weights are digested there when they have been loaded
-    loaded     lane -> the weights that its worker or host has reported as loaded
     """
 
     def __init__(self, rollouts: OffloadedRollouts, policy: ActingPolicy, options: StageOptions) -> None:
-        self.digests = False
-        self.loaded: dict[int, Loaded] = {}
         self.policy, self.pass_options = policy, policy.pass_options
         self._rollouts, self._metrics = rollouts, options.metrics
         self._pipelines = policy.pipelines
@@ -285,10 +275,6 @@ class StagesElsewhere:
             self._rollouts.broadcast(published)  # first: a turn may begin once the version is there
         return self.policy.publish_as(version, weights)
 
-    def digest_loaded(self) -> None:
-        """Have weights digested where they are loaded."""
-        self.digests = True
-
     def check_train_batch(self, batch: Batch) -> None:
         """Do nothing: what the module got while acting was seen elsewhere."""
 
@@ -313,11 +299,7 @@ class StagesElsewhere:
         return self.policy.replica()
 
     def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
-        """Take in what a lane's connectors have learnt and logged, and the weights that it has loaded."""
-        if "loaded" in message:
-            self.loaded[lane] = Loaded(*message["loaded"])
-        else:
-            self.loaded.pop(lane, None)  # that of a worker before this one
+        """Take in what a lane's connectors have learnt and logged."""
         if "states" in message:
             self._merge_states(self._states | {lane: message["states"]})
         if "metrics" in message:

@@ -23,7 +23,6 @@ from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.modules.loaded_weights import Loaded
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
@@ -145,7 +144,7 @@ class Rollout(RolloutLoop[Fragment]):
         seed, placement                  the seed in use; why it goes where it goes, with `where="auto"`
         stall                            the rules of the stall doctor, of `stall_after` and `on_stall`
         log                              logs one's own values, `log("train/loss", loss)`; `dropped_rows`
-        is_running, policy_version, num_steps, lost, loaded
+        is_running, policy_version, num_steps, lost
 
     Methods: `publish` new weights; `state_dict`, and `load_state_dict` to go on with an earlier run; loop over
     `batches()` or `fragments()`; `start`, `drain`, `close`; `report`, `diagnose` and `explain`; `policy`,
@@ -352,18 +351,6 @@ class Rollout(RolloutLoop[Fragment]):
         Raises PolicyError where such environments can't be made one by one.
         """
         return self.policy().evaluate(env_to_evaluate(env, self._env, may_be_id=True), episodes, **options)
-
-    def digest_loaded(self) -> None:
-        """Have workers and hosts that do whole rollouts digest the weights that they have loaded: see `loaded`.
-
-        Before it runs.
-        """
-        self._execution.digest_loaded()
-
-    @property
-    def loaded(self) -> Mapping[int, Loaded] | None:
-        """Lane -> the weights that its worker or host has reported as loaded; None: forward passes are done here."""
-        return self._execution.loaded
 
     # What every rollout has
 

@@ -35,7 +35,7 @@ from rollflow.sinks.datasets.minari_episodes import MinariEpisodes, minari_data_
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
 from rollflow.sinks.datasets.stored_agents import AgentsBlock, EnvEpisodes, StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
-from rollflow.sinks.trainer.trainer_side.item_maker import check_module
+from rollflow.sinks.trainer.item_maker import check_module
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, shown
 from rollflow.stream.data.tree import map_tree

@@ -17,9 +17,8 @@ from rollflow.nodes.env.remote.software import software
 from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch
 from rollflow.sinks.replay.sampled_steps import detached
-from rollflow.sinks.trainer.messages.by_module import is_by_module, joined_weights
-from rollflow.sinks.trainer.messages.item_message import tensors_of
-from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
+from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
+from rollflow.sinks.trainer.newest_weights import PublishedWeights
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import Tree

@@ -4,7 +4,7 @@ import logging
 import secrets
 import select
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -28,9 +28,8 @@ from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.replay import Batch, Replay
 from rollflow.sinks.replay.sampled_steps import IDS
-from rollflow.sinks.trainer.messages.item_message import arrays_of
+from rollflow.sinks.trainer.messages import arrays_of
 from rollflow.sinks.trainer.stream import TrainerStream
-from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
 from rollflow.stream import wire
 from rollflow.stream.data.errors import EnvError, ReplayError, RunError, error_field, error_text, shown
 from rollflow.stream.data.system import require
@@ -89,7 +88,6 @@ class SampleServer:
         self._clients = RequestClients(self._loop, options, lambda client: self._replay.turns.look_again())
         self._loop.listen(self._sockets, options)
         self._tasks: TaskGroup | None = None  # one for each query that is being answered
-        keep_from_forked(self)
 
     async def run(self) -> None:
         """Serve until this is cancelled, then say goodbye."""
@@ -113,10 +111,6 @@ class SampleServer:
         self._loop.close()
         self._epoll.close()
         close_sockets(self._sockets)
-
-    def filenos(self) -> Iterator[int]:
-        """Descriptors of what it listens on, and of its connections."""
-        yield from [each.fileno() for each in (*self._sockets, *self._loop.peers)]
 
     # What the loop asks for
 

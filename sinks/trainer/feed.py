@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
-from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, check_rollout
+from rollflow.sinks.trainer.rollout_end import AnyRollout, check_rollout
 from rollflow.sinks.trainer.sink import TrainerSink
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.node import ending_quietly

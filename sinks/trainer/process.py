@@ -4,14 +4,17 @@ import inspect
 import logging
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import anyio
@@ -21,13 +24,14 @@ import torch
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S, WorkerProcess, core_count
-from rollflow.sinks.trainer import pickle_channel
-from rollflow.sinks.trainer.own_folder import OwnFolder
 from rollflow.sinks.trainer.stream import TrainerStream
 from rollflow.stream.data.errors import RunError, shown
+from rollflow.stream.data.system import system_module
 
 logger = logging.getLogger(__name__)
 
+fcntl = system_module("fcntl")
+_PREFIX, _LOCK = "rollflow-", ".rollflow-sockets"  # of folders, and of the locked file in each
 _STREAM_OPTIONS = tuple(inspect.signature(TrainerStream).parameters)[1:]  # all but the address
 
 
@@ -100,7 +104,7 @@ class TrainerProcess:
             raise
         self.pid = self._worker.pid
         with suppress(OSError):  # the child is gone, which `watch` and `__exit__` notice
-            pickle_channel.send(self._sock, job)
+            _send(self._sock, job)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -153,8 +157,8 @@ class TrainerProcess:
             return False
         self._has_ended = True
         try:
-            outcome = pickle_channel.receive(self._sock)
-        except (EOFError, OSError):
+            outcome = _receive(self._sock)
+        except (EOFError, OSError, pickle.UnpicklingError):
             self._error = RunError(f"the trainer {self._name}, process {self.pid}, {self._started().ended()}")
             return True
         if isinstance(outcome, TrainerFailed):
@@ -176,10 +180,22 @@ def main(life: int, sockets: Sequence[int]) -> None:
     outcome: bytes | TrainerFailed
     with socket.socket(fileno=sockets[0]) as sock:
         try:
-            outcome = cloudpickle.dumps(_run(sock, *pickle.loads(pickle_channel.receive(sock))))
+            outcome = cloudpickle.dumps(_run(sock, *pickle.loads(_receive(sock))))
         except Exception as error:
             outcome = TrainerFailed(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
-        pickle_channel.send(sock, outcome)
+        _send(sock, outcome)
+
+
+def _send(sock: socket.socket, item: Any) -> None:
+    """Send a pickled object. Raises OSError if the other end is gone."""
+    with sock.makefile("wb") as file:
+        pickle.dump(item, file)
+
+
+def _receive(sock: socket.socket) -> Any:
+    """Wait for a pickled object. Raises EOFError, OSError or UnpicklingError if the other end is gone."""
+    with sock.makefile("rb") as file:
+        return pickle.load(file)
 
 
 def _run(
@@ -208,3 +224,48 @@ def _run(
         finally:
             with lock:
                 has_left = True
+
+
+class OwnFolder:
+    """Temporary folder of this process and those that it forks; `close` removes it.
+
+    Making one also removes folders of processes that were killed. Each owner holds a lock on a file in its folder. The
+    system releases it when the last owner has ended, in whatever way.
+
+    path    of the folder
+    """
+
+    def __init__(self) -> None:
+        _remove_left()
+        self._lock: int | None = None
+        while self._lock is None:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            self._lock = _locked(self.path / _LOCK)
+
+    def close(self) -> None:
+        """Remove the folder with all its contents; a second call does nothing."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def _locked(path: Path) -> int | None:
+    """Descriptor of a new, locked file; None if another process has removed the file before it was locked."""
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if path.exists():
+        return fd
+    os.close(fd)
+    return None
+
+
+def _remove_left() -> None:
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError):  # it has an owner, or was removed meanwhile
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(fd)

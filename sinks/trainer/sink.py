@@ -13,14 +13,11 @@ import anyio
 
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.sinks.trainer.messages.agents_description import newest_acting
-from rollflow.sinks.trainer.messages.by_module import batches_in, num_steps
-from rollflow.sinks.trainer.messages.item_message import AnyFragment, Batch, message_of_batch, nbytes_of
-from rollflow.sinks.trainer.rollout_side.lender import FragmentLender
-from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
-from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, RolloutEnd, rollout_among
-from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplink
-from rollflow.sinks.trainer.trainer_side.state import HAS_ENDED
+from rollflow.sinks.trainer.lender import FragmentLender
+from rollflow.sinks.trainer.messages import HAS_ENDED, AnyFragment, Batch, message_of_batch, nbytes_of
+from rollflow.sinks.trainer.resend_buffer import ResendBuffer
+from rollflow.sinks.trainer.rollout_end import AnyRollout, RolloutEnd, rollout_among
+from rollflow.sinks.trainer.uplink import TrainerLink, TrainerUplink
 from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Inlet
@@ -57,8 +54,7 @@ class TrainerSink:
                        `MultiAgentLearnerPipeline`, between the rollout and the sink
         lost           number of transitions by cause. `undelivered`: the trainer was not done with them when the sink
                        was closed. They are a part of `rollout.lost["undelivered"]`, which has those of all sinks, each
-                       transition once, unless others went on without this trainer. `left`: they came while this trainer
-                       had left and another had not; `rollout.lost` has none of them
+                       transition once
 
     `graph.connect(rollout.fragments, TrainerSink(...))` is enough. With the rollout as an argument, make the sink
     before the rollout is added to its graph. Modules of a `MultiAgentRollout` whose weights the trainer publishes have
@@ -68,20 +64,18 @@ class TrainerSink:
     the rollout stands still, also one that is drained, which logs what it waits for: leave the run to give up those
     items.
 
-    Several sinks may send one rollout to several trainers. Each has its own window and bound of age, and the rollout
-    begins once all have been there. One of them is to publish weights; those of others are passed over. If one says
-    goodbye the others go on without it; if it comes back it gets what is made from then on.
+    Several sinks may send one rollout to several trainers. Each has its own window and bound of age, and holds the
+    rollout back, also while it is away or after its goodbye. One of them is to publish weights.
 
     With 'shm:', for a trainer on this host, fragments are not sent: they lie in memory that the trainer sees. Nothing
     is written there again before the trainer has moved on from a fragment and has no array of it any more. Other items
     are copied there once: train batches, fragments from other hosts, and in a lane's first fragment what no worker
-    process writes. Train batches that are ready together share one block, of 1 MiB or four batches at most. It is
-    written again once the trainer has let go of all of them. A trainer that keeps more than `max_bytes` gets copies
-    through the socket, as with 'unix:', until it lets go of some.
+    process writes. A trainer that keeps more than `max_bytes` gets copies through the socket, as with 'unix:', until it
+    lets go of some.
 
-    `stream.returns` and `stream.weights_in_use()` work for train batches too, since the sink observes the fragments as
-    they leave the rollout. A batch lists the episodes that have finished since the batch before it; those that finish
-    after the last batch are not reported.
+    `stream.returns` works for train batches too, since the sink observes the fragments as they leave the rollout. A
+    batch lists the episodes that have finished since the batch before it; those that finish after the last batch are
+    not reported.
 
     Raises WireError for an invalid address, or one that needs a secret; ModuleError for module ids that are no strings;
     GraphError, when the graph is drawn, unless one rollout leads to the sink; when the graph runs, the connection's
@@ -253,25 +247,20 @@ class TrainerSink:
             self._buffer,
             sends=self._sends,
             shares=self._lender is not None,
-            look_up=lambda: sink._notify(),
             trainer=self._trainer_name,
             ring=lambda: sink._uplink.bell.ring(),
         )
 
     def _hello(self) -> wire.Hello:
-        most, digests = self._uplink.link.limits.max_frame, self._uplink.versions
-        return self._rollout_end.hello(self._session.token, name=self.name, max_frame=most, digests=digests)
+        most, newest = self._uplink.link.limits.max_frame, self._uplink.newest
+        return self._rollout_end.hello(self._session.token, name=self.name, max_frame=most, newest=newest)
 
     async def _send_all(self, items: Inlet[AnyFragment | Batch]) -> None:
-        trainer = self._rollout_end.subscriber
         async for item in items:
             if not self._may_take():
                 with items.blocked_by(self._trainer_name):
                     await self._wait_until(self._may_take)
-            if trainer.is_passed_over:
-                self._discard(item)
-            else:
-                self._send(item)
+            self._send(item)
             self._send_lane_news()
         self._has_ended = True
         self._uplink.finish()
@@ -295,7 +284,6 @@ class TrainerSink:
             gate.order = self._uplink.wanted or gate.order
             gate.done, gate.version, gate.problem = self._session.done, end.version, self._uplink.problem
             self._send_lane_news()
-            end.subscriber.look_again(has_left=self._has_left())
             gate.look_again()
             self._notify()
 
@@ -336,9 +324,7 @@ class TrainerSink:
                 logger.warning("waiting for %.0f s for %s: %s", now - reminder.since, self._trainer_name, reason)
 
     def _may_take(self) -> bool:
-        """True if an item is for nobody, or may be taken; a drained run logs once why it may not."""
-        if self._rollout_end.subscriber.is_passed_over:
-            return True
+        """True if an item may be taken; a drained run logs once why it may not."""
         order, under_way = self._rollout_end.gate.order, self._session.given - self._session.done
         if under_way < (1 if order is None else order.window) and self._buffer.has_room(self._sends):
             return True
@@ -360,33 +346,12 @@ class TrainerSink:
         if isinstance(item, AnyFragment):
             message, steps = end.message_of(number, item), item.num_steps
             end.lanes.give(item.lane, item.sequence)
-            self._send_receipt(item.lane, newest_acting(item, end.ids))
         else:
             message = message_of_batch(number, item, modules=end.ids, episodes=end.seen.take_episodes())
             steps = int(message.rest["steps"])
-            for lane, version in end.seen.take_versions().items():
-                self._send_receipt(lane, version)
         if self._lender is not None:
             self._lender.look_at(message)
         self._buffer.add(message, nbytes_of(message), steps, end.origins_of(item))
         self._session.given = number
         self._uplink.wake()
         end.gate.look_again()  # since the trainer may be what lanes wait for now
-
-    def _discard(self, item: AnyFragment | Batch) -> None:
-        """Count an item as lost, since the trainer has left, so that others of the rollout go on."""
-        if isinstance(item, AnyFragment):
-            self._rollout_end.lanes.give(item.lane, item.sequence)
-            steps = item.num_steps
-        else:
-            steps = num_steps(batches_in(item, is_by_module=self._rollout_end.ids is not None))
-            self._rollout_end.gate.pass_over()
-        if "left" not in self.lost:
-            logger.warning("trainer %s has left: others of this rollout go on without it", self._uplink.address)
-        self.lost["left"] = self.lost.get("left", 0) + steps
-
-    def _send_receipt(self, lane: int, version: int | None) -> None:
-        """Report which weights a lane's forward node has, if that is news; `version` is that of its last action."""
-        receipt = self._rollout_end.receipt_of(lane, version, self._uplink.versions, self._uplink.welcomes)
-        if receipt is not None:
-            self._uplink.tell(receipt)

@@ -1,8 +1,9 @@
 """Trainer's end of the stream: an ordinary loop over what rollouts in other processes and on other hosts send."""
 
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import wait
 from os import PathLike
 from typing import Any, Literal, Self
@@ -15,15 +16,8 @@ from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sock
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.sinks.trainer.messages.by_module import is_by_module, joined_weights, own_shapes
-from rollflow.sinks.trainer.own_folder import OwnFolder
-from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
-from rollflow.sinks.trainer.ranks.dataset_protocol import BatchParts, StreamSetup, places_of
-from rollflow.sinks.trainer.ranks.dataset_server import DatasetServer
-from rollflow.sinks.trainer.trainer_side.batch_assembly import ArrivalOrder, LaneRounds
-from rollflow.sinks.trainer.trainer_side.compatibility import checked_address
-from rollflow.sinks.trainer.trainer_side.intake import Intake
-from rollflow.sinks.trainer.trainer_side.item_maker import (
+from rollflow.sinks.trainer.intake import ArrivalOrder, Intake, LaneRounds
+from rollflow.sinks.trainer.item_maker import (
     ItemMaker,
     LearnerConnector,
     LoopItem,
@@ -32,22 +26,13 @@ from rollflow.sinks.trainer.trainer_side.item_maker import (
     check_choices,
     check_module,
 )
-from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
-from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
-from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem
-from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows, OnExcess, StalenessBound
-from rollflow.sinks.trainer.trainer_side.state import (
-    HAS_ENDED,
-    BatchItem,
-    WeightsInUse,
-    failure_of,
-    state_dict_of,
-    state_from,
-    weights_in_use,
-)
-from rollflow.sinks.trainer.trainer_side.stream_log import StreamLog
-from rollflow.stream.data.errors import EnvError, RunError
-from rollflow.stream.data.zstd import check_available
+from rollflow.sinks.trainer.listener import TrainerListener, checked_address
+from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights, own_shapes
+from rollflow.sinks.trainer.newest_weights import PublishedWeights, checked_id
+from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, RolloutPeer, number_in
+from rollflow.sinks.trainer.staleness import FlowWindows, OnExcess, StalenessBound
+from rollflow.sinks.trainer.stream_log import StreamLog
+from rollflow.stream.data.errors import EnvError, RunError, shown
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire import Address, Limits, SharedAddress
@@ -82,8 +67,6 @@ class TrainerStream:
                                of an earlier trainer are left out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer asks for the next batch.
                                "manual": when `ack` is called, as a rule after a checkpoint
-        compression            "zstd": observations come compressed, and weights go as a difference from those
-                               before, for slow networks; needs `rollflow[compression]` at both ends. None: they do not
         metrics                passed to the pieces; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way
         log, log_every, log_x, trace    as for `Rollout`; `stream.log(name, value)` logs one's own figures
@@ -114,7 +97,6 @@ class TrainerStream:
         max_lag: int | None = None,
         on_excess: OnExcess = "drop",
         ack: Literal["auto", "manual"] = "auto",
-        compression: Literal["zstd"] | None = None,
         metrics: Any = None,
         limits: Limits | None = None,
         log: Log = None,
@@ -124,7 +106,6 @@ class TrainerStream:
     ) -> None:
         check_numbers(fragments_per_batch=(fragments_per_batch, 1), sources=(sources, 1))
         check_numbers(join_timeout=(join_timeout, 0), max_lag=(max_lag, 0))
-        check_available(compression)
         check_choices(yields, on_excess, ack, count=fragments_per_batch, max_lag=max_lag, taught=learner_connector)
         check_module(module)
         known, limits = secret_bytes(secret), limits or Limits()
@@ -133,19 +114,17 @@ class TrainerStream:
         self.handed: list[BatchItem] = []
         self.metrics = MetricsLogger() if metrics is None else metrics
         self._item_maker = ItemMaker(yields, learner_connector, module, self.metrics)
-        self._setup = StreamSetup(yields, max_lag, on_excess, BatchParts(learner_connector, module))
-        self._ends: dict[str, Any] = {"secret": known, "tls": tls, "limits": limits}  # of connections
         self._staleness = StalenessBound(max_lag, on_excess)
         self._join_timeout, self._expected = join_timeout, sources or 0
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
         self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
         self._items: Iterator[LoopItem] = iter(())
-        self._server: DatasetServer | None = None
         self._closing, self._state = ExitStack(), "new"
         self._listener = TrainerListener(
-            **self._ends,
+            secret=known,
+            tls=tls,
+            limits=limits,
             ahead=self._staleness.ahead,
-            compression=compression,
             windows=FlowWindows(self._staleness, yields, prefetch, fragments_per_batch, stays=sources is None),
             shares=isinstance(self.address, SharedAddress),
             own=own_shapes(module),
@@ -182,7 +161,7 @@ class TrainerStream:
             self._move_on()
         self._closing.close()
         self._state = "closed"
-        self._listener.close(HAS_ENDED if error is None else None, failure_of(error))
+        self._listener.close(HAS_ENDED if error is None else None, _failure_of(error))
         close_sockets(self._listener.sockets)
         self.log.end()
 
@@ -219,8 +198,9 @@ class TrainerStream:
         weights    a `state_dict()`; where rollouts have several modules, module id -> `state_dict()` of each trained
 
         A rollout that is slow to take weights gets the newest alone. If a rollout comes with a newer version, of an
-        earlier trainer, the weights get a version above that. The first weights after `load_state_dict` keep their
-        version if they are those that were published last before `state_dict`.
+        earlier trainer, the weights get a version above that. Weights that are published after `load_state_dict` and
+        before the first batch are taken for those that were saved with the state: they have the version that those had,
+        or got next.
 
         Raises RunError once the stream is closed. Raises ModuleError for weights that can't be sent, don't fit a
         rollout's module, or are larger than a message that it takes; a later rollout is refused for these reasons.
@@ -228,47 +208,6 @@ class TrainerStream:
         self._check_open()
         weights = joined_weights(weights) if is_by_module(weights) else weights
         return self._listener.publish(PublishedWeights.of(weights))
-
-    def dataset(self, *, prefetch_factor: int = 2, world_size: int = 1, address: str | None = None) -> TrainerDataset:
-        """Make a dataset of the stream, instead of `for batch in stream`: see `TrainerDataset`, and its `loader`.
-
-        prefetch_factor    items that each of a loader's workers makes ahead
-        world_size         processes of the trainer, of which this is rank 0, which publishes: under "pace" once in a
-                           round at most. Each batch goes to one of them, in turn; less than a round is `lost`. The
-                           stream is to be left when all loops have come to their end
-        address            for the other ranks' `TrainerDataset.connect`: 'tcp://host:port' or 'unix:/path', with the
-                           stream's secret and TLS; None: there are none
-
-        `handed` lists rank 0's batches. `max_lag` holds when a worker takes an item, which the loop may see
-        (prefetch_factor + 1) × num_workers items later; "pace" is for num_workers=0. Rollouts keep as many batches
-        more, even if that exceeds their `max_bytes`.
-
-        Raises RunError outside of the block, for a second one, or where the stream has begun and is to be paced.
-        """
-        check_numbers(world_size=(world_size, 1))
-        self._check_running()
-        if world_size > 1 and address is None:
-            raise ValueError(f"world_size is {world_size}, expected an address for the other ranks")
-        if self._server is not None:
-            raise RunError("the stream has a dataset already, expected one")
-        self._staleness.world_size = world_size
-        if self._listener.is_open and self._staleness.ahead != self._listener.ahead:
-            raise RunError("the stream has begun, expected its dataset before the first batch is asked for")
-        self._listener.ahead = self._staleness.ahead
-        folder = self._closing.enter_context(closing(OwnFolder()))
-        places = places_of(f"unix:{folder.path}/dataset", address, **self._ends)
-        calls: dict[str, Any] = {"begin": self._open, "returns": self.returns, "handed": self._note_handed}
-        self._server = DatasetServer(
-            places, world_size, self._intake, self._setup, join_timeout=self._join_timeout, **calls
-        )
-        self._closing.callback(self._server.close)
-        options: dict[str, Any] = {
-            "prefetch_factor": prefetch_factor,
-            "join_timeout": self._join_timeout,
-            "stream": self,
-        }
-        options |= {"address": self._server.shared, "is_paced": self._staleness.ahead is not None}
-        return TrainerDataset(places[0], 0, self._setup.parts, **options)
 
     def expect_no_more(self) -> None:
         """Let the loop end when the rollouts have that are there, and wait for no others. From any thread."""
@@ -289,26 +228,23 @@ class TrainerStream:
         """Refuse the rollouts of what was handed over last, since that can't be used."""
         self._intake.refuse(self._current, reason)
 
-    def weights_in_use(self) -> list[WeightsInUse]:
-        """Weights that every forward node of every rollout was last seen to use.
-
-        Nodes in worker processes and on hosts of whole rollouts report with a fragment what their modules have loaded;
-        weights above a megabyte maybe with the fragment after it. A host with older software does not report it.
-        """
-        with self._listener.lock:
-            return weights_in_use(self._listener.connected, self._listener.weights.digests)
-
     def state_dict(self) -> dict[str, Any]:
         """State after the last batch, as plain data for JSON: what has been handed over, and the policy version.
 
         Take it when the trainer has learnt from the last batch, and save it with the weights before these are
-        published: under "pace" nothing is left out then, whenever the trainer is killed. With several ranks, take it
-        after a barrier. It is behind a `DataLoader` of your own with workers: see `TrainerDataset`.
+        published: under "pace" nothing is left out then, whenever the trainer is killed.
         """
-        newest, taken = self._listener.weights.identity(), self._server.taken() if self._server is not None else []
+        weights = self._listener.weights
+        version, weights_id = weights.saved()
+        state: dict[str, Any] = {"version": weights.version, "weights": [version, weights_id.hex()], "lost": self.lost}
+        if any(self.log.counted):
+            state["counted"] = list(self.log.counted)
+        handed: dict[bytes, list[int]] = {}
+        for arrived in self._current:
+            handed.setdefault(arrived.source.session.token, []).append(arrived.number)
         with self._listener.lock:
-            counted, lost = self.log.counted, self._staleness.lost
-            return state_dict_of(self._listener.sources, [*self._current, *taken], *newest, lost, counted)
+            sources = self._listener.sources.items()
+            return {**state, "sources": {token.hex(): each.state(handed.get(token, ())) for token, each in sources}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict` of an earlier trainer: what that was handed is not handed over again.
@@ -317,9 +253,18 @@ class TrainerStream:
         """
         if self._listener.is_open:
             raise RunError("the stream has begun, expected load_state_dict before the first batch is asked for")
-        found = state_from(state)
-        found.resume(self._listener.sources, self._listener.weights, self._staleness)
-        self.log.go_on_from(*found.counted)
+        try:
+            sources = [RolloutPeer.of_state(token, entry) for token, entry in state["sources"].items()]
+            lost = {str(cause): number_in(count) for cause, count in state.get("lost", {}).items()}
+            steps, items = map(number_in, state.get("counted", (0, 0)))
+            version, (saved, weights_id) = number_in(state["version"]), state["weights"]
+            identity = number_in(saved), checked_id(weights_id)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"state is {shown(state)}, expected what state_dict() gave: {error!r}") from error
+        self._listener.sources.update({source.session.token: source for source in sources})
+        self._listener.weights.resume(version, identity)
+        self._staleness.lost = Counter(lost)
+        self.log.go_on_from(steps, items)
 
     @property
     def version(self) -> int:
@@ -333,7 +278,7 @@ class TrainerStream:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Number of transitions that came and were not handed over, by cause: `max_lag`, `masked`, `uneven`."""
+        """Number of transitions that came and were not handed over, by cause: `max_lag`, `masked`."""
         return dict(self._staleness.lost)
 
     @property
@@ -355,25 +300,16 @@ class TrainerStream:
             raise RunError("the stream is closed, expected this before its block is left")
 
     def _begin_next(self) -> WaitReminder:
-        self._open()
+        if self._state != "running":
+            raise RunError(f"the stream is {self._state}; this loop expects: with TrainerStream(...) as stream:")
+        self._listener.open()
         self._listener.trace.asks()
         self._move_on()
         return WaitReminder(self._join_timeout)
 
-    def _open(self) -> None:
-        """Let rollouts connect, unless they may already."""
-        self._check_running()
-        self._listener.open()
-
-    def _check_running(self) -> None:
-        if self._state != "running":
-            raise RunError(f"the stream is {self._state}; this loop expects: with TrainerStream(...) as stream:")
-
     def _move_on(self) -> None:
         self._intake.be_done_with(self._current)
         self._current = []
-        if self._server is not None:
-            self._server.move_on()
 
     def _try_next(self, patience: WaitReminder) -> Any:
         """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError where no rollout comes."""
@@ -393,11 +329,16 @@ class TrainerStream:
         version = self.version
         if self.yields == "batches":
             self._staleness.mask(made.item, made.of, version)
-        self._note_handed([BatchItem.of(arrived, version) for arrived in made.of], made.of)
+        self._listener.weights.note_batch()
+        self.handed = [BatchItem.of(arrived, version) for arrived in made.of]
+        self._listener.trace.gets(made.of)
+        self.log.take(self.handed)
         self._current, self._left_out = ([*made.of, *self._left_out], []) if made.is_last else ([], self._left_out)
         return made.item
 
-    def _note_handed(self, items: list[BatchItem], of: Sequence[ArrivedItem] = ()) -> None:
-        self.handed = items
-        self._listener.trace.gets(of)
-        self.log.take(items)
+
+def _failure_of(error: BaseException | None) -> str | None:
+    """Reason for rollouts, which then wait for another trainer, of an error that ended a stream; None for no error."""
+    if error is None:
+        return None
+    return f"it has failed: {type(error).__name__}: {error}" if isinstance(error, Exception) else "it was interrupted"

@@ -6,7 +6,6 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import inf
 from time import monotonic
 from typing import NamedTuple
 
@@ -74,7 +73,6 @@ class RequestClients:
 
     loop       of their sockets; `fail` is for it, and `greet` of the options
     forgot     called with each client that is known no longer
-    grace_s    seconds that one which is lost has to come back, may be infinite; if less, `grace_s` of the limits
     """
 
     def __init__(
@@ -82,10 +80,9 @@ class RequestClients:
         loop: SocketLoop[ClientPeer],
         options: ServerOptions,
         forgot: Callable[[RequestClient], object],
-        grace_s: float = 0.0,
     ) -> None:
         self._loop, self._options, self._forgot = loop, options, forgot
-        self._grace_s = max(grace_s, options.limits.grace_s)
+        self._grace_s = options.limits.grace_s
         self._clients: dict[bytes, RequestClient] = {}
 
     def __len__(self) -> int:
@@ -101,7 +98,7 @@ class RequestClients:
     def due(self) -> float | None:
         """Time at which `tick` is to be called; None: it need not be."""
         lost = [each.lost_at for each in self if each.lost_at is not None]
-        return min(lost) + self._grace_s if lost and self._grace_s < inf else None
+        return min(lost) + self._grace_s if lost else None
 
     def tick(self, now: float) -> None:
         """Forget clients that have had their time to come back."""

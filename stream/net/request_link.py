@@ -27,15 +27,11 @@ _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
 class LinkTarget(NamedTuple):
     """Server that a link asks.
 
-    timeout           seconds that an answer is waited for; with `parted`, that a server which is away is waited for
+    timeout           seconds that an answer is waited for
     software, name    of this end, for people
     connection        kind of this end
     unanswered        error that says that no answer has come in time
     closed            error that says that the link is closed
-    parted            makes the error of the server's goodbye, which ends the link. So does a server that is away for
-                      too long, or that has forgotten this end. None: it is dialled again, whatever it has said
-    lost_timeout      with `parted`: seconds that a server is waited for which has been there; None: `timeout`
-    is_gone           with `parted`: tells of a server that is away whether it is for good
     """
 
     address: wire.Address
@@ -48,9 +44,6 @@ class LinkTarget(NamedTuple):
     connection: type[wire.ClientConnection]
     unanswered: type[Exception]
     closed: type[Exception]
-    parted: Callable[[wire.Goodbye], Exception] | None = None
-    lost_timeout: float | None = None
-    is_gone: Callable[[], bool] = lambda: False
 
 
 class RequestLink:
@@ -66,8 +59,7 @@ class RequestLink:
         self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._futures: dict[int, Future[wire.Result]] = {}
         self._fatal: Exception | None = None
-        self._is_closing = self._is_known = False
-        self._there_at = monotonic()  # when the server was last seen to be there
+        self._is_closing = False
         self.loop: SocketLoop[Peer[wire.ClientConnection]] = SocketLoop(self)
         self.loop.dial([target.address], self)
         self.changed = threading.Condition(self.loop.lock)  # of all of the above
@@ -156,13 +148,7 @@ class RequestLink:
             logger.warning("waiting for %.0f s: %s", patience.waited_s, self._server(state))
 
     def _unanswered(self) -> Exception:
-        return self._target.unanswered(self._server(f"has not answered within {self._patience:g} s"))
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that the server is waited for."""
-        lost_timeout = self._target.lost_timeout if self._is_known else None
-        return self._target.timeout if lost_timeout is None else lost_timeout
+        return self._target.unanswered(self._server(f"has not answered within {self._target.timeout:g} s"))
 
     def _server(self, text: str) -> str:
         """What is said of the server, with the problems of its connections."""
@@ -180,11 +166,8 @@ class RequestLink:
             while not self._is_closing and self._fatal is None:
                 ready = self.loop.wait_until(self.loop.dialler.due)
                 now = monotonic()
-                if any(peer.connection.phase is wire.ConnectionPhase.RUNNING for peer in self.loop.peers):
-                    self._there_at = now
                 self.loop.serve(ready, now)
                 self.loop.tick(now)
-                self._check_there(now)
         except Exception as error:
             self._fatal = error
         with self.changed:
@@ -197,15 +180,6 @@ class RequestLink:
                 self.loop.drop(peer)
             self.changed.notify_all()
         self.loop.close()
-
-    def _check_there(self, now: float) -> None:
-        """Raise the error of a server that the link depends on, and that is away for too long."""
-        if self._target.parted is None or self.loop.dialler.is_busy:
-            return
-        if self._target.is_gone():
-            raise self._target.closed(self._server("has ended"))
-        if now - self._there_at >= self._patience:
-            raise self._unanswered()
 
     # What the loop asks for
 
@@ -242,14 +216,7 @@ class RequestLink:
                     if future is not None and not future.done():
                         future.set_result(event)
                 case wire.Welcome():
-                    if self._is_known and not event.resumed and self._target.parted is not None:
-                        server = f"the {self._target.connection.roles[1]} at {self._target.address}"
-                        raise self._target.closed(f"{server} has forgotten this end, expected the one before")
-                    self._is_known = True
                     self.loop.dialler.welcomed(peer.dialled)
-                case wire.Goodbye() if self._target.parted is not None:
-                    self._fatal = self._target.parted(event)
-                    self.loop.drop(peer)
                 case wire.Goodbye():
                     logger.info("%s says goodbye: %s", peer.where, event.reason)
                     if peer.dialled is not None:

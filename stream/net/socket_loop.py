@@ -1,13 +1,15 @@
 """Loop that owns the sockets of one end of a wire: it accepts, dials, reads, writes and keeps time."""
 
+import os
 import select
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
-from rollflow.stream.data.system import require
+from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
 from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet
@@ -24,6 +26,24 @@ _MANY, _LOOK_S = 64, 2e-5
 def look_s(count: int) -> float:
     """Seconds until so many things are looked at again: 0 for few; for many, so long that it takes a small share."""
     return 0.0 if count < _MANY else count * _LOOK_S
+
+
+_listening: "weakref.WeakSet[SocketLoop[Any]]" = weakref.WeakSet()
+
+
+def _give_up_all() -> None:
+    """Put /dev/null in place of all sockets of loops that listen, in a process that was forked off.
+
+    Open there, they would keep the address taken and connections alive after the loop's process has ended.
+    """
+    fds = [each.fileno() for loop in list(_listening) for each in (*loop._listened, *loop.peers)]
+    for fd in [each for each in fds if each >= 0]:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+
+
+at_fork(after_in_child=_give_up_all)
 
 
 class SocketHandler(Protocol[Handled]):
@@ -74,14 +94,17 @@ class SocketLoop(Generic[P]):
         self._poll.register(self.wakeup.fileno(), select.POLLIN)
         self._max_strangers, self._looks_at = max_strangers, 0.0
         self._greeters: dict[int, Greeter[P]] = {}  # by descriptors that are listened on
+        self._listened: list[socket.socket] = []
         self._caller: Greeter[P] | None = None  # of what is dialled
         self.peers: PeerSet[P] = PeerSet(self._poll)
         self._acceptor = Acceptor(self._poll)
         self.dialler = Dialler([], self._poll)
 
     def listen(self, sockets: Sequence[socket.socket], greeter: Greeter[P]) -> None:
-        """Accept by sockets that are listened on, also beside others."""
+        """Accept by sockets that are listened on, also beside others. A process that is forked off gives them up."""
         self._acceptor.add(sockets)
+        self._listened += sockets
+        _listening.add(self)
         self._greeters |= {sock.fileno(): greeter for sock in sockets}
 
     def stop_listening(self) -> None:
@@ -92,13 +115,6 @@ class SocketLoop(Generic[P]):
     def dial(self, addresses: Sequence[Address], greeter: Greeter[P]) -> None:
         """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""
         self.dialler, self._caller = Dialler(addresses, self._poll), greeter
-
-    def heed(self, fd: int, *, is_heeded: bool) -> None:
-        """Have waits end where another descriptor of the owner's can be read, or no longer."""
-        if is_heeded:
-            self._poll.register(fd, select.POLLIN)
-        else:
-            self._poll.unregister(fd)
 
     def add(self, peer: P) -> None:
         """Take a peer, and begin with what there is to send."""

@@ -9,7 +9,7 @@ from rollflow.stream.wire.address import (
     parse_address,
     parse_trainer_address,
 )
-from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder, ScatterBytes, bytes_of
+from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder
 from rollflow.stream.wire.codec.handshake import (
     NONCE_BYTES,
     SESSION_BYTES,
@@ -21,13 +21,10 @@ from rollflow.stream.wire.codec.handshake import (
     Welcome,
 )
 from rollflow.stream.wire.codec.lent_columns import (
-    EACH,
-    LANE,
     LentLeaf,
     can_be_lent,
     lent_columns,
     pack_columns,
-    series_parts,
 )
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message, decode, encode
@@ -52,13 +49,11 @@ from rollflow.stream.wire.codec.messages import (
     Pong,
     Query,
     QueryName,
-    Receipt,
     Refused,
     Request,
     Reset,
     Result,
     Rows,
-    Series,
     Settings,
     States,
     Step,
@@ -66,15 +61,12 @@ from rollflow.stream.wire.codec.messages import (
     Weights,
 )
 from rollflow.stream.wire.codec.rows import AgentForm, RowForm
-from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
 from rollflow.stream.wire.ends import Acceptor
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
 from rollflow.stream.wire.queries import (
     ClientConnection,
     ClientSession,
-    DatasetConnection,
-    RankConnection,
     ReplayConnection,
     SamplerConnection,
     ServerConnection,
@@ -82,6 +74,5 @@ from rollflow.stream.wire.queries import (
 )
 from rollflow.stream.wire.session import GatewaySession, HostSession
 from rollflow.stream.wire.source import SourceConnection, SourceSession, TrainerConnection, TrainerSession
-from rollflow.stream.wire.weights_packing import WeightsPacker
 
 __all__ = ["Limits"]  # for users; all else is for rollflow itself

@@ -5,10 +5,7 @@ from rollflow.stream.wire.codec import handshake
 from rollflow.stream.wire.codec.frame import Frame
 from rollflow.stream.wire.codec.limits import MAX_HANDSHAKE_FRAME, Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.codec.messages import Weights
-from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, encoded
-from rollflow.stream.wire.weights_packing import MOST_MODULES, WeightsPacker, WeightsUnpacker
 
 
 class Initiator(Connection):
@@ -30,7 +27,6 @@ class Initiator(Connection):
         buffers = encoded(hello, MAX_HANDSHAKE_FRAME, self.peer)
         self._hello_frame = b"".join(buffers)
         self._queue(buffers)
-        self._unpacker = WeightsUnpacker()
 
     # To be defined by subclasses
 
@@ -39,12 +35,6 @@ class Initiator(Connection):
         raise NotImplementedError
 
     # Inside
-
-    def _unpacked(self, message: WeightsPacked) -> Weights:
-        """The weights of a message. Raises WireError where it makes none, or this end has not said that it takes it."""
-        if not self._hello.unpacks:
-            raise WireError("packed weights to an end that has not said that it unpacks them", "order")
-        return self._unpacker.unpacked(message, self.limits.max_frame)
 
     def _take(self, message: Message, frame: Frame) -> list[Event]:
         # Messages after our Goodbye are ignored.
@@ -91,7 +81,6 @@ class Acceptor(Connection):
     software    name of the software at this end, for people
     nonce       32 random bytes, new for every connection
     secret      shared secret; None: this end has none, and refuses a peer that has one
-    packer      of weights, for an end that unpacks them; None: they go as they are
     hello       the other end's Hello; None before its proof has come
     """
 
@@ -105,22 +94,12 @@ class Acceptor(Connection):
         secret: bytes | None,
         limits: Limits,
         now: float,
-        packer: WeightsPacker | None = None,
     ) -> None:
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.hello: handshake.Hello | None = None
         self._software, self._nonce, self._secret = software, nonce, secret
         self._unproved: handshake.Hello | None = None  # a Hello whose sender may not know the secret
         self._transcript = b""
-        self._packer = packer
-        self._packed: dict[str | None, int] = {}  # module -> version that went packed last
-
-    def tell(self, news: Message) -> None:
-        """Send a message, weights packed where that is asked for. Raises WireError on a connection not running."""
-        message = self._packed_if_asked(news) if isinstance(news, Weights) else news
-        super().tell(message)
-        if isinstance(message, WeightsPacked):
-            self._packed[message.module] = message.version
 
     # To be defined by subclasses
 
@@ -129,18 +108,6 @@ class Acceptor(Connection):
         raise NotImplementedError
 
     # Inside
-
-    def _packed_if_asked(self, weights: Weights) -> Message:
-        """Weights as they go through this connection."""
-        known = self._packed
-        if self._packer is None or self.hello is None or not self.hello.unpacks:
-            return weights
-        if weights.module not in known and len(known) == MOST_MODULES:
-            return weights
-        message = self._packer.packed(weights, known.get(weights.module))
-        # What is too large for the other end goes as it is, which is refused here.
-        is_too_large = isinstance(message, WeightsPacked) and message.nbytes > self._peer_max_frame
-        return weights if is_too_large else message
 
     def _welcome(self, token: bytes, *, resumed: bool, credits: int, lanes: tuple[handshake.LaneGrant, ...]) -> None:
         """Answer the Hello. Raises WireError if there is none to answer, or it has another session."""

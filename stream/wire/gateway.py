@@ -6,7 +6,6 @@ from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import AgentRows
-from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.connection import Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import AnswerSchema, GatewaySession, HostSession, TakenRequest, check_answer, form_of
@@ -89,8 +88,6 @@ class HostConnection(Initiator):
                 return self._take_request(message)
             case messages.Settings() | messages.Weights() | messages.States() if self._hello.role in ROLLOUTS:
                 return [message]
-            case WeightsPacked() if self._hello.role in ROLLOUTS:
-                return [self._unpacked(message)]
             case messages.Cut() if self._hello.role in ROLLOUTS:
                 return [message] if self._session.cuts(message) else []
             case _:

@@ -1,10 +1,9 @@
 """Connections between a client that asks and a server that answers, and their memories across connections.
 
-A sampler wants steps of a replay host, a rank its share of what comes to a trainer. A client numbers its requests 1, 2,
-… and may have several under way, which are answered in any order. After a lost connection it sends those without an
-answer again. The server keeps its answers until the client says that it has them: a request that it has taken before is
-not done again, but answered as it was. So every request is done once by a server that remembers the client, and
-answered once.
+A sampler wants steps of a replay host. A client numbers its requests 1, 2, … and may have several under way, which are
+answered in any order. After a lost connection it sends those without an answer again. The server keeps its answers
+until the client says that it has them: a request that it has taken before is not done again, but answered as it was.
+So every request is done once by a server that remembers the client, and answered once.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Role, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.codec.messages import RANK_QUERIES, SAMPLER_QUERIES, Query, Result
+from rollflow.stream.wire.codec.messages import Query, Result
 from rollflow.stream.wire.connection import ConnectionPhase, Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import TakenRequest
@@ -116,13 +115,6 @@ class SamplerConnection(ClientConnection):
     role: ClassVar[Role] = "sampler"
 
 
-class RankConnection(ClientConnection):
-    """A rank's end, with a Hello of role "rank"."""
-
-    roles = "rank", "trainer"
-    role: ClassVar[Role] = "rank"
-
-
 class ServerSession:
     """A server's memory of one client.
 
@@ -173,7 +165,7 @@ class ServerSession:
 
 
 class ServerConnection(Acceptor):
-    """A server's end; each subclass says which queries it answers. Constructed as an `Acceptor`.
+    """A server's end. Constructed as an `Acceptor`.
 
     Events:
 
@@ -182,7 +174,6 @@ class ServerConnection(Acceptor):
         Goodbye, ConnectionBroken   the end
     """
 
-    queries: ClassVar[Sequence[str]]
     _name: ClassVar[str]
     _session: ServerSession | None = None
 
@@ -213,9 +204,6 @@ class ServerConnection(Acceptor):
         if self._session is None:
             return []  # after a goodbye in the handshake
         if isinstance(message, Query):
-            if message.name not in self.queries:
-                expected = ", ".join(self.queries)
-                raise WireError(f"query {message.name!r} to a {self._name}, expected one of {expected}", "order")
             taken = self._session.take(message)
             if taken is TakenRequest.AGAIN:
                 self._send(self._session.answer_to(message.number))
@@ -227,15 +215,5 @@ class ReplayConnection(ServerConnection):
     """A replay host's end."""
 
     roles = "replay host", "sampler"
-    queries = SAMPLER_QUERIES
 
     _name = "replay host"
-
-
-class DatasetConnection(ServerConnection):
-    """A trainer's end towards its other ranks."""
-
-    roles = "trainer", "rank"
-    queries = RANK_QUERIES
-
-    _name = "trainer's dataset"

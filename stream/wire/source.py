@@ -9,7 +9,6 @@ from rollflow.stream.wire.codec import messages
 from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.codec.sharing import WeightsPacked
 from rollflow.stream.wire.connection import Event
 from rollflow.stream.wire.ends import Acceptor, Initiator
 
@@ -51,19 +50,18 @@ class SourceConnection(Initiator):
         self.session = session
         self.next = 0
 
-    def send(self, fragment: messages.Fragment | messages.Lent | messages.Series) -> None:
-        """Send the next fragment, or several, whose arrays must not change until they are sent, or while they are lent.
+    def send(self, fragment: messages.Fragment | messages.Lent) -> None:
+        """Send the next fragment, whose arrays must not change until they are sent, or while they are lent.
 
         Raises WireError if it has another number, is larger than the trainer takes, or the connection is not running.
         """
         self._check_running(fragment.kind)
-        last = fragment.number + (fragment.count if isinstance(fragment, messages.Series) else 1) - 1
         if fragment.number != self.next:
             raise WireError(f"fragment {fragment.number}, expected {self.next}", "number")
-        if last > self.session.given:
-            raise WireError(f"fragment {last}, expected {self.session.given} at most", "number")
+        if fragment.number > self.session.given:
+            raise WireError(f"fragment {fragment.number}, expected {self.session.given} at most", "number")
         self._send(fragment)
-        self.next = last + 1
+        self.next += 1
 
     def _begin(self, welcome: Welcome) -> None:
         session = self.session
@@ -92,8 +90,6 @@ class SourceConnection(Initiator):
                 return [message]
             case messages.Settings() | messages.Weights() | messages.BlocksReleased():
                 return [message]
-            case WeightsPacked():
-                return [self._unpacked(message)]
             case _:
                 raise WireError(f"{message.kind} to a source, expected settings, weights or done", "order")
 
@@ -116,22 +112,21 @@ class TrainerSession:
         self.window: int | None = None
         self.is_welcomed = bool(taken)
 
-    def take(self, number: int, *, may_skip: bool, count: int = 1) -> None:
-        """Record `count` fragments from `number` on. Raises WireError if they are not next, or beyond the window."""
-        last = number + count - 1
+    def take(self, number: int, *, may_skip: bool) -> None:
+        """Record a fragment. Raises WireError if it is not the next one, or beyond the window."""
         if number <= self.taken or (number > self.taken + 1 and not may_skip):
             raise WireError(f"fragment {number}, expected {self.taken + 1}", "number")
         skipped = number - self.taken - 1
         if skipped:
             self.missed += skipped if self.taken else 0
             self.done, self.kept = max(self.done, number - 1), max(self.kept, number - 1)
-        if self.window is not None and last > self.done + self.window:
+        if self.window is not None and number > self.done + self.window:
             raise WireError(
-                f"fragment {last}, expected at most {self.done + self.window}: {self.window} beyond the last that is "
+                f"fragment {number}, expected at most {self.done + self.window}: {self.window} beyond the last that is "
                 "done",
                 "credit",
             )
-        self.taken = last
+        self.taken = number
 
     def miss(self, last: int) -> None:
         """Record the last number of the stream: missing fragments up to it have gone to an earlier trainer."""
@@ -146,8 +141,8 @@ class TrainerConnection(Acceptor):
     Events:
 
         Hello                             the source has proved itself: answer with `welcome` or `refuse`
-        Fragment, Lent, Series            the fragments of the stream, each once and in order
-        Receipt, LaneJoined, LaneLeft, Finished, Block, Forget
+        Fragment, Lent                    the fragments of the stream, each once and in order
+        LaneJoined, LaneLeft, Finished, Block, Forget
         Goodbye, ConnectionBroken         the end
     """
 
@@ -171,19 +166,13 @@ class TrainerConnection(Acceptor):
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
             return []  # after a goodbye in the handshake
-        if isinstance(message, messages.Fragment | messages.Lent | messages.Series):
-            count = message.count if isinstance(message, messages.Series) else 1
-            self._session.take(message.number, may_skip=self._is_first, count=count)
+        if isinstance(message, messages.Fragment | messages.Lent):
+            self._session.take(message.number, may_skip=self._is_first)
             self._is_first = False
             return [message]
         if isinstance(
             message,
-            messages.Receipt
-            | messages.LaneJoined
-            | messages.LaneLeft
-            | messages.Finished
-            | messages.Block
-            | messages.Forget,
+            messages.LaneJoined | messages.LaneLeft | messages.Finished | messages.Block | messages.Forget,
         ):
             return [message]
-        raise WireError(f"{message.kind} from a source, expected fragment, receipt or finished", "order")
+        raise WireError(f"{message.kind} from a source, expected fragment or finished", "order")

@@ -18,7 +18,7 @@ from property_examples import examples
 
 from rollflow.nodes import ConnectorV2, MultiAgentRollout, Rollout
 from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink, TrainerStream, feed
-from rollflow.sinks.trainer.messages.by_module import batches_in, num_steps
+from rollflow.sinks.trainer.messages import batches_in, num_steps
 from rollflow.stream import Fragment, Graph, Inlet, MultiAgentFragment, Outlet, RunError
 from rollflow.stream.graph.run import Run
 from rollflow.stream.wire import Limits

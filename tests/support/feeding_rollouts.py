@@ -52,7 +52,7 @@ def trainer(address: str = "tcp://127.0.0.1:0", **options: Any) -> TrainerStream
 
 def await_come(stream: TrainerStream) -> None:
     """Let rollouts connect before they are asked for anything, and wait until one has come or was turned away."""
-    stream._open()
+    stream._listener.open()
     await_that(lambda: stream._listener.come or stream._listener.refusals)
 
 

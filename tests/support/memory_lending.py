@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from wire_messages import TOKEN, hello
 
-from rollflow.sinks.trainer.rollout_side.lender import FragmentLender
-from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower, fragments_in
+from rollflow.sinks.trainer.borrower import FragmentBorrower, fragment_in
+from rollflow.sinks.trainer.lender import FragmentLender
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.wire import (
     Block,
@@ -23,7 +23,6 @@ from rollflow.stream.wire import (
     Hello,
     Lent,
     Limits,
-    Series,
     SourceConnection,
     SourceSession,
     TrainerConnection,
@@ -74,18 +73,18 @@ class Pair:
         self.session.given += 1
         message = Fragment(0, self.session.given, columns, {})
         self.lender.look_at(message)
-        self.lender.send([message])
+        self.lender.send(message)
 
     def received(self) -> list[Fragment]:
         """Return the items that have come to the trainer."""
         fragments = []
         for event in self.to_trainer():
             assert self.borrower is not None
-            assert isinstance(event, Block | Forget | Lent | Series | Fragment), event
+            assert isinstance(event, Block | Forget | Lent | Fragment), event
             if isinstance(event, Block | Forget):
                 self.borrower.take(event)
             else:
-                fragments += fragments_in(event, self.borrower)
+                fragments.append(fragment_in(event, self.borrower))
         return fragments
 
     def give_back(self) -> tuple[int, ...]:

@@ -27,14 +27,12 @@ from rollflow.stream.wire import (
     LaneGrant,
     Proof,
     Reset,
-    Series,
     Step,
     TrainerSession,
     Turn,
     Welcome,
     decode,
     encode,
-    series_parts,
 )
 from rollflow.stream.wire.codec.frame import frame_of, taken_apart
 
@@ -152,9 +150,9 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
     (
         _trainer,
         [
-            stream_of("fragment", "receipt", "finished"),
-            stream_of("fragment", "series", "lent series", "series apart", "ping"),
-            stream_of("receipt", "ping", "goodbye"),
+            stream_of("fragment", "come", "finished"),
+            stream_of("lent", "ping"),
+            stream_of("aside", "ping", "goodbye"),
         ],
     ),
     (_source, [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")]),
@@ -240,8 +238,6 @@ class Fuzzed:
                 if isinstance(event, Turn):
                     answer = Fragment(event.lane, event.number, {}, {})
                 end.answer(event, answer)
-            elif isinstance(event, Series) and event.data is not None:
-                series_parts(event, [np.asarray(event.data)])
         except WireError as error:
             self.counts[f"local {error.code}"] += 1
 

@@ -34,18 +34,15 @@ from rollflow.stream.wire import (
     Pong,
     Proof,
     Query,
-    Receipt,
     Refused,
     Reset,
     Result,
     Rows,
-    Series,
     Settings,
     States,
     Step,
     Turn,
     Weights,
-    WeightsPacked,
     Welcome,
     encode,
     pack_columns,
@@ -200,21 +197,6 @@ EXAMPLES: dict[str, Message] = {
         {"layer.scale": "bfloat16"},
         {},
     ),
-    "packed": WeightsPacked(
-        7,
-        None,
-        144,
-        2706210769,
-        np.frombuffer(
-            bytes.fromhex(
-                "28b52ffd20905d0400a2c8202880c5e9f30610dbea560f1e35c34151e3a2f64b2b30797b4b8d840d6502c465e8eb3421"
-                "b4d8a09d02ffc5b9352162e5d96d91192ec868207253351facbdc654bd7317e0f274cc01c3a984ae21488c3225604dd2"
-                "14ff9dff32760419e5764dc0b3db04037812caa5243f88f2dffabf992654c28524d8f2fce1ea5d4becb8bd14a4230101"
-                "00e800a2"
-            ),
-            np.uint8,
-        ),
-    ),
     "states": States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
     "done": Done(41, 40),
     "finished": Finished(42),
@@ -231,46 +213,10 @@ EXAMPLES: dict[str, Message] = {
         ),
         {"sequence": 0, "policy_version": 7},
     ),
-    "series": Series(
-        0,
-        2,
-        2,
-        (),
-        16,
-        pack_columns(
-            {
-                "rewards": LentLeaf(np.dtype(np.float32), (2,), 0, 0),
-                "obs": {"at": LentLeaf(np.dtype(np.int16), (2,), 0, 8)},
-            }
-        ),
-        {"batch": True, "policy_version": 7},
-        np.frombuffer(np.array([1.0, 0.5, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0], np.float32), np.uint8),
-    ),
-    "lent series": Series(
-        0,
-        4,
-        2,
-        (3,),
-        64,
-        pack_columns({"rewards": LentLeaf(np.dtype(np.float32), (2, 2), 0, 64)}),
-        {"batch": True, "policy_version": 7},
-        None,
-    ),
-    "series apart": Series(
-        0,
-        6,
-        2,
-        (3, 5),
-        0,
-        pack_columns({"rewards": LentLeaf(np.dtype(np.float32), (2, 2), 0, 64)}),
-        {"num_rows": 2, "each": [{"sequence": 5}, {"sequence": 6}]},
-        None,
-    ),
     "free": BlocksReleased((3, 0, 3)),
     "forget": Forget((3,)),
     "come": LaneJoined(2),
     "aside": LaneLeft(1, 42),
-    "receipt": Receipt("lane 0", 7, bytes(range(64, 96))),
     "query": Query(
         3, 2, "update_priorities", {}, {"ids": np.array([7, 9]), "values": np.array([0.5, 2.0], np.float32)}
     ),

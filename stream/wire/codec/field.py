@@ -14,7 +14,6 @@ import numpy as np
 from rollflow.stream.data import errors
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.wire.codec.frame import ScatterBytes
 
 Check = Callable[[Any, str], Any]
 
@@ -196,12 +195,6 @@ def numbers(dtype: str) -> Check:
     )
 
 
-def _are_octets(value: Any) -> bool:
-    is_array = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
-    return is_array or isinstance(value, ScatterBytes)
-
-
-octets = check_that(_are_octets, "an array u1[n]")  # or `ScatterBytes`
 array = check_that(  # any[...]
     lambda value: isinstance(value, np.ndarray) and value.dtype.kind in "biufc", "an array of numbers"
 )

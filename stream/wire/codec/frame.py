@@ -28,22 +28,6 @@ _MOST_SPARE, _MOST_SPARE_BYTES = 8, 512 << 20  # of memory of large frames kept 
 _COPIED = 16 << 10  # bytes up to which an array is copied rather than sent by itself
 
 
-class ScatterBytes:
-    """Bytes in several places that arrive as one array u8[nbytes]: the parts in turn, each padded to 8 bytes.
-
-    parts    u8[n] each, C order; they must not change until sent
-    """
-
-    def __init__(self, parts: Sequence[NDArray[np.uint8]]) -> None:
-        self.parts = parts
-        self.nbytes = sum([_padded(part.nbytes) for part in parts])
-
-
-def bytes_of(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.uint8]:
-    """The bytes u8[n] of an array any[...] in this dtype: a view if it is in C order and of that dtype, else a copy."""
-    return np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8)
-
-
 def frame_of(header: bytes, arrays: Sequence[NDArray[np.uint8]] = ()) -> list[Buffer]:
     """The bytes of a frame, as a list of buffers.
 

@@ -25,8 +25,8 @@ MOST_NUMBER = (1 << 53) - 1  # the largest integer that a double, and so every l
 LaneId = Annotated[int, field.whole(0, MOST_NUMBER)]
 Number = Annotated[int, field.whole(1, MOST_NUMBER)]
 Role = Annotated[
-    Literal["env", "agents", "rollout", "agent_rollout", "source", "sampler", "rank"],
-    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "sampler", "rank"),
+    Literal["env", "agents", "rollout", "agent_rollout", "source", "sampler"],
+    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "sampler"),
 ]
 ROLLOUTS = ("rollout", "agent_rollout")  # roles of hosts that run whole rollouts
 WITH_AGENTS = ("agents", "agent_rollout")  # roles of hosts whose environments have several agents each
@@ -65,7 +65,7 @@ class Hello:
     role                 "env": it steps environments; "agents": environments with several agents each; "rollout":
                          it runs whole rollouts; "agent_rollout": those of environments with several agents;
                          "source": it runs one of its own, and sends fragments to a trainer; "sampler": it wants
-                         steps from a replay host; "rank": it wants its share of what comes to a trainer
+                         steps from a replay host
     software, name       names of its software and of the host, for people
     nonce                32 random bytes, new for every connection
     session              16 random bytes of its choice: the same as long as it remembers its lanes
@@ -78,7 +78,6 @@ class Hello:
     busy                 whether it serves a gateway already: another one is not to welcome this host
     agents               with several agents: the ids of all possible agents of an environment, strings or integers
     parts                with several agents: each one's part; parts are numbered in the order of their first agents
-    unpacks              whether it takes WeightsPacked
     """
 
     kind: ClassVar[str] = "hello"
@@ -99,7 +98,6 @@ class Hello:
     parts: Annotated[
         tuple[int, ...] | None, field.nullable(field.list_of(field.whole(0, MOST_AGENTS - 1), MOST_AGENTS))
     ] = None
-    unpacks: Annotated[bool, field.flag] = False
 
     @property
     def num_envs(self) -> int:

@@ -1,4 +1,4 @@
-"""Packed places of columns that lie in blocks of shared memory, and the fragments of a series.
+"""Packed places of columns that lie in blocks of shared memory.
 
 The same columns in other blocks have the same bytes, so most fragments of a lane have the same packed places.
 """
@@ -15,10 +15,7 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree
-from rollflow.stream.wire.codec.field import shown, whole
-from rollflow.stream.wire.codec.handshake import MOST_NUMBER
-from rollflow.stream.wire.codec.limits import MAX_VALUES
-from rollflow.stream.wire.codec.messages import Fragment, Series
+from rollflow.stream.wire.codec.field import shown
 from rollflow.stream.wire.codec.scan import ARRAY, scan
 from rollflow.stream.wire.codec.value import DTYPES, count_of, dtype_of
 
@@ -51,28 +48,11 @@ class LentLeaf(NamedTuple):
         self._check_bool(array)
         return array
 
-    def arrays(self, blocks: list[NDArray[np.uint8]], count: int, stride: int) -> list[NDArray[Any]]:
-        """`count` arrays `dtype[shape]`, views of the blocks, `stride` bytes from each to the next.
-
-        Raises WireError where one lies in none of these blocks.
-        """
-        if 0 in self.shape:
-            return [np.empty(self.shape, self.dtype) for _ in range(count)]
-        block = self.block_of(blocks, count, stride)
-        shape, strides = (count, *self.shape), (stride, *_strides(self.shape, self.dtype))
-        every: NDArray[Any] = np.ndarray(shape, self.dtype, block, self.offset, strides)
-        self._check_bool(every)
-        return [every[index, ...] for index in range(count)]
-
-    def block_of(self, blocks: list[NDArray[np.uint8]], count: int = 1, stride: int = 0) -> NDArray[np.uint8]:
-        """The block, u8[n], that the array lies in. Raises WireError where it lies in none."""
-        if self.block < len(blocks):
-            block = blocks[self.block]
-            if self.offset + (count - 1) * stride + self.nbytes <= block.size:
-                return block
-        sizes = [len(block) for block in blocks]
-        arrays = f"lent: {count} of {self} at every {stride} bytes"
-        raise WireError(f"{arrays} does not lie in its blocks, of {shown(sizes)} bytes", "memory")
+    def check_lies_in(self, blocks: list[NDArray[np.uint8]]) -> None:
+        """Raise WireError if the array lies in none of the `u8[n]` blocks."""
+        if self.block >= len(blocks) or self.offset + self.nbytes > blocks[self.block].size:
+            sizes = [len(block) for block in blocks]
+            raise WireError(f"lent: {self} does not lie in its blocks, of {shown(sizes)} bytes", "memory")
 
     def _check_bool(self, array: NDArray[Any]) -> None:
         """Raise WireError for a bool array with a byte above 1."""
@@ -97,17 +77,8 @@ class LentColumns(NamedTuple):
         for index, end in self.ends.items():
             if index >= len(blocks) or end > blocks[index].size:
                 for leaf in self.leaves:
-                    leaf.block_of(blocks)  # which says what is wrong
+                    leaf.check_lies_in(blocks)
         return optree.tree_unflatten(self.spec, [leaf.array(blocks) for leaf in self.leaves])
-
-
-@lru_cache
-def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
-    """Strides in bytes of an array in C order."""
-    strides = [dtype.itemsize]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides) if shape else ()
 
 
 def can_be_lent(dtype: np.dtype[Any]) -> bool:
@@ -187,60 +158,3 @@ def _leaf(code: int, packed: bytes) -> LentLeaf:
         raise WireError(f"lent.columns: in block {shown(block)} at {shown(offset)}, expected multiples of 8", "memory")
     count_of(shape)  # which has limits
     return LentLeaf(dtype_of(name), tuple(shape), block, offset)
-
-
-EACH = "each"  # entry of `rest`: what each fragment has in its own, beside what all have
-LANE = "lane"  # entry of one of `each`: the fragment's lane, where it is another than the series'
-_check_lane = whole(0, MOST_NUMBER)
-
-
-def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragment]:
-    """The fragments of a series, their arrays views of the `u8[n]` blocks.
-
-    Raises WireError where an array lies in no block, or in that of another fragment.
-    """
-    where = lent_columns(series.columns)
-    leaves, spec, _ = where
-    count, stride = series.count, series.stride
-    size = sum([leaf.nbytes for leaf in leaves])
-    is_apart = bool(series.blocks and size and not stride)
-    if not is_apart and (stride % 8 or stride < size):
-        raise WireError(f"series: stride {stride}, expected a multiple of 8 of at least {size} bytes", "memory")
-    if count * spec.num_nodes > MAX_VALUES:
-        raise WireError(f"series: {count} trees of {spec.num_nodes} nodes, expected at most {MAX_VALUES}", "memory")
-    if is_apart:
-        trees = [where.tree(own) for own in _blocks_of_each(blocks, count)]
-    else:
-        columns = [leaf.arrays(blocks, count, stride) for leaf in leaves]
-        trees = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
-    return [
-        Fragment(lane, series.number + i, tree, rest)
-        for i, (tree, (lane, rest)) in enumerate(zip(trees, _lanes_and_rests(series), strict=True))
-    ]
-
-
-def _blocks_of_each(blocks: list[NDArray[np.uint8]], count: int) -> list[list[NDArray[np.uint8]]]:
-    """The blocks of each fragment, where each has its own. Raises WireError where counts differ."""
-    many, left = divmod(len(blocks), count)
-    if left:
-        raise WireError(f"series: {len(blocks)} blocks, expected as many for each of {count} fragments", "memory")
-    return [blocks[begin : begin + many] for begin in range(0, len(blocks), many)]
-
-
-def _lanes_and_rests(series: Series) -> list[tuple[int, Mapping[str, Any]]]:
-    """Lane and rest of each fragment. Raises WireError where `each` is not a list of one map per fragment."""
-    if EACH not in series.rest:
-        return [(series.lane, series.rest)] * series.count
-    each = series.rest[EACH]
-    if not isinstance(each, list) or len(each) != series.count or not all(isinstance(own, dict) for own in each):
-        raise WireError(f"series: rest.{EACH} is {shown(each)}, expected a list of {series.count} maps", "message")
-    shared = {name: value for name, value in series.rest.items() if name != EACH}
-    return [_of_one(own, shared, series.lane) for own in each]
-
-
-def _of_one(own: dict[str, Any], shared: dict[str, Any], lane: int) -> tuple[int, Mapping[str, Any]]:
-    """Lane and rest of the fragment with these entries of its own. Raises WireError where the lane is none."""
-    if LANE not in own:
-        return lane, shared | own
-    rest = {name: value for name, value in own.items() if name != LANE}
-    return _check_lane(own[LANE], f"series: rest.{EACH}.{LANE}"), shared | rest

@@ -11,20 +11,17 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
 from rollflow.stream.wire.codec.limits import MAX_HEADER
-from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, WeightsPacked
 
 BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
-MOST_SERIES = 1024  # fragments in one message
+ID_BYTES = 8  # of a trainer's weights
+ModuleName = Annotated[str | None, field.nullable(field.text(256))]
+PolicyVersion = Annotated[int, field.whole(0, MOST_NUMBER)]
 BlockNumbers = Annotated[tuple[int, ...], field.list_of(field.whole(0, MOST_NUMBER), 4096)]
 ShortText = Annotated[str, field.text(4096)]
 _MOST_TEXT = 1 << 16
-QueryName = Literal[
-    "sample", "update_priorities", "publish", "report", "begin", "next", "take_up", "move_on", "give_back"
-]
-SAMPLER_QUERIES, RANK_QUERIES = get_args(QueryName)[:4], get_args(QueryName)[4:]
+QueryName = Literal["sample", "update_priorities", "publish", "report"]
 AgentSlots = tuple[NDArray[np.int64] | None, ...]
 Floats = tuple[NDArray[np.float32], ...]
 Flags = tuple[NDArray[np.bool_], ...]
@@ -237,31 +234,6 @@ class Lent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Series:
-    """Source to trainer: several Fragments that differ only in their numbers, values of arrays, and `each`.
-
-    lane       lane of fragments without their own in `each`
-    number     number of the first fragment
-    count      number of fragments
-    blocks     numbers of the blocks of their arrays, each of which this lends once; none: the arrays are in `data`
-    stride     bytes from one fragment's arrays to the next one's; 0: each has an equal share of the `blocks`
-    columns    columns of the first fragment, packed: see `lent_columns`
-    rest       rest of all fragments; an entry `each` has one map for each of them, with its own entries
-    data       u8[n], or `ScatterBytes` at the sender; None: there are blocks
-    """
-
-    kind: ClassVar[str] = "series"
-    lane: LaneId
-    number: Number
-    count: Annotated[int, field.whole(1, MOST_SERIES)]
-    blocks: BlockNumbers
-    stride: Annotated[int, field.whole(0, MOST_NUMBER)]
-    columns: Annotated[bytes, field.raw_up_to(MAX_HEADER)]
-    rest: Annotated[Mapping[str, Any], field.mapping]
-    data: Annotated[NDArray[np.uint8] | ScatterBytes | None, field.nullable(field.octets)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class BlocksReleased:
     """Trainer to source: it has stopped reading from these blocks; each mention ends one lending."""
 
@@ -291,6 +263,7 @@ class Weights:
     dtypes     name -> dtype of a tensor's bits if numpy has no such dtype: "bfloat16"
     others     values that are no tensors
     module     id of the module, where there are several, each with versions of its own
+    id         a trainer's name for them: with the same version and id they are the same weights
     """
 
     kind: ClassVar[str] = "weights"
@@ -299,6 +272,7 @@ class Weights:
     dtypes: Annotated[Mapping[str, str], field.map_of(field.text(64))]
     others: Annotated[Mapping[str, Any], field.mapping]
     module: ModuleName = None
+    id: Annotated[bytes, field.raw(0, ID_BYTES)] = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -343,23 +317,8 @@ class LaneLeft:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Receipt:
-    """Source to trainer: weights are in use.
-
-    node       the rollout's forward node that uses them
-    version    policy version
-    digest     32 bytes, the digest of the weights that arrived: see the protocol's documentation
-    """
-
-    kind: ClassVar[str] = "receipt"
-    node: Annotated[str, field.text(256)]
-    version: PolicyVersion
-    digest: Annotated[bytes, field.raw(32)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """Sampler to replay host: a call of the replay. Rank to trainer: a call of its dataset.
+    """Sampler to replay host: a call of the replay.
 
     number      of the query: 1, 2, … over the whole session
     done        every query up to this number is answered: its answer may be forgotten
@@ -380,7 +339,7 @@ class Query:
 class Result:
     """Answer to the Query with this number.
 
-    columns    of a batch, name -> tree of arrays `any[B, ...]`; to a rank, of items by their places
+    columns    of a batch, name -> tree of arrays `any[B, ...]`
     values     what else there is to say, by name
     problem    why the call has failed, with what was expected; None: it has not
     """
@@ -463,8 +422,8 @@ class Refused:
 
 Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
-_News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
-_Memory = Block | Lent | Series | Forget | BlocksReleased | WeightsPacked
+_News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Metrics
+_Memory = Block | Lent | Forget | BlocksReleased
 _Asked = Query | Result
 Running = Request | Answer | _News | _Memory | _Asked | Credit | Ping | Pong | Goodbye | Refused
 

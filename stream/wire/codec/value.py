@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.packing import NUMBER, OBJECTS, SLOT_INFOS, TUPLE, UNPACKABLE, Packer, check_plain, refusal
-from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.scan import ARRAY, SHORT, scan
 
 _MOST_DIMENSIONS = 32
@@ -63,9 +62,6 @@ class _Writer(Packer):
         self.arrays: list[NDArray[np.uint8]] = []
         self._offset = 0
 
-    def _other(self, value: Any) -> Any:
-        return self._joined(value) if isinstance(value, ScatterBytes) else super()._other(value)
-
     def _number(self, number: Any) -> Any:
         if isinstance(number, np.str_ | np.bytes_):
             return number.item()
@@ -82,12 +78,6 @@ class _Writer(Packer):
         description = _description(_name_of(plain.dtype), array.shape, self._offset)
         self.arrays.append(plain.reshape(-1).view(np.uint8))
         self._offset += plain.nbytes + -plain.nbytes % 8
-        return msgpack.ExtType(ARRAY, description)
-
-    def _joined(self, joined: ScatterBytes) -> Any:
-        description = _description("|u1", (joined.nbytes,), self._offset)
-        self.arrays += joined.parts
-        self._offset += joined.nbytes
         return msgpack.ExtType(ARRAY, description)
 
 

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message, message_of_agents
-from rollflow.sinks.trainer.messages.agents_description import AgentsDescription
+from rollflow.sinks.trainer.messages import AgentsDescription
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.wire import Fragment, FrameDecoder, decode, encode

@@ -17,7 +17,6 @@ from remote_rollouts import makers, rollout_over, rollouts_on
 from rollflow.nodes import MeanStdFilter, RemoteRollouts, Rollout, RolloutHost
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.observation_check import KINDS
-from rollflow.nodes.modules.weights_codec import digest_of
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.offloaded.rollout_host import RolloutLane
 from rollflow.nodes.offloaded.rollout_report import account_of
@@ -48,7 +47,6 @@ WEIGHT = {"weight": np.zeros((), np.float32)}
         ({"seed": "x"}, "seed is 'x', expected a whole number"),
         ({"explore": 1}, "explore is 1, expected a bool"),
         ({"flat": None}, "flat is None, expected a bool"),
-        ({"digests": 1}, "digests is 1, expected a bool"),
         ({"threads": 1 << 20}, "threads is 1048576, expected a whole number from 1 to 1024"),
         ({"module": 3}, "module is 3, expected a name"),
         ({"model_config": {"fcnet_hiddens": -1}}, "fcnet_hiddens is -1, expected a list"),
@@ -62,25 +60,6 @@ def test_settings_that_make_no_sense_are_refused(changed: dict[str, Any], told: 
         RolloutSettings.of_message(Settings(GOOD | changed))
     with pytest.raises(WireError, match=r"^settings: no seed, expected fragment_length, lookback"):
         RolloutSettings.of_message(Settings({name: value for name, value in GOOD.items() if name != "seed"}))
-
-
-@pytest.mark.parametrize(
-    ("loaded", "told"),
-    [
-        (None, "loaded is None, expected a version and a digest"),
-        ([1], "loaded is .1., expected a version and a digest"),
-        ([1.5, bytes(32)], "loaded is .1.5, .* expected a version and a digest"),
-        ([True, bytes(32)], "loaded is .True, .* expected a version and a digest"),
-        ([1, "digest"], "loaded is .* expected a version and a digest"),
-        ([-1, bytes(32)], "loaded: version is -1, expected a whole number from 0"),
-        ([1, bytes(31)], "loaded: 31 bytes, expected a digest of 32"),
-    ],
-)
-def test_what_a_host_says_that_it_has_loaded_is_checked(loaded: Any, told: str) -> None:
-    rest = {"start": 0, "steps": 0, "seed": 0, "lost_steps": 0, "failure": None, "nodes": []}
-    assert account_of(rest, 1) == account_of(rest | {"loaded": [1, bytes(32)]}, 1)
-    with pytest.raises(WireError, match=f"^{told}"):
-        account_of(rest | {"loaded": loaded}, 1)
 
 
 @pytest.mark.parametrize(
@@ -102,24 +81,6 @@ def test_what_a_host_says_of_its_observations_is_checked(told: Any) -> None:
     assert account_of(rest | {"deviations": [["bounds", "it is"]]}, 1).deviations == (("bounds", "it is"),)
     with pytest.raises(WireError, match=r"^deviations (is|has) .*, expected a list of pairs: dtype or bounds"):
         account_of(rest | {"deviations": told}, 1)
-
-
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_a_host_digests_what_it_has_loaded_where_it_is_asked_to(is_asked: bool, tmp_path: Path) -> None:
-    with (
-        RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule()) as host,
-        serving(host, f"unix:{tmp_path}/host") as address,
-    ):
-        gateway = RawGateway(address)
-        gateway.welcome()
-        more = {"digests": True} if is_asked else {}  # which older software does not say
-        gateway.connection.tell(Settings(GOOD | {"pieces": pieces()} | more))
-        gateway.connection.tell(Weights(7, WEIGHT, {}, {}))
-        gateway.connection.ask(Turn(0, 1))
-        answer = gateway.next_event()
-        assert isinstance(answer, Fragment)
-        assert answer.rest.get("loaded") == ([7, digest_of(WEIGHT, {})] if is_asked else None)
-        gateway.end()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rollflow.nodes import (
     Rollout,
     SingleAgentObservationPreprocessor,
 )
-from rollflow.sinks.trainer.messages.by_module import own_shapes
+from rollflow.sinks.trainer.messages import own_shapes
 from rollflow.stream import ConnectorError, Graph, GraphError, ModuleError
 
 

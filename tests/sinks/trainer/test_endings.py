@@ -14,28 +14,17 @@ from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerStream, feed
-from rollflow.sinks.trainer.rollout_side import uplink
-from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
+from rollflow.sinks.trainer import uplink
+from rollflow.sinks.trainer.listener import TrainerListener
 from rollflow.stream import LagError, RunError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, encode
 
-STATE = {"version": 5, "sources": {}}
+STATE: dict[str, Any] = {"version": 5, "weights": [5, "ab" * 8], "sources": {}}
 
 
 def at(address: str, **options: Any) -> TrainerStream:
     return TrainerStream(address, limits=SHORT, **options)
-
-
-def left_once_in_use(address: str) -> dict[str, Any]:
-    """The state of a trainer that has left by an error when the weights that it published were in use."""
-    with pytest.raises(KeyError), at(address) as stream:
-        stream.publish(weights(1.0))
-        for _ in stream:
-            if stream.weights_in_use():
-                state = stream.state_dict()
-                raise KeyError
-    return state
 
 
 # Trainers that go on from a state
@@ -112,16 +101,25 @@ def test_under_pace_nothing_is_left_out_where_the_trainer_goes_on_with_the_same_
         assert [each.sequence for each in handed if each.lane == lane] == list(range(10))
 
 
-def test_of_weights_that_stayed_the_same_it_is_known_that_they_are_in_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_learnt", [False, True])
+def test_the_first_weights_behind_a_state_are_those_that_were_saved_with_it(is_learnt: bool, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, num_fragments=12, lanes=1):
-        state = left_once_in_use(address)
+        with pytest.raises(KeyError), at(address) as stream:
+            stream.publish(weights(1.0))
+            for _ in stream:
+                if is_learnt:  # else what is saved has been published already
+                    state = stream.state_dict()
+                stream.publish(weights(2.0))
+                state = state if is_learnt else stream.state_dict()
+                raise KeyError
         with at(address) as stream:
             stream.load_state_dict(state)
-            assert stream.publish(weights(1.0)) == 1
-            told = [stream.weights_in_use() for _ in stream]
-            assert stream.publish(weights(1.0)) == 2  # the first alone goes on
-    assert [(use.version, use.is_same) for use in told[-1]] == [(1, True)]
+            assert stream.publish(weights(2.0)) == 2
+            batches = list(stream)
+            assert stream.publish(weights(3.0)) == 3  # the first alone goes on
+    assert (batches[-1]["policy_version"] == 2).all()
+    assert (batches[-1]["weight"] == 2.0).all()
 
 
 def test_a_version_that_a_rollout_has_of_another_trainer_is_gone_beyond(tmp_path: Path) -> None:
@@ -149,9 +147,11 @@ def test_a_version_that_a_rollout_has_of_another_trainer_is_gone_beyond(tmp_path
 @pytest.mark.parametrize(
     "entry",
     [
-        {"digest": 5},
-        {"digest": "ab"},
-        {"digest": "x" * 64},
+        {"weights": 5},
+        {"weights": [5]},
+        {"weights": [5, "ab"]},
+        {"weights": [5, "x" * 16]},
+        {"weights": [-1, "ab" * 8]},
         {"lost": [1]},
         {"lost": {"max_lag": -1}},
         {"lost": 3},
@@ -168,14 +168,10 @@ def test_a_state_that_was_tampered_with_is_refused(entry: dict[str, Any]) -> Non
 
 def test_what_was_lost_is_known_after_a_restart() -> None:
     with trainer() as stream:
-        stream.load_state_dict({**STATE, "digest": None, "lost": {"max_lag": 3}})
+        stream.load_state_dict({**STATE, "lost": {"max_lag": 3}})
         assert stream.lost == {"max_lag": 3}
         state = stream.state_dict()
-    assert state == {"version": 5, "digest": None, "lost": {"max_lag": 3}, "sources": {}}
-    with trainer() as stream:
-        stream.load_state_dict({**STATE, "digest": "ab" * 32})
-        assert stream.state_dict()["digest"] == "ab" * 32
-        assert stream.publish(weights(1.0)) == 6
+    assert state == {**STATE, "lost": {"max_lag": 3}}
 
 
 # Rollouts that are drained
@@ -246,27 +242,18 @@ def test_a_rollout_that_is_lost_for_good_may_be_followed_by_one_that_is_mended()
 
 def test_a_rollout_is_told_what_is_done_when_it_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[int, int]] = []
-    real = uplink.digest_of
+    real = uplink.from_arrays
     with trainer(max_lag=0, on_excess="pace") as stream, feeding(stream.address, lanes=1, num_fragments=8) as feed:
 
-        def digest(*args: Any) -> bytes:
+        def taken(*args: Any) -> dict[str, Any]:
             done.append((feed.sink._session.done, len(done)))
             return real(*args)
 
-        monkeypatch.setattr(uplink, "digest_of", digest)
+        monkeypatch.setattr(uplink, "from_arrays", taken)
         for _ in stream:
             stream.publish(weights(1.0))
     assert done
     assert all(number <= version for number, version in done)
-
-
-def test_what_was_told_of_weights_is_told_every_trainer(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/trainer"
-    with feeding(address, num_fragments=12, lanes=1):
-        left_once_in_use(address)
-        with at(address) as stream:
-            told = [stream.weights_in_use() for _ in stream]
-    assert [(use.node, use.version, use.is_same) for use in told[-1]] == [("lane 0", 1, None)]
 
 
 def test_a_trainer_that_has_ended_publishes_and_acknowledges_no_more() -> None:

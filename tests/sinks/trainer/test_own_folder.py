@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding_rollouts import trainer
 from remote_rollouts import await_that
 
-from rollflow.sinks.trainer.own_folder import OwnFolder
+from rollflow.sinks.trainer.process import OwnFolder
 from rollflow.stream.observe.run_socket import FOLDER
 
 FORK = multiprocessing.get_context("fork")
@@ -61,10 +60,3 @@ def test_what_is_not_one_is_left_alone(folders: Path) -> None:
     (folders / "rollflow-notes").touch()
     OwnFolder().close()
     assert sorted(path.name for path in folders.iterdir()) == ["rollflow-mine", "rollflow-notes"]
-
-
-def test_a_dataset_leaves_none(folders: Path) -> None:
-    with trainer() as stream:
-        stream.dataset()
-        assert len(list(folders.iterdir())) == 1
-    assert list(folders.iterdir()) == []

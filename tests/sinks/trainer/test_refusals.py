@@ -20,7 +20,7 @@ from remote_rollouts import await_that, makers
 
 from rollflow.nodes import DefaultModule, EnvHost, GeneralAdvantageEstimation, RemoteEnvs, Rollout
 from rollflow.sinks import TrainerSink, TrainerStream, feed
-from rollflow.sinks.trainer.trainer_side.state import failure_of
+from rollflow.sinks.trainer.stream import _failure_of
 from rollflow.stream import Graph
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, TcpAddress, encode
@@ -30,7 +30,7 @@ SECRET = "correct horse battery staple"
 
 def refused_by(stream: TrainerStream, told: str) -> None:
     """The stream turns somebody away, and says why once it has waited for long enough."""
-    stream._open()
+    stream._listener.open()
     await_that(lambda: any(re.search(told, each) for each in stream._listener.refusals))
     with pytest.raises(RunError, match=f"0 of 1 rollouts came within 0.01 s: listening on .*{told}"):
         next(iter(stream))
@@ -166,17 +166,6 @@ def test_hosts_are_no_rollouts_and_a_trainer_is_no_gateway() -> None:
                 for _ in other.fragments():
                     if feed.ended.done():
                         break
-
-
-def test_where_a_trainer_has_several_ranks_lanes_that_come_and_go_are_not_held_back(tmp_path: Path) -> None:
-    envs = listening()
-    with hosting(envs.addresses[0], makers(0, 1)), trainer(max_lag=0, on_excess="pace", join_timeout=2.0) as stream:
-        stream.dataset(world_size=2, address=f"unix:{tmp_path}/ranks")
-        rollout = Rollout(envs, module=NumberedModule(), fragment_length=8, num_fragments=2)
-        with pytest.raises(WireError, match="lanes are on hosts that come and go, expected world_size=1 or another"):
-            with running(*graph_over(rollout, stream.address)) as feed:
-                stream._begin_next()
-                feed.ended.result(60)
 
 
 def test_train_batches_can_not_be_taken_apart() -> None:
@@ -384,6 +373,6 @@ def test_why_a_trainer_has_failed_is_told_to_nobody_who_has_not_proved_the_secre
 
 
 def test_leaving_a_trainer_by_no_error_of_its_own_is_no_failure() -> None:
-    assert failure_of(None) is None
-    assert failure_of(KeyboardInterrupt()) == failure_of(SystemExit(0)) == "it was interrupted"
-    assert failure_of(ValueError("x")) == "it has failed: ValueError: x"
+    assert _failure_of(None) is None
+    assert _failure_of(KeyboardInterrupt()) == _failure_of(SystemExit(0)) == "it was interrupted"
+    assert _failure_of(ValueError("x")) == "it has failed: ValueError: x"

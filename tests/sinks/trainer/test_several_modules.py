@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import feeding_rollouts
-import numpy as np
 import pytest
 import torch
-from drawn_agents import Drawn, assert_alike, envs_of, fragments_of, made, modules_of
+from drawn_agents import Drawn, envs_of, made, modules_of
 from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
 from serial_module import SerialModule
-from torch.utils.data import DataLoader
 
-from rollflow.nodes import DefaultModelConfig, MultiAgentRollout, MultiRLModule, RandomModule, Rollout
+from rollflow.nodes import DefaultModelConfig, MultiAgentRollout, RandomModule, Rollout
 from rollflow.sinks import TrainerProcess, TrainerSink, TrainerStream, feed
-from rollflow.sinks.trainer.messages.by_module import joined_weights, parted_weights
-from rollflow.sinks.trainer.messages.compression import compressed, decompressed
-from rollflow.sinks.trainer.messages.item_message import message_of_batch, nbytes_of
+from rollflow.sinks.trainer.messages import joined_weights, parted_weights
 from rollflow.stream.data.errors import ModuleError, RunError, WireError
 from rollflow.stream.testing import check
 
@@ -225,22 +221,6 @@ def test_weights_are_parted_by_the_ids_that_there_are() -> None:
         parted_weights({"c/w": 1}, ["b"])
 
 
-def test_observations_by_module_are_compressed() -> None:
-    plain = {"obs": np.zeros((1000, 100), np.float32), "rewards": np.zeros(1000, np.float32)}
-    batch: Any = {"a": plain, "obs": plain}
-    message = message_of_batch(1, batch, modules=["a", "obs"])
-    packed = compressed(message)
-    assert nbytes_of(packed) < nbytes_of(message) / 10
-    check(dict(decompressed(packed).columns), batch)
-
-
-def test_observations_of_several_agents_are_compressed() -> None:
-    here = fragments_of(DRAWN)
-    with fed(trainer(yields="fragments", compression="zstd"), sends="fragments", num_fragments=3) as (stream, _, _):
-        there = list(stream)
-    assert_alike(there, here)
-
-
 def test_of_fragments_the_trainer_knows_what_it_knows_of_batches() -> None:
     drawn = DRAWN._replace(at_once=True)
     stream = trainer(yields="fragments", max_lag=0, on_excess="pace")
@@ -252,11 +232,9 @@ def test_of_fragments_the_trainer_knows_what_it_knows_of_batches() -> None:
             assert (item.lane, item.sequence, item.lag) == (fragment.lane, fragment.sequence, 0)
             assert set(fragment.policy_versions().values()) == {stream.version}
             steps.append(item.num_steps)
-            uses = stream.weights_in_use()  # the rollout leaves once it is done with the last one
             stream.publish(weights)
         returns = stream.returns
     assert sum(steps) == rollout.num_steps
-    assert [(use.node, use.is_same) for use in uses] == [("lane 0", True)]
     with made(drawn, num_fragments=6)[1] as again:
         for _ in again.batches():
             pass
@@ -286,26 +264,6 @@ def test_fragments_in_which_all_agents_wait_hold_nobody_up(yields: Any, pace: di
             steps += sum(map(len, parts))
     assert steps == rollout.num_steps
     assert yields == "episodes" or came < 120
-
-
-@pytest.mark.parametrize("is_followed", [False, True])
-def test_a_loader_s_workers_make_nothing_of_such_fragments(is_followed: bool) -> None:
-    with fed(trainer(), LONELY, "fragments", num_fragments=120) as (stream, rollout, _):
-        dataset = stream.dataset()
-        loader: Any = dataset.loader(num_workers=1) if is_followed else DataLoader(dataset, None, num_workers=1)
-        steps = sum(len(part["rewards"]) for batches in loader for part in batches.values())
-    assert steps == rollout.num_steps
-
-
-@SENDS
-def test_a_loader_s_workers_get_weights_by_module(sends: str) -> None:
-    modules = MultiRLModule(modules_of(DRAWN))
-    with fed(trainer(module=modules), sends=sends, num_fragments=6) as (stream, _, _):
-        loader = DataLoader(stream.dataset(), batch_size=None, num_workers=1)
-        for number, batches in enumerate(loader):
-            assert batches.keys() <= set(modules)
-            stream.publish({each: {"weight": torch.tensor(float(number))} for each in modules})
-    assert number == 5
 
 
 @pytest.mark.slow

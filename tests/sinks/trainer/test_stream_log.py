@@ -46,7 +46,7 @@ def test_a_stream_logs_what_it_has_handed_over(tmp_path: Path, yields: Any) -> N
 
 
 def test_a_log_goes_on_with_the_steps_and_items_of_an_earlier_trainer(tmp_path: Path) -> None:
-    path, state = tmp_path / "run.jsonl", {"version": 5, "sources": {}, "counted": [1000, 30]}
+    path, state = tmp_path / "run.jsonl", {"version": 5, "weights": [5, "ab" * 8], "sources": {}, "counted": [1000, 30]}
     before, _ = fed_rows(path)
     with trainer() as stream:
         stream.load_state_dict(before.state_dict())

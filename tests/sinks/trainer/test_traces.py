@@ -14,8 +14,8 @@ from traces import arrows, assert_valid, events_of, processes, tracks
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import feed
-from rollflow.sinks.trainer.trainer_side import loop_trace
-from rollflow.sinks.trainer.trainer_side.loop_trace import LoopTrace
+from rollflow.sinks.trainer import loop_trace
+from rollflow.sinks.trainer.loop_trace import LoopTrace
 
 ENVS = [partial(NumberedEnv, number) for number in range(4)]
 OPTIONS: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "seed": 0}

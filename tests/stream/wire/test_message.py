@@ -132,8 +132,7 @@ MAY_BE_MISSING = {
     ("turn", "step"),
     ("goodbye", "drained"),
     ("weights", "module"),
-    ("packed", "module"),
-    ("hello", "unpacks"),
+    ("weights", "id"),
 }
 
 

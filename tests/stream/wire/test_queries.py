@@ -10,7 +10,6 @@ from rollflow.stream.wire import (
     ClientConnection,
     ClientSession,
     ConnectionBroken,
-    DatasetConnection,
     Hello,
     Limits,
     Query,
@@ -53,14 +52,6 @@ def test_what_a_server_must_not_be_sent_is_refused(message: str) -> None:
     assert event.error.code == "order"
 
 
-def test_a_query_of_another_end_is_refused() -> None:
-    ends = QueryEnds()
-    ends.to_server()
-    (event,) = ends.server.receive(b"".join(encode(Query(4, 0, "take_up", {}, {}))), 0.0)
-    assert isinstance(event, ConnectionBroken)
-    assert "query 'take_up' to a replay host, expected one of sample, update_priorities" in str(event.error)
-
-
 def test_an_answer_that_nobody_asked_for_is_refused_and_one_that_was_given_up_is_dropped() -> None:
     ends = QueryEnds()
     ends.client._session.drop(3)
@@ -74,7 +65,6 @@ def test_an_answer_that_nobody_asked_for_is_refused_and_one_that_was_given_up_is
     ("server", "said", "expected"),
     [
         (ReplayConnection, hello(), "hello.role is 'env', expected 'sampler': this is a replay host"),
-        (DatasetConnection, SAMPLER, "hello.role is 'sampler', expected 'rank': this is a trainer's dataset"),
     ],
 )
 def test_an_end_of_another_role_is_refused(server: type[ServerConnection], said: Hello, expected: str) -> None:

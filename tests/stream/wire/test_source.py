@@ -17,7 +17,6 @@ from rollflow.stream.wire import (
     Goodbye,
     Hello,
     Message,
-    Receipt,
     Settings,
     TrainerSession,
     Weights,
@@ -71,12 +70,10 @@ def test_a_trainer_tells_what_it_wants(news: Settings | Weights) -> None:
     assert type(came) is type(news)
 
 
-def test_a_source_tells_what_is_in_use_and_that_no_more_comes() -> None:
+def test_a_source_tells_that_no_more_comes() -> None:
     ends = Ends()
-    ends.source.tell(Receipt("lane 0", 3, bytes(32)))
     ends.source.tell(Finished(0))
-    receipt, finished = ends.to_trainer()
-    assert isinstance(receipt, Receipt)
+    (finished,) = ends.to_trainer()
     assert isinstance(finished, Finished)
 
 
@@ -114,7 +111,7 @@ def test_a_trainer_that_goes_on_from_an_older_state_is_told_what_it_missed() -> 
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        (EXAMPLES["rows"], "rows from a source, expected fragment, receipt or finished"),
+        (EXAMPLES["rows"], "rows from a source, expected fragment or finished"),
         (EXAMPLES["turn"], "turn from a source"),
         (EXAMPLES["metrics"], "metrics from a source"),
     ],

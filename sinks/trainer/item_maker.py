@@ -1,0 +1,192 @@
+"""Item maker: makes train batches, fragments or episodes of the items that have come to a trainer."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
+from rollflow.nodes.metrics.episode_returns import EpisodeReturns
+from rollflow.nodes.stages.connector_builders import check_connector, pieces_given
+from rollflow.nodes.stages.staleness import check_bounded
+from rollflow.sinks.trainer.messages import (
+    NO_EPISODES,
+    AgentsDescription,
+    AnyFragment,
+    Batch,
+    FinishedEpisodes,
+    concatenated,
+)
+from rollflow.sinks.trainer.rollout_peer import ArrivedItem
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ModuleError, RunError, noted, shown
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+LearnerConnector = Callable[[Any, Any], ConnectorV2 | list[ConnectorV2]]
+Yields = Literal["batches", "fragments", "episodes"]
+_MOST_MODULES = 1024
+
+
+class StreamReturns(EpisodeReturns):
+    """Returns and lengths of episodes of several rollouts, from their fragments or from their train batches.
+
+    by_module    module id -> returns of the agents that it served; {} where rollouts have one agent. Of modules that
+                 come and go, the 1024 with the newest episodes
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_module: dict[str, EpisodeReturns] = {}
+
+    def add_item(self, arrived: ArrivedItem) -> None:
+        """Add the episodes that have ended in a fragment, or that its message or a train batch lists."""
+        if isinstance(arrived.item, Fragment):
+            self.add(arrived.item, arrived.source.session.token)
+        else:
+            self.take_finished(arrived.finished)
+
+    def take_finished(self, finished: FinishedEpisodes) -> None:
+        """Add the finished episodes that a message lists."""
+        if finished is NO_EPISODES:
+            return
+        self.take(finished.count, finished.returns, finished.lengths)
+        for module_id, part in finished.by_module.items():
+            returns = self.by_module.pop(module_id, None) or EpisodeReturns()
+            returns.take(part.count, part.returns, part.lengths)
+            self.by_module[module_id] = returns  # last of all
+        for module_id in list(self.by_module)[: max(0, len(self.by_module) - _MOST_MODULES)]:
+            del self.by_module[module_id]
+
+
+class LoopItem(NamedTuple):
+    """Item for the trainer's loop.
+
+    item      a train batch, a fragment or an episode
+    of        arrived items that it was made of
+    is_last   True if nothing more is made of them
+    """
+
+    item: Any
+    of: Sequence[ArrivedItem]
+    is_last: bool
+
+
+class ItemMaker:
+    """Makes items for the trainer's loop, where `yields` is "batches" by the learner pipeline.
+
+    learner_connector, module, metrics    for train batches: see `TrainerStream`
+
+    returns    of the episodes in what was made
+    """
+
+    def __init__(self, yields: Yields, learner_connector: LearnerConnector | None, module: Any, metrics: Any) -> None:
+        if learner_connector is not None:
+            check_connector(learner_connector, "learner_connector", "obs_space, act_space")
+        self.returns = StreamReturns()
+        self._yields = yields
+        self._learner_connector, self._module, self._metrics = learner_connector, module, metrics
+        # By what they are made for: the module, of several, the part of its agents, and whether it is stateful.
+        self._pipelines: dict[tuple[str | None, int, bool], LearnerConnectorPipeline] = {}
+
+    def items_of(self, arrived_items: Sequence[ArrivedItem]) -> Iterator[LoopItem]:
+        """Make items of a set of arrived items, one by one. Raises RunError for a set of which none can be made."""
+        fragments: list[Any] = [arrived.item for arrived in arrived_items if isinstance(arrived.item, AnyFragment)]
+        if fragments and len(fragments) < len(arrived_items):
+            raise RunError("some rollouts send fragments and some train batches, expected all to send the same")
+        items: Iterator[LoopItem]
+        if self._yields == "batches":
+            batch = self._batch_of(fragments, arrived_items)  # made at once: if that fails, no episode is counted
+            items = iter((LoopItem(batch, arrived_items, True),) if batch else ())
+        else:
+            items = self._one_by_one(arrived_items, fragments)
+        for arrived in arrived_items:
+            self.returns.add_item(arrived)
+        return items
+
+    def _one_by_one(self, arrived_items: Sequence[ArrivedItem], fragments: Sequence[AnyFragment]) -> Iterator[LoopItem]:
+        for arrived, fragment in zip(arrived_items, fragments, strict=True):
+            items = [fragment] if self._yields == "fragments" else list(fragment.episodes())
+            for item in items:
+                yield LoopItem(item, [arrived], item is items[-1])
+
+    def _batch_of(self, fragments: Sequence[Any], arrived_items: Sequence[ArrivedItem]) -> Batch:
+        """Train batch of fragments, or of the batches that the rollouts have made.
+
+        Column -> any[B, ...]; of several agents module id -> such a batch, which is empty where no module has steps.
+        """
+        source = arrived_items[0].source
+        if fragments and source.agents is not None:
+            return self._batches_by_module(fragments, source.agents)
+        if fragments:
+            spaces = source.spaces[-1], source.action_space
+            return self._made((None, 0, source.is_stateful), spaces, fragments, self._module)
+        if self._learner_connector is not None:
+            raise RunError(
+                f"rollout {source.name} sends train batches already made, so learner_connector would be passed over; "
+                "expected it at the rollout, or fragments: feed(..., sends='fragments')"
+            )
+        batches: list[Any] = [arrived.item for arrived in arrived_items]
+        return concatenated(batches, is_by_module=source.is_by_module)
+
+    def _batches_by_module(self, fragments: Sequence[MultiAgentFragment], agents: AgentsDescription) -> Batch:
+        """Module id -> its train batch, of modules that are trained and have made steps."""
+        modules, batches = self._module if isinstance(self._module, Mapping) else {}, {}
+        for module_id in dict.fromkeys(module_id for fragment in fragments for module_id in fragment.module_ids):
+            if not agents.trains(module_id):
+                continue
+            there = [fragment.of_module(module_id) for fragment in fragments if module_id in fragment.module_ids]
+            if not (parts := [part for part in there if len(part.chunks.slot)]):
+                continue
+            agents_of_parts = [each.part.agents for each in agents.parts]
+            index = agents_of_parts.index(parts[0].part.agents)  # which may be of another rollout
+            spaces = agents.parts[index].seen[-1], parts[0].part.recorded_space
+            key = module_id, index, Columns.STATE_OUT in parts[0].outputs[module_id]
+            with noted(f"of module '{module_id}'"):
+                batches[module_id] = self._made(key, spaces, parts, modules.get(module_id))
+        return batches
+
+    def _made(
+        self, key: tuple[str | None, int, bool], spaces: tuple[Any, Any], fragments: Sequence[Any], module: Any
+    ) -> Batch:
+        """The train batch of one module's fragments, in tensors also where the pieces see no module."""
+        if key not in self._pipelines:
+            pieces = pieces_given(self._learner_connector, "learner_connector", *spaces)
+            pipeline = LearnerConnectorPipeline.default(*spaces, pieces, stateful=key[2])
+            pipeline.check_lookback(fragments[0])
+            self._pipelines[key] = pipeline
+        batch = self._pipelines[key].of_fragments(fragments, module, self._metrics)
+        return NumpyToTensor().converted(batch) if module is None else batch
+
+
+def check_choices(
+    yields: str, on_excess: str, ack: str, *, count: int | None, max_lag: int | None, taught: object
+) -> None:
+    """Raise ValueError for an unknown option, or one that does not go with another; see `TrainerStream`.
+
+    count     fragments of a batch; None: that is not said
+    taught    makes pieces for a learner pipeline; None: there are none
+    """
+    _check("yields", yields, ("batches", "fragments", "episodes"))
+    _check("on_excess", on_excess, ("drop", "pace", "mask", "raise"))
+    _check("ack", ack, ("auto", "manual"))
+    if on_excess == "mask" and yields != "batches":
+        raise ValueError(f"on_excess='mask' is for batches, expected another one with yields={yields!r}")
+    if taught is not None and yields != "batches":
+        raise ValueError(f"learner_connector makes batches, expected none with yields={yields!r}")
+    if on_excess == "pace" and count is not None:
+        raise ValueError(
+            "under on_excess='pace' a batch is one fragment of every lane, expected no fragments_per_batch"
+        )
+    check_bounded(on_excess, max_lag)
+
+
+def check_module(module: Any) -> None:
+    """Raise ModuleError for what can't be the module that a learner pipeline's pieces see."""
+    if isinstance(module, str | bytes | int | float | list | tuple | type):
+        raise ModuleError(f"module is {shown(module)}, expected a module, or module id -> module")
+
+
+def _check(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {shown(value)}, expected one of {', '.join(map(repr, choices))}")

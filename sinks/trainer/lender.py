@@ -1,0 +1,292 @@
+"""Lender: a rollout's memory, lent to a trainer on the same host.
+
+A fragment's arrays stay where the environments wrote them, where that is shared memory; others are copied into blocks
+of the lender's own. What is lent is written again only once the trainer has said that nobody there reads it any more,
+or once nobody is left who could: each connection has a pipe, `life`, the other end of which the trainer and its
+children hold for as long as they have anything that was lent through it.
+"""
+
+import logging
+import math
+import os
+import weakref
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import optree
+from numpy.typing import NDArray
+
+from rollflow.sinks.trainer.messages import is_batch
+from rollflow.stream import wire
+from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, block_under, root_of
+from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.net.descriptor_transport import Descriptor, DescriptorTransport
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64  # of what is copied
+_LEAST = 1 << 12  # bytes of a block
+_NOWHERE = wire.LentLeaf(np.dtype(bool), (0,), 0, 0)
+
+
+class CopyPool:
+    """Pools of blocks for copies, by size; each has as many as are in use at a time."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, BlockPool[SharedBlock]] = {}
+
+    def of(self, arrays: Sequence[NDArray[Any]]) -> tuple[SharedBlock, NDArray[np.uint8], tuple[wire.LentLeaf, ...]]:
+        """A block with copies of arrays, the array that keeps it from being written again, and the copies' places."""
+        leaves, used = _laid_out(tuple([(array.dtype, array.shape) for array in arrays]))
+        size = max(_LEAST, 1 << (used - 1).bit_length())
+        if size not in self._pools:
+            self._pools[size] = BlockPool(size, SharedBlock)
+        index, root = self._pools[size].take()
+        for array, leaf in zip(arrays, leaves, strict=True):
+            np.copyto(np.ndarray(leaf.shape, leaf.dtype, root, leaf.offset), array)
+        return self._pools[size].blocks[index], root, leaves
+
+
+@lru_cache(1024)
+def _laid_out(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[tuple[wire.LentLeaf, ...], int]:
+    """Places in block 0 of arrays of these dtypes and shapes, one behind the other, little-endian, and their bytes.
+
+    Raises ColumnError for one that can't be sent.
+    """
+    leaves, offset = [], 0
+    for dtype, shape in kinds:
+        little = dtype.newbyteorder("<")
+        if not wire.can_be_lent(little):
+            raise ColumnError(f"a column of dtype {dtype} can't be sent, expected numbers or bool")
+        leaves.append(wire.LentLeaf(little, shape, 0, offset))
+        offset += -(-little.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT
+    return tuple(leaves), offset
+
+
+@lru_cache(1024)
+def _packed(spec: optree.PyTreeSpec, leaves: tuple[wire.LentLeaf, ...]) -> bytes:
+    """The packed places of a tree of arrays."""
+    columns: Any = optree.tree_unflatten(spec, leaves)
+    return wire.pack_columns(columns)
+
+
+class FragmentLender:
+    """Sends fragments with their arrays lent through shared memory.
+
+    most    bytes that may be lent at a time; more is sent as through any other socket
+
+    `look_at` is for the thread that the rollout runs in, all else for the one that sends.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._descriptors: weakref.WeakKeyDictionary[SharedBlock, Descriptor] = weakref.WeakKeyDictionary()
+        self._copies = CopyPool()
+        self._loans: _Loans | None = None  # through the connection that there is
+        self._left: list[_Loans] = []  # through those that there were
+        self._has_warned = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are lent."""
+        return sum(loans.nbytes for loans in self._all())
+
+    def look_at(self, message: wire.Fragment) -> None:
+        """Take down which blocks a fragment lies in, while whoever made them still has their descriptors."""
+        if is_batch(message):
+            return  # which is copied
+        roots = {id(root): root for tree in message.columns.values() for root in map(root_of, leaves_of(tree))}
+        for block in map(block_under, roots.values()):
+            if block is not None and block not in self._descriptors and not block.is_closed:
+                self._descriptors[block] = Descriptor(os.dup(block.fd))
+
+    def begin(self, connection: wire.SourceConnection, transport: DescriptorTransport) -> None:
+        """Lend through this connection from now on."""
+        self.end()
+        self._loans = _Loans(connection, transport)
+
+    def end(self) -> None:
+        """The connection is lost, or has ended; what was lent through it may be read for as long as somebody likes."""
+        if self._loans is not None:
+            self._left.append(self._loans)
+            self._loans = None
+
+    def send(self, message: wire.Fragment) -> None:
+        """Send a fragment, or a train batch, with its arrays lent; with copies if they may not be lent as well."""
+        self._connected.tell_of_gone()
+        lent = self._lent(message)
+        self._connected.connection.send(message if lent is None else lent)
+
+    def take_back(self, message: wire.BlocksReleased) -> None:
+        """Take back blocks that nobody reads any more. Raises WireError for one that was not lent."""
+        assert self._loans is not None
+        for number in message.blocks:
+            self._loans.take_back(number)
+
+    @property
+    def _connected(self) -> "_Loans":
+        assert self._loans is not None
+        return self._loans
+
+    def _loans_for(self, size: int) -> "_Loans | None":
+        """The loans that so many bytes are to be added to; None: so many more may not be lent."""
+        self._left = [left for left in self._left if not left.are_over()]
+        if (lent := self.nbytes) and lent + size > self._most:
+            self._warn(lent)
+            return None
+        return self._connected
+
+    def _warn(self, lent: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the trainer still has %d bytes of fragments in shared memory, of at most %d: it is sent copies, until "
+                "it lets go of some",
+                lent,
+                self._most,
+            )
+
+    def _all(self) -> Iterator["_Loans"]:
+        yield from self._left
+        if self._loans is not None:
+            yield self._loans
+
+    def _descriptor_of(self, block: SharedBlock) -> Descriptor:
+        descriptor = self._descriptors.get(block)
+        if descriptor is None:  # one of ours
+            descriptor = self._descriptors[block] = Descriptor(os.dup(block.fd))
+        return descriptor
+
+    def _lent(self, message: wire.Fragment) -> wire.Lent | None:
+        """The message of a fragment that is lent from now on; None: it may not be lent as well."""
+        columns: Any = message.columns
+        leaves, spec = optree.tree_flatten(columns, none_is_leaf=True)
+        size = sum([leaf.nbytes for leaf in leaves])
+        loans = self._loans_for(size)
+        if loans is None:
+            return None
+        places = self._placed(leaves, is_batch=is_batch(message))
+        columns_at = _packed(spec, tuple(places.leaves))
+        blocks = tuple([loans.number_of(block, self._descriptor_of(block)) for block in places.blocks])
+        loans.lend(blocks, places.roots, size)
+        return wire.Lent(message.lane, message.number, blocks, columns_at, message.rest)
+
+    def _placed(self, leaves: list[NDArray[Any]], *, is_batch: bool) -> "_Places":
+        """The places of arrays `any[...]`; those outside of shared blocks are copied into one."""
+        places, copied = _Places(self._descriptors), []
+        for index, leaf in enumerate(leaves):
+            # A train batch may be written to by the trainer, and would come as something else if it were sent again.
+            if not leaf.nbytes:
+                places.leaves.append(wire.LentLeaf(leaf.dtype, leaf.shape, 0, 0))
+            elif is_batch or not _is_plain(leaf) or not places.has_put(leaf):
+                copied.append(index)
+                places.leaves.append(_NOWHERE)
+        if copied:
+            block, root, copies = self._copies.of([leaves[index] for index in copied])
+            number = places.number_of(block, root)
+            for index, copy in zip(copied, copies, strict=True):
+                places.leaves[index] = copy._replace(block=number)
+        return places
+
+
+class _Loans:
+    """Loans through one connection.
+
+    nbytes    of all arrays that are lent
+    """
+
+    def __init__(self, connection: wire.SourceConnection, transport: DescriptorTransport) -> None:
+        self.connection = connection
+        self.nbytes = 0
+        self._transport = transport
+        mine, theirs = os.pipe()
+        self._life, self._their_life = Descriptor(mine), [Descriptor(theirs)]
+        self._numbers: weakref.WeakKeyDictionary[SharedBlock, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self._gone: deque[int] = deque()  # blocks that are no more
+        self._out: dict[int, deque[tuple[NDArray[Any], int]]] = {}  # what keeps each block from being written again
+
+    def number_of(self, block: SharedBlock, descriptor: Descriptor) -> int:
+        """The number of a block, of which the trainer is told."""
+        number = self._numbers.get(block)
+        if number is None:
+            number = self._numbers[block] = self._count
+            self._count += 1
+            while self._their_life:
+                self._transport.hand_over(self._their_life.pop())
+            self._transport.hand_over(descriptor)
+            self.connection.tell(wire.Block(number, block.size))
+            weakref.finalize(block, self._gone.append, number).atexit = False
+        return number
+
+    def tell_of_gone(self) -> None:
+        """Tell the trainer of blocks that there are no more."""
+        if self._gone:
+            gone = [self._gone.popleft() for _ in range(min(len(self._gone), 1024))]
+            self.connection.tell(wire.Forget(tuple(gone)))
+
+    def lend(self, numbers: tuple[int, ...], roots: list[NDArray[Any]], nbytes: int) -> None:
+        """Keep blocks from being written again: their arrays, so many bytes of which were lent."""
+        self.nbytes += nbytes
+        for number, root in zip(numbers, roots, strict=True):
+            self._out.setdefault(number, deque()).append((root, nbytes))
+            nbytes = 0  # which count once
+
+    def take_back(self, number: int) -> None:
+        """Once for each time that a block was lent."""
+        out = self._out.get(number)
+        if not out:
+            raise WireError(f"free: block {number}, expected one that was lent", "memory")
+        _, nbytes = out.popleft()
+        self.nbytes -= nbytes
+        if not out:
+            del self._out[number]
+
+    def are_over(self) -> bool:
+        """True if no process is left that could read what was lent."""
+        self._their_life.clear()
+        return self._life.is_hung_up()
+
+
+class _Places:
+    """Places of the arrays of one fragment.
+
+    seen    blocks that others see
+
+    leaves           place of each array
+    blocks, roots    the blocks, and the array over each that keeps it from being written again
+    """
+
+    def __init__(self, seen: Container[SharedBlock]) -> None:
+        self.leaves: list[wire.LentLeaf] = []
+        self.blocks: list[SharedBlock] = []
+        self.roots: list[NDArray[Any]] = []
+        self._seen = seen
+
+    def has_put(self, leaf: NDArray[Any]) -> bool:
+        """Note the place of an array in a block that others see; False where it lies in none."""
+        root = root_of(leaf)
+        is_last = bool(self.roots) and self.roots[-1] is root  # as a rule all lie in one
+        block = self.blocks[-1] if is_last else block_under(root)
+        if block is None or not (is_last or block in self._seen):
+            return False
+        offset = address_of(leaf) - block.address
+        if offset % 8:
+            return False
+        self.leaves.append(wire.LentLeaf(leaf.dtype, leaf.shape, self.number_of(block, root), offset))
+        return True
+
+    def number_of(self, block: SharedBlock, root: NDArray[Any]) -> int:
+        """The index of a block, one that is added if it was not there."""
+        if block not in self.blocks:
+            self.blocks.append(block)
+            self.roots.append(root)
+        return self.blocks.index(block)
+
+
+def _is_plain(array: NDArray[Any]) -> bool:
+    return array.flags.c_contiguous and wire.can_be_lent(array.dtype)

@@ -1,0 +1,456 @@
+"""Listener of a trainer: it takes in rollouts and what they send, in a thread of its own."""
+
+import logging
+import secrets
+import select
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from time import monotonic, sleep
+from typing import Any
+
+from rollflow.nodes.env.remote.software import software
+from rollflow.nodes.modules.policy_weights import Shapes
+from rollflow.sinks.trainer.borrower import FragmentBorrower, checked, fragment_in
+from rollflow.sinks.trainer.follower import NOTHING
+from rollflow.sinks.trainer.loop_trace import LoopTrace
+from rollflow.sinks.trainer.newest_weights import NewestWeights, PublishedWeights
+from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, PresentRollouts, RolloutConnection, RolloutPeer
+from rollflow.sinks.trainer.staleness import FlowWindows
+from rollflow.stream import wire
+from rollflow.stream.data.errors import WireError, error_text, shown
+from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
+from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.socket_loop import SocketLoop, look_s
+from rollflow.stream.net.sockets import quoted, refusal_level
+from rollflow.stream.net.transport import check_server_tls, transport_for
+from rollflow.stream.wire import Address, Hello, check_secret, parse_trainer_address
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_ALL_S = 1.0  # after which all are told again, whoever has news
+_STANDS_BACK_S = 2e-2  # from the last time that another thread has served
+_GRACE_S = 2e-3  # that the other thread has to see by itself that it is woken, as one that publishes and asks for more
+_MOST_STRANGERS = 256  # connections that have not proved themselves yet
+_MUCH = 1 << 16  # bytes that wait for a rollout
+_GOODBYE_S = 1.0
+_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a rollout is waited for
+
+
+class TrainerListener:
+    """Takes in rollouts that feed a trainer, its sources, and what they send, once it is open.
+
+    ahead        fragments that a lane may have begun beyond what is done; None: any number, within the window
+    windows      how many items a source may send beyond what is done, and how many are needed
+    shares       whether sources lend what they send
+    own          shapes of the trainer's own weights, for `NewestWeights`
+
+    sockets    listened on, of the owner, who sets them before `open` and closes them
+    lock       of the sources and of arrived items
+    sources    sources that are there, may come back, or have ended, by the tokens of their sessions
+    present    those of which more may come
+    come       tokens of all that have ever come
+    arrived    items that have come and were not taken, oldest first
+    bell       rings when any of these has changed
+    error      error that has ended this; None: there is none
+    refusals   why strangers were turned away, for errors
+    weights    newest weights, for all sources
+    trace      of the loop that takes the batches
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes | None,
+        tls: ssl.SSLContext | None,
+        limits: wire.Limits,
+        ahead: int | None,
+        windows: FlowWindows,
+        shares: bool = False,
+        own: Shapes | None = None,
+    ) -> None:
+        self._epoll = getattr(select, "epoll", lambda: None)()  # its wait takes no longer for more connections
+        self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
+        self.lock = self._loop.lock
+        self.sources: dict[bytes, RolloutPeer] = {}
+        self.present = PresentRollouts(self.sources)
+        self.arrived: list[ArrivedItem] = []
+        self.sockets: Sequence[socket.socket] = ()
+        self.bell = Wakeup()
+        self.error: Exception | None = None
+        self.come: set[bytes] = set()
+        self.refusals: deque[str] = deque(maxlen=8)
+        self.trace = LoopTrace()
+        self._secret, self._tls, self.limits = secret, tls, limits
+        self.ahead, self._windows, self._shares = ahead, windows, shares
+        self.weights = NewestWeights(self.wake, own)
+        self._behind: set[RolloutPeer] = set()  # sources with news of their own
+        self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
+        self._woken = select.poll()
+        self._woken.register(self._loop.wakeup.fileno(), select.POLLIN)
+        self._serving = threading.Lock()  # held by the thread that serves
+        self._stands_back_until = self._looks_at = 0.0
+        self._is_closing = False
+        self._parting: str | None = None
+        self._failure: str | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True while sources are taken in."""
+        return self._thread is not None
+
+    @property
+    def connected(self) -> list[RolloutPeer]:
+        """Sources that have an open connection."""
+        return [source for source in list(self.sources.values()) if source.is_connected]  # also without the lock
+
+    def open(self) -> None:
+        """Take in what connects to the sockets; again does nothing."""
+        if self.is_open:
+            return
+        self._loop.listen(self.sockets, self)
+        self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
+        self._thread.start()
+
+    def publish(self, weights: PublishedWeights) -> int:
+        """Send weights to every source; their policy version. Does not wait, nor for the lock.
+
+        Raises ModuleError where they are not those of a source's module, or more than it takes.
+        """
+        for source in self.connected:
+            if source.connection is not None:
+                weights.check_fits(source, source.connection.peer_max_frame, self.limits.undelivered)
+        return self.weights.publish(weights)
+
+    def wake(self) -> None:
+        """Tell all sources what is new. From any thread."""
+        self._has_news = True
+        self._loop.wakeup.ring()
+
+    def tell_done(self, sources: Collection[RolloutPeer]) -> None:
+        """Tell sources what is done: at once where they wait for it, or may soon have to."""
+        with self.lock:
+            self._behind.update(sources)
+        stands_back = monotonic() < self._stands_back_until  # and tells them afterwards
+        waits = self.ahead is not None or not stands_back
+        if waits or any(source.waits_soon and source.is_connected for source in sources):
+            self.serve(0)
+
+    def serve(self, patience: float) -> bool:
+        """Tell sources what is new, and take what comes within so many seconds, in the thread that calls.
+
+        The listener's own thread stands back for a while after this: two that hand every item to each other are slower
+        than one. False: it is at it, and is woken to look at what is new.
+        """
+        self._stands_back_until = monotonic() + _STANDS_BACK_S
+        if not self.is_open or not self._serving.acquire(blocking=False):
+            self._loop.wakeup.ring()
+            return False
+        try:
+            if not self._is_closing:  # its own thread tells the rest
+                self._turn(min(patience, _TICK_S))
+        finally:
+            self._serving.release()
+        return True
+
+    def close(self, reason: str | None, failure: str | None = None) -> None:
+        """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
+        self._parting, self._failure, self._is_closing = reason, failure, True
+        self.trace.leaves()
+        self.wake()
+        if self._thread is not None:
+            self._thread.join()
+        self._loop.close()
+        if self._epoll is not None:
+            self._epoll.close()
+        self.bell.close()
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._stand_back()
+                with self._serving:
+                    self._turn(_TICK_S)
+            if self._parting is not None:
+                with self._serving:
+                    self._say_goodbye(self._parting)
+        except Exception as error:
+            self.error = error
+        finally:
+            for peer in self._loop.peers:
+                if self._failure is not None and peer.source is not None:  # it waits for another trainer
+                    peer.connection.refuse(wire.FAILED, self._failure)
+                self._loop.drop(peer)
+        self.bell.ring()
+
+    def _stand_back(self) -> None:
+        """Let another thread serve, as long as it does so again and again, and soon where this one is woken."""
+        while not self._is_closing and (left := self._stands_back_until - monotonic()) > 0:
+            if self._woken.poll(left * 1e3):
+                sleep(_GRACE_S)
+                if self._woken.poll(0):
+                    return
+
+    def _turn(self, patience: float) -> None:
+        """Tell what is new, and do what there is to do once there is something, or after so many seconds."""
+        now = monotonic()
+        with self.lock:
+            tells_all = self._has_news or self._shares or now >= self._tells_all_at
+            behind, self._behind = self._behind, set()
+            if tells_all:
+                self._has_news, self._tells_all_at = False, now + _ALL_S
+            connections = [source.connection for source in behind if source.connection is not None]
+            peers = [peer for each in connections if (peer := self._loop.peers.of(each)) is not None]
+            self._loop.send(self._tell, None if tells_all else peers)
+        ready = self._loop.wait(patience)
+        now = monotonic()
+        with self.lock:
+            self._loop.serve(ready, now)
+            self._loop.tick(now)
+            self._leave_overdue(now)
+
+    def _tell(self, peer: RolloutConnection) -> None:
+        """Tell a source what is new: its weights first, so that it begins nothing with older ones."""
+        source, connection = peer.source, peer.connection
+        is_running = connection.phase is wire.ConnectionPhase.RUNNING
+        if source is None or source.connection is not connection or not is_running:
+            return
+        sent = source.sent_through(connection)
+        if sent.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
+            sent.wanted = wanted
+            version = 0 if self.weights.published is None else self.weights.published.version
+            connection.tell(wire.Settings(self._windows.order(source, version).as_settings()))
+        is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
+        self._behind.add(source)
+        if connection.undelivered > _MUCH and not is_last:
+            return
+        newest = self.weights.published
+        if newest is not None and sent.version < newest.version and not is_last:
+            connection.tell(newest.message)  # before what is done, which may belong to these
+            sent.version = newest.version
+        done = source.session.done, source.session.kept
+        if sent.done != done:
+            connection.tell(wire.Done(*done))
+            sent.done = done
+        if peer.borrower is not None and (freed := peer.borrower.freed()):
+            connection.tell(wire.BlocksReleased(freed))
+        self._behind.discard(source)
+
+    # What the loop asks for
+
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> RolloutConnection:
+        """Peer of a socket with a rollout at its other end, which has to prove itself."""
+        limits, nonce = self.limits, secrets.token_bytes(wire.NONCE_BYTES)
+        connection = wire.TrainerConnection(
+            software=software(), nonce=nonce, secret=self._secret, limits=limits, now=now
+        )
+        if not self._shares:
+            return RolloutConnection(transport_for(sock, connection, self._tls, dialled=None), connection, where)
+        transport = DescriptorTransport(sock, connection)
+        return RolloutConnection(transport, connection, where, borrower=FragmentBorrower(transport))
+
+    def handle(self, peer: RolloutConnection, event: wire.Message, now: float) -> None:
+        """Take a message of a rollout."""
+        source = peer.source
+        match event:
+            case wire.Hello():
+                self._take_in(peer, event)
+                if peer.source is not None:
+                    self._behind.add(peer.source)
+            case _ if source is None:
+                pass
+            case wire.Goodbye():
+                self._loop.drop(peer)
+                if source.connection is peer.connection:
+                    logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
+                    source.leave()
+            case wire.Block() | wire.Forget():
+                checked(peer.borrower, event).take(event)
+            case wire.Fragment() | wire.Lent():
+                arrived = source.read(fragment_in(event, peer.borrower))
+                self.weights.raise_to(arrived.policy_version or 0)
+                self.arrived.append(arrived)
+                self.trace.arrives(arrived, now)
+            case wire.Finished():
+                source.finish(event.number)
+            case wire.LaneLeft():
+                source.set_aside(event.lane, event.number)
+            case wire.LaneJoined():
+                source.take_lane(event.lane)
+                self._windows.widen(source)
+                self._behind.add(source)
+        self.bell.ring()
+
+    def fail(self, peer: RolloutConnection, error: Exception, now: float) -> None:
+        """Refuse a rollout that something has failed for, and note why: whatever it is, the others go on."""
+        code = error.code if isinstance(error, WireError) else "message"
+        reason = error_text(error)
+        peer.connection.refuse(code, reason)
+        source, reason = peer.source, quoted(reason)
+        if source is None:
+            if (refusal := f"{peer.name.rpartition(':')[0] or peer.name}: {reason}") not in self.refusals:
+                self.refusals.append(refusal)
+            logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", peer.name, reason)
+        elif source.connection is peer.connection:
+            source.lose(now, reason, comes_back=code in _COMES_BACK)
+            logger.warning("%s %s is lost: %s", "follower" if source.sends_nothing else "rollout", source.name, reason)
+        self.bell.ring()
+
+    def _take_in(self, peer: RolloutConnection, hello: wire.Hello) -> None:
+        """Take in a rollout that has proved itself: a new one, or one that comes back."""
+        peer.called = hello.name
+        if isinstance(sends := hello.metadata.get("sends"), str) and sends == NOTHING:
+            self._take_in_follower(peer, hello)
+            return
+        check_shares(hello, shares=self._shares)
+        source = self.sources.get(hello.session) or RolloutPeer(wire.TrainerSession(hello.session))
+        source.introduce(hello, peer.where)
+        source.session.window, source.needs = self._windows.of(source)
+        check_together(source, self.sources.values())
+        self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
+        peer.connection.welcome(source.session)
+        announce(source, self.sources.values())
+        older, peer.source = source.connection, source
+        source.come(peer.connection, self.weights.version)
+        self.come.add(hello.session)
+        self.sources[hello.session] = source
+        old = None if older is None else self._loop.peers.of(older)
+        if old is not None:
+            self._loop.drop(old)
+
+    def _take_in_follower(self, peer: RolloutConnection, hello: wire.Hello) -> None:
+        """Take in an end that gets weights, and that no batch waits for: it is none of the sources."""
+        session = wire.TrainerSession(hello.session)
+        session.window = 0
+        peer.connection.welcome(session)
+        name = f"{quoted(hello.name)} ({peer.where})"
+        peer.source = RolloutPeer(session, connection=peer.connection, called=hello.name, name=name, sends_nothing=True)
+        logger.info("follower %s has come", name)
+
+    def _leave_overdue(self, now: float) -> None:
+        """Wait no more for sources that have had their time to come back; of many, not in every turn."""
+        if now < self._looks_at:
+            return
+        self._looks_at = now + look_s(len(self.sources))
+        for token, source in list(self.sources.items()):
+            if leaves_overdue(source, now, self.limits.grace_s):
+                self.bell.ring()
+            if source.life is PeerLife.LEFT and source.session.done == source.session.taken:  # it never comes again
+                del self.sources[token]
+
+    def _say_goodbye(self, reason: str) -> None:
+        """Tell what there is to tell, and wait for the other ends to close, so that nothing of it is lost."""
+        self._loop.stop_listening()  # who comes now would wait for nothing
+
+        def part_with(peer: RolloutConnection) -> None:
+            self._tell(peer)
+            peer.connection.goodbye(reason)
+
+        self._loop.send(part_with)
+        until = monotonic() + _GOODBYE_S
+        while (left := until - monotonic()) > 0 and any(peer.source is not None for peer in self._loop.peers):
+            self._turn(left)
+
+
+def checked_address(address: str | Address, secret: bytes | None, tls: ssl.SSLContext | None) -> Address:
+    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
+    parsed = parse_trainer_address(address)
+    check_secret(parsed, secret)
+    check_shared(parsed, tls)
+    check_server_tls(tls)
+    return parsed
+
+
+def check_shares(hello: Hello, *, shares: bool) -> None:
+    """Raise WireError where one end shares memory and the other one does not."""
+    is_shared = hello.metadata.get("shares_memory") is True
+    if is_shared != shares:
+        listens, dials = ("shm:", "another address") if shares else ("another address", "shm:")
+        raise WireError(
+            f"the trainer listens on {listens} and the rollout dials {dials}, expected 'shm:/path' at both or neither",
+            "memory",
+        )
+
+
+def check_together(source: RolloutPeer, others: Collection[RolloutPeer]) -> None:
+    """Raise WireError for a rollout whose items don't go into one batch with others'; warn of two with one seed.
+
+    Others count while they are connected. They go together: what fits one of them fits all.
+    """
+    one = next((other for other in others if other is not source and other.is_connected), source)
+    if reason := difference(source, one):
+        raise WireError(f"{reason}, as rollout {one.name} has, which is here as well", "spaces")
+    if source.seed is None or source.connection is not None:
+        return
+    for other in others:
+        if other.seed == source.seed and other.is_connected:
+            logger.warning(
+                "rollouts %s and %s both have seed=%d: their environments are seeded alike, and their episodes have "
+                "the same ids; expected another seed for each, or none",
+                other.name,
+                source.name,
+                source.seed,
+            )
+
+
+def announce(source: RolloutPeer, others: Iterable[RolloutPeer]) -> None:
+    """Log that a rollout is connected: again, or newly, when it may take the place of a lost one."""
+    if source.connection is None:
+        logger.info("rollout %s has come", source.name)
+        _replace_lost(source, others)
+    else:
+        gone = f" after {monotonic() - source.lost_at:.1f} s" if source.life in (PeerLife.AWAY, PeerLife.LOST) else ""
+        logger.warning("rollout %s is connected again%s", source.name, gone)
+
+
+def leaves_overdue(source: RolloutPeer, now: float, grace_s: float) -> bool:
+    """Stop waiting for a lost rollout that did not come back within `grace_s` seconds; True if that happens now.
+
+    Until then, log at growing intervals that it is awaited.
+    """
+    if source.life is not PeerLife.AWAY:
+        return False
+    if now - source.lost_at >= grace_s:
+        source.give_up()
+        logger.warning("rollout %s is not back within %g s", source.name, grace_s)
+        return True
+    if source.reminder.is_due(now):
+        logger.warning("waiting: rollout %s: %s", source.whereabouts(grace_s), source.reason)
+    return False
+
+
+def difference(source: RolloutPeer, other: RolloutPeer) -> str:
+    """The trait that keeps two rollouts from being learnt from together, of the first and the other; "": none does."""
+    mine, theirs = _traits(source), _traits(other)
+    for name in {**mine, **theirs}:
+        if mine.get(name) != theirs.get(name):
+            return f"{name} is {shown(mine.get(name))}, expected {shown(theirs.get(name))}"
+    return ""
+
+
+def _traits(source: RolloutPeer) -> dict[str, Any]:
+    """Traits that rollouts must share to be learnt from together, by their names for people."""
+    traits: dict[str, Any] = {name: getattr(source, name) for name in ("is_by_module", "is_stateful", "action_space")}
+    traits |= {f"spaces[{index}]": space for index, space in enumerate(source.spaces)}
+    if source.agents is not None:
+        traits |= {f"part {index} of the agents": part for index, part in enumerate(source.agents.parts)}
+    return traits | {f"the shape of weight {name!r}": shape for name, shape in source.weights.items()}
+
+
+def _replace_lost(source: RolloutPeer, others: Iterable[RolloutPeer]) -> None:
+    """Stop waiting for a lost rollout of the same name, in whose place a new one has come.
+
+    If the lost one comes back all the same, it is taken in.
+    """
+    for other in others:
+        if other.life is PeerLife.AWAY and other.called == source.called:
+            other.give_up()
+            logger.warning("rollout %s has come in place of %s, which is not waited for", source.name, other.name)
+            return

@@ -1,0 +1,405 @@
+"""Messages of a rollout to its trainer: fragments, train batches, finished episodes, and the agents that there are.
+
+A batch of several modules is module id -> train batch. Their weights go as those of one module do, by names
+`module id/name`.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.parameter import is_lazy
+
+from rollflow.nodes.argument_checks import is_whole
+from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
+from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
+from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole
+from rollflow.nodes.offloaded.fragment_message import message_of
+from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
+from rollflow.stream import wire
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError, ModuleError, WireError, shown
+from rollflow.stream.data.space import describe_space
+from rollflow.stream.data.tree import leaves_of, map_tree
+from rollflow.stream.fragments.fragment import EpisodeIds, Fragment, FragmentLayout
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment
+from rollflow.stream.wire.codec.handshake import MOST_AGENTS
+from rollflow.stream.wire.codec.spaces import read_space
+
+HAS_ENDED = "the trainer has ended"  # reason of its goodbye, if it leaves without an error
+Batch = dict[str, Any]
+ByModule = Mapping[str, Mapping[str, Any]]
+MOST_KEPT = 100  # episodes whose returns one batch tells: as many as a window of `EpisodeReturns` has
+MOST_MODULES = 256  # that one batch tells of
+_MOST_SPACES = 64
+_LAYOUT = ("num_slots", "num_rows", "lookback")
+_MOST = {"num_slots": 1 << 20, "num_rows": 1 << 24, "lookback": 1 << 24}
+
+
+def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> wire.Fragment:
+    """A fragment of a rollout, whose observations are in one of `spaces`; the columns are referred to."""
+    layout = fragment.layout
+    ids = layout.episode_id
+    assert isinstance(ids, EpisodeIds)
+    entries = {name: getattr(layout, name) for name in _LAYOUT}
+    entries |= {"resets_next_step": layout.resets_next_step, "episodes": ids.prefix}
+    return message_of(fragment.lane, number, fragment, {"layout": entries}, spaces)
+
+
+def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayout | None = None) -> FragmentLayout:
+    """The layout of fragments, as their messages tell of it. Raises WireError where it is none.
+
+    before    that of the fragment before, which is given again where this is the same
+    """
+    if before is not None and _is_told(before, entries):
+        return before
+    if not isinstance(entries, dict) or not isinstance(entries.get("episodes"), str):
+        raise WireError(f"layout is {shown(entries)}, expected a map", "fragment")
+    for name in _LAYOUT:
+        check_whole(f"layout.{name}", entries.get(name), 0, _MOST[name])
+    return FragmentLayout(
+        **{name: entries[name] for name in _LAYOUT},
+        action_space=action_space,
+        resets_next_step=bool(entries.get("resets_next_step")),
+        episode_id=EpisodeIds(entries["episodes"]),
+    )
+
+
+def _is_told(layout: FragmentLayout, entries: Any) -> bool:
+    if type(entries) is not dict or type(entries.get("episodes")) is not str:
+        return False
+    assert isinstance(layout.episode_id, EpisodeIds)
+    return (
+        all(type(entries.get(name)) is int and entries[name] == getattr(layout, name) for name in _LAYOUT)
+        and entries["episodes"] == layout.episode_id.prefix
+        and entries.get("resets_next_step") is layout.resets_next_step
+    )
+
+
+def message_of_batch(
+    number: int,
+    batch: Batch,
+    *,
+    modules: Collection[str] | None = None,
+    episodes: Mapping[str, Any] | None = None,
+) -> wire.Fragment:
+    """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else.
+
+    modules     it is module id -> train batch; ids of those that the trainer publishes weights for. None: it is not
+    episodes    that have finished, as `FinishedEpisodes.told` has them; None: none
+    """
+    columns = {name: map_tree(lambda leaf, name=name: _array(leaf, name), tree) for name, tree in batch.items()}
+    rest: dict[str, Any] = {"batch": True}
+    if modules is not None:
+        rest["by_module"] = True
+    counted = [each for name, each in columns.items() if name in modules] if modules is not None else [columns]
+    rest["policy_version"] = oldest_version(counted)
+    rest["steps"] = num_steps(batches_in(columns, is_by_module=modules is not None))
+    if episodes is not None:
+        rest["episodes"] = episodes
+    return wire.Fragment(0, number, columns, rest)
+
+
+def told_of_batch(message: wire.Fragment) -> tuple[int | None, int]:
+    """Oldest policy version and steps of a train batch. Raises WireError where a message says no such thing."""
+    oldest, steps = message.rest.get("policy_version"), message.rest.get("steps", 0)
+    if oldest is not None and not is_whole(oldest):
+        raise WireError(f"policy_version is {shown(oldest)}, expected a whole number, or nil", "fragment")
+    check_whole("steps", steps, 0, MOST)
+    return oldest, steps
+
+
+def batch_of_message(message: wire.Fragment) -> Batch:
+    """The train batch in a message, tensors over the memory that they came in. Raises WireError where it is none."""
+    try:
+        return tensors_of(message.columns)
+    except (TypeError, ValueError) as error:
+        raise WireError(f"it is no train batch: {error}", "fragment") from error
+
+
+def tensors_of(columns: Mapping[str, Any]) -> Batch:
+    """A train batch over the memory of trees of arrays."""
+    return {
+        name: torch.from_numpy(tree) if isinstance(tree, np.ndarray) else map_tree(torch.from_numpy, tree)
+        for name, tree in columns.items()
+    }
+
+
+def arrays_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The trees of arrays under a train batch that has come."""
+    return {name: map_tree(lambda tensor: tensor.numpy(), tree) for name, tree in batch.items()}
+
+
+def nbytes_of(message: wire.Fragment) -> int:
+    """Bytes of the columns."""
+    return sum(leaf.nbytes for tree in message.columns.values() for leaf in leaves_of(tree))
+
+
+def is_batch(message: wire.Fragment) -> bool:
+    """True if a message has a train batch, and not a fragment."""
+    return message.rest.get("batch") is True
+
+
+def _array(leaf: Any, name: str) -> NDArray[Any]:
+    if torch.is_tensor(leaf):
+        leaf = leaf.detach().cpu().numpy()
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.hasobject:
+        raise ColumnError(f"column '{name}' of the batch is {type(leaf).__name__}, expected tensors or arrays")
+    return leaf
+
+
+def is_by_module(tree: Any) -> bool:
+    """True if weights, or a train batch, are those of several modules."""
+    return isinstance(tree, Mapping) and bool(tree) and all(isinstance(each, Mapping) for each in tree.values())
+
+
+def joined_weights(weights: ByModule) -> dict[str, Any]:
+    """Join the weights of several modules under names `module id/name`."""
+    return {f"{module_id}/{name}": value for module_id, each in weights.items() for name, value in each.items()}
+
+
+def own_shapes(module: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a module's weights, or of several modules' by their ids; none where they are not known."""
+    if isinstance(module, Mapping):
+        parts = {module_id: own_shapes(each) for module_id, each in module.items()}
+        return joined_weights(parts) if all(parts.values()) else {}
+    if not isinstance(module, torch.nn.Module):
+        return {}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {} if any(map(is_lazy, (tensor for _, tensor in named))) else {name: tuple(it.shape) for name, it in named}
+
+
+def parted_weights(weights: Mapping[str, Any], ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Part joined weights by modules with these ids. Raises ModuleError for a name of another module."""
+    parted: dict[str, dict[str, Any]] = {}
+    longest_first = sorted(ids, key=len, reverse=True)
+    for joined, value in weights.items():
+        module_id = next((each for each in longest_first if joined.startswith(f"{each}/")), None)
+        if module_id is None:
+            raise ModuleError(f"weights have '{joined}', expected 'module id/name' with ids among {sorted(ids)}")
+        parted.setdefault(module_id, {})[joined[len(module_id) + 1 :]] = value
+    return parted
+
+
+def batches_in(batch: Batch, *, is_by_module: bool) -> Iterator[Batch]:
+    """The train batches that a batch is made of."""
+    if is_by_module:
+        yield from batch.values()
+    else:
+        yield batch
+
+
+def oldest_version(batches: Iterable[Batch]) -> int | None:
+    """The oldest policy version that actions were computed with; None where a batch does not say, or has no steps."""
+    oldest = []
+    for batch in batches:
+        versions, mask = batch.get(Columns.POLICY_VERSION), batch.get(Columns.LOSS_MASK)
+        if versions is None:
+            return None
+        if mask is not None and mask.shape == versions.shape:
+            versions = versions[mask]  # without what rows are padded with
+        if not len(versions):
+            return None
+        oldest.append(int(versions.min()))
+    return min(oldest, default=None)
+
+
+def newest_version(batches: Iterable[Batch]) -> int | None:
+    """The newest policy version that actions were computed with; None where no batch says."""
+    versions = [each[Columns.POLICY_VERSION] for each in batches if Columns.POLICY_VERSION in each]
+    return max((int(each.max()) for each in versions if len(each)), default=None)
+
+
+def num_steps(batches: Iterable[Batch]) -> int:
+    """Steps in all of them: rows, or what the loss masks have of them."""
+    count = 0
+    for batch in batches:
+        mask = batch.get(Columns.LOSS_MASK)
+        count += len(leaves_of(batch)[0]) if mask is None else int(mask.sum())
+    return count
+
+
+def concatenated(batches: Sequence[Batch], *, is_by_module: bool) -> Batch:
+    """Several as one; of several modules, each module's, of which some batches may have none."""
+    if is_by_module:
+        ids = dict.fromkeys(module_id for batch in batches for module_id in batch)
+        return {module_id: _one_of([batch[module_id] for batch in batches if module_id in batch]) for module_id in ids}
+    return _one_of(batches)
+
+
+def _one_of(batches: Sequence[Batch]) -> Batch:
+    """With the columns that all have: a module may have been followed by another that gives others."""
+    if len(batches) == 1:
+        return dict(batches[0])
+    names = [name for name in batches[0] if all(name in batch for batch in batches)]
+    return {name: map_tree(lambda *parts: torch.cat(parts), *(each[name] for each in batches)) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEpisodes:
+    """Episodes that have finished.
+
+    count        how many
+    returns      of the last of them, 100 at most, oldest first
+    lengths      their steps
+    by_module    module id -> the same of the agents that it served
+    """
+
+    count: int
+    returns: list[float]
+    lengths: list[int]
+    by_module: "Mapping[str, FinishedEpisodes]" = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, entries: Any, *, is_by_module: bool) -> "FinishedEpisodes":
+        """As it came over the wire; nil: none. Raises WireError where it is something else."""
+        if entries is None:
+            return NO_EPISODES
+        finished = _read("episodes", entries)
+        parts = entries.get("by_module", {})
+        if not isinstance(parts, dict) or len(parts) > MOST_MODULES or not all(isinstance(each, str) for each in parts):
+            expected = f"a map from at most {MOST_MODULES} module ids"
+            raise WireError(f"episodes.by_module is {shown(parts)}, expected {expected}", "fragment")
+        if parts and not is_by_module:
+            raise WireError("episodes.by_module of a rollout with one module, expected none", "fragment")
+        by_module = {
+            module_id: _read(f"episodes.by_module[{shown(module_id)}]", part) for module_id, part in parts.items()
+        }
+        return replace(finished, by_module=by_module)
+
+    def told(self) -> dict[str, Any]:
+        """As it goes over the wire."""
+        entries: dict[str, Any] = {"count": self.count, "returns": self.returns, "lengths": self.lengths}
+        if self.by_module:
+            entries["by_module"] = {module_id: part.told() for module_id, part in self.by_module.items()}
+        return entries
+
+
+NO_EPISODES = FinishedEpisodes(0, [], [])
+
+
+def finished_since(returns: EpisodeReturns | AgentReturns, count: int) -> FinishedEpisodes:
+    """The episodes that have finished since there were so many."""
+    new = returns.count - count
+    return FinishedEpisodes(new, _last(returns.returns, new), _last(returns.lengths, new))
+
+
+def _last(kept: Any, count: int) -> list[Any]:
+    most = min(count, MOST_KEPT, len(kept))
+    return list(islice(kept, len(kept) - most, None))
+
+
+def _read(name: str, entries: Any) -> FinishedEpisodes:
+    if not isinstance(entries, dict):
+        raise WireError(f"{name} is {shown(entries)}, expected a map", "fragment")
+    count: Any = entries.get("count")
+    returns: Any = entries.get("returns")
+    lengths: Any = entries.get("lengths")
+    check_whole(f"{name}.count", count, 0, MOST)
+    expected = min(count, MOST_KEPT)
+    if not _is_list(returns, expected) or not all(isinstance(each, float) and each == each for each in returns):
+        raise WireError(f"{name}.returns is {shown(returns)}, expected {expected} floats", "fragment")
+    if not _is_list(lengths, expected):
+        raise WireError(f"{name}.lengths is {shown(lengths)}, expected {expected} whole numbers", "fragment")
+    for each in lengths:
+        check_whole(f"{name}.lengths", each, 0, MOST)
+    return FinishedEpisodes(count, returns, lengths)
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length
+
+
+@dataclass(frozen=True, slots=True)
+class AgentsDescription:
+    """Agents, spaces and modules of a rollout.
+
+    parts        the agents by their spaces
+    to_train     ids of the modules that train batches are made for; None: all that act
+    published    ids of the modules whose weights the trainer publishes
+    """
+
+    parts: tuple[PartSpaces, ...]
+    to_train: frozenset[str] | None
+    published: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rollout: MultiAgentRollout, published: Sequence[str]) -> "AgentsDescription":
+        """The description of a rollout whose pipelines stay as they are."""
+        parts = spaces_seen(rollout.environments.parts, rollout.env_to_module)
+        return cls(tuple(parts), rollout.learner.to_train, tuple(published))
+
+    @classmethod
+    def read(cls, entries: Any) -> "AgentsDescription":
+        """Read a description that came over the wire. Raises WireError where it is something else."""
+        if not isinstance(entries, dict):
+            raise WireError(f"hello.metadata: agents is {shown(entries)}, expected a map", "message")
+        parts, to_train = entries.get("parts"), entries.get("to_train")
+        published: Any = entries.get("published")
+        if not isinstance(parts, list) or not 1 <= len(parts) <= MOST_AGENTS:
+            raise WireError(f"hello.metadata: agents.parts is {shown(parts)}, expected a list of parts", "message")
+        if to_train is not None:
+            _check_ids("to_train", to_train)
+        _check_ids("published", published)
+        read = tuple(_part_in(part, f"hello.metadata.agents.parts[{index}]") for index, part in enumerate(parts))
+        return cls(read, None if to_train is None else frozenset(to_train), tuple(published))
+
+    def plain(self) -> dict[str, Any]:
+        """The description as plain values, for the wire."""
+        parts = [
+            {
+                "agents": list(each.part.agents),
+                "spaces": [describe_space(space) for space in each.seen],
+                "action_space": describe_space(each.part.recorded_space),
+            }
+            for each in self.parts
+        ]
+        to_train = None if self.to_train is None else sorted(self.to_train)
+        return {"parts": parts, "to_train": to_train, "published": list(self.published)}
+
+    def trains(self, module_id: str) -> bool:
+        """True if train batches are made for a module."""
+        return self.to_train is None or module_id in self.to_train
+
+
+def acting_versions(fragment: AnyFragment, ids: Sequence[str] | None) -> NDArray[np.int64]:
+    """The policy versions, i64[K], of a fragment's steps; of several agents, of those that modules `ids` have made."""
+    if isinstance(fragment, Fragment):
+        versions: NDArray[np.int64] = fragment.column(Columns.POLICY_VERSION).reshape(-1)
+        return versions
+    there = [fragment.of_module(module_id) for module_id in ids or () if module_id in fragment.module_ids]
+    return np.concatenate([np.zeros(0, np.int64), *(part.gather(Columns.POLICY_VERSION) for part in there)])
+
+
+def newest_acting(fragment: AnyFragment, ids: Sequence[str] | None) -> int | None:
+    """The newest of `acting_versions`; None: there are none."""
+    versions = acting_versions(fragment, ids)
+    return int(versions.max()) if len(versions) else None
+
+
+def _part_in(entries: Any, where: str) -> PartSpaces:
+    agents: Any = entries.get("agents") if isinstance(entries, dict) else None
+    spaces: Any = entries.get("spaces") if isinstance(entries, dict) else None
+    if not isinstance(agents, list) or not 1 <= len(agents) <= MOST_AGENTS or not all(map(_is_id, agents)):
+        raise WireError(f"{where}: agents is {shown(agents)}, expected a list of ids", "message")
+    if not isinstance(spaces, list) or not 1 <= len(spaces) <= _MOST_SPACES:
+        raise WireError(f"{where}: spaces is {shown(spaces)}, expected 1 to {_MOST_SPACES} of them", "message")
+    seen = [read_space(space, f"{where}.spaces") for space in spaces]
+    part = AgentPart(tuple(agents), seen[0], read_space(entries.get("action_space"), f"{where}.action_space"))
+    return PartSpaces(part, seen)
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+        raise WireError(f"hello.metadata: agents.{name} is {shown(ids)}, expected a list of ids", "message")
+
+
+def _is_id(agent: Any) -> bool:
+    """True for a string or a number, or a tuple of these."""
+    return isinstance(agent, str | int | float) or (isinstance(agent, tuple) and all(map(_is_id, agent)))

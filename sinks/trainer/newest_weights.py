@@ -1,0 +1,181 @@
+"""Newest weights of a trainer, with their versions, on their way to its rollouts."""
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+from rollflow.nodes.modules.policy_weights import Shapes, check_shapes, shapes_of
+from rollflow.nodes.modules.weights_codec import to_arrays
+from rollflow.sinks.trainer.rollout_peer import RolloutPeer
+from rollflow.stream.data.errors import ModuleError, RollflowError, WireError
+from rollflow.stream.wire import Weights, encode
+from rollflow.stream.wire.codec.messages import ID_BYTES
+
+Identity = tuple[int, bytes]  # version and id of weights: those that share both are the same
+
+
+class PublishedWeights:
+    """Weights under a policy version; their arrays are never written to.
+
+    message    as it is sent
+    size       bytes of its frame, as `max_frame` counts them
+
+    Raises ModuleError for weights that can't be sent.
+    """
+
+    def __init__(self, message: Weights) -> None:
+        self.message = message
+        try:
+            self.size = sum(map(len, encode(message))) - 4
+        except RollflowError as error:
+            raise ModuleError(f"weights can't be sent, expected tensors and plain data: {error}") from error
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Any]) -> Self:
+        """Copy a `state_dict()`, which has no version yet. Raises ModuleError for anything else."""
+        shapes_of(weights)
+        return cls(Weights(0, *to_arrays(weights), id=_new_id()))
+
+    @property
+    def version(self) -> int:
+        """Policy version."""
+        return self.message.version
+
+    @property
+    def identity(self) -> Identity:
+        """Version and id."""
+        return self.message.version, self.message.id
+
+    def counts_for(self, source: RolloutPeer) -> bool:
+        """True if a rollout takes them for newer than its own, or has these very weights."""
+        return self.version > source.version or self.identity == (source.version, source.weights_id)
+
+    def check_fits(self, source: RolloutPeer, most: int, undelivered: int) -> None:
+        """Raise ModuleError for weights that are not those of a rollout's module, or larger than it takes.
+
+        most           bytes of a frame that the rollout takes
+        undelivered    bytes that may wait to be sent
+        """
+        shapes = {name: array.shape for name, array in self.message.tensors.items()}
+        check_shapes(shapes, source.weights, f"{source.module} of rollout {source.name}")
+        if self.size > most:
+            raise ModuleError(
+                f"weights of {self.size} bytes, and rollout {source.name} takes at most {most}: give its sink, or "
+                f"feed, limits=Limits(max_frame={self.size} or more)"
+            )
+        if self.size > undelivered:
+            raise ModuleError(
+                f"weights of {self.size} bytes, and at most {undelivered} may wait to be sent: give TrainerStream "
+                f"limits=Limits(undelivered={self.size} or more)"
+            )
+
+
+class NewestWeights:
+    """Weights that were published last. Any thread may use it.
+
+    ready        called, without the lock, when weights may be sent
+    own          shapes of the weights of the trainer's own module; compared with a rollout's if the names are the same
+
+    version      policy version of the newest weights, or a newer one that a rollout came with
+    published    newest weights; None: none have been published
+
+    A trainer that goes on from a state publishes the weights that were saved with it, and a rollout may have got the
+    same ones of the trainer before. An id says so: the state has the version and the id that these weights had, or got
+    when they were published next.
+    """
+
+    def __init__(self, ready: Callable[[], None], own: Shapes | None = None) -> None:
+        self.version = 0
+        self.published: PublishedWeights | None = None
+        self._ready, self._own = ready, own or {}
+        self._lock = threading.Lock()
+        self._next: Identity | None = None  # of what is published next, unless a batch is handed over before
+        self._is_current = False  # no batch has been handed over since the newest weights were published
+
+    def publish(self, published: PublishedWeights) -> int:
+        """Publish weights under the next version, or the version of those that the trainer goes on from; returns it."""
+        with self._lock:
+            version, weights_id = self.version + 1, published.message.id
+            if self._next is not None and self._next[0] >= self.version:
+                version, weights_id = self._next
+            self._next, self._is_current = None, True
+            published.message = replace(published.message, version=version, id=weights_id)
+            self.published, self.version = published, version
+        self._ready()
+        return version
+
+    def note_batch(self) -> None:
+        """Note that a batch is handed over: what is published from now on is not what was saved before."""
+        with self._lock:
+            self._next, self._is_current = None, False
+
+    def saved(self) -> Identity:
+        """Version and id of weights that are saved now: of those published last, or of those published next."""
+        with self._lock:
+            if self._is_current and self.published is not None:
+                return self.published.identity
+            if self._next is None:
+                self._next = self.version + 1, _new_id()
+            return self._next
+
+    def meet(self, source: RolloutPeer, most: int, undelivered: int) -> None:
+        """Raise the version above that of a rollout which comes, with weights of an earlier trainer.
+
+        most, undelivered    as for `check_fits`
+
+        Raises WireError if the rollout can't take the weights.
+        """
+        published = self.published
+        try:
+            if published is not None:
+                published.check_fits(source, most, undelivered)
+            else:
+                self._check_is_like_own(source)
+        except ModuleError as error:
+            raise WireError(str(error), "weights") from error
+        is_raised = published is not None and source.connection is None and not published.counts_for(source)
+        with self._lock:
+            if published is not None and is_raised:
+                self.version = source.version + 1
+                self.published = PublishedWeights(replace(published.message, version=self.version))
+            if self._next is not None and source.version >= self._next[0]:
+                is_same = self._next == (source.version, source.weights_id)
+                self._next = self._next if is_same else None
+        if is_raised:
+            self._ready()
+        self.raise_to(source.version)
+
+    def raise_to(self, version: int) -> None:
+        """Raise the version to this one, unless it is higher already."""
+        with self._lock:
+            self.version = max(self.version, version)
+
+    def resume(self, version: int, saved: Identity) -> None:
+        """Go on from a state: from its version, and from the identity of the weights that were saved with it."""
+        self.raise_to(version)
+        self._next = saved
+
+    # Inside
+
+    def _check_is_like_own(self, source: RolloutPeer) -> None:
+        """Raise ModuleError if a rollout's weights have the names of the trainer's own, and other shapes."""
+        if self._own.keys() != source.weights.keys():  # the trainer's may be a critic alone, or wrapped
+            return
+        try:
+            check_shapes(self._own, source.weights, f"{source.module} of rollout {source.name}")
+        except ModuleError as error:
+            raise ModuleError(f"by the module= of the TrainerStream, {error}") from None
+
+
+def checked_id(text: str) -> bytes:
+    """The id of weights in a state. Raises ValueError or TypeError for anything else."""
+    weights_id = bytes.fromhex(text)
+    if len(weights_id) != ID_BYTES:
+        raise ValueError(f"weights {text}")
+    return weights_id
+
+
+def _new_id() -> bytes:
+    return secrets.token_bytes(ID_BYTES)

@@ -1,0 +1,257 @@
+"""Pace gate: bounds how far a rollout may run ahead of its trainers."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rollflow.nodes.argument_checks import is_whole
+from rollflow.nodes.stages.credits import CreditedLane, nobody
+from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
+from rollflow.sinks.trainer.resend_buffer import ResendBuffer
+from rollflow.stream.data.errors import WireError, shown
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+from rollflow.stream.observe.waits import Wait
+from rollflow.stream.wire import LaneJoined, LaneLeft
+
+
+class LaneNews:
+    """Collects which lanes come and go, and gives each news once.
+
+    lanes    at the beginning; None: the trainer is to know of none
+    ring     called when there is news, in the graph's thread
+
+    last_items    lane -> None while it is there; once it is gone, number of an item behind which it has no fragment.
+                  Never changed in place: hellos are made in a thread of their own
+    """
+
+    def __init__(self, lanes: Iterable[int] | None, ring: Callable[[], None]) -> None:
+        self.last_items: dict[int, int | None] = dict.fromkeys(lanes or ())
+        self._is_enabled = lanes is not None
+        self._ring = ring
+        self._come: list[int] = []
+        self._gone: dict[int, int] = {}  # lane -> number of its fragments in all
+        self._given: dict[int, int] = {}  # lane -> number of its fragments that came to the sink
+
+    def see(self, lane: int) -> None:
+        """Note a lane that is ready to begin a fragment."""
+        if self._is_enabled and lane not in self.last_items:
+            self.last_items = self.last_items | {lane: None}
+            self._come.append(lane)
+            self._ring()
+
+    def given(self, lane: int) -> int:
+        """Number of a lane's fragments that came to the sink."""
+        return self._given.get(lane, 0)
+
+    def give(self, lane: int, sequence: int) -> None:
+        """Note that a lane's fragment has come to the sink."""
+        self._given[lane] = sequence + 1
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""
+        if lane in self.last_items:
+            self._gone[lane] = fragments
+            self._ring()
+
+    def take(self, number: int) -> list[LaneJoined | LaneLeft]:
+        """Take the news: lanes that have come, and lanes that are gone, with all fragments in items up to `number`."""
+        if not (self._come or self._gone):
+            return []
+        news: list[LaneJoined | LaneLeft] = [LaneJoined(lane) for lane in self._come]
+        self._come.clear()
+        over = [lane for lane, fragments in self._gone.items() if self.given(lane) >= fragments]
+        for lane in over:
+            del self._gone[lane]
+            self._given.pop(lane, None)
+        self.last_items = self.last_items | dict.fromkeys(over, number)
+        return news + [LaneLeft(lane, number) for lane in over]
+
+    def forget(self, number: int) -> None:
+        """Forget lanes that are gone, if the trainer never wants again items up to `number`."""
+        if any(last is not None and last <= number for last in self.last_items.values()):
+            self.last_items = {lane: last for lane, last in self.last_items.items() if last is None or last > number}
+
+
+_MOST = 1 << 53
+_NUMBERS = {"window": None, "ahead": None, "version": None, "needs": 1}  # of a `StreamOrder`, and defaults
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOrder:
+    """Settings by which a trainer wants a rollout's stream.
+
+    window         items that the trainer takes beyond the last one that it is done with
+    ahead          fragments that a lane may have begun beyond that, or train batches; None: any number in the window
+    version        of the newest published weights: the rollout is to act with these, or newer ones
+    needs          number of items that the trainer has to have at a time before it is done with any
+    lanes          that may begin fragments, while others wait until the trainer waits for theirs; None: all
+    stays          whether a rollout whose last fragment has come stays until all are acknowledged
+    """
+
+    window: int
+    ahead: int | None
+    version: int
+    needs: int = 1
+    lanes: frozenset[int] | None = None
+    stays: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Read it from a `settings` message. Raises WireError for an invalid entry."""
+        numbers: dict[str, Any] = {name: settings.get(name, default) for name, default in _NUMBERS.items()}
+        for name, value in numbers.items():
+            if (name != "ahead" or value is not None) and not (is_whole(value) and 0 <= value <= _MOST):
+                raise WireError(f"settings: {name} is {shown(value)}, expected a whole number", "message")
+        lanes = settings.get("lanes")
+        if lanes is not None and not (isinstance(lanes, list) and all(map(is_whole, lanes))):
+            raise WireError(f"settings: lanes is {shown(lanes)}, expected a list of whole numbers", "message")
+        stays = settings.get("stays", False)
+        if not isinstance(stays, bool):
+            raise WireError(f"settings: stays is {shown(stays)}, expected true or false", "message")
+        lanes = None if lanes is None else frozenset(lanes)
+        return cls(**numbers, lanes=lanes, stays=stays)
+
+    def as_settings(self) -> dict[str, Any]:
+        """Entries of a `settings` message."""
+        settings = {name: getattr(self, name) for name in _NUMBERS}
+        if self.lanes is not None:
+            settings["lanes"] = sorted(self.lanes)
+        if self.stays:
+            settings["stays"] = True
+        return settings
+
+
+class BatchCredits:
+    """Bound on a rollout's fragments under way, so that the train batches they go into come soon enough.
+
+    A fragment that is begun when `done` batches are done with has to go into one of the next `ahead`. It does if no
+    more fragments are begun, until it has come, than there is room for in those batches. For batches are made of
+    fragments in the order in which they come.
+
+    gatherer    makes the batches
+    """
+
+    def __init__(self, gatherer: FragmentGatherer[Any]) -> None:
+        self._gatherer = gatherer
+        self._begun = 0
+        self._under_way: dict[tuple[int, int], int] = {}  # lane, sequence -> batches that were done with at its begin
+
+    def admits(self, done: int, ahead: int) -> bool:
+        """True if another fragment may be begun."""
+        room = self._gatherer.fragments_per_batch * (min(self._under_way.values(), default=done) + ahead)
+        return self._begun - self._gatherer.left_out < room
+
+    def begin(self, lane: int, sequence: int, done: int) -> None:
+        """Count a fragment that a lane begins."""
+        self._begun += 1
+        self._under_way[lane, sequence] = done
+
+    def come(self, lane: int, sequence: int) -> None:
+        """Note that a fragment has left the rollout. Those before it in its lane never come."""
+        self._forget([key for key in self._under_way if key[0] == lane and key[1] <= sequence])
+        self._begun += 1
+
+    def leave(self, lane: int) -> None:
+        """Forget a lane from which nothing comes any more."""
+        self._forget([key for key in self._under_way if key[0] == lane])
+
+    def _forget(self, keys: Sequence[tuple[int, int]]) -> None:
+        for key in keys:
+            del self._under_way[key]
+        self._begun -= len(keys)
+
+
+class PaceGate:
+    """Gate that lets a lane begin a fragment once its trainer is there, waits for it, and its weights are in use.
+
+    buffer      items that were given to the trainer
+    name        of the trainer, in reports
+    lanes       news of the rollout's lanes
+
+    credits    for train batches whose pace is bounded; None: others are sent, or fragments
+    order      of the trainer; None: it has not been there yet
+    done       number of the last item that the trainer is done with
+    version    policy version that the rollout acts with
+    problem    why there is no trainer; "": there is one
+    """
+
+    def __init__(self, buffer: ResendBuffer, name: str, lanes: LaneNews) -> None:
+        self.credits: BatchCredits | None = None
+        self.order: StreamOrder | None = None
+        self.done = self.version = 0
+        self.problem = ""
+        self.lanes = lanes
+        self._buffer, self._name = buffer, name
+        self._begun: dict[int, int] = {}  # lane -> sequence of its last fragment that was let through
+        self._changed: Callable[[], None] = nobody
+
+    @property
+    def holder(self) -> str | None:
+        """Name of the trainer, if the rollout waits for it; None: it does not."""
+        order = self.order
+        is_awaited = order is None or self.version < order.version or self._buffer.last > self.done
+        return self._name if is_awaited else None
+
+    def waits_for(self) -> Wait | None:
+        """The trainer, if the rollout waits for it: one that is there holds it back, and does not stall it."""
+        if self.order is not None and not self.problem:
+            return Wait(self._name, "holds back", "has what it wants for now", mark=self.done)
+        doing = "has not come" if self.order is None else "is gone"
+        text = f"{doing}: {self.problem}" if self.problem else doing
+        return Wait(self._name, "away", text, remedy="start the trainer, or look at its address and its log")
+
+    @property
+    def wants_newest(self) -> bool:
+        """True if fragments are to begin with the newest weights, since the trainer takes nothing that is too old."""
+        return self.order is not None and self.order.ahead is not None
+
+    def admits(self, lane: CreditedLane) -> bool:
+        """True if the lane may take its next step."""
+        if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
+            return True
+        self.lanes.see(lane.index)
+        if not self._is_wanted(lane):
+            return False
+        self._begun[lane.index] = lane.sequence
+        if self.credits is not None:
+            self.credits.begin(lane.index, lane.sequence, self.done)
+        return True
+
+    def see(self, fragment: AnyFragment) -> None:
+        """Note that a fragment has left the rollout, to go into a train batch."""
+        if self.credits is not None:
+            self.credits.come(fragment.lane, fragment.sequence)
+            self._changed()
+
+    def leave(self, lane: int) -> None:
+        """Note that nothing comes from a lane any more."""
+        if self.credits is not None:
+            self.credits.leave(lane)
+            self._changed()
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""
+        self._begun.pop(lane, None)
+        self.lanes.gone(lane, fragments)
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Register the function to be called when a lane that was refused might be admitted."""
+        self._changed = changed
+
+    def look_again(self) -> None:
+        """Have refused lanes try again. Called in the graph's thread."""
+        self._changed()
+
+    def _is_wanted(self, lane: CreditedLane) -> bool:
+        """True if the trainer takes another fragment of a lane, with the weights that the rollout has."""
+        order = self.order
+        if order is None or self.version < order.version:
+            return False
+        if order.ahead is None:
+            return True
+        if order.lanes is not None and (lane.index if self.credits is None else 0) not in order.lanes:
+            return False
+        if self.credits is not None:
+            return self.credits.admits(self.done, order.ahead)
+        under_way = lane.sequence - self.lanes.given(lane.index)  # on their way to the sink
+        return under_way + self._buffer.count(lane.index, self.done) < order.ahead

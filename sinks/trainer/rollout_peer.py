@@ -1,0 +1,488 @@
+"""Peer of a trainer: one rollout that feeds it, and the items that come of it."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from time import monotonic
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+
+from rollflow.nodes.argument_checks import is_whole
+from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
+from rollflow.nodes.offloaded.fragment_message import fragment_of
+from rollflow.sinks.trainer.borrower import FragmentBorrower
+from rollflow.sinks.trainer.messages import (
+    NO_EPISODES,
+    AgentsDescription,
+    AnyFragment,
+    Batch,
+    FinishedEpisodes,
+    acting_versions,
+    batch_of_message,
+    batches_in,
+    is_batch,
+    is_by_module,
+    layout_told,
+    newest_acting,
+    newest_version,
+    told_of_batch,
+)
+from rollflow.stream import wire
+from rollflow.stream.data.errors import WireError, shown
+from rollflow.stream.fragments.fragment import FragmentLayout
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
+from rollflow.stream.wire.codec.spaces import read_space
+
+_MOST_SPACES = 64
+_NONE_GONE: frozenset[int] = frozenset()
+
+
+def number_in(value: Any) -> int:
+    """A number in a state. Raises ValueError or TypeError for anything else."""
+    number = int(value)
+    if not 0 <= number < MOST_NUMBER:
+        raise ValueError(f"{number} is out of range")
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    return is_whole(value) and 0 <= value < MOST_NUMBER
+
+
+# Entry of a hello's metadata -> whether a value is right, and what is expected.
+_METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "sends": (lambda value: isinstance(value, str) and value in ("fragments", "batches"), "'fragments' or 'batches'"),
+    "spaces": (lambda value: isinstance(value, list), "a list"),
+    "weights": (lambda value: isinstance(value, dict), "a dict"),
+    "has_fixed_lanes": (lambda value: isinstance(value, bool), "a bool"),
+    "is_stateful": (lambda value: isinstance(value, bool), "a bool"),
+    "module": (lambda value: isinstance(value, str), "a str"),
+    "version": (_is_number, "a whole number"),
+    "seed": (lambda value: value is None or is_whole(value), "a whole number or nil"),
+    "weights_id": (lambda value: value is None or isinstance(value, bytes), "bytes or nil"),
+}
+
+
+class ArrivedItem(NamedTuple):
+    """Item that has come.
+
+    number            in the source's stream
+    item              a fragment, or a train batch
+    policy_version    the oldest that an action was computed with; None: unknown
+    batch_steps       transitions in a train batch, by its sender's count
+    finished          finished episodes of a train batch
+    """
+
+    source: "RolloutPeer"
+    number: int
+    item: AnyFragment | Batch
+    policy_version: int | None
+    batch_steps: int = 0
+    finished: FinishedEpisodes = NO_EPISODES
+
+    @property
+    def lane(self) -> int:
+        """Lane that it comes from."""
+        return self.item.lane if isinstance(self.item, AnyFragment) else 0
+
+    def lag(self, version: int) -> int | None:
+        """Policy versions up to this one since the oldest that its actions were computed with; None: it is unknown."""
+        return None if self.policy_version is None else max(0, version - self.policy_version)
+
+    @property
+    def told(self) -> str:
+        """The item's name, for people."""
+        if isinstance(self.item, AnyFragment):
+            return f"fragment {self.item.sequence} of lane {self.lane} of rollout {self.source.name}"
+        return f"train batch {self.number - 1} of rollout {self.source.name}"
+
+    @property
+    def batch(self) -> Batch:
+        """The item, of a source that sends train batches."""
+        assert not isinstance(self.item, AnyFragment)
+        return self.item
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest policy version that an action of several agents was computed with; None: nobody knows."""
+        if isinstance(self.item, MultiAgentFragment):
+            assert self.source.agents is not None
+            return newest_acting(self.item, self.source.agents.published)
+        return newest_version(batches_in(self.batch, is_by_module=True))
+
+    @property
+    def num_steps(self) -> int:
+        """Number of transitions."""
+        return self.item.num_steps if isinstance(self.item, AnyFragment) else self.batch_steps
+
+    @property
+    def is_left_out(self) -> bool:
+        """True for an item without transitions, or one that was handed over before a restart."""
+        is_empty = isinstance(self.item, AnyFragment) and self.item.is_empty
+        return is_empty or self.number in self.source.beyond
+
+
+class BatchItem(NamedTuple):
+    """One fragment, or train batch of a rollout, in the batch that was handed over last.
+
+    source      name of the rollout
+    sequence    number of the fragment in its lane
+    lag         policy versions published since the oldest that its actions were computed with; None: it is unknown
+    num_steps   number of transitions
+    """
+
+    source: str
+    lane: int
+    sequence: int
+    lag: int | None
+    num_steps: int
+
+    @classmethod
+    def of(cls, arrived: ArrivedItem, version: int) -> "BatchItem":
+        """Record of an arrived item, when `version` is the newest policy version."""
+        item = arrived.item
+        sequence = item.sequence if isinstance(item, AnyFragment) else arrived.number - 1
+        return cls(arrived.source.called, arrived.lane, sequence, arrived.lag(version), arrived.num_steps)
+
+
+@dataclass(slots=True)
+class _SentNews:
+    """News that a source has been sent through a connection."""
+
+    connection: wire.TrainerConnection | None = None
+    version: int = -1
+    done: tuple[int, int] = (-1, -1)
+    wanted: tuple[int | None, frozenset[int]] = (-1, frozenset())
+
+
+class PeerLife(Enum):
+    """What a trainer expects of a rollout.
+
+    NEW         nothing: it has not come; it is known from a state
+    HERE        more items: it is connected
+    AWAY        more items, once it is back: its connection is lost
+    FINISHED    no more items: it has said so, connected or not
+    LEFT        nothing: it has said goodbye
+    LOST        nothing, but it is taken in if it comes: it did not come back in time, another one has come in its
+                place, or it has failed
+    """
+
+    NEW = auto()
+    HERE = auto()
+    AWAY = auto()
+    FINISHED = auto()
+    LEFT = auto()
+    LOST = auto()
+
+
+@dataclass(eq=False)
+class RolloutPeer:
+    """Knowledge of one rollout, across its connections.
+
+    Its life changes by `come`, `lose`, `finish`, `leave` and `give_up`.
+    """
+
+    session: wire.TrainerSession  # memory that outlives its connections
+    life: PeerLife = PeerLife.NEW
+    connection: wire.TrainerConnection | None = None  # the newest; None: there has been none
+    lost_at: float = 0.0  # when its connection was lost last
+    reason: str = ""  # why it was
+    reminder: Reminder = field(default_factory=lambda: Reminder(0.0))  # when to log again that it is awaited
+    joined_at: int = 0  # policy version here when it was last taken in, or rounds began to have lanes of it
+
+    # From its Hello
+    called: str = "?"  # the name that it gives itself
+    name: str = "?"  # that name, and where it is
+    sends_nothing: bool = False  # it takes weights alone, as a follower
+    sends_batches: bool = False  # it sends train batches
+    is_by_module: bool = False  # each of them, or what is made of its fragments, is module id -> train batch
+    agents: AgentsDescription | None = None  # what fragments of several agents are made of; None: it sends none
+    can_be_paced: bool = False  # it knows which fragments go into which batch, and sends all that it makes
+    has_fixed_lanes: bool = True  # no other lanes come
+    spaces: list[gym.Space[Any]] = field(default_factory=list)  # that observations may be in
+    action_space: gym.Space[Any] | None = None
+    is_stateful: bool = False  # its module is
+    module: str = ""  # name of the module's class
+    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the module's weights
+    seed: int | None = None  # of its environments; None: unknown
+    version: int = 0  # policy version that it came with
+    weights_id: bytes | None = None  # of its weights, if a trainer sent them; None: they have none
+
+    lanes: set[int] = field(default_factory=set)  # also gone ones of which it may want something again; of batches: 0
+    awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
+    aside: dict[int, int] = field(default_factory=dict)  # lane that is gone -> number of its last item
+    needs: int = 1  # items of it that the trainer has to have at a time, see `FlowWindow`
+    beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
+    sent: _SentNews = field(default_factory=_SentNews)
+    _layouts: dict[int, FragmentLayout] = field(default_factory=dict)  # of the last fragment of each lane
+
+    @classmethod
+    def of_state(cls, token: str, entry: Mapping[str, Any]) -> "RolloutPeer":
+        """The rollout of an entry of a state. Raises ValueError, KeyError or TypeError for anything else."""
+        done, beyond = number_in(entry["done"]), {number_in(number) for number in entry["beyond"]}
+        if len(bytes.fromhex(token)) != wire.SESSION_BYTES or any(number <= done for number in beyond):
+            raise ValueError(f"{token}: {entry}")
+        source = cls(wire.TrainerSession(bytes.fromhex(token), done))
+        source.beyond, source.session.missed = beyond, number_in(entry.get("missed", 0))
+        return source
+
+    def state(self, handed: Iterable[int]) -> dict[str, Any]:
+        """Entry of a state for JSON, in which items with these numbers are handed over as well."""
+        numbers, done = self.beyond.union(handed), self.session.done
+        while done + 1 in numbers:
+            done += 1
+        beyond = sorted(number for number in numbers if number > done)
+        return {"done": done, "beyond": beyond, "missed": self.session.missed}
+
+    @property
+    def streams(self) -> int:
+        """Number of its items that go into one batch for the trainer."""
+        return max(1, len(self.lanes) - len(self.gone))
+
+    @property
+    def unfinished(self) -> int:
+        """Number of lanes with items that the trainer may not be done with."""
+        done = self.session.done
+        return max(1, len(self.lanes) - sum(number <= done for number in self.aside.values()))
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Lanes of which no more items come."""
+        if not self.aside:
+            return _NONE_GONE
+        return frozenset(lane for lane, number in self.aside.items() if number <= self.session.taken)
+
+    @property
+    def is_present(self) -> bool:
+        """True if more may come of it."""
+        return self.life in (PeerLife.HERE, PeerLife.AWAY)
+
+    @property
+    def is_connected(self) -> bool:
+        """True where it has an open connection."""
+        return self.connection is not None and self.connection.is_open
+
+    def whereabouts(self, grace_s: float) -> str:
+        """Text for people: it is there, or it is waited for, and for how much longer of so many seconds."""
+        if self.life is not PeerLife.AWAY:
+            return f"{self.name} is there"
+        gone = monotonic() - self.lost_at
+        left = max(0.0, grace_s - gone)
+        return f"{self.name} is lost since {gone:.0f} s, and waited for {left:.0f} s more (Limits.grace_s)"
+
+    @property
+    def waits_soon(self) -> bool:
+        """True where half of its window has been done with since the last `Done` to it."""
+        return 2 * (self.session.done - self.sent.done[0]) >= (self.session.window or 0)
+
+    def come(self, connection: wire.TrainerConnection, version: int) -> None:
+        """Take its connection, while this policy version is the newest."""
+        self.connection, self.joined_at = connection, version
+        if self.life is not PeerLife.FINISHED:
+            self.life = PeerLife.HERE
+
+    def lose(self, now: float, reason: str, *, comes_back: bool) -> None:
+        """Note that its connection is lost: it is waited for if it comes back, unless it has finished."""
+        self.lost_at, self.reason, self.reminder = now, reason, Reminder(now)
+        if self.life is not PeerLife.FINISHED:
+            self.life = PeerLife.AWAY if comes_back else PeerLife.LOST
+
+    def finish(self, number: int) -> None:
+        """Note that nothing comes behind an item."""
+        self.session.miss(number)
+        self.life = PeerLife.FINISHED
+
+    def leave(self) -> None:
+        """Note its goodbye."""
+        self.life = PeerLife.LEFT
+
+    def give_up(self) -> None:
+        """Wait for it no more."""
+        self.life = PeerLife.LOST
+
+    def sent_through(self, connection: wire.TrainerConnection) -> "_SentNews":
+        """News sent through a connection; none yet through a new one."""
+        if self.sent.connection is not connection:
+            self.sent = _SentNews(connection)
+        return self.sent
+
+    def introduce(self, hello: wire.Hello, where: str) -> None:
+        """Take a Hello. Raises WireError where its metadata make no sense."""
+        metadata = hello.metadata
+        for name, (is_right, expected) in _METADATA.items():
+            if not is_right(value := metadata.get(name)):
+                raise WireError(f"hello.metadata: {name} is {shown(value)}, expected {expected}", "message")
+        if not 1 <= len(spaces := metadata["spaces"]) <= _MOST_SPACES:
+            raise WireError(f"hello.metadata: {len(spaces)} spaces, expected 1 to {_MOST_SPACES}", "message")
+        weights: dict[str, Any] = metadata["weights"]
+        if not all(isinstance(shape, list) and all(map(is_whole, shape)) for shape in weights.values()):
+            raise WireError("hello.metadata: weights are no shapes, expected lists of whole numbers", "message")
+        self.sends_batches = metadata["sends"] == "batches"
+        self.is_by_module = metadata.get("is_by_module") is True
+        has_agents = self.is_by_module and not self.sends_batches
+        self.agents = AgentsDescription.read(metadata.get("agents")) if has_agents else None
+        self.can_be_paced = metadata.get("can_be_paced", not self.sends_batches) is True
+        self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
+        self._layouts = {}
+        self.action_space = read_space(hello.action_space, "hello.action_space")
+        self.version, self.weights_id = metadata["version"], metadata.get("weights_id")
+        self.seed = metadata.get("seed")
+        self._introduce_lanes(len(hello.slots), metadata)
+        self.is_stateful, self.module = metadata["is_stateful"], metadata["module"]
+        self.weights = {name: tuple(shape) for name, shape in weights.items()}
+        self.called = hello.name
+        self.name = f"{quoted(hello.name)} ({where})"
+
+    def read(self, message: wire.Fragment) -> ArrivedItem:
+        """The item of a message. Raises WireError if it is no item for a trainer."""
+        if is_batch(message) != self.sends_batches:
+            raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
+        return self._read_batch(message) if self.sends_batches else self._read_fragment(message)
+
+    def _read_batch(self, message: wire.Fragment) -> ArrivedItem:
+        if (message.rest.get("by_module") is True) != self.is_by_module:
+            raise WireError("a train batch of one module among others, or the other way round", "fragment")
+        finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=self.is_by_module)
+        oldest, steps = told_of_batch(message)
+        if self.is_by_module and not is_by_module(message.columns):
+            raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
+        return ArrivedItem(self, message.number, batch_of_message(message), oldest, steps, finished)
+
+    def _read_fragment(self, message: wire.Fragment) -> ArrivedItem:
+        assert self.action_space is not None
+        self._check_lane(message)
+        if self.agents is not None:
+            of_agents = agents_of_message(message, self.agents.parts)
+            versions = acting_versions(of_agents, self.agents.published)
+            oldest = int(versions.min()) if len(versions) else None
+            finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=True)
+            return ArrivedItem(self, message.number, of_agents, oldest, 0, finished)
+        layout = layout_told(message.rest.get("layout"), self.action_space, self._layouts.get(message.lane))
+        if message.lane in self.lanes:
+            self._layouts[message.lane] = layout
+        fragment = fragment_of(message, layout, self.spaces)
+        version = fragment.policy_version if fragment.num_rows else None
+        return ArrivedItem(self, message.number, fragment, version)
+
+    def _check_lane(self, message: wire.Fragment) -> None:
+        """Raise WireError where none of a fragment's lane may come."""
+        if self.has_fixed_lanes and message.lane not in self.lanes:
+            raise WireError(f"lane {message.lane}, expected one of {len(self.lanes)}", "fragment")
+        if message.number > self.aside.get(message.lane, message.number):
+            last = self.aside[message.lane]
+            which = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
+            raise WireError(f"{which}, expected another lane", "fragment")
+
+    def await_all(self, version: int) -> bool:
+        """Make rounds of all lanes that there are, at this newest policy version; True where these are others.
+
+        A lane begins nothing before: what it gives is as fresh as what others give.
+        """
+        lanes = frozenset(self.lanes - self.gone)
+        if lanes == self.awaited:
+            return False
+        if not self.awaited:
+            self.joined_at = version
+        self.awaited = lanes
+        return True
+
+    def move_on(self, number: int) -> None:
+        """Be done with an item; the order may be any."""
+        self.beyond.add(number)
+        session = self.session
+        while session.done + 1 in self.beyond:
+            session.done += 1
+            self.beyond.remove(session.done)
+
+    def keep(self, most: int | None = None) -> None:
+        """Let the rollout forget all items that are done, up to the number `most`; None: to the last."""
+        session = self.session
+        session.kept = max(session.kept, session.done if most is None else min(session.done, most))
+
+    def _introduce_lanes(self, count: int, metadata: Mapping[str, Any]) -> None:
+        """Take the lanes of a Hello with so many slots. Raises WireError where they make no sense."""
+        self.has_fixed_lanes = metadata["has_fixed_lanes"]
+        lanes: Any = list(range(count)) if self.has_fixed_lanes else metadata.get("lanes")
+        if not isinstance(lanes, list) or not all(map(_is_number, lanes)) or len(lanes) > count:
+            raise WireError(f"hello.metadata: lanes is {shown(lanes)}, expected {count} whole numbers", "message")
+        aside = metadata.get("aside", [])
+        if not isinstance(aside, list) or not all(isinstance(each, list) and len(each) == 2 for each in aside):
+            raise WireError(f"hello.metadata: aside is {shown(aside)}, expected pairs of lane and number", "message")
+        self.lanes, self.aside = {0} if self.sends_batches else set(lanes), {}
+        for lane, number in aside:
+            self.set_aside(lane, number)
+        # Where it had ended, others went on without it.
+        self.awaited = self.awaited & self.lanes if self.is_present else frozenset()
+
+    def take_lane(self, lane: int) -> None:
+        """Add a lane, unless the Hello had it. Raises WireError where none may come."""
+        if self.sends_batches or lane in self.lanes:
+            return
+        if self.has_fixed_lanes:
+            raise WireError(f"lane {lane} has come, expected none but the {len(self.lanes)} of the hello", "message")
+        over = {each for each, number in self.aside.items() if number <= self.session.kept}
+        self.lanes -= over
+        self.awaited -= over
+        self.aside = {each: number for each, number in self.aside.items() if each not in over}
+        self._layouts = {each: layout for each, layout in self._layouts.items() if each not in over}
+        if len(self.lanes) >= MOST_LANES:
+            most = f"at most {MOST_LANES}, those among them that are gone and not acknowledged in full"
+            raise WireError(f"lane {lane} has come, expected {most}", "message")
+        self.lanes.add(lane)
+
+    def set_aside(self, lane: Any, number: Any) -> None:
+        """Note that a lane has no item behind this one. Raises WireError where there is no such lane or number."""
+        if self.sends_batches:
+            return
+        if not is_whole(lane) or (self.has_fixed_lanes and lane not in self.lanes):
+            raise WireError(f"lane {shown(lane)} is set aside, expected one of {len(self.lanes)}", "message")
+        if lane not in self.lanes:
+            return  # it has been forgotten
+        if not _is_number(number):
+            raise WireError(f"lane {lane} is set aside behind {shown(number)}, expected a number", "message")
+        self.aside[lane] = number
+
+
+class PresentRollouts(Collection[RolloutPeer]):
+    """Those of a trainer's rollouts of which more may come, looked for whenever they are asked for.
+
+    Whether there are any is known by the first of them: a trainer of thousands asks that for each item.
+    """
+
+    def __init__(self, sources: Mapping[bytes, RolloutPeer]) -> None:
+        self._sources = sources
+
+    def __iter__(self) -> Iterator[RolloutPeer]:
+        return (source for source in self._sources.values() if source.is_present)
+
+    def __contains__(self, source: object) -> bool:
+        return any(each is source for each in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return any(True for _ in self)
+
+
+@dataclass(slots=True, eq=False)
+class RolloutConnection(Peer[wire.TrainerConnection]):
+    """Connection that somebody has made to a trainer.
+
+    source      the rollout at its other end; None: it has not been taken in
+    borrower    of what is lent through it; None: nothing is
+    called      as the rollout calls itself; None: it has not proved itself
+    """
+
+    source: RolloutPeer | None = None
+    borrower: FragmentBorrower | None = None
+    called: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The other end, as far as it is known, for people."""
+        return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"

@@ -1,1 +1,0 @@
-"""Rollout side of a trainer connection: what is sent, kept for resending, and lent."""

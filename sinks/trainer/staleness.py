@@ -1,0 +1,159 @@
+"""Staleness: the age of fragments in policy versions, its bound, and how far rollouts may run ahead."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from rollflow.nodes.argument_checks import checked_count
+from rollflow.sinks.trainer.item_maker import Yields
+from rollflow.sinks.trainer.messages import Batch, batches_in
+from rollflow.sinks.trainer.pace_gate import StreamOrder
+from rollflow.sinks.trainer.rollout_peer import ArrivedItem, RolloutPeer
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import LagError, RunError, WireError
+
+OnExcess = Literal["drop", "pace", "mask", "raise"]
+
+
+class StalenessBound:
+    """Bound on the age of items: drops, masks or refuses what is more than `max_lag` policy versions old.
+
+    max_lag, on_excess    as in `TrainerStream`
+    lost                  number of transitions that were left out, by cause
+    """
+
+    def __init__(self, max_lag: int | None, on_excess: OnExcess) -> None:
+        self.max_lag, self.on_excess = max_lag, on_excess
+        self.lost: Counter[str] = Counter()
+
+    @property
+    def ahead(self) -> int | None:
+        """Fragments that a lane may have begun beyond the last one that is done with; None: any number."""
+        if self.on_excess != "pace" or self.max_lag is None:
+            return None
+        return self.max_lag + 1
+
+    def admits(self, arrived: ArrivedItem, version: int, *, has_published: bool) -> bool:
+        """True if an item may be handed over; otherwise its transitions are counted as `lost`.
+
+        version          newest policy version
+        has_published    True if this trainer has published it
+
+        Raises LagError for an item that is too old where none may be, RunError where no younger one would ever come.
+        """
+        if self.max_lag is None:
+            return True
+        lag = arrived.lag(version)
+        if lag is not None and self._is_paced_and_masked(arrived.source):
+            newest = arrived.newest_version
+            lag = None if newest is None else version - newest
+        if lag is None or lag <= self.max_lag or self.on_excess == "mask":
+            return True
+        if not has_published:
+            raise RunError(
+                f"{arrived.told} is {lag} policy versions old, and no "
+                "weights have been published here: publish those that training goes on with before the loop"
+            ).see("checkpoint")
+        is_left_over = arrived.policy_version is not None and arrived.policy_version < arrived.source.joined_at
+        if self.on_excess == "drop" or (self.on_excess == "pace" and is_left_over):  # from a trainer before this one
+            self.lost["max_lag"] += arrived.num_steps
+            return False
+        advice = ": publish at most once per batch, before the next is asked for" if self.on_excess == "pace" else ""
+        raise LagError(
+            f"{arrived.told} is {lag} policy versions old, expected at most max_lag={self.max_lag}{advice}"
+        ).see("lag")
+
+    def mask(self, item: Batch, of: Sequence[ArrivedItem], version: int) -> None:
+        """Set `loss_mask`, bool[B] or bool[B, T], False for steps that are too old.
+
+        That is done under "mask", and under "pace" for train batches of several agents.
+
+        item       train batch, changed in place
+        of         arrived items that it was made of
+        version    newest policy version
+
+        Raises RunError for a batch without the column `policy_version`, i64[B] or i64[B, T].
+        """
+        source = of[0].source
+        if self.max_lag is not None and (self.on_excess == "mask" or self._is_paced_and_masked(source)):
+            for batch in batches_in(item, is_by_module=source.is_by_module):
+                self._mask(batch, version - self.max_lag)
+
+    def _is_paced_and_masked(self, source: RolloutPeer) -> bool:
+        """True if steps may be older though the rollout is paced: agents may have acted, and waited, before."""
+        return self.on_excess == "pace" and source.is_by_module
+
+    def _mask(self, batch: Batch, oldest: int) -> None:
+        versions = batch.get(Columns.POLICY_VERSION)
+        if versions is None:
+            raise RunError(f"the batch has no column '{Columns.POLICY_VERSION}', expected it for on_excess='mask'")
+        young = torch.as_tensor(versions) >= oldest
+        mask = batch.get(Columns.LOSS_MASK)
+        batch[Columns.LOSS_MASK] = young if mask is None else mask & young
+        if masked := int((~young if mask is None else mask & ~young).sum()):
+            self.lost["masked"] += masked
+
+
+class FlowWindow(NamedTuple):
+    """Window of one rollout, in items.
+
+    window    items that the rollout may send beyond the last one that the trainer is done with
+    needs     items that the trainer has to have at a time before it is done with any: at most `window`
+    """
+
+    window: int
+    needs: int
+
+
+class FlowWindows:
+    """Flow windows of all rollouts.
+
+    staleness    bound on the age of items
+    yields       kind of what is handed over
+    prefetch     batches that may be sent ahead
+    count        items of a batch; None: one of every lane
+    stays        whether rollouts stay until all is acknowledged
+    """
+
+    def __init__(
+        self, staleness: StalenessBound, yields: Yields, prefetch: int, count: int | None, *, stays: bool = False
+    ) -> None:
+        self._staleness, self._yields, self._count, self._stays = staleness, yields, count, stays
+        self._prefetch = checked_count("prefetch", prefetch, 0)
+
+    def of(self, source: RolloutPeer) -> FlowWindow:
+        """Window of a rollout. Raises WireError where the trainer can't take what the rollout sends."""
+        ahead = self._staleness.ahead
+        if source.sends_batches and self._yields != "batches":
+            raise WireError(
+                f"this rollout sends train batches, and the trainer has yields={self._yields!r}: expected fragments",
+                "role",
+            )
+        if ahead is None:
+            batch_size = (self._count or source.streams) if self._yields == "batches" else 1
+            window = (1 + self._prefetch) * max(source.streams, self._count or 1)
+            return FlowWindow(window, batch_size)
+        if not source.can_be_paced:
+            raise WireError(
+                "the trainer holds rollouts back by on_excess='pace', and nobody knows which of this one's fragments "
+                "come, or go into which train batch or round: expected no edge that drops, no other trainers of "
+                "RemoteEnvs or RemoteRollouts, and a LearnerPipeline alone between the rollout and a sink that sends "
+                "batches, or another on_excess",
+                "pace",
+            )
+        # Twice: every lane may have begun `ahead` before the slowest has given its first, and fragments of faster lanes
+        # that the trainer is done with may lie behind one that it is not done with.
+        return FlowWindow(2 * ahead * source.unfinished, ahead * source.unfinished)
+
+    def order(self, source: RolloutPeer, version: int) -> StreamOrder:
+        """Settings for a rollout, which is to act with weights of `version` or newer ones."""
+        ahead, window = self._staleness.ahead, source.session.window or 1
+        lanes = None if ahead is None else source.awaited
+        return StreamOrder(window, ahead, version, needs=source.needs, lanes=lanes, stays=self._stays)
+
+    def widen(self, source: RolloutPeer) -> None:
+        """Widen the window of a rollout that is there to what it may send now; it never shrinks."""
+        window, source.needs = self.of(source)
+        source.session.window = max(window, source.session.window or 0)

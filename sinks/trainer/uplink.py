@@ -1,0 +1,295 @@
+"""Uplink of a rollout: its connection to a trainer, in a thread of its own; it dials again whenever that is lost."""
+
+import logging
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from time import monotonic
+from typing import Any, NamedTuple
+
+from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
+from rollflow.sinks.trainer.lender import FragmentLender
+from rollflow.sinks.trainer.pace_gate import StreamOrder
+from rollflow.sinks.trainer.resend_buffer import ResendBuffer
+from rollflow.stream import wire
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net.descriptor_transport import DescriptorTransport
+from rollflow.stream.net.dial import problem_of
+from rollflow.stream.net.redialler import Redialler
+from rollflow.stream.net.socket_loop import SocketLoop
+from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.transport import transport_for
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_RETRY_S = 2.0
+_GOODBYE_S = 2.0  # that the trainer has for its own goodbye
+_MUCH = 1 << 16  # bytes that wait for the trainer
+_AT_A_TIME = 4  # fragments that are made ready before they are sent
+# Codes of errors after which the trainer is dialled again.
+_COMES_BACK = ("lost", "silent", "undelivered", "handshake")
+_NO_TRAINER = ("frame", "message", "order")  # before it was welcomed: somebody else is at the address
+
+
+class TrainerLink(NamedTuple):
+    """Way of a rollout to its trainer, the same for one connection after another.
+
+    address    where the trainer listens
+    lender     lends items in shared memory; None: they go through the socket
+    retry_s    seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
+    """
+
+    address: wire.Address
+    limits: wire.Limits
+    secret: bytes | None = None
+    tls: ssl.SSLContext | None = None
+    lender: FragmentLender | None = None
+    retry_s: float | None = None
+
+
+class TrainerUplink:
+    """Connection of a rollout with a trainer, made again and again: it sends items and takes weights.
+
+    link       way to the trainer
+    hello      gives the first message of each connection
+    session    memory that outlives connections
+    kept       items to send
+    publish    called with a version and weights that came; False: they are not newer than the rollout's
+
+    wanted      how the trainer wants the stream; None: it has not been there yet
+    newest      version and id of the newest weights that came from here and were taken
+    goodbye     the reason that the trainer gave when it left; None: it has not, or there is another one
+    problem     why there is no trainer; "": there is one
+    error       error that has ended this; None: there is none
+    bell        rings when any of these has changed
+    """
+
+    def __init__(
+        self,
+        link: TrainerLink,
+        hello: Callable[[], wire.Hello],
+        session: wire.SourceSession,
+        kept: ResendBuffer,
+        publish: Callable[[int, Mapping[str, Any]], bool],
+    ) -> None:
+        self.wanted: StreamOrder | None = None
+        self.newest: tuple[int, bytes] | None = None
+        self.goodbye: str | None = None
+        self.problem = f"{link.address} has not been reached"
+        self.error: Exception | None = None
+        self.bell = Wakeup()
+        self.link, self.address, self._lender = link, link.address, link.lender
+        self._hello, self._session, self._kept, self._publish = hello, session, kept, publish
+        self._news: deque[wire.LaneJoined | wire.LaneLeft] = deque()
+        self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
+        self._redialler = Redialler(
+            "trainer",
+            link.address,
+            retry_s=link.retry_s,
+            longest_pause_s=_LONGEST_RETRY_S,
+            wakeup=self._loop.wakeup,
+            is_over=lambda: self._is_closing,
+        )
+        self._is_closing = self._is_welcomed = False
+        self._ending: str | None = None  # how the last trainer went that had taken this rollout in
+        self._parting: str | None = None  # reason of this end's goodbye; None: it says none
+        self._failure: str | None = None  # error that this end leaves for
+        self._leave_by: float | None = None
+        self._is_finished = False
+        self._finished_through: wire.SourceConnection | None = None  # the connection that was told so
+        self._thread = threading.Thread(target=self._run, name=f"rollflow to trainer {link.address}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._redialler.begin()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Send items that are new. From any thread."""
+        self._loop.wakeup.ring()
+
+    def tell(self, news: wire.LaneJoined | wire.LaneLeft) -> None:
+        """Send news beside the items. From any thread."""
+        self._news.append(news)
+        self._loop.wakeup.ring()
+
+    def finish(self) -> None:
+        """Tell the trainer that no more items come, once all have been sent."""
+        self._is_finished = True
+        self._loop.wakeup.ring()
+
+    def close(self, reason: str | None, failure: str | None = None) -> None:
+        """Say goodbye for a reason, or tell a failure, or neither; end the thread."""
+        has_word = reason is not None or failure is not None
+        self._leave_by, self._parting = monotonic() + (_GOODBYE_S if has_word else 0.0), reason
+        self._failure = failure
+        self._is_closing = True
+        self._loop.wakeup.ring()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def release(self) -> None:
+        """Give the descriptors back."""
+        self.bell.close()
+        self._loop.close()
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            self._connect_again_and_again()
+        except Exception as error:
+            self.error = error
+        self.bell.ring()
+
+    def _connect_again_and_again(self) -> None:
+        while not self._is_closing:
+            try:
+                self._is_welcomed = False
+                self._serve()
+            except InterruptedError:
+                return  # this end has left meanwhile
+            except OSError as error:
+                problem = f"trainer {self.address}: {problem_of(error)}"
+            except WireError as error:
+                if error.code not in (*_COMES_BACK, *(() if self._is_welcomed else _NO_TRAINER)):
+                    raise self._where(error) from None
+                problem = str(self._where(error))
+            else:
+                if self.goodbye is None:
+                    return  # this end has said goodbye
+                problem = self.problem
+            if self._is_welcomed:
+                self._ending = problem
+            elif self._ending is not None:
+                problem = f"{self._ending}; now: {problem}"
+            if problem != self.problem or self.goodbye is None:
+                self._redialler.failed(problem)
+            if problem != self.problem:
+                self.problem = problem
+                self.bell.ring()
+            if self._redialler.is_given_up and self.goodbye is None:
+                raise self._redialler.error()
+            self._redialler.pause()
+
+    def _where(self, error: WireError) -> WireError:
+        """The error, and which trainer it is from."""
+        return WireError(f"trainer {self.address}: {str(error).removeprefix('trainer: ')}", error.code)
+
+    def _serve(self) -> None:
+        """Serve one connection until a goodbye. Raises OSError where none can be made, WireError where it breaks."""
+        hello = self._hello()
+        sock = self._redialler.reach()
+        connection = wire.SourceConnection(
+            hello, self._session, secret=self.link.secret, limits=self.link.limits, now=monotonic()
+        )
+        peer = self._peer_on(sock, connection)
+        self._loop.add(peer)
+        try:
+            while connection.is_open:
+                self._loop.send(self._tell)
+                ready = self._loop.wait_until(self._leave_by)
+                now = monotonic()
+                if self._leave_by is not None and now >= self._leave_by:
+                    return
+                self._loop.serve(ready, now)
+                self._loop.tick(now)
+        finally:
+            leave_by = self._leave_by
+            self._loop.drop(peer, None if leave_by is None else lambda: leave_by)
+            if self._lender is not None:
+                self._lender.end()
+
+    def _peer_on(self, sock: socket.socket, connection: wire.SourceConnection) -> Peer[wire.SourceConnection]:
+        if self._lender is None:
+            transport = transport_for(sock, connection, self.link.tls, dialled=self.address)
+        else:
+            transport = DescriptorTransport(sock, connection)
+            self._lender.begin(connection, transport)
+        return Peer(transport, connection, str(self.address))
+
+    def _tell(self, peer: Peer[wire.SourceConnection]) -> None:
+        """Send what there is to send, as much as is wanted."""
+        self._send(peer.connection)
+
+    def _send(self, connection: wire.SourceConnection) -> None:
+        if self._parting is not None:
+            connection.goodbye(self._parting)
+        if connection.phase is not wire.ConnectionPhase.RUNNING:
+            return
+        if self._failure is not None and self._parting is None:
+            if connection.undelivered:
+                return  # it would be cut off with what waits before it
+            raise WireError(f"the rollout has failed: {self._failure}", wire.FAILED)
+        while self._news:
+            connection.tell(self._news.popleft())
+        session, wanted, begun = self._session, self.wanted, connection.next
+        while wanted is not None and connection.undelivered < _MUCH:
+            if connection.next > min(session.given, session.done + wanted.window):
+                break
+            if connection.next - begun >= _AT_A_TIME:
+                self._loop.wakeup.ring()  # the trainer can begin with these meanwhile
+                break
+            self._send_next(connection)
+        if self._is_finished and connection.next > session.given and self._finished_through is not connection:
+            connection.tell(wire.Finished(session.given))
+            self._finished_through = connection
+
+    def _send_next(self, connection: wire.SourceConnection) -> None:
+        message = self._kept.get(connection.next)
+        if self._lender is not None:
+            self._lender.send(message)
+        else:
+            connection.send(message)
+
+    # What the loop asks for
+
+    def handle(self, peer: Peer[wire.SourceConnection], event: wire.Message, now: float) -> None:
+        """Take a message of the trainer."""
+        match event:
+            case wire.Welcome():
+                logger.info("trainer %s has taken this rollout in", self.address)
+                self._redialler.connected()
+                self.problem, self.wanted, self.goodbye, self._is_welcomed = "", None, None, True
+            case wire.Settings():
+                self.wanted = StreamOrder.of(event.settings)
+                self._kept.needs = self.wanted.needs
+            case wire.Weights():
+                self._take_weights(event)
+            case wire.BlocksReleased():
+                if self._lender is None:
+                    raise WireError("free from a trainer that is lent nothing, expected none", "order")
+                self._lender.take_back(event)
+            case wire.Done():
+                self._session.take(event)
+                self._kept.forget(self._session.kept)
+            case wire.Goodbye() if not self._is_welcomed:
+                raise WireError(f"goodbye in the handshake: {quoted(event.reason)}", "lost")
+            case wire.Goodbye():
+                self.goodbye = event.reason
+                self.problem = f"trainer {self.address} said goodbye: {quoted(event.reason)}"
+                logger.info("%s", self.problem)
+        self.bell.ring()
+
+    def fail(self, peer: Peer[wire.SourceConnection], error: Exception, now: float) -> None:
+        """Refuse the trainer, and raise the error."""
+        code = error.code if isinstance(error, WireError) else "weights"
+        if code == wire.FAILED and error is peer.connection.error:  # the trainer has: another one may come in its place
+            raise WireError(str(error), "lost")
+        peer.connection.refuse(code, str(error))
+        raise error
+
+    def _take_weights(self, message: wire.Weights) -> None:
+        arrays = Arrays(dict(message.tensors), dict(message.dtypes), dict(message.others))
+        if self._publish(message.version, from_arrays(arrays)):
+            self.newest = message.version, message.id
+        elif self.newest != (message.version, message.id):  # else they have come before
+            logger.warning(
+                "trainer %s: weights of version %d are not taken, expected a newer version: the rollout has some of "
+                "another trainer",
+                self.address,
+                message.version,
+            )

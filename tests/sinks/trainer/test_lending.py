@@ -1,0 +1,372 @@
+"""Lent memory is written again once it was given back, and not before, whatever happens to the connection."""
+
+import array
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from memory_lending import Pair, file_of, files_mapped, numbers
+from wire_messages import TOKEN
+
+from rollflow.sinks.trainer.borrower import checked
+from rollflow.sinks.trainer.lender import FragmentLender
+from rollflow.stream.data.blocks import BlockPool, SharedBlock
+from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.net.descriptor_transport import Descriptor
+from rollflow.stream.wire import (
+    Block,
+    BlocksReleased,
+    ConnectionBroken,
+    Event,
+    Forget,
+    Fragment,
+    Lent,
+    LentLeaf,
+    SourceSession,
+    lent_columns,
+    pack_columns,
+)
+
+SIZE = 1 << 16
+MUCH = 1 << 30
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    """Makes pairs, of a source that is new, or has had another connection before."""
+    made: list[Pair] = []
+
+    def make(most: int = MUCH, *, after: Pair | None = None) -> Pair:
+        lender, session = (
+            (FragmentLender(most), SourceSession(TOKEN)) if after is None else (after.lender, after.session)
+        )
+        made.append(Pair(lender, session))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.lose()
+
+
+class Lane:
+    """Fragments in blocks of a pool, as a lane has them."""
+
+    def __init__(self) -> None:
+        self.pool = BlockPool(SIZE, SharedBlock)
+
+    def column(self, value: int) -> Any:
+        _, block = self.pool.take()
+        block[:] = value
+        return block
+
+
+def test_an_array_in_shared_memory_is_seen_where_it_lies(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    column = lane.column(1)[64:640].view(np.float32).reshape(12, 12)
+    ends.send(obs={"at": (column, column[3:])})
+    (fragment,) = ends.received()
+    first, rest = fragment.columns["obs"]["at"]
+    np.testing.assert_array_equal(first, column)
+    assert file_of(first) == file_of(column)
+    assert file_of(rest) == file_of(column[3:])
+    column[4] = 7  # as no rollout would do
+    assert (first[4] == 7).all()
+
+
+def test_what_lies_elsewhere_is_copied_and_comes_whole(pair: Callable[..., Pair]) -> None:
+    ends = pair()
+    columns = {
+        "plain": numbers(0, 5000),
+        "turned": numbers(1, 600).reshape(20, 30).T,
+        "other end first": np.arange(10, dtype=">i4"),
+        "nothing": np.zeros((0, 3)),
+        "truth": np.array([True, False]),
+    }
+    ends.send(**columns)
+    (fragment,) = ends.received()
+    for name, column in columns.items():
+        came = fragment.columns[name]
+        np.testing.assert_array_equal(came, column)
+        assert not came.size or file_of(came) is not None
+    assert ends.lender.nbytes == sum(column.nbytes for column in columns.values())
+
+
+def test_a_train_batch_is_copied_though_it_lies_in_shared_memory(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    column = lane.column(1)
+    message = Fragment(0, 1, {"obs": column}, {"batch": True})
+    ends.session.given = 1
+    ends.lender.look_at(message)
+    ends.lender.send(message)
+    (batch,) = ends.received()
+    batch.columns["obs"][:] = 9
+    assert (column == 1).all()
+
+
+def test_what_has_no_form_is_refused(pair: Callable[..., Pair]) -> None:
+    ends = pair()
+    with pytest.raises(ColumnError, match=r"column of dtype complex256 can't be sent, expected numbers or bool"):
+        ends.send(obs=np.zeros(3, np.clongdouble))
+
+
+def test_a_block_is_written_again_only_once_it_was_given_back(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    ends.send(obs=lane.column(1))
+    (fragment,) = ends.received()
+    ends.session.done = ends.session.kept = 1  # which is not enough
+    ends.send(obs=lane.column(2))
+    assert len(lane.pool.blocks) == 2
+    assert (fragment.columns["obs"] == 1).all()
+    kept = fragment.columns["obs"][100:200:3]
+    del fragment
+    assert ends.give_back() == ()
+    del kept
+    assert ends.give_back() == (0,)
+    assert (lane.column(3) == 3).all()
+    assert len(lane.pool.blocks) == 2
+
+
+def test_a_block_is_told_of_once_and_may_be_lent_more_than_once_at_a_time(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    column = lane.column(1)
+    ends.send(obs=column[:8])
+    ends.send(obs=column[8:16], more=column[16:])
+    first, second = ends.received()
+    del column, first
+    assert ends.give_back() == (0,)
+    assert len(lane.pool._free) == 0
+    assert (second.columns["obs"] == 1).all()
+    del second
+    assert ends.give_back() == (0,)
+    assert len(lane.pool._free) == 1
+    assert ends.lender.nbytes == 0
+
+
+def test_a_trainer_that_keeps_too_much_is_sent_copies(
+    pair: Callable[..., Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    ends, lane = pair(2 * SIZE), Lane()
+    kept = []
+    for value in range(4):
+        ends.send(obs=lane.column(value))
+        kept += ends.received()
+    assert [file_of(fragment.columns["obs"]) is not None for fragment in kept] == [True, True, False, False]
+    assert len(lane.pool.blocks) <= 3
+    assert "still has 131072 bytes of fragments in shared memory, of at most 131072" in caplog.text
+    del kept[0]
+    ends.give_back()
+    ends.send(obs=lane.column(4))
+    kept += ends.received()
+    assert file_of(kept[-1].columns["obs"]) is not None
+    assert [int(fragment.columns["obs"][0]) for fragment in kept] == [1, 2, 3, 4]
+
+
+def test_blocks_that_there_are_no_more_are_forgotten_and_what_was_lent_in_them_is_not(
+    pair: Callable[..., Pair],
+) -> None:
+    others = files_mapped()
+    ends, lane = pair(), Lane()
+    ends.send(obs=lane.column(1))
+    (held,) = ends.received()
+    before = files_mapped() - others
+    lane = Lane()  # that of another worker
+    ends.send(obs=lane.column(2))
+    (other,) = ends.received()
+    assert len(files_mapped() - others - before) == 1
+    assert (held.columns["obs"] == 1).all()
+    del held
+    ends.give_back()
+    ends.send(obs=lane.column(3))
+    ends.received()
+    assert len(files_mapped() - others - before) == 2
+    assert not before & files_mapped()
+    assert (other.columns["obs"] == 2).all()
+
+
+def test_what_was_lent_is_not_written_again_after_the_connection_is_lost_while_somebody_has_it(
+    pair: Callable[..., Pair],
+) -> None:
+    ends, lane = pair(), Lane()
+    ends.send(obs=lane.column(1))
+    (fragment,) = ends.received()
+    lender = ends.lender
+    ends.lose()
+    later = pair(after=ends)
+    later.send(obs=lane.column(2))
+    (other,) = later.received()
+    assert (fragment.columns["obs"] == 1).all()
+    assert lender.nbytes == 2 * SIZE
+    del fragment
+    later.send(obs=lane.column(3))  # looks after what is over
+    assert lender.nbytes == 2 * SIZE
+    assert len(lane.pool._free) == 1
+    assert (other.columns["obs"] == 2).all()
+
+
+def test_a_connection_that_lent_nothing_leaves_nothing(pair: Callable[..., Pair]) -> None:
+    ends = pair()
+    open_before = len(os.listdir("/proc/self/fd"))
+    lender = ends.lender
+    ends.lose()
+    later = pair(after=ends)
+    later.send(obs=numbers(0, 10))
+    assert len(lender._left) == 0
+    later.lose()
+    assert len(os.listdir("/proc/self/fd")) <= open_before
+
+
+def test_a_forked_process_holds_what_it_has_when_the_connection_is_lost(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    ends.send(obs=lane.column(1))
+    (fragment,) = ends.received()
+    here, there = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        here.close()
+        there.recv(1)
+        os._exit(0)
+    there.close()
+    lender = ends.lender
+    ends.lose()
+    del fragment
+    later = pair(after=ends)
+    later.send(obs=lane.column(2))
+    assert lender.nbytes == 2 * SIZE
+    here.close()
+    os.waitpid(pid, 0)
+    later.send(obs=lane.column(3))
+    assert lender.nbytes == 2 * SIZE
+    assert len(lane.pool._free) == 1
+
+
+def test_descriptors_keep_their_order_when_bytes_come_one_by_one(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    wide = [lane.column(value) for value in range(70)]  # more than come at a time
+    for value, column in enumerate(wide):
+        ends.send(obs=column, copied=numbers(value, 20))
+    relay, end = socket.socketpair()
+    ends.source_end.write()
+    fragments = []
+    while True:
+        try:
+            data, told, _, _ = ends.far.recvmsg(1, 4096, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            if not ends.source_end.waits_to_write:
+                break
+            ends.source_end.write()
+            continue
+        relay.sendmsg([data], told)
+        for _, _, fds in told:
+            for fd in array.array("i", fds):
+                os.close(fd)
+        ends.trainer_end._sock, original = end, ends.trainer_end._sock
+        end.setblocking(False)
+        fragments += ends.received()
+        ends.trainer_end._sock = original
+    assert [int(fragment.columns["obs"][0]) for fragment in fragments] == list(range(70))
+    for value, fragment in enumerate(fragments):
+        np.testing.assert_array_equal(fragment.columns["copied"], numbers(value, 20))
+    relay.close()
+    end.close()
+
+
+# What is refused
+
+
+def unsealed(size: int) -> int:
+    fd = os.memfd_create("other", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def sealed(size: int) -> int:
+    block = SharedBlock(size)
+    return os.dup(block.fd)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: unsealed(4096), "block 0 of 4096 bytes: its file has 4096, expected as many for good"),
+        (lambda: sealed(100), "block 0 of 4096 bytes: its file has 100, expected as many for good"),
+        (lambda: os.open("/dev/null", os.O_RDONLY), "block 0 of 4096 bytes: its file has 0, expected as many for good"),
+    ],
+)
+def test_a_block_that_might_be_taken_away_is_refused(pair: Callable[..., Pair], make: Any, told: str) -> None:
+    ends = pair()
+    life, other = os.pipe()
+    os.close(other)
+    for fd in (life, make()):
+        ends.source_end.hand_over(Descriptor(fd))
+    ends.source.tell(Block(0, 4096))
+    (message,) = ends.to_trainer()
+    assert isinstance(message, Block)
+    assert ends.borrower is not None
+    with pytest.raises(WireError, match=told):
+        ends.borrower.take(message)
+
+
+def test_blocks_that_nobody_has_named_are_refused(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    ends.send(obs=lane.column(1))
+    ends.received()
+    borrower = ends.borrower
+    assert borrower is not None
+    with pytest.raises(WireError, match="lent: block 7, expected one that there is"):
+        borrower.fragment(Lent(0, 1, (7,), b"\x80", {}))
+    with pytest.raises(WireError, match="forget: block 7, expected one that there is"):
+        borrower.take(Forget((7,)))
+    with pytest.raises(WireError, match="no descriptor has come, expected one before what is said of it"):
+        borrower.take(Block(1, 4096))
+    with pytest.raises(WireError, match="free: block 7, expected one that was lent"):
+        ends.lender.take_back(BlocksReleased((7,)))
+    for leaf in (LentLeaf(np.dtype("f4"), (SIZE,), 0, 0), LentLeaf(np.dtype("f4"), (1,), 1, 0)):
+        with pytest.raises(WireError, match="does not lie in its blocks"):
+            borrower.fragment(Lent(0, 1, (0,), pack_columns({"obs": leaf}), {}))
+
+
+@pytest.mark.parametrize(
+    ("packed", "told"),
+    [
+        (b"\x01", "lent.columns is 1, expected a map"),
+        (b"\x81\x01\x01", "int is not allowed for map key"),
+        (b"\x81\xa1a\x01", r"lent.columns\['a'\] is 1, expected an array, or a map or list of arrays"),
+        (b"\x81\xa1a\xd4\x02\xc0", r"expected \[dtype, shape, block, offset\]"),
+        (b"\x81\xa1a\xd4\x01\xc0", r"expected \[dtype, shape, block, offset\]"),
+        (b"\x81\xa1a\xc7\x09\x01\x94\xa3<f4\x91\x01\x00\x04", "expected multiples of 8"),
+        (b"\x81\xa1a", "end inside a value"),
+    ],
+)
+def test_columns_that_are_none_are_refused(packed: bytes, told: str) -> None:
+    with pytest.raises(WireError, match=told):
+        lent_columns(packed)
+
+
+def test_what_is_lent_where_no_memory_is_shared_is_refused() -> None:
+    with pytest.raises(WireError, match="lent through a socket that no memory is shared by, expected none"):
+        checked(None, Lent(0, 1, (), b"\x80", {}))
+
+
+def test_flags_are_looked_at(pair: Callable[..., Pair]) -> None:
+    ends, lane = pair(), Lane()
+    ends.send(obs=lane.column(2).view(np.bool_))
+    with pytest.raises(WireError, match=r"array \|b1\[65536\] has a byte 2, expected 0 or 1"):
+        ends.received()
+
+
+def test_descriptors_that_nobody_has_asked_for_are_refused_and_closed(pair: Callable[..., Pair]) -> None:
+    ends = pair()
+    before = len(os.listdir("/proc/self/fd"))
+    for byte in (20).to_bytes(4, "little") + bytes(16):
+        socket.send_fds(ends.near, [bytes([byte])], [0] * 60)
+    events: list[Event] = []
+    while not events:
+        events = ends.trainer_end.read(0.0)
+    (event,) = events
+    assert isinstance(event, ConnectionBroken)
+    assert "descriptors that nobody has asked for, expected none" in str(event.error)
+    ends.trainer_end.close()
+    assert len(os.listdir("/proc/self/fd")) <= before

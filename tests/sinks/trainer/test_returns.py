@@ -1,0 +1,320 @@
+"""A trainer that gets train batches has the returns that the rollouts have, and knows which weights they use."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from drawn_agents import Drawn, made
+from feeding_rollouts import HASTY, SHORT, feeding, graph_over, running, trainer
+from hypothesis import Phase, given, settings, strategies as st
+from property_examples import examples
+from remote_hosts import BrokenWire
+from wire_messages import TOKEN
+
+from rollflow.nodes import ConnectorV2, EpisodeReturns, MultiAgentRollout, Rollout
+from rollflow.nodes.metrics.episode_returns import AgentReturns
+from rollflow.sinks import TrainerSink, TrainerStream, feed
+from rollflow.sinks.trainer.feed import _run_graph
+from rollflow.sinks.trainer.item_maker import StreamReturns
+from rollflow.sinks.trainer.messages import MOST_KEPT, MOST_MODULES, FinishedEpisodes, message_of_batch
+from rollflow.sinks.trainer.rollout_end import BatchObserver
+from rollflow.sinks.trainer.rollout_peer import RolloutPeer
+from rollflow.stream import Graph
+from rollflow.stream.data.errors import GraphError, WireError
+from rollflow.stream.observe.watch import StallRules
+from rollflow.stream.wire import Fragment, TrainerSession, decode, encode
+
+DRAWN = Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)
+Made = Callable[..., Any]
+
+
+def told_of(returns: Any) -> Any:
+    """All that returns say."""
+    by_module = {each: told_of(own) for each, own in sorted(getattr(returns, "by_module", {}).items()) if own.count}
+    return returns.count, list(returns.returns), list(returns.lengths), by_module
+
+
+@cache
+def returns_here(made: Made, **options: Any) -> Any:
+    """Return the episodes' returns in a loop over the same rollout."""
+    with made(**options) as rollout:
+        for _ in rollout.batches():
+            pass
+    assert rollout.returns.count
+    return told_of(rollout.returns)
+
+
+def cartpoles(**options: Any) -> Rollout:
+    return Rollout("CartPole-v1", **{"num_envs": 4, "fragment_length": 32, "num_fragments": 6, "seed": 3, **options})
+
+
+def agents(**options: Any) -> MultiAgentRollout:
+    return made(DRAWN, **{"num_fragments": 20, **options})[1]
+
+
+def fed(rollout: Any, stream: TrainerStream, take: Made = list, *, cuts: Sequence[int] = ()) -> Any:
+    """Take items of a stream that a rollout feeds with train batches, through a wire that is cut."""
+    left, raised = list(cuts), None
+    with ThreadPoolExecutor() as threads, ExitStack() as wires:
+        with stream:
+            address = str(stream.address)
+            if left:
+                wire = BrokenWire(stream.address, lambda: left.pop() if left else None)
+                wires.callback(wire.close)
+                address = wire.address
+            feeding = threads.submit(feed if isinstance(rollout, MultiAgentRollout) else feed_batches, rollout, address)
+            try:
+                taken = take(stream)
+            except Exception as error:  # the stream says goodbye all the same, or the rollout would wait for it
+                raised = error
+        feeding.result()
+    if raised is not None:
+        raise raised
+    return taken
+
+
+class FailsOnce(ConnectorV2):
+    """Raises when it is called first."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.has_failed = False
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise KeyError("once")
+        return batch
+
+
+def test_what_a_batch_could_not_be_made_of_is_counted_once_it_is() -> None:
+    with trainer(learner_connector=lambda obs_space, act_space: FailsOnce()) as stream:
+        with feeding(stream.address, num_fragments=8):
+            with pytest.raises(KeyError, match="once"):
+                next(iter(stream))
+            assert stream.returns.count == 0
+            ended = sum(int((batch["terminateds"] | batch["truncateds"]).sum()) for batch in stream)
+    assert stream.returns.count == ended > 0
+
+
+def feed_batches(rollout: Rollout, address: str) -> None:
+    """Feed train batches of one agent, as `feed` does."""
+    graph, _, sink = graph_over(rollout, address, sends="batches")
+    anyio.run(_run_graph, graph, sink, [], StallRules(after=None))
+
+
+@pytest.mark.parametrize("made", [cartpoles, agents])
+@pytest.mark.parametrize("per_batch", [1, 3])
+def test_returns_are_those_of_the_rollout(made: Made, per_batch: int) -> None:
+    stream = trainer(fragments_per_batch=per_batch)
+    returns = stream.returns
+    assert told_of(returns) == (0, [], [], {})
+    fed(made(), stream)
+    here = returns_here(made)
+    assert told_of(returns) == here
+    assert here[3].keys() == (set() if made is cartpoles else {"nested 0", "nested 1", "plain 0", "plain 1"})
+    for module_id, (_, values, _, _) in here[3].items():
+        assert returns.by_module[module_id].mean == np.mean(values)
+
+
+def test_a_rollout_s_own_node_says_the_same_in_the_same_graph(tmp_path: Path) -> None:
+    with TrainerStream(f"shm:{tmp_path}/t", limits=SHORT, prefetch=30) as stream:
+        graph, rollout, sink = graph_over(cartpoles(num_fragments=40), stream.address, sends="batches")
+        graph.add(returns=rollout.returns)
+        graph.connect("rollout.fragments", "returns", capacity=1)
+        with running(graph, rollout, sink):
+            for _ in stream:
+                pass
+    assert told_of(stream.returns) == told_of(rollout.returns)
+    assert stream.returns.count > MOST_KEPT / 2
+
+
+@pytest.mark.parametrize("made", [cartpoles, agents])
+def test_lanes_elsewhere_have_theirs(made: Made) -> None:
+    options: dict[str, Any] = {"lanes": 3, "num_fragments": 4}
+    stream = trainer()
+    fed(made(**options), stream)
+    here, there = returns_here(made, **options), told_of(stream.returns)
+    assert there[0] == here[0]
+    assert [sorted(each) for each in there[1:3]] == [sorted(each) for each in here[1:3]]  # in lanes' order, or not
+    assert {each: own[0] for each, own in there[3].items()} == {each: own[0] for each, own in here[3].items()}
+
+
+def test_returns_are_of_all_rollouts() -> None:
+    with ThreadPoolExecutor() as threads, trainer(sources=2) as stream:
+        feeding = [
+            threads.submit(feed, agents(num_fragments=count), str(stream.address), limits=SHORT) for count in (12, 7)
+        ]
+        for _ in stream:
+            pass
+        for each in feeding:
+            each.result()
+    one, other = returns_here(agents, num_fragments=12), returns_here(agents, num_fragments=7)
+    assert stream.returns.count == one[0] + other[0]
+    assert sorted(stream.returns.returns) == sorted(one[1] + other[1])
+    for module_id, own in stream.returns.by_module.items():
+        assert sorted(own.returns) == sorted(one[3][module_id][1] + other[3].get(module_id, (0, []))[1])
+
+
+@settings(max_examples=examples(3), phases=[Phase.explicit, Phase.generate])
+@given(cuts=st.lists(st.integers(0, 40_000), max_size=4), made=st.sampled_from([cartpoles, agents]))
+def test_connections_that_are_cut_lose_none_and_double_none(cuts: list[int], made: Made) -> None:
+    stream = trainer(limits=HASTY, prefetch=8)
+    fed(made(), stream, cuts=cuts)
+    assert told_of(stream.returns) == returns_here(made)
+
+
+def test_what_is_left_out_is_not_counted() -> None:
+    """A batch that is too old, and with it the episodes that it tells of."""
+
+    def take(stream: TrainerStream) -> int:
+        steps = 0
+        for batches in stream:
+            steps += sum(len(batch["rewards"]) for batch in batches.values())
+            stream.publish({each: {"weight": torch.tensor(0.0)} for each in rollout.module})
+        return steps
+
+    rollout = agents()
+    stream = trainer(max_lag=0, on_excess="drop")
+    assert fed(rollout, stream, take) + stream.lost["max_lag"] == rollout.num_steps
+    assert 0 < stream.returns.count < returns_here(agents)[0]
+
+
+def test_modules_that_are_not_trained_have_returns_too() -> None:
+    stream = trainer()
+    fed(agents(modules_to_train=["plain 0", "plain 1"]), stream)
+    here = returns_here(agents)
+    assert stream.returns.by_module.keys() == here[3].keys()
+    assert stream.returns.by_module["nested 0"].count
+
+
+def test_who_watches_comes_before_the_rollout_is_in_a_graph() -> None:
+    with agents() as rollout:
+        Graph("g").add(rollout=rollout)
+        with pytest.raises(GraphError, match="in a graph already, expected what watches it to come before that"):
+            rollout.watch(rollout.returns)
+
+
+# What goes over the wire
+
+
+def told(count: int, first: int = 0, **by_module: Any) -> dict[str, Any]:
+    kept = min(count, MOST_KEPT)
+    entry = {"count": count, "returns": [float(first + i) for i in range(kept)], "lengths": list(range(kept))}
+    return entry | ({"by_module": by_module} if by_module else {})
+
+
+def source(**known: Any) -> RolloutPeer:
+    made = RolloutPeer(TrainerSession(TOKEN))
+    made.action_space = made.spaces = "there are some"  # type: ignore[assignment]
+    made.sends_batches = True
+    vars(made).update(known)
+    return made
+
+
+def message(number: int, **options: Any) -> Fragment:
+    return message_of_batch(number, {"a": {"rewards": np.full(3, number)}}, modules=["a"], **options)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "expected"),
+    [
+        (7, "episodes is 7, expected a map"),
+        ({}, "episodes.count is None, expected a whole number"),
+        (told(1) | {"count": -1}, "episodes.count is -1"),
+        (told(1) | {"count": True}, "episodes.count is True"),
+        (told(2) | {"count": 3}, r"episodes.returns is \[0.0, 1.0\], expected 3 floats"),
+        (told(101) | {"returns": [0.0] * 101}, "expected 100 floats"),
+        (told(1) | {"returns": [1]}, r"episodes.returns is \[1\], expected 1 floats"),
+        (told(1) | {"returns": [float("nan")]}, "expected 1 floats"),
+        (told(1) | {"lengths": []}, r"episodes.lengths is \[\], expected 1 whole numbers"),
+        (told(1) | {"lengths": [1.5]}, "episodes.lengths is 1.5, expected a whole number"),
+        (told(1) | {"by_module": 1}, "episodes.by_module is 1, expected a map from at most 256 module ids"),
+        (told(1) | {"by_module": {3: told(1)}}, "expected a map from at most 256 module ids"),
+        (told(1) | {"by_module": {str(i): told(0) for i in range(257)}}, "expected a map from at most 256 module ids"),
+        (told(1, a=3), r"episodes.by_module\['a'\] is 3, expected a map"),
+        (told(1, a={"count": "x"}), r"episodes.by_module\['a'\].count is 'x'"),
+    ],
+)
+def test_what_is_malformed_is_refused(episodes: Any, expected: str) -> None:
+    with pytest.raises(WireError, match=expected):
+        source(is_by_module=True).read(message(1, episodes=episodes))
+
+
+def test_as_much_as_may_be_told_goes_into_one_message() -> None:
+    parts = {f"module {number}": told(MOST_KEPT) for number in range(MOST_MODULES)}
+    came = decode(bytearray(b"".join(encode(message(1, episodes=told(MOST_KEPT, **parts))))))
+    assert isinstance(came, Fragment)
+    assert len(source(is_by_module=True).read(came).finished.by_module) == MOST_MODULES
+
+
+def test_returns_by_module_of_one_module_are_refused() -> None:
+    batch = message_of_batch(1, {"rewards": np.zeros(3)}, episodes=told(1, a=told(1)))
+    with pytest.raises(WireError, match=r"episodes.by_module of a rollout with one module, expected none"):
+        source().read(batch)
+    with pytest.raises(WireError, match="episodes is 7, expected a map"):
+        source().read(message_of_batch(1, {"rewards": np.zeros(3)}, episodes=7))  # type: ignore[arg-type]
+
+
+def test_more_episodes_than_are_told_one_by_one_are_counted() -> None:
+    returns = StreamReturns()
+    returns.take_finished(FinishedEpisodes.of(told(250, 5), is_by_module=False))
+    assert (returns.count, len(returns.returns), returns.returns[-1]) == (250, 100, 104.0)
+
+
+# What the sink sees
+
+
+def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_anew() -> None:
+    rollout = agents()
+    returns: Any = AgentReturns(rollout.module.__contains__)
+    seen = BatchObserver(returns, see=lambda fragment: None)
+    for count in (3, 2):
+        returns.by_module = {"a": EpisodeReturns(), 7: EpisodeReturns()}
+        for own in returns.by_module.values():
+            own.take(count, [1.0] * count, [1] * count)
+        seen._collect_by_module(returns)
+        returns.by_module = {}
+        seen._collect_by_module(returns)
+    assert seen.take_episodes() == told(0, a={"count": 5, "returns": [1.0] * 5, "lengths": [1] * 5})
+    assert seen.take_episodes() is None
+    rollout.environments.close()
+
+
+def test_a_batch_tells_of_so_many_modules_and_the_next_of_others() -> None:
+    rollout = agents()
+    returns: Any = AgentReturns(rollout.module.__contains__)
+    seen = BatchObserver(returns, see=lambda fragment: None)
+    returns.by_module = {str(number): EpisodeReturns() for number in range(MOST_MODULES + 2)}
+    for own in returns.by_module.values():
+        own.take(1, [1.0], [1])
+    seen._collect_by_module(returns)
+    first, second = seen.take_episodes(), seen.take_episodes()
+    assert first is not None
+    assert second is not None
+    assert [len(each["by_module"]) for each in (first, second)] == [MOST_MODULES, 2]
+    rollout.environments.close()
+
+
+def test_a_trainer_keeps_the_modules_that_it_heard_of_last() -> None:
+    returns = StreamReturns()
+    for number in range(1500):
+        parts = {"stays": told(1), f"version {number}": told(1)}
+        returns.take_finished(FinishedEpisodes.of(told(1, **parts), is_by_module=True))
+    assert len(returns.by_module) == 1024
+    assert returns.by_module["stays"].count == returns.count == 1500
+    assert "version 1499" in returns.by_module
+
+
+def test_a_sink_that_sends_fragments_watches_nothing() -> None:
+    rollout = cartpoles()
+    TrainerSink("unix:/nowhere", rollout).close()
+    assert "seen" not in "".join(rollout.graph().nodes)
+    rollout.environments.close()
