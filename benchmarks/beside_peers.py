@@ -17,7 +17,7 @@ from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, in_turns, paired, record
 from benchmarks.policies import Mlp, NatureCnn
 from benchmarks.two_cores import rollouts
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 
 def _stable_baselines3(slots: int) -> Any:

@@ -16,7 +16,7 @@ from benchmarks.envs import PLAIN_CARTPOLE
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 VECTORIZED, PLAIN = (64, 256, 1024), (1, 8, 64, 256)
 

@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks.command import run
 from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, in_steady_state, in_turns, record, steps_per_s
-from rollflow.nodes import OnProcesses, OnRay, RemoteRollouts, Rollout
+from rollflow import RemoteRollouts, Rollout
+from rollflow.nodes import OnProcesses, OnRay
 
 HOSTS, SLOTS = 2, 32
 _STARTED, _STARTS = 32, 3  # hosts; pairs

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.command import run
 from benchmarks.pairs import Record, Sizes, paired
-from rollflow.nodes import ConnectorV2, Rollout
+from rollflow import ConnectorV2, Rollout
 
 SLOTS, FRAGMENT_LENGTH = 64, 128
 SCALE = np.array([0.5, 0.5, 5.0, 0.5], np.float32)

@@ -38,10 +38,9 @@ from benchmarks.command import run
 from benchmarks.pairs import Record, Sizes, in_turns, paired, record, steps_per_s
 from benchmarks.policies import Mlp
 from benchmarks.replay import SLOTS, Coin, Frames, made
-from rollflow.nodes import RandomModule, RLModule, Rollout
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource, Fragment, RLModule, Rollout
+from rollflow.nodes import RandomModule
 from rollflow.sinks.datasets.minari_episodes import write_minari
-from rollflow.stream import Fragment
 
 FRAGMENT_LENGTH, COUNT, AGAIN = 64, {"CartPole": 16, "pixels": 4}, {"CartPole": 8, "pixels": 1}
 AIM, WRITING_AIM, MINARI_AIM = 0.7, 0.97, 20.0

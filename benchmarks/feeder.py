@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.envs import NoopEnv
 from benchmarks.policies import Noop
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.sinks.trainer.lender import FragmentLender
 from rollflow.sinks.trainer.messages import message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.resend_buffer import ResendBuffer

@@ -21,7 +21,7 @@ from benchmarks.command import run
 from benchmarks.feeder import description_of, fragments_of
 from benchmarks.pairs import Record, Sizes, record
 from benchmarks.simulated_hosts import allowed, beside_fewest, parts_of, per_second_of_processor, process, simulated
-from rollflow.sinks import TrainerStream
+from rollflow import TrainerStream
 from rollflow.stream import wire
 
 HOSTS, ACTIVE = (10, 100, 1000), 10

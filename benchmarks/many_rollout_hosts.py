@@ -22,7 +22,7 @@ from benchmarks.feeder import description_of
 from benchmarks.pairs import Record, Sizes, in_turns, record
 from benchmarks.policies import Noop, Zeros
 from benchmarks.simulated_hosts import SimulatedPeer, allowed, beside_fewest, per_second_of_processor, simulated
-from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes.env.stepping import described
 from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.stream import wire

@@ -18,7 +18,7 @@ from benchmarks.command import run
 from benchmarks.loop import FRAGMENT_LENGTH, Loop
 from benchmarks.pairs import FULL, Record, Sizes, within
 from benchmarks.policies import Mlp
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 SLOTS, ALLOWED_MB, GROWTH_MB = 64, 40.0, 5.0
 

@@ -20,7 +20,8 @@ from benchmarks.command import run
 from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp, Noop, sampled
-from rollflow.nodes import ArrayStep, MultiAgentEnv, MultiAgentRollout, MultiAgentVectorEnv, RLModule
+from rollflow import MultiAgentRollout, RLModule
+from rollflow.nodes import ArrayStep, MultiAgentEnv, MultiAgentVectorEnv
 
 ENVS, AGENTS = 64, tuple(f"agent_{number}" for number in range(8))
 HALF = len(AGENTS) // 2

@@ -18,7 +18,7 @@ from benchmarks.envs import NoopEnv
 from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, record, steps_per_s
 from benchmarks.policies import Noop
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 SLOTS = (1, 8, 64, 1024)
 ALLOWED_US = 25.0

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
 from typing import Any
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 Run = Callable[[], int]  # does a piece of work; how many steps it took
 Rate = Callable[[], float]  # measures once; steps per second

@@ -17,7 +17,7 @@ from benchmarks.envs import PixelEnv
 from benchmarks.loop import FRAGMENT_LENGTH, Forward
 from benchmarks.pairs import Record, Sizes, in_steady_state, in_turns, record, steps_per_s
 from benchmarks.policies import NatureCnn
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 SLOTS = (8, 32)
 WAYS: dict[str, dict[str, Any]] = {

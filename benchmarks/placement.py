@@ -17,7 +17,7 @@ from benchmarks.command import run
 from benchmarks.envs import PLAIN_CARTPOLE, CountingEnv, PixelEnv, SleepEnv
 from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, in_turns, record
 from benchmarks.policies import Mlp, NatureCnn, Zeros
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {"where": "auto"},

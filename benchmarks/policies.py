@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollflow.nodes import RLModule
+from rollflow import RLModule
 
 
 class Mlp(RLModule):

@@ -26,7 +26,8 @@ import torch
 from benchmarks.command import run
 from benchmarks.envs import CountingEnv
 from benchmarks.pairs import FULL, Record, Sizes, in_steady_state, in_turns, record, steps_per_s
-from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.remote_environments import RemoteEnvironments
 
 HOSTS, HOSTS_A_PROCESS = 200, 50

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from benchmarks.command import run
 from benchmarks.pairs import Record, Run, Sizes, paired
-from rollflow.nodes import RLModule, Rollout
-from rollflow.sinks import Prioritized, Replay, ReplayClient, ReplayHost, Storage
-from rollflow.stream import Fragment
+from rollflow import Fragment, Replay, RLModule, Rollout
+from rollflow.sinks import Prioritized, ReplayClient, ReplayHost, Storage
 
 SLOTS, FRAGMENT_LENGTH = 64, 64
 CAPACITY = {"CartPole": 262_144, "pixels": 16_384}

@@ -19,8 +19,7 @@ from benchmarks.command import run
 from benchmarks.envs import NoopEnv
 from benchmarks.pairs import FULL, Record, Sizes, steps_per_s
 from benchmarks.policies import Noop
-from rollflow.nodes import ConnectorV2, Rollout
-from rollflow.stream import Fragment, Graph
+from rollflow import ConnectorV2, Fragment, Graph, Rollout
 
 AXES: dict[str, tuple[int, ...]] = {
     "slots": (1, 4, 16, 64, 256, 1024, 4096),

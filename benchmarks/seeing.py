@@ -22,7 +22,7 @@ from benchmarks.envs import NoopEnv
 from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, in_turns, record, steps_per_s
 from benchmarks.policies import Mlp, Noop
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.stream.observe.run_socket import FOLDER
 
 SLOTS = (1, 64, 1024)

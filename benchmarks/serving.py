@@ -22,10 +22,10 @@ import numpy as np
 from benchmarks.envs import NoopEnv
 from benchmarks.pairs import Record, Run, Sizes, in_turns, paired, record, steps_per_s, within
 from benchmarks.serving_parts import sampled
-from rollflow.nodes import Rollout
+from rollflow import Policy, Rollout
 from rollflow.nodes.policies.artifact import parts_of
 from rollflow.nodes.policies.artifact_files import read_files
-from rollflow.policy import OnnxPolicy, Policy
+from rollflow.policy import OnnxPolicy
 
 HIDDENS, BATCH, CALLS = (64, 64), 64, 50
 TIMES, MORE_S, LOAD_S = 1.5, 20e-6, 0.1
@@ -147,7 +147,7 @@ LOADING = """
 import sys, time
 import torch
 marks = [time.perf_counter()]
-from rollflow.policy import Policy
+from rollflow import Policy
 Policy
 marks.append(time.perf_counter())
 Policy.load(sys.argv[1])

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from benchmarks.pairs import Record, Sizes, in_turns, record, within
 from benchmarks.serving_parts import asked, sampled
-from rollflow.policy import Policy
+from rollflow import Policy
 from rollflow.policy.serving import HttpServer, Shelf
 
 

@@ -23,7 +23,7 @@ from benchmarks.envs import SleepEnv
 from benchmarks.pairs import Record, Sizes, record, steps_per_s, within
 from benchmarks.policies import Mlp
 from benchmarks.threads import Threads, running
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 SLOTS, FRAGMENT_LENGTH = 16, 32
 ALLOWED_MB = 400  # of all processes

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from benchmarks.command import run
 from benchmarks.feeder import feed_batch, feed_fragments, rollout_of
 from benchmarks.pairs import Record, Run, Sizes, in_turns, record, steps_per_s
-from rollflow.sinks import TrainerStream
+from rollflow import TrainerStream
 from rollflow.stream.fragments.fragment import Fragment
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "32 MiB": 32 << 20}

@@ -15,7 +15,7 @@ from benchmarks.envs import PLAIN_CARTPOLE, PixelEnv
 from benchmarks.loop import FRAGMENT_LENGTH, loops_side_by_side
 from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, in_turns, record
 from benchmarks.policies import Mlp, NatureCnn
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 CASES = (
     ("pixels", PixelEnv, NatureCnn, 32),

@@ -58,7 +58,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from rollflow.policy import Policy  # with torch, which the other commands do without
+    from rollflow import Policy  # with torch, which the other commands do without
 
     policy = Policy.load(args.path, allow=args.allow, device=args.device)
     print(f"{policy!r} does what it did when it was saved")
@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from rollflow.policy import Policy
+    from rollflow import Policy
 
     Policy.load(args.path, allow=args.allow, explore=False).export_onnx(args.onnx)
     print(f"{args.onnx} has {args.onnx.stat().st_size} bytes, and takes the likeliest actions that {args.path} does")
@@ -123,7 +123,7 @@ def _add_adapt(actions: Any) -> None:
 
 
 def _adapt(args: argparse.Namespace) -> int:
-    from rollflow.policy import Policy
+    from rollflow import Policy
 
     fields = dict(map(_field_of, args.field))
     spaces = _spaces_in(args.spaces) if args.env is None else _spaces_of(args.env)

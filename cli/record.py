@@ -13,11 +13,10 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow import DatasetSink, Policy
 from rollflow.cli import arguments
 from rollflow.nodes.env.filmed_env import FilmedEnv, import_av
 from rollflow.nodes.rollout.rollout import Rollout, rollout_of
-from rollflow.policy import Policy
-from rollflow.sinks import DatasetSink
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment
 

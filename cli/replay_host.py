@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rollflow import Replay
 from rollflow.cli import arguments
-from rollflow.sinks import Prioritized, Replay, ReplayHost, SamplesPerInsert
+from rollflow.sinks import Prioritized, ReplayHost, SamplesPerInsert
 
 _OPTIONS = ("capacity", "batch_size", "ratio", "min_size", "error_buffer", "prioritized", "seed")  # of the replay
 

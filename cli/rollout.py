@@ -5,12 +5,11 @@ import sys
 from contextlib import nullcontext
 from typing import Any, get_args
 
+from rollflow import MultiAgentRollout, Rollout, feed
 from rollflow.cli import arguments
-from rollflow.nodes import MultiAgentRollout, Rollout
 from rollflow.nodes.env.multi_agent.lane_envs import first_made
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.rollout.options import Where
-from rollflow.sinks import feed
 from rollflow.stream.graph.report import Report
 
 

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow import GeneralAdvantageEstimation, RLModule, Rollout
 from rollflow.nodes.connectors.alpha import (
     ConnectorContext,
     ConnectorPolicy,

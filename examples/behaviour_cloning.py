@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollflow.nodes import RLModule, Rollout
-from rollflow.policy import Policy
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource, Policy, RLModule, Rollout
 
 NUM_ENVS, FRAGMENT_LENGTH, FRAGMENTS = 16, 100, 10
 PASSES, BATCH, LEARNING_RATE, EPISODES = 20, 256, 3e-3, 50

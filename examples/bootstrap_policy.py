@@ -10,7 +10,8 @@ import adapt_policy as old
 import numpy as np
 import torch
 
-from rollflow.nodes import DefaultModelConfig, DefaultModule
+from rollflow import DefaultModelConfig, Policy
+from rollflow.nodes import DefaultModule
 from rollflow.nodes.connectors.alpha import (
     ConnectorContext,
     ConnectorPolicy,
@@ -18,7 +19,6 @@ from rollflow.nodes.connectors.alpha import (
     default_agent_connectors,
     local_policy_inference,
 )
-from rollflow.policy import Policy
 from rollflow.policy.serving import HttpServer, Shelf
 
 LESSONS, UPDATES, STEPS, ROWS, CLIENTS, LEARNING_RATE = 20, 300, 48, 32, 4, 3e-3

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout, minibatches
+from rollflow import GeneralAdvantageEstimation, RLModule, Rollout, minibatches
 
 NUM_ENVS, FRAGMENT_LENGTH = 64, 64
 EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 512, 2e-3, 0.2, 0.01

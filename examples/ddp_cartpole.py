@@ -14,8 +14,7 @@ import torch.distributed as dist
 from cartpole import EPOCHS, LEARNING_RATE, Policy, loss_of
 from torch import nn
 
-from rollflow.nodes import GeneralAdvantageEstimation, minibatches
-from rollflow.sinks import TrainerStream
+from rollflow import GeneralAdvantageEstimation, TrainerStream, minibatches
 
 RANKS, UPDATES, PARTS = 2, 60, 4
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollflow.nodes import EpsilonGreedy, Linear, RLModule, Rollout
-from rollflow.sinks import Replay, SampledNStepReturns, SamplesPerInsert
+from rollflow import EpsilonGreedy, Replay, RLModule, Rollout
+from rollflow.nodes import Linear
+from rollflow.sinks import SampledNStepReturns, SamplesPerInsert
 
 NUM_ENVS, FRAGMENT_LENGTH, CAPACITY, MIN_SIZE = 8, 8, 100_000, 2_000
 BATCH, SAMPLES_PER_INSERT, N_STEP, GAMMA = 128, 32.0, 3, 0.99

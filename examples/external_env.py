@@ -13,7 +13,8 @@ import gymnasium as gym
 import torch
 from cartpole import LEARNING_RATE, MAX_UPDATES, Policy, update
 
-from rollflow.nodes import ExternalEnv, GeneralAdvantageEstimation, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import GeneralAdvantageEstimation, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import ExternalEnv
 from rollflow.stream import EnvError
 
 INFERENCE = "server"

@@ -6,9 +6,9 @@ The logger's edge drops its oldest fragment when it is full, so that it never ho
 import anyio
 import torch
 
-from rollflow.nodes import RLModule, Rollout
+from rollflow import Fragment, Graph, RLModule, Rollout
 from rollflow.sinks import LearnerPipeline
-from rollflow.stream import Fragment, Graph, Inlet
+from rollflow.stream import Inlet
 
 NUM_ENVS, FRAGMENT_LENGTH, NUM_FRAGMENTS = 64, 64, 60
 SECONDS_PER_FRAGMENT = 0.1  # what the logger takes

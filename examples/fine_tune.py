@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from dqn_cartpole import QNetwork, update
 
-from rollflow.nodes import EpsilonGreedy, Linear, RLModule, Rollout
-from rollflow.sinks import DatasetSink, DatasetSource, Replay, SampledNStepReturns, SamplesPerInsert, Storage
+from rollflow import DatasetSink, DatasetSource, EpsilonGreedy, Replay, RLModule, Rollout
+from rollflow.nodes import Linear
+from rollflow.sinks import SampledNStepReturns, SamplesPerInsert, Storage
 
 NUM_ENVS, FRAGMENT_LENGTH, CAPACITY, MIN_SIZE = 8, 8, 50_000, 500
 HALF, SAMPLES_PER_INSERT, N_STEP, GAMMA = 64, 32.0, 3, 0.99

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow import ConnectorV2, GeneralAdvantageEstimation, RLModule, Rollout
 
 NUM_ENVS, FRAGMENT_LENGTH, UPDATES, LEARNING_RATE, ROUNDS = 16, 32, 60, 1e-2, 16
 

@@ -6,15 +6,8 @@ from typing import Any
 import gymnasium as gym
 import torch
 
-from rollflow.nodes import (
-    DefaultModelConfig,
-    GeneralAdvantageEstimation,
-    MeanStdFilter,
-    ObservationPreprocessor,
-    RLModule,
-    Rollout,
-    minibatches,
-)
+from rollflow import DefaultModelConfig, GeneralAdvantageEstimation, MeanStdFilter, RLModule, Rollout, minibatches
+from rollflow.nodes import ObservationPreprocessor
 
 NUM_ENVS, FRAGMENT_LENGTH = 32, 128
 EPOCHS, MINIBATCH_ROWS, LEARNING_RATE, CLIP, ENTROPY, VALUE = 10, 64, 3e-3, 0.2, 0.01, 0.01

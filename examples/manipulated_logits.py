@@ -7,7 +7,8 @@ import torch
 from gymnasium.envs.toy_text import TaxiEnv
 from gymnasium.wrappers import TimeLimit
 
-from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, OneHotObservations, RLModule, Rollout, mask_logits
+from rollflow import ConnectorV2, GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow.nodes import OneHotObservations, mask_logits
 
 NUM_ENVS, FRAGMENT_LENGTH, UPDATES, LEARNING_RATE, ENTROPY = 32, 64, 300, 3e-3, 0.05
 

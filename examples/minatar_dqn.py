@@ -13,8 +13,9 @@ import torch
 from minatar.gym import register_envs
 from torch import Tensor, nn
 
-from rollflow.nodes import EpsilonGreedy, Linear, RLModule, Rollout
-from rollflow.sinks import Prioritized, Replay, SampledNStepReturns, SamplesPerInsert
+from rollflow import EpsilonGreedy, Replay, RLModule, Rollout
+from rollflow.nodes import Linear
+from rollflow.sinks import Prioritized, SampledNStepReturns, SamplesPerInsert
 
 GAME, NUM_ENVS, FRAGMENT_LENGTH, CAPACITY, MIN_SIZE = "MinAtar/Breakout-v1", 16, 8, 100_000, 2_000
 BATCH, SAMPLES_PER_INSERT, N_STEP, GAMMA = 64, 8.0, 3, 0.99

@@ -6,7 +6,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes import GeneralAdvantageEstimation, ObservationPreprocessor, RLModule, Rollout
+from rollflow import GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow.nodes import ObservationPreprocessor
 
 LAKE = ["SFF", "FHF", "FFG"]
 NUM_ENVS, FRAGMENT_LENGTH, UPDATES, LEARNING_RATE, ENTROPY = 16, 32, 60, 1e-2, 0.01

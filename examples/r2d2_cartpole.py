@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollflow.nodes import EpsilonGreedy, Linear, RLModule, Rollout
-from rollflow.sinks import Prioritized, Replay, SamplesPerInsert, Sequences
+from rollflow import EpsilonGreedy, Replay, RLModule, Rollout
+from rollflow.nodes import Linear
+from rollflow.sinks import Prioritized, SamplesPerInsert, Sequences
 
 NUM_ENVS, FRAGMENT_LENGTH, CAPACITY, MIN_SIZE = 16, 16, 100_000, 2_000
 SEQUENCES, LENGTH, BURN_IN, SAMPLES_PER_INSERT, LAMBDA = 32, 10, 5, 32.0, 0.9

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rollflow.nodes import RemoteEnvs, Rollout
+from rollflow import RemoteEnvs, Rollout
 from rollflow.stream.wire import Limits
 
 FRAGMENTS = 60

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from cartpole import LEARNING_RATE, MAX_UPDATES, TARGET_RETURN, Policy, update
 
-from rollflow.nodes import GeneralAdvantageEstimation, RemoteRollouts, Rollout
+from rollflow import GeneralAdvantageEstimation, RemoteRollouts, Rollout
 
 
 def host(name: str, address: str, key: Path) -> "subprocess.Popen[bytes]":

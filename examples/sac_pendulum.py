@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rollflow.nodes import RLModule, Rollout
-from rollflow.sinks import Replay, SamplesPerInsert
+from rollflow import Replay, RLModule, Rollout
+from rollflow.sinks import SamplesPerInsert
 
 NUM_ENVS, FRAGMENT_LENGTH, CAPACITY, MIN_SIZE = 8, 4, 50_000, 1_000
 BATCH, SAMPLES_PER_INSERT, GAMMA, HIDDEN = 128, 64.0, 0.97, 64

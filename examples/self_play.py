@@ -6,7 +6,8 @@ import torch
 from pettingzoo.classic.tictactoe import tictactoe
 from torch import nn
 
-from rollflow.nodes import GeneralAdvantageEstimation, MultiAgentRollout, RandomModule, RLModule, mask_logits
+from rollflow import GeneralAdvantageEstimation, MultiAgentRollout, RLModule
+from rollflow.nodes import RandomModule, mask_logits
 
 SIDES, SIZE = ("player_1", "player_2"), {"num_envs": 128, "fragment_length": 32}
 UPDATES, UPDATES_PER_OPPONENT = 120, 20

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from mpe2 import simple_spread_v3
 
-from rollflow.nodes import GeneralAdvantageEstimation, MultiAgentRollout, RandomModule, RLModule, minibatches
+from rollflow import GeneralAdvantageEstimation, MultiAgentRollout, RLModule, minibatches
+from rollflow.nodes import RandomModule
 
 NUM_ENVS, EPISODE_LENGTH, UPDATES = 128, 25, 100
 EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 800, 2e-3, 0.2, 0.01

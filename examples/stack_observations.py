@@ -6,14 +6,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes import (
-    ConnectorV2,
-    FrameStacking,
-    GeneralAdvantageEstimation,
-    RLModule,
-    Rollout,
-    minibatches,
-)
+from rollflow import ConnectorV2, FrameStacking, GeneralAdvantageEstimation, RLModule, Rollout, minibatches
 
 NUM_FRAMES, NUM_ENVS, FRAGMENT_LENGTH = 10, 32, 128
 EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 512, 2e-3, 0.2, 0.01

@@ -9,8 +9,8 @@ import time
 import torch
 from cartpole import FRAGMENT_LENGTH, LEARNING_RATE, MAX_UPDATES, NUM_ENVS, TARGET_RETURN, Policy, update
 
-from rollflow.nodes import GeneralAdvantageEstimation, Rollout
-from rollflow.sinks import TrainerProcess, TrainerStream, feed
+from rollflow import GeneralAdvantageEstimation, Rollout, TrainerStream, feed
+from rollflow.sinks import TrainerProcess
 
 MAX_LAG = 1
 

@@ -15,8 +15,7 @@ import pytest
 from node_example import folder as folder, node as node
 from remote_hosts import BrokenWire, listening
 
-from rollflow.nodes import RemoteEnvs, Rollout
-from rollflow.stream import Fragment
+from rollflow import Fragment, RemoteEnvs, Rollout
 
 CARTPOLE: Any = gym.make("CartPole-v1").unwrapped
 SECRET = "correct horse battery staple"

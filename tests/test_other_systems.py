@@ -16,9 +16,10 @@ for package in ("stream", "nodes", "sinks", "policy", "cli"):
 """
 
 _RUNS = """
-from rollflow.nodes import Rollout
-from rollflow.sinks import LearnerPipeline, Replay
-from rollflow.stream import Graph
+from rollflow import Rollout
+from rollflow import Replay
+from rollflow.sinks import LearnerPipeline
+from rollflow import Graph
 
 given = {"num_envs": 4, "fragment_length": 8, "num_fragments": 2, "seed": 0}
 for place in {"where": "inline"}, {"where": "threads", "lanes": 2}, {"prefetch": 1}:
@@ -45,7 +46,7 @@ anyio.run(main)
 """
 
 _REFUSALS = """
-from rollflow.nodes import RemoteEnvs, Rollout
+from rollflow import RemoteEnvs, Rollout
 from rollflow.stream import EnvError
 
 places = [{"env": "CartPole-v1", "where": where} for where in ("processes", "rollouts")] if {lacks_sockets} else []

@@ -14,8 +14,7 @@ from node_example import POLICY_CLIENT, ROOT, node as node
 from remote_hosts import BrokenWire
 from served_policies import Echo, Sums, policy_of
 
-from rollflow.nodes import RLModule
-from rollflow.policy import Policy
+from rollflow import Policy, RLModule
 from rollflow.policy.serving import HttpServer, Shelf
 from rollflow.stream.wire import parse_address
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from cartpole import LEARNING_RATE, MAX_UPDATES, TARGET_RETURN, Policy, update
 
-from rollflow.nodes import GeneralAdvantageEstimation, RemoteRollouts, Rollout
+from rollflow import GeneralAdvantageEstimation, RemoteRollouts, Rollout
 
 SAVE_EVERY = 25  # updates
 

@@ -44,7 +44,7 @@ from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import equal_trees, map_tree
 
 _ADVICE = """```python
-from rollflow.policy import Policy
+from rollflow import Policy
 
 policy = Policy.load("PATH")
 action = policy.act(observation)

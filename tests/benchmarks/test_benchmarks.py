@@ -33,7 +33,7 @@ from benchmarks import (
 from benchmarks.envs import plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.policies import Mlp
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 TINY = pairs.Sizes(1, 0.01)
 KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "runs"}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from rollflow import Policy
 from rollflow.cli.main import main
 from rollflow.nodes import DefaultModule
 from rollflow.nodes.policies.space_text import described
-from rollflow.policy import Policy
 
 SPACES: dict[str, Any] = {
     "observation_space": spaces.Box(-1.0, 1.0, (2,), np.float32),

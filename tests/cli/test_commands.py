@@ -20,18 +20,10 @@ from numbered_env import NumberedEnv
 from pettingzoo.classic.tictactoe import tictactoe
 from remote_hosts import listening, serving
 
+from rollflow import DatasetSink, MultiAgentRollout, RemoteRollouts, Rollout
 from rollflow.cli.main import main
-from rollflow.nodes import (
-    DefaultModule,
-    EnvHost,
-    FlattenObservations,
-    MultiAgentRollout,
-    RandomModule,
-    RemoteRollouts,
-    Rollout,
-)
+from rollflow.nodes import DefaultModule, EnvHost, FlattenObservations, RandomModule
 from rollflow.nodes.env.remote.host_lane import HostLane
-from rollflow.sinks import DatasetSink
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.wire import Limits, Welcome
 

@@ -16,9 +16,8 @@ from numbered_agents import numbered_agents
 from replayed import Played
 from serial_module import SerialModule
 
+from rollflow import DatasetSink, DatasetSource, MultiAgentRollout, Rollout
 from rollflow.cli.main import main
-from rollflow.nodes import MultiAgentRollout, Rollout
-from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.episode_block import histogram
 
 

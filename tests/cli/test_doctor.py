@@ -15,8 +15,8 @@ from numbered_module import NumberedModule
 from remote_hosts import listening
 from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
 
+from rollflow import Rollout
 from rollflow.cli.main import main
-from rollflow.nodes import Rollout
 
 Shown = pytest.CaptureFixture[str]
 WATCHED: Any = {**OPTIONS, "stall_after": 60.0}
@@ -106,7 +106,7 @@ with EnvHost([partial(Held, 0, {folder!r}, steps=[0])], name="sim") as host:
 """
 _TRAINER = """
 import sys; sys.path[:] = {path!r}
-from rollflow.sinks import TrainerStream
+from rollflow import TrainerStream
 with TrainerStream("tcp://127.0.0.1:0"):
     print("here", flush=True)
     input()

@@ -21,7 +21,7 @@ TRAINER = """
 import sys, threading
 sys.path[:] = {path!r}
 import torch
-from rollflow.sinks import TrainerStream
+from rollflow import TrainerStream
 with TrainerStream(sys.argv[1], secret="of the trainer", join_timeout=None) as stream:
     threading.Thread(target=lambda: next(iter(stream), None), daemon=True).start()
     print(stream.address, flush=True)

@@ -8,8 +8,9 @@ import pytest
 from drawn_policies import logged_rollout
 from extras import needs
 
+from rollflow import Policy
 from rollflow.cli.main import main
-from rollflow.policy import OnnxPolicy, Policy
+from rollflow.policy import OnnxPolicy
 
 
 def save(path: Path, pieces: str = "filter", seed: int = 1, space: str = "box") -> Policy:

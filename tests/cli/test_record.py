@@ -16,12 +16,10 @@ from extras import needs
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from numbered_module import NumberedEnv, NumberedModule
 
+from rollflow import DatasetSink, DatasetSource, DefaultModelConfig, FrameStacking, MeanStdFilter, Policy, Rollout
 from rollflow.cli.main import main
 from rollflow.cli.record import record_episodes
-from rollflow.nodes import DefaultModelConfig, FrameStacking, MeanStdFilter, Rollout
 from rollflow.nodes.env.filmed_env import FilmedEnv
-from rollflow.policy import Policy
-from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import equal_trees
 

@@ -9,8 +9,9 @@ from command_errors import assert_one_line
 from feeding_rollouts import feeding
 from killable_trainer import forked
 
+from rollflow import Replay
 from rollflow.cli.main import main
-from rollflow.sinks import Newest, Prioritized, Replay, ReplayClient, SamplesPerInsert
+from rollflow.sinks import Newest, Prioritized, ReplayClient, SamplesPerInsert
 
 
 def _command(arguments: list[str]) -> None:

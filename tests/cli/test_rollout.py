@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from command_errors import assert_one_line
 
+from rollflow import TrainerStream
 from rollflow.cli.main import main
-from rollflow.sinks import TrainerStream
 from rollflow.stream.data.errors import RunError
 
 

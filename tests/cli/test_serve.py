@@ -10,8 +10,8 @@ from command_errors import assert_one_line
 from served_policies import Echo, Sums, policy_of
 from serving_process import serving
 
+from rollflow import PolicyClient
 from rollflow.cli.main import main
-from rollflow.policy import PolicyClient
 
 
 @pytest.mark.slow

@@ -22,11 +22,10 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_rollouts import await_that
 from rich.console import Console
 
+from rollflow import Fragment, Graph, Rollout
 from rollflow.cli import view
 from rollflow.cli.main import main
 from rollflow.cli.run_picture import figures_line, picture
-from rollflow.nodes import Rollout
-from rollflow.stream import Fragment, Graph
 from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.snapshot import last_errors, with_rates
 

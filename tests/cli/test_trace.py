@@ -14,13 +14,13 @@ import pytest
 from command_errors import assert_one_line
 from traces import assert_nested, events_of, flows, tracks
 
+from rollflow import Rollout
 from rollflow.cli.main import main
-from rollflow.nodes import Rollout
 from rollflow.stream.observe import run_socket
 
 RUN = """
 import time
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 with Rollout("CartPole-v1", num_envs=4, lanes=2, fragment_length=16, seed=0, where="threads") as rollout:
     for number, batch in enumerate(rollout.batches()):
         if number == 0:

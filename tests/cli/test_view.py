@@ -22,9 +22,9 @@ import pytest
 from command_errors import assert_one_line
 from numbered_module import NumberedEnv, NumberedModule
 
+from rollflow import Rollout
 from rollflow.cli import view
 from rollflow.cli.main import main
-from rollflow.nodes import Rollout
 from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.snapshot import with_rates
 

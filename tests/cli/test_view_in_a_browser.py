@@ -18,8 +18,8 @@ from held_envs import Held, await_that, let_go
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import OPTIONS, being_read, line_of
 
-from rollflow.nodes import Rollout
-from rollflow.stream import Graph, Outlet
+from rollflow import Graph, Rollout
+from rollflow.stream import Outlet
 from rollflow.stream.observe import run_socket
 
 webdriver = needs("selenium.webdriver")

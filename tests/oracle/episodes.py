@@ -12,7 +12,7 @@ from gymnasium import spaces
 from hypothesis import strategies as st
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode as RayEpisode
 
-from rollflow.stream import SingleAgentEpisode
+from rollflow import SingleAgentEpisode
 
 BOX = spaces.Box(-100.0, 100.0, (2,), np.float32)
 

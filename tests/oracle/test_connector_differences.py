@@ -15,9 +15,9 @@ from ray.rllib.connectors.common.frame_stacking import FrameStacking as RayFrame
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2 as RayPipeline
 from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
 
-from rollflow import nodes
-from rollflow.nodes import ConnectorPipelineV2, ConnectorV2
-from rollflow.stream import ConnectorError, SingleAgentEpisode
+from rollflow import ConnectorV2, SingleAgentEpisode, nodes
+from rollflow.nodes import ConnectorPipelineV2
+from rollflow.stream import ConnectorError
 
 
 def one_setup(numpy: bool = False, *, stateful: bool = False, **given_: Any) -> Setup:

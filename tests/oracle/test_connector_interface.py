@@ -13,7 +13,8 @@ from property_examples import examples
 from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2 as RayPipeline
 from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
 
-from rollflow.nodes import ConnectorPipelineV2, ConnectorV2
+from rollflow import ConnectorV2
+from rollflow.nodes import ConnectorPipelineV2
 from rollflow.stream.data.tree import stack_trees
 
 

@@ -14,7 +14,8 @@ from plays import has_heir, has_repeat, observed_plays, plays
 from property_examples import examples
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
 
-from rollflow.stream import EpisodeError, MultiAgentEpisode
+from rollflow import MultiAgentEpisode
+from rollflow.stream import EpisodeError
 
 FILTERED = [HealthCheck.filter_too_much]
 IDS = {agent_id: f"e-{agent_id}" for agent_id in AGENTS}

@@ -17,9 +17,8 @@ from ray.rllib.connectors.env_to_module.observation_preprocessor import (
 )
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
 
-from rollflow import nodes
-from rollflow.nodes import ConnectorV2
-from rollflow.stream import ConnectorError, MultiAgentEpisode
+from rollflow import ConnectorV2, MultiAgentEpisode, nodes
+from rollflow.stream import ConnectorError
 
 BOTH = MultiAgentEpisode, RayEpisode
 

@@ -31,9 +31,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
 
-from rollflow import nodes
-from rollflow.nodes import ConnectorV2
-from rollflow.stream import MultiAgentEpisode
+from rollflow import ConnectorV2, MultiAgentEpisode, nodes
 
 FILTERED = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 several_plays = st.lists(

@@ -29,7 +29,8 @@ from remote_rollouts import check_counts, check_laws, taken_until
 from small_program import NAME, install
 from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
 
-from rollflow.nodes import MultiAgentRollout, OnRay, Rollout
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import OnRay
 from rollflow.nodes.launch.ray_host import RayHost
 from rollflow.nodes.launch.ray_launcher import RayLauncher
 from rollflow.stream import EnvError
@@ -276,7 +277,7 @@ import ray
 from numbered_module import NumberedModule
 from test_on_ray import actors_of, on_ray
 from started_hosts import pids_of, telling_env
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 ray.init(address=sys.argv[1], log_to_driver=False)
 with Rollout(telling_env, where=on_ray(sys.argv[2], num_hosts=2), module=NumberedModule, fragment_length=8) as rollout:

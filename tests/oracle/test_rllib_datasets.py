@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollflow.sinks import DatasetSource
+from rollflow import DatasetSource
 
 # Its buffer of episodes is written whole each time, so that the later files have the earlier chunks again.
 PROGRAM = """

@@ -16,10 +16,10 @@ from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from property_examples import examples
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout, Rollout
-from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink, TrainerStream, feed
+from rollflow import ConnectorV2, Fragment, Graph, MultiAgentRollout, Rollout, TrainerStream, feed
+from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink
 from rollflow.sinks.trainer.messages import batches_in, num_steps
-from rollflow.stream import Fragment, Graph, Inlet, MultiAgentFragment, Outlet, RunError
+from rollflow.stream import Inlet, MultiAgentFragment, Outlet, RunError
 from rollflow.stream.graph.run import Run
 from rollflow.stream.wire import Limits
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow.nodes import Rollout
-from rollflow.stream import Graph
+from rollflow import Graph, Rollout
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from numbered_agents import NESTED, NUMBERS, AgentsTold, NumberedAgents
 
-from rollflow.stream import MultiAgentEpisode
+from rollflow import MultiAgentEpisode
 
 At = tuple[int, ...]  # (slot, agent, episode, env step, agent step)
 

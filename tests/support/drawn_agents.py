@@ -11,8 +11,7 @@ from lost_agents import in_time
 from numbered_agents import NumberedAgents, numbered_agents
 from serial_module import SerialModule
 
-from rollflow.nodes import MultiAgentRollout
-from rollflow.stream import Graph
+from rollflow import Graph, MultiAgentRollout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 

@@ -8,8 +8,7 @@ import torch
 from drawn_turns import AGENTS, Told
 from gymnasium import spaces
 
-from rollflow.nodes import RLModule
-from rollflow.stream import MultiAgentEpisode, SingleAgentEpisode
+from rollflow import MultiAgentEpisode, RLModule, SingleAgentEpisode
 
 MODULES = {"a": "m", "b": "n", "c": "m"}
 OBSERVED = spaces.Box(-np.inf, np.inf, (2,), np.float32)

@@ -6,16 +6,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollflow.nodes import (
-    ConnectorV2,
-    FlattenObservations,
-    FrameStacking,
-    LambdaConnector,
-    MeanStdFilter,
-    OneHotObservations,
-    PrevActionsPrevRewards,
-    Rollout,
-)
+from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Rollout
+from rollflow.nodes import FlattenObservations, LambdaConnector, OneHotObservations, PrevActionsPrevRewards
 from rollflow.stream.data.tree import stack_trees
 
 BOX = spaces.Box(-2.0, 2.0, (3,), np.float32)

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
-from rollflow.stream import Fragment
+from rollflow import Fragment, Rollout
 
 
 class Setting(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rollflow.stream import MultiAgentEpisode
+from rollflow import MultiAgentEpisode
 
 AGENTS = ["a", "b", "c"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numbered_env import NumberedEnv
 
-from rollflow.stream import Fragment
+from rollflow import Fragment
 
 
 class Doomed(NumberedEnv):

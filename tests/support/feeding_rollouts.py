@@ -14,9 +14,8 @@ from held_envs import await_that
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import MultiAgentRollout, Rollout
-from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink, TrainerStream, feed
-from rollflow.stream import Fragment, Graph
+from rollflow import Fragment, Graph, MultiAgentRollout, Rollout, TrainerStream, feed
+from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
 from rollflow.stream.wire import Limits

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rollflow.stream import Fragment
+from rollflow import Fragment
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.testing import check
 

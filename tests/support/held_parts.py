@@ -7,7 +7,7 @@ from held_envs import await_file
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
 
-from rollflow.nodes import ConnectorV2
+from rollflow import ConnectorV2
 
 
 class HeldCall:

@@ -16,8 +16,7 @@ from feeding_rollouts import FeedProcess, graph_of, weights, weights_of_agents
 from remote_rollouts import await_that
 from serial_module import at_of
 
-from rollflow.sinks import TrainerStream
-from rollflow.stream import Columns, Fragment
+from rollflow import Columns, Fragment, TrainerStream
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.wire import Limits
 

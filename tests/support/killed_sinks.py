@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollflow.sinks import DatasetSink
+from rollflow import DatasetSink
 
 
 def write_and_be_killed(fragments: Sequence[Any], path: Path, max_file_bytes: int, calls: int) -> None:

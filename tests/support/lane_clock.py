@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from rollflow.nodes import MultiAgentRollout, Rollout
+from rollflow import MultiAgentRollout, Rollout
 
 
 class LaneClock:

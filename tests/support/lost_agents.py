@@ -12,7 +12,7 @@ from ending_agent_envs import logs_of
 from numbered_agents import AgentsTold
 from serial_module import at_of
 
-from rollflow.nodes import MultiAgentRollout
+from rollflow import MultiAgentRollout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 

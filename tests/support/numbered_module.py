@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from numbered_env import NUM_ACTIONS, NumberedEnv, numbered_envs
 
-from rollflow.nodes import RLModule
+from rollflow import RLModule
 
 __all__ = ["NUM_ACTIONS", "NumberedEnv", "NumberedModule", "logits_of", "numbered_envs"]
 

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow.nodes import ConnectorV2, DefaultModule, RLModule
+from rollflow import ConnectorV2, RLModule
+from rollflow.nodes import DefaultModule
 
 
 class Doubled(ConnectorV2):

@@ -9,7 +9,8 @@ from paced_trainer import Rounds
 from remote_hosts import HostProcess, hosting, listening
 from remote_rollouts import HASTY, makers, rollout_over, rollouts_on, told
 
-from rollflow.nodes import RemoteEnvs, RemoteRollouts, RolloutHost
+from rollflow import RemoteEnvs, RemoteRollouts
+from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.remote.host import Host
 from rollflow.stream.wire import Limits
 

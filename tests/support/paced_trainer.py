@@ -8,8 +8,7 @@ import numpy as np
 from feeding_rollouts import SHORT, weights
 from serial_module import at_of
 
-from rollflow.sinks import TrainerStream
-from rollflow.stream import Columns
+from rollflow import Columns, TrainerStream
 
 
 class Rounds:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rollflow.nodes import ConnectorV2
+from rollflow import ConnectorV2
 from rollflow.stream.data.tree import map_tree
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]

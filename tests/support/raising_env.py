@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollflow.nodes import ConnectorV2
+from rollflow import ConnectorV2
 
 
 class Breaks(ConnectorV2):

@@ -9,7 +9,7 @@ from ending_agent_envs import DoomedAgents
 from lost_agents import agent_chunks, numbers
 from serial_module import SerialModule, at_of
 
-from rollflow.nodes import MultiAgentRollout, RemoteEnvs
+from rollflow import MultiAgentRollout, RemoteEnvs
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.wire import Limits
 

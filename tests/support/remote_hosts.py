@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from numbered_env import NumberedEnv
 
-from rollflow.nodes import EnvHost, RemoteEnvs, RolloutHost
+from rollflow import RemoteEnvs
+from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostWait

@@ -16,9 +16,9 @@ from lane_clock import LaneClock
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import RawHost, hosting, listening
 
-from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
-from rollflow.stream import Fragment
 from rollflow.stream.wire import ConnectionBroken, Fragment as Answer, Limits, Reset, Turn, Welcome
 
 HASTY = Limits(heartbeat_s=0.3, grace_s=0.5, handshake_s=2.0)

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 Step = tuple[int, int, int]  # slot, episode, step
 

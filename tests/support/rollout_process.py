@@ -5,7 +5,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rollflow.nodes import ConnectorV2, MeanStdFilter, Rollout
+from rollflow import ConnectorV2, MeanStdFilter, Rollout
 
 
 class Noting(ConnectorV2):

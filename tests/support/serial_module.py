@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from numbered_agents import NUM_ACTIONS
 
-from rollflow.nodes import RLModule
+from rollflow import RLModule
 
 
 class Pass(NamedTuple):

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rollflow.nodes import RLModule
-from rollflow.policy import Policy
+from rollflow import Policy, RLModule
 from rollflow.policy.serving.request import Acted, ActRequest, Outcome
 
 OBSERVATIONS = spaces.Box(-1e6, 1e6, (2,), np.float32)

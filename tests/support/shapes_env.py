@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes import RLModule
+from rollflow import RLModule
 
 
 class Shapes(gym.Env[Any, Any]):

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rollflow.nodes import MultiAgentEnv, RLModule
+from rollflow import RLModule
+from rollflow.nodes import MultiAgentEnv
 
 SPACE = spaces.Dict({"near": spaces.Box(-1, 1, (3,), np.float32), "door": spaces.Discrete(2)})
 

@@ -11,8 +11,9 @@ import anyio.to_thread
 from doctor_clock import Looking
 from held_envs import LONGEST_S, await_that
 
+from rollflow import Graph
 from rollflow.nodes.env.stepping import nothing
-from rollflow.stream import Graph, Run
+from rollflow.stream.graph.run import Run
 
 
 async def run_until_over(graph: Graph, runs: list[Run], is_over: threading.Event) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ending_agent_envs import DoomedAgents
 from ending_envs import Doomed, Tells, rewards_by_slot
 
-from rollflow.stream import Fragment
+from rollflow import Fragment
 
 LOG_VARIABLE = "NUMBERED_LOG"  # the folder that environments write to
 _MOST = 64  # environments in a process

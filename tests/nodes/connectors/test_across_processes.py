@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from rollout_process import roll
 
-from rollflow.nodes import MeanStdFilter, MetricsLogger
+from rollflow import MeanStdFilter
+from rollflow.nodes import MetricsLogger
 
 
 @pytest.mark.slow

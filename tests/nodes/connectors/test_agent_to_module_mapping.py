@@ -7,18 +7,13 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from rollflow.nodes import (
-    AddObservationsFromEpisodesToBatch,
-    AgentToModuleMapping,
-    BatchIndividualItems,
-    ConnectorV2,
-    EnvToModulePipeline,
-    ModuleToAgentUnmapping,
-    ModuleToEnvPipeline,
-    NumpyToTensor,
-    UnBatchToIndividualItems,
-)
-from rollflow.stream import ConnectorError, SingleAgentEpisode
+from rollflow import ConnectorV2, SingleAgentEpisode
+from rollflow.nodes import AgentToModuleMapping, EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.module_to_env.individual_items import ModuleToAgentUnmapping, UnBatchToIndividualItems
+from rollflow.stream import ConnectorError
 
 
 class Torch:

@@ -10,23 +10,26 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from numbered_agents import NumberedAgents
 
+from rollflow import (
+    ConnectorV2,
+    FrameStacking,
+    GeneralAdvantageEstimation,
+    MeanStdFilter,
+    MultiAgentRollout,
+    Rollout,
+    SingleAgentEpisode,
+)
 from rollflow.nodes import (
     ConnectorPipelineV2,
-    ConnectorV2,
     DefaultModule,
     EnvToModulePipeline,
     FlattenObservations,
-    FrameStacking,
-    GeneralAdvantageEstimation,
-    GetActions,
     LambdaConnector,
     LearnerConnectorPipeline,
-    MeanStdFilter,
     ModuleToEnvPipeline,
-    MultiAgentRollout,
-    Rollout,
 )
-from rollflow.stream import ColumnError, ConnectorError, SingleAgentEpisode
+from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
+from rollflow.stream import ColumnError, ConnectorError
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from rollflow.nodes import ConnectorPipelineV2, ConnectorV2
-from rollflow.stream import ConnectorError, SingleAgentEpisode, one_hot
+from rollflow import ConnectorV2, SingleAgentEpisode
+from rollflow.nodes import ConnectorPipelineV2
+from rollflow.stream import ConnectorError
+from rollflow.stream.data.space import one_hot
 from rollflow.stream.testing import check
 
 

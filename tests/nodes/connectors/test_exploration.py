@@ -10,21 +10,17 @@ import torch
 from gymnasium import spaces
 from numbered_module import NumberedModule, logits_of, numbered_envs
 
+from rollflow import Columns, ConnectorV2, EpsilonGreedy, MultiAgentRollout, RLModule, Rollout, SingleAgentEpisode
 from rollflow.nodes import (
     ConnectorPipelineV2,
-    ConnectorV2,
-    EpsilonGreedy,
     GaussianNoise,
     Linear,
     MultiAgentEnv,
-    MultiAgentRollout,
     NormalizeAndClipActions,
     OrnsteinUhlenbeckNoise,
-    RLModule,
-    Rollout,
     Temperature,
 )
-from rollflow.stream import Columns, ConnectorError, SingleAgentEpisode
+from rollflow.stream import ConnectorError
 
 
 def chosen(

@@ -13,8 +13,9 @@ from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, logits_of
 from property_examples import examples
 
-from rollflow.nodes import ConnectorV2, DefaultModelConfig, ModuleToEnvPipeline, Rollout
-from rollflow.stream import Columns, ModuleError
+from rollflow import Columns, ConnectorV2, DefaultModelConfig, Rollout
+from rollflow.nodes import ModuleToEnvPipeline
+from rollflow.stream import ModuleError
 from rollflow.stream.data.tree import map_tree
 
 KINDS = ["plain", "masked", "nested", "half", "brain float", "actions"]

@@ -7,16 +7,9 @@ import torch
 from numbered_module import NumberedModule, numbered_envs
 from piece_forms import OneByOne
 
-from rollflow.nodes import (
-    ClipRewards,
-    DefaultModule,
-    FrameStacking,
-    GeneralAdvantageEstimation,
-    RLModule,
-    Rollout,
-    VTrace,
-)
-from rollflow.stream import ModuleError, SingleAgentEpisode
+from rollflow import FrameStacking, GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode, VTrace
+from rollflow.nodes import ClipRewards, DefaultModule
+from rollflow.stream import ModuleError
 
 
 class Tens(RLModule):

@@ -13,26 +13,23 @@ from hypothesis import given, note, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
 
+from rollflow import ConnectorV2, Fragment, GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode, VTrace
 from rollflow.nodes import (
-    LAST_OBSERVATIONS,
-    AddColumnsFromEpisodesToTrainBatch,
-    AddInfosFromEpisodesToTrainBatch,
     AddNextObservationsFromEpisodesToTrainBatch,
-    AddObservationsFromEpisodesToBatch,
-    AddOneTsToEpisodesAndTruncate,
-    BatchIndividualItems,
     ClipRewards,
     ComputeReturnsToGo,
-    ConnectorV2,
-    GeneralAdvantageEstimation,
     LearnerConnectorPipeline,
     NStepReturns,
-    RLModule,
-    Rollout,
-    VTrace,
 )
+from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS, AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.learner.advantages import discounted_sums
-from rollflow.stream import ConnectorError, Fragment, ModuleError, SingleAgentEpisode
+from rollflow.nodes.connectors.learner.train_columns import (
+    AddColumnsFromEpisodesToTrainBatch,
+    AddInfosFromEpisodesToTrainBatch,
+    AddOneTsToEpisodesAndTruncate,
+)
+from rollflow.stream import ConnectorError, ModuleError
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 
 

@@ -11,8 +11,9 @@ import pytest
 from gymnasium import spaces
 from hypothesis import given, strategies as st
 
-from rollflow.nodes import ConnectorPipelineV2, LambdaConnector, MeanStdFilter, Rollout
-from rollflow.stream import ConnectorError, SingleAgentEpisode
+from rollflow import MeanStdFilter, Rollout, SingleAgentEpisode
+from rollflow.nodes import ConnectorPipelineV2, LambdaConnector
+from rollflow.stream import ConnectorError
 
 NESTED = spaces.Dict({"at": spaces.Box(-1e6, 1e6, (2,), np.float64), "kind": spaces.Discrete(3)})
 FLAT = spaces.Box(-np.inf, np.inf, (2,), np.float64)

@@ -10,7 +10,7 @@ import torch
 from feeding_rollouts import module_of, modules_of_agents
 from numbered_agents import NumberedAgents
 
-from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, MultiAgentRollout, Rollout, minibatches
+from rollflow import DefaultModelConfig, GeneralAdvantageEstimation, MultiAgentRollout, Rollout, minibatches
 from rollflow.stream import ColumnError
 from rollflow.stream.data.tree import leaves_of, map_tree
 

@@ -11,9 +11,9 @@ from gymnasium import spaces
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
-from rollflow import nodes
+from rollflow import MultiAgentEpisode, SingleAgentEpisode, nodes
 from rollflow.nodes import EnvToModulePipeline, LearnerConnectorPipeline, ModuleToEnvPipeline
-from rollflow.stream import ConnectorError, ModuleError, MultiAgentEpisode, SingleAgentEpisode
+from rollflow.stream import ConnectorError, ModuleError
 
 SEEN = spaces.Dict(dict.fromkeys(["even", "odd", "late"], spaces.Box(0, 999, (1,), np.float32)))
 DONE = spaces.Dict({"even": spaces.Box(-1, 1, (1,)), "odd": spaces.Discrete(999), "late": spaces.Box(-1, 1, (1,))})

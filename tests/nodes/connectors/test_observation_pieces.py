@@ -9,21 +9,19 @@ from gymnasium import spaces
 from hypothesis import given, strategies as st
 from numbered_env import numbered_envs
 
+from rollflow import ConnectorV2, FrameStacking, Rollout, SingleAgentEpisode
 from rollflow.nodes import (
     ClipActions,
-    ConnectorV2,
     EnvToModulePipeline,
     FlattenObservations,
-    FrameStacking,
     LambdaConnector,
     ObservationPreprocessor,
     OneHotObservations,
     PrevActionsPrevRewards,
-    Rollout,
     SingleAgentObservationPreprocessor,
-    WriteObservationsToEpisodes,
 )
-from rollflow.stream import ColumnError, ConnectorError, SingleAgentEpisode
+from rollflow.nodes.connectors.env_to_module.observation_pieces import WriteObservationsToEpisodes
+from rollflow.stream import ColumnError, ConnectorError
 
 SPACES = [
     spaces.Box(-1, 1, (2, 3)),

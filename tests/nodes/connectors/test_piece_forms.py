@@ -12,18 +12,10 @@ from hypothesis import given, strategies as st
 from numbered_module import NumberedEnv
 from piece_forms import MODES, OneByOne, equal
 
-from rollflow.nodes import (
-    AddObservationsFromEpisodesToBatch,
-    ConnectorV2,
-    FlattenObservations,
-    FrameStacking,
-    MeanStdFilter,
-    OneHotObservations,
-    PrevActionsPrevRewards,
-    RLModule,
-    Rollout,
-    WriteObservationsToEpisodes,
-)
+from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, RLModule, Rollout
+from rollflow.nodes import FlattenObservations, OneHotObservations, PrevActionsPrevRewards
+from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.env_to_module.observation_pieces import WriteObservationsToEpisodes
 from rollflow.stream.data.tree import leaves_of, map_tree
 
 Make = Callable[[], list[ConnectorV2]]

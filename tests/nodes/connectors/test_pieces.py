@@ -10,23 +10,19 @@ from gymnasium import spaces
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
-from rollflow.nodes import (
+from rollflow import ConnectorV2, RLModule, SingleAgentEpisode
+from rollflow.nodes import ModuleToEnvPipeline, NormalizeAndClipActions
+from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
+from rollflow.nodes.connectors.learner.train_columns import (
     AddColumnsFromEpisodesToBatch,
     AddColumnsFromEpisodesToTrainBatch,
-    AddObservationsFromEpisodesToBatch,
-    BatchIndividualItems,
-    ConnectorV2,
-    GetActions,
-    ListifyDataForVectorEnv,
-    ModuleToEnvPipeline,
-    NormalizeAndClipActions,
-    NumpyToTensor,
-    RLModule,
-    TensorToNumpy,
-    UnBatchToIndividualItems,
 )
+from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
+from rollflow.nodes.connectors.module_to_env.individual_items import ListifyDataForVectorEnv, UnBatchToIndividualItems
 from rollflow.nodes.modules.distribution import Races
-from rollflow.stream import ConnectorError, ModuleError, SingleAgentEpisode
+from rollflow.stream import ConnectorError, ModuleError
 from rollflow.stream.data.tree import leaves_of
 
 

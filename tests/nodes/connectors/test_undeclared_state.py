@@ -11,15 +11,8 @@ import pytest
 from numbered_agents import numbered_agents
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import (
-    ConnectorPipelineV2,
-    ConnectorV2,
-    EnvToModulePipeline,
-    LambdaConnector,
-    MultiAgentRollout,
-    ObservationPreprocessor,
-    Rollout,
-)
+from rollflow import ConnectorV2, MultiAgentRollout, Rollout
+from rollflow.nodes import ConnectorPipelineV2, EnvToModulePipeline, LambdaConnector, ObservationPreprocessor
 from rollflow.nodes.connectors.state_watch import fingerprint
 from rollflow.stream import ConnectorError
 

@@ -10,7 +10,8 @@ from gymnasium.vector import SyncVectorEnv
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 
-from rollflow.nodes import EnvHost, MultiAgentRollout, PrevActionsPrevRewards, RandomModule, Rollout, RolloutHost
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import EnvHost, PrevActionsPrevRewards, RandomModule, RolloutHost
 from rollflow.stream.data.errors import EnvError
 
 

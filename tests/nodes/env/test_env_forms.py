@@ -17,8 +17,9 @@ from numbered_agents import NumberedAgents
 from property_examples import examples
 from remote_hosts import hosting, listening
 
-from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, RLModule, Rollout, RolloutHost
-from rollflow.stream import EnvError, Fragment
+from rollflow import Fragment, RemoteEnvs, RemoteRollouts, RLModule, Rollout
+from rollflow.nodes import EnvHost, RolloutHost
+from rollflow.stream import EnvError
 from rollflow.stream.graph.seeding import env_seed_for
 
 NAMES = ["id", "callable", "wrapped callable", "list", "id of sync", "id of subclass", "id of wrapped"]

@@ -10,8 +10,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 
-from rollflow.nodes import RLModule, Rollout
-from rollflow.stream import EnvError, Fragment
+from rollflow import Fragment, RLModule, Rollout
+from rollflow.stream import EnvError
 from rollflow.stream.testing import check
 
 

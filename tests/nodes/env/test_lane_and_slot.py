@@ -8,18 +8,9 @@ import torch
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 
-from rollflow.nodes import (
-    AddLaneAndSlotToBatch,
-    ConnectorV2,
-    DefaultModelConfig,
-    EnvToModulePipeline,
-    LearnerConnectorPipeline,
-    MultiAgentRollout,
-    RandomModule,
-    RLModule,
-    Rollout,
-)
-from rollflow.stream import SingleAgentEpisode
+from rollflow import ConnectorV2, DefaultModelConfig, MultiAgentRollout, RLModule, Rollout, SingleAgentEpisode
+from rollflow.nodes import EnvToModulePipeline, LearnerConnectorPipeline, RandomModule
+from rollflow.nodes.connectors.common.episode_columns import AddLaneAndSlotToBatch
 from rollflow.stream.data.errors import ConnectorError
 
 PLACES = ["inline", "threads", "processes", "rollouts"]

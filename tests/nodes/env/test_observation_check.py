@@ -11,7 +11,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from remote_hosts import hosting, listening
 from sloppy_envs import SPACE, Sloppy, SloppyAgents, Zeros
 
-from rollflow.nodes import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, ObservationCheck
 
 DTYPE = "observation['near'] is float64, expected float32 as in its space: it is cast"

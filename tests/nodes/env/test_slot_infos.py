@@ -9,7 +9,8 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from rollflow.nodes import RandomModule, Rollout
+from rollflow import Rollout
+from rollflow.nodes import RandomModule
 
 STEPS = 3  # of an episode
 

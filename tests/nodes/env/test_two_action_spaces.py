@@ -12,19 +12,9 @@ from feeding_rollouts import SHORT, trainer
 from gymnasium import spaces
 from remote_hosts import hosting, listening
 
-from rollflow.nodes import (
-    ConnectorV2,
-    DefaultModule,
-    MultiAgentEnv,
-    MultiAgentRollout,
-    RemoteEnvs,
-    RemoteRollouts,
-    RLModule,
-    Rollout,
-    RolloutHost,
-)
-from rollflow.sinks import feed
-from rollflow.stream import ColumnError, ConnectorError, Fragment, ModuleError
+from rollflow import ConnectorV2, Fragment, MultiAgentRollout, RemoteEnvs, RemoteRollouts, RLModule, Rollout, feed
+from rollflow.nodes import DefaultModule, MultiAgentEnv, RolloutHost
+from rollflow.stream import ColumnError, ConnectorError, ModuleError
 
 OBSERVED = spaces.Box(-1, 1, (3,), np.float32)
 PAIRS = spaces.Dict({"where": spaces.Discrete(3), "how": spaces.Box(-1, 1, (2,), np.float32)})

@@ -12,7 +12,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from rollflow.nodes import RandomModule, RLModule, Rollout
+from rollflow import RLModule, Rollout
+from rollflow.nodes import RandomModule
 from rollflow.stream import ColumnError, EnvError
 
 PLACES = ["inline", "threads", "processes", "rollouts"]

@@ -11,7 +11,8 @@ from numbered_env import NumberedEnv
 from numbered_module import NumberedModule
 from remote_hosts import hosting, listening
 
-from rollflow.nodes import EnvHost, RandomModule, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, RandomModule, RolloutHost
 from rollflow.stream import EnvError
 
 PLACES = [

@@ -14,8 +14,8 @@ from gymnasium import spaces
 from numbered_module import NUM_ACTIONS, NumberedModule
 from remote_hosts import SHORT, BrokenWire, end_waits_once, listening
 
-from rollflow.nodes import ExternalEnv, RemoteEnvs, RemoteRollouts, Rollout
-from rollflow.stream import Fragment
+from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import ExternalEnv
 from rollflow.stream.data.errors import EnvError
 
 SECRET = "correct horse battery staple"

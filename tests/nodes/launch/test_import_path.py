@@ -11,7 +11,8 @@ import pytest
 from numbered_env import NumberedEnv
 from numbered_module import NumberedModule
 
-from rollflow.nodes import OnProcesses, Rollout
+from rollflow import Rollout
+from rollflow.nodes import OnProcesses
 from rollflow.nodes.launch.import_path import import_path
 from rollflow.stream import EnvError, ModuleError
 

@@ -17,7 +17,8 @@ from numbered_module import NumberedModule
 from remote_rollouts import check_counts, check_laws, taken_until
 from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
 
-from rollflow.nodes import DefaultModule, FlattenObservations, MultiAgentRollout, OnProcesses, OnRay, Rollout
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import DefaultModule, FlattenObservations, OnProcesses, OnRay
 from rollflow.stream import EnvError, ModuleError
 
 
@@ -125,7 +126,8 @@ def test_so_do_the_steps_of_several_agents(tmp_path: Path, monkeypatch: pytest.M
 
 
 PROGRAM = """
-from rollflow.nodes import DefaultModule, OnProcesses, Rollout
+from rollflow import Rollout
+from rollflow.nodes import DefaultModule, OnProcesses
 
 class Policy(DefaultModule):
     pass

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from extras import needs
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.nodes.logs.destinations import Otlp
 from rollflow.nodes.logs.figures import Row, RowLost
 from rollflow.nodes.logs.run_log import RowWriter

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.nodes.logs.destinations import Progress, text_of
 from rollflow.nodes.logs.figures import Row
 

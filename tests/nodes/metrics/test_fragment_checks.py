@@ -14,10 +14,9 @@ from doctor_clock import Looking
 from held_envs import await_that
 from numbered_agents import NumberedAgents
 
-from rollflow.nodes import MultiAgentRollout, RLModule, Rollout
+from rollflow import Graph, MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes.metrics import fragment_checks
 from rollflow.nodes.modules.policy_weights import PolicyWeights
-from rollflow.stream import Graph
 
 ROUNDS = 45  # more than the looks after which values are said never to change
 

@@ -9,8 +9,8 @@ import pytest
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
-from rollflow.nodes import ConnectorV2, FinishedEpisode, MultiAgentRollout, Rollout
-from rollflow.stream import Fragment, Graph
+from rollflow import ConnectorV2, Fragment, Graph, MultiAgentRollout, Rollout
+from rollflow.nodes.metrics.episode_returns import FinishedEpisode
 
 OPTIONS: Any = {"num_envs": 4, "fragment_length": 32, "num_fragments": 6, "seed": 0}
 

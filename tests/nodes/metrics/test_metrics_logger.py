@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rollflow.nodes import ConnectorV2, MetricsLogger, Rollout
+from rollflow import ConnectorV2, Rollout
+from rollflow.nodes import MetricsLogger
 from rollflow.stream import MetricsError
 
 NUMBERS = st.lists(st.integers(-1000, 1000), max_size=12)

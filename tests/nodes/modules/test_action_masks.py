@@ -12,21 +12,11 @@ import torch
 from extras import needs
 from gymnasium import spaces
 
-from rollflow.nodes import (
-    ConnectorV2,
-    EpsilonGreedy,
-    Linear,
-    MultiAgentEnv,
-    MultiAgentRollout,
-    RandomModule,
-    RLModule,
-    Rollout,
-    Temperature,
-    distribution_for,
-    mask_logits,
-)
+from rollflow import ConnectorV2, EpsilonGreedy, MultiAgentRollout, Policy, RLModule, Rollout
+from rollflow.nodes import Linear, MultiAgentEnv, RandomModule, Temperature, mask_logits
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
-from rollflow.policy import OnnxPolicy, Policy
+from rollflow.nodes.modules.distribution import distribution_for
+from rollflow.policy import OnnxPolicy
 from rollflow.stream import ConnectorError, ModuleError, PolicyError
 
 LEAST = torch.finfo(torch.float32).min

@@ -9,7 +9,9 @@ from drawn_agents import Drawn, assert_alike, fragments_of as agent_fragments
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow.nodes import MultiAgentRollout, NumpyToTensor, RandomModule, Rollout
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import RandomModule
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 
 
 def fragments(**options: Any) -> list[dict[str, Any]]:

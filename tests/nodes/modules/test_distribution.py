@@ -10,8 +10,7 @@ from gymnasium import spaces
 from hypothesis import given, strategies as st
 from torch import distributions as reference
 
-from rollflow.nodes import Deterministic, distribution_for
-from rollflow.nodes.modules.distribution import Races
+from rollflow.nodes.modules.distribution import Deterministic, Races, distribution_for
 from rollflow.stream import ModuleError
 
 SPACES = {

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from rollflow.nodes import (
+from rollflow import (
     ConnectorV2,
-    DefaultModule,
+    DatasetSink,
+    DatasetSource,
     GeneralAdvantageEstimation,
-    LearnerConnectorPipeline,
-    MultiAgentEnv,
     MultiAgentRollout,
     RLModule,
     Rollout,
     VTrace,
 )
+from rollflow.nodes import DefaultModule, LearnerConnectorPipeline, MultiAgentEnv
 from rollflow.nodes.modules.evaluating import evaluating
-from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline, MultiAgentLearnerPipeline
+from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
 
 SEEN, CHOSEN = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
 

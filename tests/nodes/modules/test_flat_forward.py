@@ -10,7 +10,8 @@ from gymnasium import spaces
 from hypothesis import given, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow.nodes import DefaultModule, RLModule, Rollout
+from rollflow import RLModule, Rollout
+from rollflow.nodes import DefaultModule
 from rollflow.nodes.modules.flat_forward import FlatForward
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import leaves_of, map_tree

@@ -12,17 +12,9 @@ from gymnasium import spaces
 from remote_hosts import listening
 from remote_rollouts import rollouts_on
 
-from rollflow.nodes import (
-    EpsilonGreedy,
-    GivenModule,
-    MultiAgentEnv,
-    MultiAgentRollout,
-    RemoteRollouts,
-    RLModule,
-    Rollout,
-)
-from rollflow.nodes.modules.given_module import is_function
-from rollflow.policy import Policy
+from rollflow import EpsilonGreedy, MultiAgentRollout, Policy, RemoteRollouts, RLModule, Rollout
+from rollflow.nodes import MultiAgentEnv
+from rollflow.nodes.modules.given_module import GivenModule, is_function
 from rollflow.stream import ModuleError, PolicyError
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollflow.nodes import MultiRLModule, RLModule
+from rollflow import RLModule
+from rollflow.nodes import MultiRLModule
 from rollflow.stream import ModuleError
 
 

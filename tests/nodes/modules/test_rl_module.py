@@ -7,7 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollflow.nodes import RLModule
+from rollflow import RLModule
 from rollflow.stream import ModuleError
 
 SEEN = spaces.Box(-1, 1, (3,))

@@ -10,19 +10,11 @@ from hypothesis import given, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
 
-from rollflow.nodes import (
-    AddStatesFromEpisodesToBatch,
-    AddTimeDimToBatchAndZeroPad,
-    ConnectorV2,
-    EnvToModulePipeline,
-    GeneralAdvantageEstimation,
-    LearnerConnectorPipeline,
-    ModuleToEnvPipeline,
-    RemoveSingleTsTimeRankFromBatch,
-    RLModule,
-    Rollout,
-)
-from rollflow.stream import ConnectorError, ModuleError, SingleAgentEpisode
+from rollflow import ConnectorV2, GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode
+from rollflow.nodes import EnvToModulePipeline, LearnerConnectorPipeline, ModuleToEnvPipeline
+from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
+from rollflow.nodes.connectors.module_to_env.individual_items import RemoveSingleTsTimeRankFromBatch
+from rollflow.stream import ConnectorError, ModuleError
 
 FIRST, LARGEST = 7, 10_007
 

@@ -19,7 +19,8 @@ from remote_hosts import BrokenWire, hosting, listening
 from remote_rollouts import await_that, check_counts, check_laws, makers, rollout_over, rollouts_on, taken_until
 from started_hosts import missing_steps
 
-from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 
 ENDLESS = 1_000_000  # steps of a fragment that is never done

@@ -14,16 +14,8 @@ from numbered_env import NumberedEnv
 from remote_hosts import end_waits_once, hosting, listening
 from serial_module import SerialModule
 
-from rollflow.nodes import (
-    ConnectorV2,
-    MeanStdFilter,
-    MultiAgentRollout,
-    RandomModule,
-    RemoteEnvs,
-    RemoteRollouts,
-    Rollout,
-    RolloutHost,
-)
+from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import RandomModule, RolloutHost
 from rollflow.stream import ConnectorError, EnvError, ModuleError, WireError
 
 DRAWN = Drawn(2, 1, 3, 1, 6, False, 7, 2, True, 5)

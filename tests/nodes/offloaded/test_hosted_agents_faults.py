@@ -14,9 +14,9 @@ from paced_hosts import PacedHosts
 from remote_hosts import BrokenWire
 from serial_module import at_of
 
+from rollflow import Columns
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
-from rollflow.stream import Columns
 
 
 @pytest.fixture(autouse=True)

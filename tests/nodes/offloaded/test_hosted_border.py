@@ -14,7 +14,8 @@ from raw_gateway import RawGateway
 from remote_hosts import BrokenWire, hosting, listening, serving
 from remote_rollouts import makers, rollout_over, rollouts_on
 
-from rollflow.nodes import MeanStdFilter, RemoteRollouts, Rollout, RolloutHost
+from rollflow import MeanStdFilter, RemoteRollouts, Rollout
+from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.observation_check import KINDS
 from rollflow.nodes.offloaded.replica import Replica

@@ -15,9 +15,9 @@ from numbered_module import NumberedModule
 from property_examples import examples
 from remote_hosts import BrokenWire, dialled_host, hosting, listening
 
-from rollflow.nodes import ConnectorV2, RemoteRollouts, Rollout, RolloutHost
+from rollflow import ConnectorV2, Fragment, Graph, RemoteRollouts, Rollout
+from rollflow.nodes import RolloutHost
 from rollflow.sinks import LearnerPipeline
-from rollflow.stream import Fragment, Graph
 from rollflow.stream.testing import check
 
 

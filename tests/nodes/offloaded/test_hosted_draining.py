@@ -27,8 +27,8 @@ from remote_rollouts import (
     told,
 )
 
-from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
-from rollflow.stream import Fragment
+from rollflow import Fragment, RemoteRollouts, Rollout
+from rollflow.nodes import RolloutHost
 from rollflow.stream.wire import Fragment as Answer, Turn
 
 ENDLESS = 1_000_000  # steps of a fragment that is never done

@@ -20,7 +20,8 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, RawHost, dialled_host, listening
 from remote_rollouts import await_that, check_counts, makers, rollout_over, rollouts_on
 
-from rollflow.nodes import RemoteRollouts, RolloutHost
+from rollflow import RemoteRollouts
+from rollflow.nodes import RolloutHost
 from rollflow.stream.wire import Goodbye, Welcome
 
 ENDLESS = 1_000_000
@@ -222,7 +223,8 @@ import signal, sys; sys.path[:] = {path!r}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever whoever runs the tests makes of it
 from functools import partial
 from numbered_module import NumberedEnv, NumberedModule
-from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
+from rollflow import RemoteRollouts, Rollout
+from rollflow.nodes import RolloutHost
 
 if sys.argv[1] == "host":
     with RolloutHost([partial(NumberedEnv, slot) for slot in range(2)], lanes=2, module=NumberedModule()) as host:

@@ -24,9 +24,9 @@ from remote_rollouts import (
     taken_until,
 )
 
-from rollflow.nodes import RemoteRollouts, Rollout
+from rollflow import Fragment, RemoteRollouts, Rollout
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
-from rollflow.stream import EnvError, Fragment
+from rollflow.stream import EnvError
 
 
 @pytest.fixture(autouse=True)

@@ -29,8 +29,9 @@ from remote_rollouts import (
     told,
 )
 
-from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
-from rollflow.stream import EnvError, Fragment
+from rollflow import Fragment, RemoteRollouts, Rollout
+from rollflow.nodes import RolloutHost
+from rollflow.stream import EnvError
 from rollflow.stream.wire import Limits
 
 

@@ -22,10 +22,9 @@ from remote_rollouts import (
     taken_until,
 )
 
-from rollflow.nodes import MeanStdFilter, RemoteRollouts, Rollout
+from rollflow import Fragment, MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes.offloaded.fragment_message import fragment_of
 from rollflow.nodes.offloaded.rollout_report import account_of, progress_of
-from rollflow.stream import Fragment
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Failed, Fragment as Answer, Goodbye, Metrics, Reset, Rows, Turn
 

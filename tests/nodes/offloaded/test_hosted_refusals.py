@@ -15,19 +15,8 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import dialled_host, end_waits_once, listening
 from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
 
-from rollflow.nodes import (
-    ConnectorV2,
-    EnvHost,
-    FlattenObservations,
-    MeanStdFilter,
-    MultiAgentRollout,
-    RandomModule,
-    RemoteEnvs,
-    RemoteRollouts,
-    RLModule,
-    Rollout,
-    RolloutHost,
-)
+from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RemoteRollouts, RLModule, Rollout
+from rollflow.nodes import EnvHost, FlattenObservations, RandomModule, RolloutHost
 from rollflow.stream import ConnectorError, EnvError, ModuleError
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.wire import Limits

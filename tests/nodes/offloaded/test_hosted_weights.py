@@ -15,9 +15,9 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, listening
 from remote_rollouts import await_that, check_counts, makers, raw_host_of, rollout_over, rollouts_on
 
-from rollflow.nodes import ConnectorV2, MeanStdFilter, RemoteRollouts, Rollout
+from rollflow import ConnectorV2, Fragment, MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
-from rollflow.stream import Fragment, ModuleError
+from rollflow.stream import ModuleError
 from rollflow.stream.wire import Weights
 
 

@@ -15,7 +15,7 @@ import pytest
 from held_envs import LONGEST_S, Held, await_file, await_held, let_go, times_made
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import ConnectorV2, Rollout
+from rollflow import ConnectorV2, Rollout
 from rollflow.stream import EnvError
 
 pytestmark = pytest.mark.slow

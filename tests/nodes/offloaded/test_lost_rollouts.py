@@ -11,7 +11,8 @@ from ending_envs import Doomed, lives_of, rewards_by_slot
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import ConnectorV2, MeanStdFilter, MetricsLogger, MultiAgentRollout, Rollout
+from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, Rollout
+from rollflow.nodes import MetricsLogger
 from rollflow.stream import EnvError, RunError
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 
-from rollflow.nodes import ConnectorV2, Rollout
-from rollflow.stream import Fragment
+from rollflow import ConnectorV2, Fragment, Rollout
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.testing import check
 

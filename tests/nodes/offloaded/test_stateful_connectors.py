@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import ConnectorV2, Rollout
+from rollflow import ConnectorV2, Rollout
 from rollflow.stream import StateError
 
 

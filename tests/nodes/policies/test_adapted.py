@@ -11,14 +11,12 @@ from extras import needs
 from gymnasium import spaces
 from hypothesis import given, strategies as st
 
+from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Policy
 from rollflow.nodes import (
     AdaptActions,
     AdaptObservations,
-    ConnectorV2,
     DefaultModule,
     FlattenObservations,
-    FrameStacking,
-    MeanStdFilter,
     PrevActionsPrevRewards,
     RandomModule,
 )
@@ -27,7 +25,7 @@ from rollflow.nodes.connectors.alpha import (
     register_lambda_action_connector,
     register_lambda_agent_connector,
 )
-from rollflow.policy import OnnxPolicy, Policy
+from rollflow.policy import OnnxPolicy
 from rollflow.stream import ConnectorError
 
 SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 4}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from drawn_policies import ACTIONS, BOX
 
-from rollflow.nodes import DefaultModelConfig, Rollout
+from rollflow import DefaultModelConfig, Policy, Rollout
 from rollflow.nodes.connectors.alpha import (
     ActionConnectorPipeline,
     AgentConnector,
@@ -24,7 +24,6 @@ from rollflow.nodes.connectors.alpha import (
 )
 from rollflow.nodes.connectors.alpha.connector import _CONNECTORS
 from rollflow.nodes.policies.plain_values import from_plain, to_plain
-from rollflow.policy import Policy
 from rollflow.stream import PolicyError
 
 Halved = register_lambda_agent_connector("HalvedForPolicies", lambda data: {**data, "new_obs": data["new_obs"] / 2})

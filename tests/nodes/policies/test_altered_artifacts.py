@@ -13,8 +13,8 @@ import pytest
 from altered_policies import FORBIDDEN, change_arrays, no_change, sign, write_zip
 from drawn_policies import logged_rollout
 
+from rollflow import Policy
 from rollflow.nodes.policies.artifact_files import ARRAYS
-from rollflow.policy import Policy
 from rollflow.stream import PolicyError
 
 SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}

@@ -9,9 +9,9 @@ import pytest
 from drawn_policies import ACTIONS, BOX, logged_rollout
 from gymnasium import spaces
 
-from rollflow.nodes import MeanStdFilter, PrevActionsPrevRewards, RandomModule, Rollout
+from rollflow import MeanStdFilter, Policy, Rollout
+from rollflow.nodes import PrevActionsPrevRewards, RandomModule
 from rollflow.nodes.policies.evaluation import Evaluation
-from rollflow.policy import Policy
 from rollflow.stream import PolicyError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollflow import Policy
 from rollflow.nodes.policies import artifact
 from rollflow.nodes.policies.artifact_files import manifest_bytes
-from rollflow.policy import Policy
 from rollflow.stream import PolicyError
 
 ARTIFACTS = Path(__file__).parent / "artifacts"

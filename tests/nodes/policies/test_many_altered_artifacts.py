@@ -17,7 +17,8 @@ from altered_policies import FORBIDDEN, HOSTILE, change_arrays, no_change, place
 from drawn_policies import logged_rollout
 from extras import needs
 
-from rollflow.policy import OnnxPolicy, Policy
+from rollflow import Policy
+from rollflow.policy import OnnxPolicy
 from rollflow.stream import PolicyError
 
 needs("onnx", "onnxruntime", "onnxscript")

@@ -11,20 +11,10 @@ from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollou
 from extras import needs
 from own_policy_parts import Gated
 
-from rollflow.nodes import (
-    ConnectorV2,
-    EpsilonGreedy,
-    FrameStacking,
-    GaussianNoise,
-    Linear,
-    MeanStdFilter,
-    OneHotObservations,
-    OrnsteinUhlenbeckNoise,
-    RandomModule,
-    Temperature,
-)
+from rollflow import ConnectorV2, EpsilonGreedy, FrameStacking, MeanStdFilter, Policy
+from rollflow.nodes import GaussianNoise, Linear, OneHotObservations, OrnsteinUhlenbeckNoise, RandomModule, Temperature
 from rollflow.nodes.policies.artifact_files import checksums, manifest_bytes, read_files
-from rollflow.policy import OnnxPolicy, Policy
+from rollflow.policy import OnnxPolicy
 from rollflow.stream import PolicyError
 from rollflow.stream.data.tree import leaves_of, stack_trees
 

@@ -8,8 +8,9 @@ import pytest
 from drawn_policies import ACTIONS, BOX
 from own_policy_parts import Doubled, Forgetful, OwnModule, Plain, Versioned
 
-from rollflow.nodes import ConnectorV2, LambdaConnector
-from rollflow.policy import Policy, register_connector, register_function, register_module
+from rollflow import ConnectorV2, Policy
+from rollflow.nodes import LambdaConnector
+from rollflow.policy import register_connector, register_function, register_module
 from rollflow.stream import PolicyError
 from rollflow.stream.data.errors import StateError
 

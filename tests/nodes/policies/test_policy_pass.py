@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.nodes import DefaultModule, RLModule
-from rollflow.policy import Policy
+from rollflow import Policy, RLModule
+from rollflow.nodes import DefaultModule
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import equal_trees
 

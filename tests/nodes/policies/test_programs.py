@@ -13,10 +13,10 @@ import torch
 from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
 from own_policy_parts import Bare, Choosy, Frozen, Gated, OwnModule, Unnamed
 
+from rollflow import Policy
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes, read_files
 from rollflow.nodes.policies.program_module import ProgramModule
-from rollflow.policy import Policy
 from rollflow.stream import ModuleError, PolicyError
 from rollflow.stream.data.tree import leaves_of, stack_trees
 
@@ -85,7 +85,7 @@ def test_programs_are_saved_again_as_the_same_bytes(space: str, pieces: str, lst
 
 OWN_NETS = '''
 import torch
-from rollflow.nodes import RLModule
+from rollflow import RLModule
 
 
 class Net(RLModule):
@@ -108,8 +108,8 @@ MAKE = """
 import numpy as np
 import own_nets
 from gymnasium import spaces
-from rollflow.nodes import MeanStdFilter
-from rollflow.policy import Policy
+from rollflow import MeanStdFilter
+from rollflow import Policy
 
 space = spaces.Dict({"action_mask": spaces.MultiBinary(4), "place": spaces.Box(-1.0, 1.0, (2,), np.float32)})
 policy = Policy(
@@ -121,7 +121,7 @@ policy.save("p", program=True)
 """
 ACT = """
 import numpy as np
-from rollflow.policy import Policy
+from rollflow import Policy
 
 policy = Policy.load("p")
 rng = np.random.default_rng(0)

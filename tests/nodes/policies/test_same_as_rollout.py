@@ -8,7 +8,7 @@ from drawn_policies import ACTIONS, FITTING, logged_rollout
 from hypothesis import example, given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.policy import Policy
+from rollflow import Policy
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import equal_trees, map_tree, stack_trees
 

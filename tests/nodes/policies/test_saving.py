@@ -16,19 +16,17 @@ from drawn_policies import ACTIONS, BOX, FITTING, OBSERVATIONS, logged_rollout
 from gymnasium import spaces
 
 import rollflow.nodes
+from rollflow import ConnectorV2, EpsilonGreedy, MeanStdFilter, Policy
 from rollflow.aliases import ALIASES
 from rollflow.nodes import (
     AdaptActions,
     AdaptObservations,
     ClipRewards,
     ConnectorPipelineV2,
-    ConnectorV2,
     EnvToModulePipeline,
-    EpsilonGreedy,
     GaussianNoise,
     LambdaConnector,
     Linear,
-    MeanStdFilter,
     NormalizeAndClipActions,
     NStepReturns,
     OrnsteinUhlenbeckNoise,
@@ -37,7 +35,7 @@ from rollflow.nodes import (
 )
 from rollflow.nodes.policies.part_records import piece_of, record_of_piece
 from rollflow.nodes.policies.space_text import described, space_of
-from rollflow.policy import Policy, register_function
+from rollflow.policy import register_function
 from rollflow.stream import PolicyError
 
 SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6}

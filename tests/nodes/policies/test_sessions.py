@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 from drawn_policies import ACTIONS, BOX
 
-from rollflow.nodes import (
-    ConnectorV2,
-    DefaultModule,
-    FlattenObservations,
-    LambdaConnector,
-    PrevActionsPrevRewards,
-    RandomModule,
-)
+from rollflow import ConnectorV2, Policy
+from rollflow.nodes import DefaultModule, FlattenObservations, LambdaConnector, PrevActionsPrevRewards, RandomModule
 from rollflow.nodes.policies.policy import has_memory
-from rollflow.policy import Policy
 from rollflow.stream import ColumnError, PolicyError
 
 ITEM = np.ones(3, np.float32)

@@ -9,18 +9,16 @@ from drawn_policies import ACTIONS, BOX, MASKED, drawn_item
 from gymnasium import spaces
 from mpe2 import simple_spread_v3
 
+from rollflow import FrameStacking, MeanStdFilter, MultiAgentRollout, Policy
 from rollflow.nodes import (
     FlattenObservations,
-    FrameStacking,
     LambdaConnector,
-    MeanStdFilter,
     MultiAgentEnv,
-    MultiAgentRollout,
     ParallelPettingZooEnv,
     PrevActionsPrevRewards,
     RandomModule,
 )
-from rollflow.policy import Policy, evaluate_agents
+from rollflow.policy import evaluate_agents
 from rollflow.stream import PolicyError
 from rollflow.stream.data.tree import stack_trees
 

@@ -14,12 +14,12 @@ import pytest
 from extras import needs
 from serving_process import serving
 
-from rollflow.policy import PolicyClient
+from rollflow import PolicyClient
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 BY_POLICY = """
-from rollflow.policy import Policy
+from rollflow import Policy
 
 policy = Policy.load("cartpole-policy", allow=ALLOW)
 print(type(policy.module).__name__, policy.evaluate("CartPole-v1", episodes=100).mean)
@@ -29,7 +29,7 @@ from functools import partial
 
 import stack_observations as example
 
-from rollflow.nodes import FrameStacking
+from rollflow import FrameStacking
 
 # The piece off the shelf, which is there wherever rollflow is, with fewer frames.
 example.NUM_FRAMES = 4
@@ -39,7 +39,7 @@ example.main(0, "frames-policy")
 BY_FRAMES = """
 import gymnasium as gym
 
-from rollflow.policy import Policy
+from rollflow import Policy
 
 
 def positions():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.stream.graph.meter import CallTimes
 

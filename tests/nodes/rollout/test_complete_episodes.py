@@ -18,17 +18,16 @@ from numbered_env import NumberedEnv, numbered_envs
 from numbered_module import NumberedModule
 from piece_forms import equal
 
-from rollflow.nodes import (
-    AddInfosFromEpisodesToTrainBatch,
-    AddNextObservationsFromEpisodesToTrainBatch,
+from rollflow import (
     DefaultModelConfig,
     FrameStacking,
     GeneralAdvantageEstimation,
     MultiAgentRollout,
-    RandomModule,
     Rollout,
+    SingleAgentEpisode,
 )
-from rollflow.stream import SingleAgentEpisode
+from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, RandomModule
+from rollflow.nodes.connectors.learner.train_columns import AddInfosFromEpisodesToTrainBatch
 from rollflow.stream.data.errors import RunError
 
 

@@ -11,7 +11,7 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 from serial_module import SerialModule
 
-from rollflow.nodes import ConnectorV2, Rollout
+from rollflow import ConnectorV2, Rollout
 
 THREADED: dict[str, Any] = {"prefetch": 2, "forward_in_thread": True, "max_batch": 64, "lanes": 2, "seed": 0}
 

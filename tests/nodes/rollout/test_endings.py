@@ -11,9 +11,9 @@ from numbered_module import NumberedModule, numbered_envs
 from raising_env import Breaks
 from serial_module import SerialModule
 
-from rollflow.nodes import Rollout
+from rollflow import Graph, Rollout
 from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
-from rollflow.stream import Graph, Inlet
+from rollflow.stream import Inlet
 
 DRAWN = Drawn(3, 2, 4, 1, 9, False, 4, 1, True, 11)
 WAYS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,9 @@ import pytest
 import torch
 from extras import needs
 
-from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
-from rollflow.stream import Graph, ModuleError, RunError
+from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.stream import ModuleError, RunError
 
 
 class Walk(gym.Env[Any, Any]):

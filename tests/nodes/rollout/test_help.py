@@ -9,7 +9,8 @@ import pytest
 from numbered_agents import NumberedAgents
 from numbered_env import numbered_envs
 
-from rollflow.nodes import MultiAgentRollout, RandomModule, Rollout
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import RandomModule
 
 
 def single() -> Rollout:

@@ -15,7 +15,8 @@ from remote_hosts import HostProcess, hosting, listening
 from remote_rollouts import HASTY
 from stalled_rollouts import OPTIONS, await_blocker, await_end_of, being_read
 
-from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, RolloutHost
 
 HOST = r"\(lane 0, host sim \(.*\)\)"
 

@@ -18,7 +18,7 @@ from doctor_clock import Looking
 
 from benchmarks import envs
 from benchmarks.policies import Mlp, Noop, Zeros
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 HOUR_S, STEP_S, UPDATE_S, SIGMA = 3600.0, 0.3, 8.0, 1.0
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from feeding_rollouts import fed, trainer
 
-from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RLModule, Rollout
-from rollflow.sinks import DatasetSink, DatasetSource, Newest, Replay, Sequences
+from rollflow import DatasetSink, DatasetSource, MultiAgentRollout, Replay, RLModule, Rollout
+from rollflow.nodes import MultiAgentEnv
+from rollflow.sinks import Newest, Sequences
 from rollflow.sinks.datasets.fragment_tables import tables_of
 from rollflow.stream import DatasetError, ReplayError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector

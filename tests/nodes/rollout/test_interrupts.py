@@ -19,18 +19,10 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 
-from rollflow.nodes import (
-    ConnectorV2,
-    MultiAgentRollout,
-    MultiRLModule,
-    RemoteEnvs,
-    RemoteRollouts,
-    Rollout,
-    RolloutHost,
-)
-from rollflow.policy import Policy
+from rollflow import ConnectorV2, Graph, MultiAgentRollout, Policy, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import MultiRLModule, RolloutHost
 from rollflow.sinks import LearnerPipeline
-from rollflow.stream import Graph, RunError
+from rollflow.stream import RunError
 
 Raise = Callable[[], Any]
 PRESS = partial(signal.raise_signal, signal.SIGINT)

@@ -9,15 +9,10 @@ import pytest
 from numbered_agents import numbered_agents
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import (
-    ConnectorPipelineV2,
-    ConnectorV2,
-    LearnerConnectorPipeline,
-    MultiAgentRollout,
-    Rollout,
-)
+from rollflow import ConnectorV2, Graph, MultiAgentRollout, Rollout
+from rollflow.nodes import ConnectorPipelineV2, LearnerConnectorPipeline
 from rollflow.sinks import LearnerPipeline
-from rollflow.stream import ConnectorError, Graph
+from rollflow.stream import ConnectorError
 
 TOLD = "is edited while it is in use by a rollout that runs, .*; expected the edit before the run, or pieces by a conn"
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, logits_of, numbered_envs
 from property_examples import examples
 
-from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, Rollout
-from rollflow.stream import Fragment, SingleAgentEpisode
+from rollflow import ConnectorV2, Fragment, GeneralAdvantageEstimation, Rollout, SingleAgentEpisode
 
 
 class Setting(NamedTuple):

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 from feeding_rollouts import fed, trainer
 
-from rollflow.nodes import (
+from rollflow import (
     ConnectorV2,
+    DatasetSink,
+    DatasetSource,
     FrameStacking,
-    LearnerConnectorPipeline,
-    MultiAgentEnv,
     MultiAgentRollout,
-    RandomModule,
+    Replay,
     Rollout,
+    SingleAgentEpisode,
 )
-from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline, Replay, Storage
-from rollflow.stream import ConnectorError, ReplayError, SingleAgentEpisode
+from rollflow.nodes import LearnerConnectorPipeline, MultiAgentEnv, RandomModule
+from rollflow.sinks import LearnerPipeline, Storage
+from rollflow.stream import ConnectorError, ReplayError
 
 SEEN, CHOSEN = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
 LENGTH = 11

@@ -17,12 +17,13 @@ from numbered_module import NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import makers, rollouts_on
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout, RemoteRollouts, Rollout
-from rollflow.sinks import LearnerPipeline, Replay
-from rollflow.stream import Fragment, Graph, Inlet, Run
+from rollflow import ConnectorV2, Fragment, Graph, MultiAgentRollout, RemoteRollouts, Replay, Rollout
+from rollflow.sinks import LearnerPipeline
+from rollflow.stream import Inlet
 from rollflow.stream.data.blocks import root_of
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.graph.run import Run
 
 PLACES: list[dict[str, Any]] = [
     {"where": "inline"},

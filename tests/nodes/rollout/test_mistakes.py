@@ -9,16 +9,10 @@ import torch
 from gymnasium import spaces
 from numbered_agents import NumberedAgents
 
-from rollflow.nodes import (
-    ConnectorV2,
-    GeneralAdvantageEstimation,
-    MultiAgentRollout,
-    RLModule,
-    Rollout,
-    SingleAgentObservationPreprocessor,
-)
+from rollflow import ConnectorV2, GeneralAdvantageEstimation, Graph, MultiAgentRollout, RLModule, Rollout
+from rollflow.nodes import SingleAgentObservationPreprocessor
 from rollflow.sinks.trainer.messages import own_shapes
-from rollflow.stream import ConnectorError, Graph, GraphError, ModuleError
+from rollflow.stream import ConnectorError, GraphError, ModuleError
 
 
 class Gives(RLModule):

@@ -10,8 +10,8 @@ from drawn_turns import Told, turns
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
-from rollflow import nodes
-from rollflow.nodes import ConnectorV2, LearnerConnectorPipeline
+from rollflow import ConnectorV2, nodes
+from rollflow.nodes import LearnerConnectorPipeline
 from rollflow.stream import ConnectorError, ModuleError
 from rollflow.stream.data.tree import map_tree
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
+from rollflow import ConnectorV2, MultiAgentRollout, Rollout
+from rollflow.nodes import MultiAgentEnv, RandomModule
 from rollflow.stream import ColumnError
 
 IMAGE = spaces.Dict({"image": spaces.Box(0, 255, (12, 12, 3), np.uint8)})

@@ -15,7 +15,8 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
 from serial_module import SerialModule
 
-from rollflow.nodes import ArrayStep, ConnectorV2, MetricsLogger, MultiAgentRollout, MultiAgentVectorEnv, Rollout
+from rollflow import ConnectorV2, MultiAgentRollout, Rollout
+from rollflow.nodes import ArrayStep, MetricsLogger, MultiAgentVectorEnv
 from rollflow.nodes.rollout import race
 from rollflow.stream import EnvError, ModuleError
 

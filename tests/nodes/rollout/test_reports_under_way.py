@@ -15,8 +15,8 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import rollouts_on
 
-from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout
-from rollflow.stream import Graph, Outlet, Report
+from rollflow import Graph, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.stream import Outlet, Report
 
 ANYWHERE: dict[str, dict[str, Any]] = {
     "inline": {},

@@ -13,28 +13,11 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from torch import nn
 
-from rollflow.nodes import (
-    ConnectorV2,
-    Environments,
-    EpisodeReturns,
-    FrameStacking,
-    LambdaConnector,
-    RLModule,
-    Rollout,
-    TensorToNumpy,
-)
-from rollflow.stream import (
-    ColumnError,
-    ConnectorError,
-    EnvError,
-    Fragment,
-    Graph,
-    GraphError,
-    Inlet,
-    LagError,
-    ModuleError,
-    RunError,
-)
+from rollflow import ConnectorV2, Fragment, FrameStacking, Graph, RLModule, Rollout
+from rollflow.nodes import EpisodeReturns, LambdaConnector
+from rollflow.nodes.connectors.common.tensors import TensorToNumpy
+from rollflow.nodes.env.environments import Environments
+from rollflow.stream import ColumnError, ConnectorError, EnvError, GraphError, Inlet, LagError, ModuleError, RunError
 from rollflow.stream.graph.background import Waiter
 
 

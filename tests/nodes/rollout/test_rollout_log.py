@@ -20,10 +20,10 @@ from leftovers import held_here
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import EpisodeReturns, MultiAgentRollout, RandomModule, Rollout
+from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow.nodes import EpisodeReturns, RandomModule
 from rollflow.nodes.logs import destinations
 from rollflow.nodes.logs.figures import OWN, PLACE, figure_of
-from rollflow.stream import Graph
 from rollflow.stream.data.errors import MetricsError
 
 SELDOM = 3600.0  # the last row is the only one

@@ -13,7 +13,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import SHORT, listening
 from remote_rollouts import makers, rollout_over, rollouts_on
 
-from rollflow.nodes import RemoteRollouts, Rollout
+from rollflow import RemoteRollouts, Rollout
 
 LENGTH, FRAGMENTS = 5, 6
 

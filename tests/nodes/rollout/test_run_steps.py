@@ -14,17 +14,8 @@ from gymnasium import spaces
 from remote_hosts import hosting, listening
 from remote_rollouts import HASTY, taken_until
 
-from rollflow.nodes import (
-    EpsilonGreedy,
-    MultiAgentEnv,
-    MultiAgentRollout,
-    RemoteEnvs,
-    RemoteRollouts,
-    RLModule,
-    Rollout,
-    RolloutHost,
-)
-from rollflow.policy import Policy
+from rollflow import EpsilonGreedy, MultiAgentRollout, Policy, RemoteEnvs, RemoteRollouts, RLModule, Rollout
+from rollflow.nodes import MultiAgentEnv, RolloutHost
 from rollflow.stream import RunError
 
 ACTIONS, LENGTH, LAST = 4, 7, 25  # of an episode; steps of a first life that is fated

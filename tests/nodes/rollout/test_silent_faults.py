@@ -10,7 +10,7 @@ import torch
 from doctor_clock import Looking
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.nodes.rollout.rollout import PublishCheck, ReturnsCheck
 from rollflow.nodes.stages.staleness import LagBound
 

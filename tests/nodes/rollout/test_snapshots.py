@@ -13,8 +13,8 @@ from leftovers import held_here
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import MultiAgentRollout, RandomModule, Rollout
-from rollflow.stream import Fragment, Graph
+from rollflow import Fragment, Graph, MultiAgentRollout, Rollout
+from rollflow.nodes import RandomModule
 from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.run_socket import snapshots
 

@@ -20,7 +20,8 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout, RandomModule, Rollout
+from rollflow import ConnectorV2, MultiAgentRollout, Rollout
+from rollflow.nodes import RandomModule
 from rollflow.stream import StallError
 from rollflow.stream.observe.stacks import is_debugged_now
 

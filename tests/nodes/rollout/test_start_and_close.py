@@ -15,8 +15,8 @@ from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv, numbered_envs
 from numbered_module import NumberedModule
 
-from rollflow.nodes import EpisodeReturns, MultiAgentRollout, RandomModule, Rollout
-from rollflow.stream import Graph
+from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow.nodes import EpisodeReturns, RandomModule
 from rollflow.stream.data.errors import RunError
 
 

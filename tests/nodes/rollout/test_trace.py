@@ -19,8 +19,9 @@ from remote_hosts import hosting, listening
 from serial_module import SerialModule
 from traces import Event, arrows, assert_nested, busy_s, events_of, flows, repaired, tracks
 
-from rollflow.nodes import EnvHost, MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
-from rollflow.stream import Fragment, Graph, Inlet
+from rollflow import Fragment, Graph, MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, RolloutHost
+from rollflow.stream import Inlet
 from rollflow.stream.data.errors import GraphError
 
 ENVS = [partial(NumberedEnv, number) for number in range(4)]
@@ -34,7 +35,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 KILLED = """
 import sys
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 with Rollout("CartPole-v1", num_envs=4, fragment_length=8, seed=0, trace=sys.argv[1]) as rollout:
     for number, batch in enumerate(rollout.batches()):
         if number % 100 == 0:

@@ -10,18 +10,10 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from rollflow.nodes import (
-    AddObservationsFromEpisodesToBatch,
-    ConnectorV2,
-    MeanStdFilter,
-    MultiAgentEnv,
-    MultiAgentRollout,
-    RandomModule,
-    RLModule,
-    Rollout,
-    WriteObservationsToEpisodes,
-)
-from rollflow.policy import Policy
+from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, Policy, RLModule, Rollout
+from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.env_to_module.observation_pieces import WriteObservationsToEpisodes
 from rollflow.stream import ColumnError, LaneEpisodes
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees, tree_at
 

@@ -31,21 +31,22 @@ from typed_env import (
     stepped_directly,
 )
 
-from rollflow.nodes import (
-    AddNextObservationsFromEpisodesToTrainBatch,
+from rollflow import (
     ConnectorV2,
+    DatasetSink,
+    DatasetSource,
     EpsilonGreedy,
     GeneralAdvantageEstimation,
     MultiAgentRollout,
     RemoteEnvs,
     RemoteRollouts,
+    Replay,
     RLModule,
     Rollout,
-    RolloutHost,
-    mask_logits,
+    SingleAgentEpisode,
 )
-from rollflow.sinks import DatasetSink, DatasetSource, Replay, Sequences
-from rollflow.stream import SingleAgentEpisode
+from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, RolloutHost, mask_logits
+from rollflow.sinks import Sequences
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
 
 PLACES = ("inline", "threads", "processes", "rollouts", "hosts", "hosted rollouts")

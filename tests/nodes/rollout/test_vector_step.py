@@ -13,7 +13,7 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, create_empty_array
 
-from rollflow.nodes import RLModule, Rollout
+from rollflow import RLModule, Rollout
 
 NESTED = gym.spaces.Dict(
     {

@@ -14,7 +14,8 @@ from held_parts import HeldAgents, HeldModule, HeldPiece
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
 
-from rollflow.nodes import MultiAgentRollout, RandomModule, Rollout
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import RandomModule
 
 WORKER = r"\(lane 0, worker 0, pid \d+\)"
 IN_WORKERS: Any = {"workers": 1, **OPTIONS}

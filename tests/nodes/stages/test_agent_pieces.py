@@ -13,16 +13,9 @@ from hypothesis import example, given, settings, strategies as st
 from property_examples import examples
 from serial_module import at_of
 
-from rollflow.nodes import (
-    ConnectorV2,
-    DefaultModelConfig,
-    FlattenObservations,
-    FrameStacking,
-    MeanStdFilter,
-    PrevActionsPrevRewards,
-    RLModule,
-    TensorToNumpy,
-)
+from rollflow import ConnectorV2, DefaultModelConfig, FrameStacking, MeanStdFilter, RLModule
+from rollflow.nodes import FlattenObservations, PrevActionsPrevRewards
+from rollflow.nodes.connectors.common.tensors import TensorToNumpy
 from rollflow.stream import ColumnError, EpisodeError
 from rollflow.stream.data.tree import leaves_of
 

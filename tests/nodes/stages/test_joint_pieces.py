@@ -11,8 +11,9 @@ from hypothesis import given, settings, strategies as st
 from numbered_agents import NUM_ACTIONS, NumberedAgents
 from property_examples import examples
 
-from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, RandomModule, RLModule
-from rollflow.stream import ConnectorError, MultiAgentEpisode
+from rollflow import ConnectorV2, MultiAgentEpisode, MultiAgentRollout, RLModule
+from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.stream import ConnectorError
 
 SPACE = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 

@@ -12,9 +12,9 @@ from gymnasium import spaces
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
-from rollflow import nodes
-from rollflow.nodes import ConnectorV2, EnvToModulePipeline
-from rollflow.stream import ConnectorError, MultiAgentEpisode, SingleAgentEpisode
+from rollflow import ConnectorV2, MultiAgentEpisode, SingleAgentEpisode, nodes
+from rollflow.nodes import EnvToModulePipeline
+from rollflow.stream import ConnectorError
 from rollflow.stream.data.tree import map_tree
 
 plays = st.lists(turns(), min_size=1, max_size=3)

@@ -6,8 +6,8 @@ import gymnasium as gym
 import pytest
 from served_policies import Echo, Held, Sums, Taking, first_of, policy_of
 
+from rollflow import Policy
 from rollflow.nodes import DefaultModule, PrevActionsPrevRewards
-from rollflow.policy import Policy
 from rollflow.policy.serving.batcher import Batcher, Tally
 from rollflow.policy.serving.request import Acted, ClosedError, OverloadedError, RequestError, SessionLostError
 

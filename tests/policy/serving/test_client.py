@@ -24,8 +24,8 @@ from serving_process import serving
 from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import serve
 
-from rollflow.nodes import DefaultModule, MultiAgentRollout, ParallelPettingZooEnv
-from rollflow.policy import Policy, PolicyClient
+from rollflow import MultiAgentRollout, Policy, PolicyClient
+from rollflow.nodes import DefaultModule, ParallelPettingZooEnv
 from rollflow.policy.serving import BatchOptions, HttpServer, Shelf
 from rollflow.policy.serving.items import pack, unpack
 from rollflow.policy.serving.request import (

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from replayed import Played
 
+from rollflow import DatasetSink, DatasetSource, Rollout
 from rollflow.cli.main import main
-from rollflow.nodes import RandomModule, Rollout
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.nodes import RandomModule
 
 EARLIER = Path(__file__).parent / "before_deltas"  # numbered environments, two fragments, a file each
 

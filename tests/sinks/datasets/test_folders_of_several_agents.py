@@ -11,8 +11,8 @@ from numbered_agents import NumberedAgents
 from pettingzoo.classic.tictactoe import tictactoe
 from serial_module import SerialModule
 
-from rollflow.nodes import MultiAgentRollout, RandomModule
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource, MultiAgentRollout
+from rollflow.nodes import RandomModule
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.stream import DatasetError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment

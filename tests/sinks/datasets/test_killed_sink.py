@@ -14,7 +14,7 @@ import pytest
 from killed_sinks import write_and_be_killed
 from replayed import Played, numbers_of
 
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.dataset_sink import FileSet
 from rollflow.stream import DatasetError
 
@@ -163,8 +163,8 @@ def test_a_sink_whose_end_was_broken_off_is_ended_by_the_next_call(
 
 NEVER_CLOSED = """
 import sys
-from rollflow.nodes import Rollout
-from rollflow.sinks import DatasetSink
+from rollflow import Rollout
+from rollflow import DatasetSink
 
 sink = DatasetSink(sys.argv[1])
 with Rollout("CartPole-v1", num_envs=2, fragment_length=16, num_fragments=3, seed=0) as rollout:

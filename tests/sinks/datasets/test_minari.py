@@ -11,8 +11,8 @@ from minari.data_collector import EpisodeBuffer
 from replayed import Played
 from shapes_env import FixedModule, Shapes
 
-from rollflow.nodes import RandomModule, Rollout
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource, Rollout
+from rollflow.nodes import RandomModule
 from rollflow.sinks.datasets.dataset_folder import environment_of
 from rollflow.sinks.datasets.minari_episodes import write_minari
 from rollflow.stream import DatasetError

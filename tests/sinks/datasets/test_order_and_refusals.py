@@ -23,11 +23,10 @@ from numbered_module import NumberedModule
 from replayed import Played
 from torch.utils.data import DataLoader
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource, Fragment, Rollout
 from rollflow.sinks.datasets import dataset_source
 from rollflow.sinks.datasets.dataset_sink import FileSet
-from rollflow.stream import DatasetError, Fragment
+from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import leaves_of
 
 Step = tuple[int, ...]

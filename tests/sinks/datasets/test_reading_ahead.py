@@ -16,11 +16,10 @@ import pytest
 from numbered_module import NumberedEnv, NumberedModule
 from replayed import Played
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource, Graph, Rollout
 from rollflow.sinks.datasets.episode_block import check_wanted, in_pairs
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
-from rollflow.stream import ColumnError, DatasetError, Graph
+from rollflow.stream import ColumnError, DatasetError
 
 IN_TIME_S = 60.0
 
@@ -108,7 +107,7 @@ async def test_a_graph_that_fails_leaves_no_thread(path: Path, monkeypatch: pyte
 def test_a_program_whose_main_thread_has_ended_reads_on(path: Path) -> None:
     program = f"""
 import threading, time
-from rollflow.sinks import DatasetSource
+from rollflow import DatasetSource
 source = DatasetSource({str(path)!r}, batch_size=5, window_steps=20)
 def read():
     threading.main_thread().join()

@@ -14,10 +14,10 @@ from property_examples import examples
 from replayed import Played, numbers_of, plays
 from shapes_env import FixedModule, Shapes
 
-from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, Rollout
-from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline, TrainerSink
+from rollflow import DatasetSink, DatasetSource, DefaultModelConfig, GeneralAdvantageEstimation, Graph, Rollout
+from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.sinks.datasets import dataset_sink, episode_block
-from rollflow.stream import Graph, GraphError
+from rollflow.stream import GraphError
 
 
 def written(played: Played, path: Path, **options: Any) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given, settings, strategies as st
 from property_examples import examples
 from replayed import Played, plays
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource, Rollout
 from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import equal_trees
 

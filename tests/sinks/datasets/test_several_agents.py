@@ -21,9 +21,18 @@ from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples
 from serial_module import SerialModule, at_of
 
-from rollflow.nodes import DefaultModule, GeneralAdvantageEstimation, MultiAgentRollout, RandomModule
-from rollflow.sinks import DatasetSink, DatasetSource, MultiAgentLearnerPipeline, Replay, SamplesPerInsert
-from rollflow.stream import DatasetError, Graph, MultiAgentEpisode
+from rollflow import (
+    DatasetSink,
+    DatasetSource,
+    GeneralAdvantageEstimation,
+    Graph,
+    MultiAgentEpisode,
+    MultiAgentRollout,
+    Replay,
+)
+from rollflow.nodes import DefaultModule, RandomModule
+from rollflow.sinks import MultiAgentLearnerPipeline, SamplesPerInsert
+from rollflow.stream import DatasetError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 TURNS = Drawn(

@@ -5,9 +5,10 @@ import pytest
 import torch
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow.nodes import ConnectorV2, LagBound, PolicyWeights, Rollout
+from rollflow import ConnectorV2, Graph, Rollout
+from rollflow.nodes.modules.policy_weights import PolicyWeights
+from rollflow.nodes.stages.staleness import LagBound
 from rollflow.sinks import LearnerPipeline
-from rollflow.stream import Graph
 
 pytestmark = pytest.mark.anyio
 

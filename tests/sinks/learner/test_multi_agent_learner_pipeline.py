@@ -6,9 +6,8 @@ import pytest
 import torch
 from numbered_agents import NUM_ACTIONS, NumberedAgents
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout, RLModule
+from rollflow import ConnectorV2, Graph, MultiAgentRollout, RLModule
 from rollflow.sinks import MultiAgentLearnerPipeline
-from rollflow.stream import Graph
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from property_examples import examples
 from replayed import Played, rows_of
 
-from rollflow.sinks import AfterSamples, Episodes, Newest, Prioritized, Replay, Storage
+from rollflow import Replay
+from rollflow.sinks import AfterSamples, Episodes, Newest, Prioritized, Storage
 from rollflow.sinks.replay import row_columns
 from rollflow.sinks.replay.checkpoint import MANIFEST, CheckpointFolder
 from rollflow.stream import ReplayError

@@ -13,21 +13,20 @@ from hypothesis import given, settings, strategies as st
 from property_examples import examples
 from replayed import Played
 
-from rollflow.nodes import (
+from rollflow import (
     ConnectorV2,
+    DatasetSink,
+    DatasetSource,
     GeneralAdvantageEstimation,
-    MultiAgentEnv,
     MultiAgentRollout,
-    NStepReturns,
+    Replay,
     RLModule,
     Rollout,
 )
+from rollflow.nodes import MultiAgentEnv, NStepReturns
 from rollflow.sinks import (
-    DatasetSink,
-    DatasetSource,
     HindsightGoals,
     Prioritized,
-    Replay,
     ReplayClient,
     ReplayHost,
     SampledNStepReturns,

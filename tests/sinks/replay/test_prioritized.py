@@ -7,7 +7,8 @@ from hypothesis import given, settings, strategies as st
 from property_examples import examples
 from replayed import Played, plays
 
-from rollflow.sinks import Prioritized, Replay, Storage
+from rollflow import Replay
+from rollflow.sinks import Prioritized, Storage
 from rollflow.sinks.replay.prioritized import SumTree
 from rollflow.stream import ReplayError
 

@@ -12,10 +12,10 @@ from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
 from replayed import Played
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import AfterSamples, Episodes, Replay, SamplesPerInsert, Sequences
+from rollflow import Graph, Replay, Rollout
+from rollflow.sinks import AfterSamples, Episodes, SamplesPerInsert, Sequences
 from rollflow.sinks.replay.rate import RateLimiter
-from rollflow.stream import Graph, ReplayError
+from rollflow.stream import ReplayError
 from rollflow.stream.net import backoff
 
 pytestmark = pytest.mark.anyio

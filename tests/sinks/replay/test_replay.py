@@ -15,7 +15,7 @@ from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
 from replayed import Played, plays, rows_of
 
-from rollflow.nodes import Rollout
+from rollflow import Replay, Rollout
 from rollflow.sinks import (
     AfterSamples,
     Draw,
@@ -24,7 +24,6 @@ from rollflow.sinks import (
     Mixture,
     Newest,
     Prioritized,
-    Replay,
     Sampler,
     Sequences,
     Storage,

@@ -21,9 +21,9 @@ from held_envs import await_that
 from killable_trainer import forked
 from leftovers import held_here
 
+from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
-from rollflow.nodes import Rollout
-from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, ReplayClient, ReplayHost, SamplesPerInsert, feed
+from rollflow.sinks import AfterSamples, Newest, Prioritized, ReplayClient, ReplayHost, SamplesPerInsert
 from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError

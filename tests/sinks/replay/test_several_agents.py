@@ -21,17 +21,8 @@ from property_examples import examples
 from replayed_agents import TURNS, fragments_of, rows_in, steps_by_module
 from serial_module import SerialModule, at_of
 
-from rollflow.nodes import MultiAgentRollout, Rollout
-from rollflow.sinks import (
-    Newest,
-    Prioritized,
-    Replay,
-    ReplayClient,
-    ReplayHost,
-    SampledNStepReturns,
-    SamplesPerInsert,
-    Storage,
-)
+from rollflow import MultiAgentRollout, Replay, Rollout
+from rollflow.sinks import Newest, Prioritized, ReplayClient, ReplayHost, SampledNStepReturns, SamplesPerInsert, Storage
 from rollflow.stream import ReplayError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 

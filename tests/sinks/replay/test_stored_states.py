@@ -7,8 +7,8 @@ import pytest
 import torch
 from replayed import Played
 
-from rollflow.nodes import RLModule
-from rollflow.sinks import DatasetSink, DatasetSource, Newest, Replay, Sequences
+from rollflow import DatasetSink, DatasetSource, Replay, RLModule
+from rollflow.sinks import Newest, Sequences
 from rollflow.stream import ReplayError
 
 

@@ -12,7 +12,7 @@ from hypothesis import Phase, example, given, settings, strategies as st
 from memory_lending import shared_address
 from property_examples import examples
 
-from rollflow.sinks import TrainerStream
+from rollflow import TrainerStream
 from rollflow.sinks.trainer.resend_buffer import ResendBuffer
 from rollflow.stream.wire import Fragment
 

@@ -12,8 +12,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire
 from remote_rollouts import await_that
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import feed
+from rollflow import Rollout, feed
 from rollflow.stream.data.errors import WireError
 
 OPTIONS: dict[str, Any] = {"lanes": 1, "num_fragments": 9, "sink": {"name": "b1", "limits": SHORT}}

@@ -18,8 +18,8 @@ from property_examples import examples
 from remote_hosts import BrokenWire
 from remote_rollouts import await_that
 
-from rollflow.sinks import TrainerStream
-from rollflow.stream import Fragment, RunError
+from rollflow import Fragment, TrainerStream
+from rollflow.stream import RunError
 from rollflow.stream.net import redialler
 from rollflow.stream.net.dial import reach
 from rollflow.stream.wire import Limits

@@ -12,8 +12,7 @@ import pytest
 from feeding_rollouts import SHORT, await_come, feeding, graph_over, rollout_of, running, sequences_of, trainer, weights
 from remote_rollouts import await_that
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerStream, feed
+from rollflow import Rollout, TrainerStream, feed
 from rollflow.sinks.trainer import uplink
 from rollflow.sinks.trainer.listener import TrainerListener
 from rollflow.stream import LagError, RunError

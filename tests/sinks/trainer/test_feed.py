@@ -10,8 +10,7 @@ import pytest
 from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import feed
+from rollflow import Rollout, feed
 from rollflow.stream.data.errors import RunError, WireError
 
 

@@ -8,9 +8,10 @@ import pytest
 from feeding_rollouts import SHORT, in_lanes_order, running, trainer
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import EpisodeReturns, Rollout
-from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
-from rollflow.stream import Graph, GraphError, Outlet
+from rollflow import Graph, Rollout, TrainerStream
+from rollflow.nodes import EpisodeReturns
+from rollflow.sinks import LearnerPipeline, TrainerSink
+from rollflow.stream import GraphError, Outlet
 from rollflow.stream.fragments.fragment import Fragment
 
 

@@ -11,8 +11,9 @@ import trustme
 from feeding_rollouts import feeding, trainer, weights
 from remote_rollouts import await_that
 
-from rollflow.sinks import TrainerStream, WeightsFollower
-from rollflow.stream import Columns, WireError
+from rollflow import Columns, TrainerStream
+from rollflow.sinks import WeightsFollower
+from rollflow.stream import WireError
 from rollflow.stream.wire import Fragment, SourceConnection
 
 Taken = queue.Queue[tuple[int, float]]

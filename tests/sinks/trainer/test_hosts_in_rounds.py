@@ -14,9 +14,10 @@ from paced_hosts import PacedHosts
 from remote_hosts import BrokenWire
 from remote_rollouts import await_that
 
+from rollflow import Columns, Graph, TrainerStream
 from rollflow.nodes import EnvHost, RolloutHost
-from rollflow.sinks import TrainerSink, TrainerStream
-from rollflow.stream import Columns, Graph, WireError
+from rollflow.sinks import TrainerSink
+from rollflow.stream import WireError
 
 
 def _named(given: Any) -> str:

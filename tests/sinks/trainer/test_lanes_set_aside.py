@@ -18,13 +18,13 @@ from remote_hosts import hosting, listening
 from remote_rollouts import await_that
 from taken_batches import taken_of
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerSink, TrainerStream
+from rollflow import Columns, Fragment, Graph, Rollout, TrainerStream
+from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer import uplink
 from rollflow.sinks.trainer.intake import LaneRounds
 from rollflow.sinks.trainer.pace_gate import LaneNews
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
-from rollflow.stream import Columns, Fragment, Graph, WireError, wire
+from rollflow.stream import WireError, wire
 from rollflow.stream.net import redialler
 from rollflow.stream.wire import LaneJoined, LaneLeft, Limits, SourceConnection, TrainerSession
 

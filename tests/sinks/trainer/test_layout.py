@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
 from rollflow.stream.data.errors import WireError

@@ -17,9 +17,9 @@ from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 from remote_rollouts import await_that
 
-from rollflow.nodes import MultiAgentRollout, Rollout
-from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
-from rollflow.stream import Columns, Graph, LagError, WireError
+from rollflow import Columns, Graph, MultiAgentRollout, Rollout, TrainerStream
+from rollflow.sinks import LearnerPipeline, TrainerSink
+from rollflow.stream import LagError, WireError
 
 DRAWN = Drawn(3, 1, 4, 1, 9, at_once=False, fragment_length=8, lookback=1, by_episode=True, seed=11)
 

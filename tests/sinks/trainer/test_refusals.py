@@ -18,10 +18,10 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
-from rollflow.nodes import DefaultModule, EnvHost, GeneralAdvantageEstimation, RemoteEnvs, Rollout
-from rollflow.sinks import TrainerSink, TrainerStream, feed
+from rollflow import GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, feed
+from rollflow.nodes import DefaultModule, EnvHost
+from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.stream import _failure_of
-from rollflow.stream import Graph
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, TcpAddress, encode
 

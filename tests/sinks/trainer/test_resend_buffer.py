@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from remote_rollouts import await_that
 from wire_values import same
 
-from rollflow.sinks import TrainerStream
+from rollflow import TrainerStream
 from rollflow.sinks.trainer.resend_buffer import ResendBuffer
 from rollflow.stream.wire import Fragment
 

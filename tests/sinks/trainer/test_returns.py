@@ -18,15 +18,15 @@ from property_examples import examples
 from remote_hosts import BrokenWire
 from wire_messages import TOKEN
 
-from rollflow.nodes import ConnectorV2, EpisodeReturns, MultiAgentRollout, Rollout
+from rollflow import ConnectorV2, Graph, MultiAgentRollout, Rollout, TrainerStream, feed
+from rollflow.nodes import EpisodeReturns
 from rollflow.nodes.metrics.episode_returns import AgentReturns
-from rollflow.sinks import TrainerSink, TrainerStream, feed
+from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.feed import _run_graph
 from rollflow.sinks.trainer.item_maker import StreamReturns
 from rollflow.sinks.trainer.messages import MOST_KEPT, MOST_MODULES, FinishedEpisodes, message_of_batch
 from rollflow.sinks.trainer.rollout_end import BatchObserver
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
-from rollflow.stream import Graph
 from rollflow.stream.data.errors import GraphError, WireError
 from rollflow.stream.observe.watch import StallRules
 from rollflow.stream.wire import Fragment, TrainerSession, decode, encode

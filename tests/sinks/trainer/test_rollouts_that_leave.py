@@ -19,11 +19,11 @@ from numbered_env import WideEnv
 from numbered_module import NumberedEnv, NumberedModule
 from remote_rollouts import await_that
 
-from rollflow.nodes import Rollout
+from rollflow import Graph, Rollout
 from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.sinks.trainer.listener import difference
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
-from rollflow.stream import Graph, GraphError, RunError
+from rollflow.stream import GraphError, RunError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import TrainerSession
 

@@ -15,8 +15,9 @@ from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
 from serial_module import SerialModule
 
-from rollflow.nodes import DefaultModelConfig, MultiAgentRollout, RandomModule, Rollout
-from rollflow.sinks import TrainerProcess, TrainerSink, TrainerStream, feed
+from rollflow import DefaultModelConfig, MultiAgentRollout, Rollout, TrainerStream, feed
+from rollflow.nodes import RandomModule
+from rollflow.sinks import TrainerProcess, TrainerSink
 from rollflow.sinks.trainer.messages import joined_weights, parted_weights
 from rollflow.stream.data.errors import ModuleError, RunError, WireError
 from rollflow.stream.testing import check

@@ -9,9 +9,8 @@ from typing import Any
 from feeding_rollouts import SHORT, running
 from remote_rollouts import await_that
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
-from rollflow.stream import Graph
+from rollflow import Graph, Rollout, TrainerStream
+from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.stream.fragments.fragment import Fragment
 
 

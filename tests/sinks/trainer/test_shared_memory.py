@@ -23,9 +23,10 @@ from numbered_module import NumberedModule
 from numpy.typing import NDArray
 from property_examples import examples
 
-from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
-from rollflow.sinks import TrainerSink, TrainerStream
-from rollflow.stream import Fragment, WireError
+from rollflow import Fragment, RemoteEnvs, Rollout, TrainerStream
+from rollflow.nodes import EnvHost
+from rollflow.sinks import TrainerSink
+from rollflow.stream import WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
@@ -211,7 +212,7 @@ _TRAINER = """
 import sys; sys.path[:] = {path!r}
 import os, torch
 from feeding_rollouts import SHORT
-from rollflow.sinks import TrainerStream
+from rollflow import TrainerStream
 torch.set_num_threads(1)
 with TrainerStream({address!r}, yields="fragments", limits=SHORT, join_timeout=60.0) as stream:
     for fragment in stream:

@@ -13,9 +13,8 @@ from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 from remote_rollouts import await_that
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerStream
-from rollflow.stream import Columns, LagError
+from rollflow import Columns, Rollout, TrainerStream
+from rollflow.stream import LagError
 
 
 def arrived_at(stream: TrainerStream) -> int:

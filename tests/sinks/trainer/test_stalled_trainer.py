@@ -10,9 +10,9 @@ from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_runs import running
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerSink, feed
-from rollflow.stream import Graph, StallError
+from rollflow import Graph, Rollout, feed
+from rollflow.sinks import TrainerSink
+from rollflow.stream import StallError
 
 
 def numbered(**options: Any) -> Rollout:

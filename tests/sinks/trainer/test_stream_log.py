@@ -12,8 +12,7 @@ import pytest
 from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerStream, feed
+from rollflow import Rollout, TrainerStream, feed
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.observe.run_socket import snapshots
 

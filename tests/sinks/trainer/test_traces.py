@@ -12,8 +12,7 @@ from feeding_rollouts import fed, trainer
 from numbered_module import NumberedEnv, NumberedModule
 from traces import arrows, assert_valid, events_of, processes, tracks
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import feed
+from rollflow import Rollout, feed
 from rollflow.sinks.trainer import loop_trace
 from rollflow.sinks.trainer.loop_trace import LoopTrace
 

@@ -19,10 +19,9 @@ from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import line_of
 from stalled_runs import running
 
-from rollflow.nodes import Rollout
+from rollflow import Graph, Rollout, TrainerStream
 from rollflow.nodes.env.stepping import nothing
-from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
-from rollflow.stream import Graph
+from rollflow.sinks import LearnerPipeline, TrainerSink
 
 LISTENING = "tcp://127.0.0.1:9"
 
@@ -111,7 +110,7 @@ def failed(folder: Path) -> Iterator[Any]:
 
 _PROGRAM = """
 import sys; sys.path[:] = {path!r}
-from rollflow.sinks import TrainerStream
+from rollflow import TrainerStream
 with TrainerStream({address!r}, yields="fragments") as stream:
     next(iter(stream))
     print("has", flush=True)

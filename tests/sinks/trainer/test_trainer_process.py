@@ -15,9 +15,8 @@ import pytest
 from feeding_rollouts import SHORT
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerProcess, TrainerSink, feed
-from rollflow.stream import Graph
+from rollflow import Graph, Rollout, feed
+from rollflow.sinks import TrainerProcess, TrainerSink
 from rollflow.stream.data.errors import RunError
 
 pytestmark = pytest.mark.slow  # processes that import torch, in every test

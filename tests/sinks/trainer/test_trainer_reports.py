@@ -11,10 +11,10 @@ from feeding_rollouts import SHORT, Feed, feeding, running, trainer
 from numbered_module import NumberedEnv, NumberedModule
 from remote_rollouts import await_that
 
-from rollflow.nodes import Rollout
+from rollflow import Fragment, Graph, Rollout, TrainerStream, feed
 from rollflow.nodes.stages.credits import AllGates, FragmentCredits
-from rollflow.sinks import TrainerSink, TrainerStream, feed
-from rollflow.stream import Fragment, Graph, RunError
+from rollflow.sinks import TrainerSink
+from rollflow.stream import RunError
 from rollflow.stream.graph.report import Report
 from rollflow.stream.net.backoff import WaitReminder
 

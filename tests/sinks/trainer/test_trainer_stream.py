@@ -17,8 +17,8 @@ from numbered_module import NumberedModule
 from property_examples import examples
 from remote_rollouts import await_that
 
-from rollflow.nodes import GeneralAdvantageEstimation, Rollout
-from rollflow.stream import Fragment, RunError, SingleAgentEpisode
+from rollflow import Fragment, GeneralAdvantageEstimation, Rollout, SingleAgentEpisode
+from rollflow.stream import RunError
 from rollflow.stream.testing import check
 
 

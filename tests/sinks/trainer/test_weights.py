@@ -12,9 +12,9 @@ from feeding_rollouts import SHORT, await_come, feeding, graph_over, running, tr
 from numbered_module import NumberedModule
 from remote_rollouts import await_that
 
-from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerSink, TrainerStream
-from rollflow.stream import Columns, Graph, GraphError, ModuleError, RunError, WireError
+from rollflow import Columns, Graph, Rollout, TrainerStream
+from rollflow.sinks import TrainerSink
+from rollflow.stream import GraphError, ModuleError, RunError, WireError
 from rollflow.stream.wire import Limits
 
 

@@ -18,9 +18,8 @@ from paced_hosts import PacedHosts
 from remote_hosts import SHORT, BrokenWire, listening
 from remote_rollouts import RawRollouts, makers, rollout_over, rollouts_on
 
-from rollflow.nodes import RemoteRollouts, RolloutHost
-from rollflow.sinks import TrainerStream
-from rollflow.stream import Columns
+from rollflow import Columns, RemoteRollouts, TrainerStream
+from rollflow.nodes import RolloutHost
 from rollflow.stream.wire import HostConnection, Turn, Weights, Welcome
 
 

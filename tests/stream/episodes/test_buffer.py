@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError, LookbackBuffer
+from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError
+from rollflow.stream.episodes.buffer import LookbackBuffer
 
 FORMS = ["list", "numpy"]
 

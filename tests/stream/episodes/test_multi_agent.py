@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Dict, Discrete
 
-from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError, MultiAgentEpisode
+from rollflow import MultiAgentEpisode
+from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError
 
 
 def step(episode: MultiAgentEpisode, **given: Any) -> None:

@@ -9,7 +9,8 @@ from drawn_turns import AGENTS, Told, turns
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.stream import EpisodeIndexError, MultiAgentEpisode
+from rollflow import MultiAgentEpisode
+from rollflow.stream import EpisodeIndexError
 
 NAMES = ["observations", "infos", "actions", "rewards", "outputs"]
 FORMS = st.booleans()

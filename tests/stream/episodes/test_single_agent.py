@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError, LookbackBuffer, SingleAgentEpisode
+from rollflow import SingleAgentEpisode
+from rollflow.stream import ColumnError, EpisodeError, EpisodeIndexError
+from rollflow.stream.episodes.buffer import LookbackBuffer
 
 
 def filled(steps: int = 5, id_: str = "e", **last: bool) -> SingleAgentEpisode:

@@ -7,8 +7,8 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow.nodes import Rollout
-from rollflow.stream import ColumnError, EpisodeError, Fragment, SingleAgentEpisode
+from rollflow import Fragment, Rollout, SingleAgentEpisode
+from rollflow.stream import ColumnError, EpisodeError
 
 
 def fragments_of(count: int, mode: AutoresetMode = AutoresetMode.SAME_STEP, **kwargs: Any) -> list[Fragment]:

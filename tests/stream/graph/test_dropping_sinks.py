@@ -8,7 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from rollflow.stream import Graph, GraphError, Inlet, Outlet
+from rollflow import Graph
+from rollflow.stream import GraphError, Inlet, Outlet
 from rollflow.stream.graph.meter import NodeMeter
 from rollflow.stream.graph.port import is_only_way
 from rollflow.stream.graph.report import report_of

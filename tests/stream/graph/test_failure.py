@@ -8,7 +8,9 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from rollflow.stream import Graph, InlineRun, Outlet, RunError
+from rollflow import Graph
+from rollflow.stream import Outlet, RunError
+from rollflow.stream.graph.inline_run import InlineRun
 
 pytestmark = pytest.mark.anyio
 

@@ -2,7 +2,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rollflow.stream import Graph, GraphError, Inlet, Outlet
+from rollflow import Graph
+from rollflow.stream import GraphError, Inlet, Outlet
 
 
 def double(number: int) -> int:

@@ -3,8 +3,10 @@ from typing import NamedTuple
 
 import pytest
 
-from rollflow.stream import Graph, InlineRun, Outlet
+from rollflow import Graph
+from rollflow.stream import Outlet
 from rollflow.stream.graph import meter
+from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.meter import EdgeMeter, NodeMeter
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from rollflow.stream import Graph, GraphError, InlineRun
+from rollflow import Graph
+from rollflow.stream import GraphError
+from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.node import Background, Observable, Processor, Sink, Source, node_methods
 
 

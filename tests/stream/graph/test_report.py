@@ -4,7 +4,8 @@ from typing import Any
 import anyio
 import pytest
 
-from rollflow.stream import Graph, Inlet, Outlet
+from rollflow import Graph
+from rollflow.stream import Inlet, Outlet
 from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution
 from rollflow.stream.graph.report import node_report, report_of
 

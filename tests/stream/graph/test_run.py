@@ -10,7 +10,9 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.stream import Graph, GraphError, Inlet, InlineRun, Outlet, RunError
+from rollflow import Graph
+from rollflow.stream import GraphError, Inlet, Outlet, RunError
+from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.report import Report
 
 pytestmark = pytest.mark.anyio

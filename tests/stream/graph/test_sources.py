@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from rollflow.stream import Graph, GraphError, Outlet
+from rollflow import Graph
+from rollflow.stream import GraphError, Outlet
 
 
 def double(number: int) -> int:

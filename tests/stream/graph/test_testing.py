@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollflow.stream import one_hot
+from rollflow.stream.data.space import one_hot
 from rollflow.stream.testing import check
 
 SAME: list[tuple[Any, Any]] = [

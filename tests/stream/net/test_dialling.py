@@ -15,9 +15,9 @@ from numbered_module import NumberedModule
 from remote_hosts import SHORT, dialled_host, end_waits_once
 from remote_rollouts import makers, rollout_over
 
-from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from rollflow import RemoteEnvs, Rollout, feed
+from rollflow.nodes import EnvHost
 from rollflow.nodes.env.remote.remote_host import HostWait
-from rollflow.sinks import feed
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup

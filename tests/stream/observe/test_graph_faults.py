@@ -15,7 +15,8 @@ from held_envs import await_that
 from stalled_rollouts import line_of
 from stalled_runs import looked_at
 
-from rollflow.stream import Graph, Inlet, Outlet
+from rollflow import Graph
+from rollflow.stream import Inlet, Outlet
 
 LONGEST_S = 60.0
 pytestmark = pytest.mark.anyio

@@ -15,7 +15,9 @@ from doctor_clock import Looking
 from stalled_rollouts import line_of
 from stalled_runs import looked_at
 
-from rollflow.stream import Graph, Inlet, Outlet, Run, StallError
+from rollflow import Graph
+from rollflow.stream import Inlet, Outlet, StallError
+from rollflow.stream.graph.run import Run
 
 LONGEST_S = 60.0
 pytestmark = pytest.mark.anyio

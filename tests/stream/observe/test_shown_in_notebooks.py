@@ -10,8 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollflow.nodes import Rollout
-from rollflow.stream import Fragment, Graph, SingleAgentEpisode
+from rollflow import Fragment, Graph, Rollout, SingleAgentEpisode
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.drawing import shape
 from rollflow.stream.observe import svg

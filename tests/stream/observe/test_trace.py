@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 from traces import events_of, repaired
 
-from rollflow.stream import Graph
+from rollflow import Graph
 from rollflow.stream.graph.tracing import Traceable, Tracing
 from rollflow.stream.observe.trace import Trace, check_trace, open_trace, span_lines
 

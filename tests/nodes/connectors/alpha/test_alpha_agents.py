@@ -6,7 +6,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes import DefaultModule, MultiAgentEnv, MultiAgentRollout
+from rollflow import MultiAgentRollout
+from rollflow.nodes import DefaultModule, MultiAgentEnv
 from rollflow.nodes.connectors.alpha import (
     ActionConnectorPipeline,
     AgentConnector,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollflow.nodes import ConnectorV2, DefaultModelConfig, MeanStdFilter, Rollout
+from rollflow import ConnectorV2, DefaultModelConfig, MeanStdFilter, Rollout
 from rollflow.nodes.connectors.alpha import (
     ActionConnectorDataType,
     ActionConnectorPipeline,

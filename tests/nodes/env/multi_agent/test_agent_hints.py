@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from numbered_agents import NumberedAgents
 
-from rollflow.nodes import GeneralAdvantageEstimation, MultiAgentRollout, RandomModule, Rollout
+from rollflow import GeneralAdvantageEstimation, MultiAgentRollout, Rollout
+from rollflow.nodes import RandomModule
 from rollflow.stream.data.errors import EnvError, ModuleError
 
 ENV: Callable[[], Any] = partial(NumberedAgents, 0, agents=2)

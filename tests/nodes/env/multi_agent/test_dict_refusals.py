@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from mpe2 import simple_spread_v3
 
-from rollflow.nodes import MultiAgentRollout, RandomModule
+from rollflow import MultiAgentRollout
+from rollflow.nodes import RandomModule
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
 from rollflow.nodes.env.multi_agent.lane_envs import lane_envs
 from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv

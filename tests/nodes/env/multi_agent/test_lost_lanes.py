@@ -11,7 +11,7 @@ from lost_agents import check_continuity, check_multi_agent_chunks, emitted_step
 from numbered_agents import NumberedAgents
 from property_examples import examples
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout
+from rollflow import ConnectorV2, MultiAgentRollout
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane

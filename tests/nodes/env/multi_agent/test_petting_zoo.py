@@ -15,7 +15,7 @@ from pettingzoo.classic.connect_four import connect_four
 from pettingzoo.classic.rps import rps
 from pettingzoo.classic.tictactoe import tictactoe
 
-from rollflow.nodes import MultiAgentRollout
+from rollflow import MultiAgentRollout
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
 from rollflow.nodes.env.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
 from rollflow.stream.data.errors import EnvError

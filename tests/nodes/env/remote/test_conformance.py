@@ -14,8 +14,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import BrokenWire, dialled_host, hosting, listening
 
-from rollflow.nodes import RemoteEnvs, Rollout
-from rollflow.stream import Fragment
+from rollflow import Fragment, RemoteEnvs, Rollout
 
 
 @given(drawn=drawn_settings)

@@ -21,8 +21,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from remote_rollouts import HASTY, await_that, check_laws, makers, rollout_over, slots_of, taken_until, told
 
-from rollflow.nodes import RemoteEnvs, Rollout
-from rollflow.stream import Fragment
+from rollflow import Fragment, RemoteEnvs, Rollout
 from rollflow.stream.wire import Limits
 
 

@@ -16,7 +16,8 @@ from leftovers import nothing_left
 from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, end_waits_once, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
 
-from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from rollflow import RemoteEnvs, Rollout
+from rollflow.nodes import EnvHost
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, Reset, Welcome

@@ -20,7 +20,8 @@ from raw_gateway import PATIENT, RawGateway
 from remote_hosts import dialled_host, end_waits_once, listening
 from remote_rollouts import await_that, makers, rollout_over
 
-from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.stream import EnvError
 from rollflow.stream.wire import (
     Goodbye,

@@ -20,7 +20,8 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from wire_messages import hello
 
-from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, RolloutHost
+from rollflow import RemoteEnvs, RemoteRollouts
+from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.gateway import Registry
 from rollflow.nodes.env.remote.host import Host
 from rollflow.nodes.env.remote.remote_host import RemoteHost

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 from remote_rollouts import makers
 
-from rollflow.nodes import EnvHost, RemoteEnvs
+from rollflow import RemoteEnvs
+from rollflow.nodes import EnvHost
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Limits

@@ -8,7 +8,7 @@ from raw_gateway import RawGateway
 from remote_hosts import RawHost, dialled_host
 from remote_rollouts import makers
 
-from rollflow.nodes import RemoteRollouts
+from rollflow import RemoteRollouts
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.remote_host import HostAnswered
 from rollflow.stream.data.errors import WireError

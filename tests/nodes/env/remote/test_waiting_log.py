@@ -9,7 +9,7 @@ import pytest
 from remote_hosts import BrokenWire, dialled_host, hosting, listening
 from remote_rollouts import await_that, makers, rollout_over, rollouts_on, slots_of, taken_until
 
-from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.wire import Limits
 

@@ -10,7 +10,7 @@ import pytest
 from held_envs import LONGEST_S, Held, await_held, times_made
 from numbered_module import NumberedModule
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 
 class Broken(Held):

@@ -12,7 +12,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from serial_module import SerialModule
 
-from rollflow.nodes import MultiAgentRollout, Rollout
+from rollflow import MultiAgentRollout, Rollout
 from rollflow.stream import EnvError
 
 TOLD = r"the environments of every lane raised before they had made a step: lane 0: .*; lane 1: RuntimeError: it broke"

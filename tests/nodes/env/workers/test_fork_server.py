@@ -169,7 +169,7 @@ def test_a_process_imports_for_itself_if_a_forked_one_would_differ(why: str, mon
 
 SCRIPT = """
 import gymnasium as gym
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 class Mine(gym.Env):
     observation_space, action_space = gym.spaces.Box(-1, 1), gym.spaces.Discrete(2)

@@ -8,9 +8,8 @@ import pytest
 from leftovers import processes_of
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
+from rollflow import Graph, Rollout
 from rollflow.sinks import LearnerPipeline
-from rollflow.stream import Graph
 
 PLACES = ["threads", "processes", "rollouts"]
 

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from held_envs import LONGEST_S, Held, let_go, times_made
 from numbered_module import NumberedModule
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.stream import EnvError
 
 Forward = Callable[[float], None]

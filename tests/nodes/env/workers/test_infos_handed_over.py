@@ -14,15 +14,8 @@ from numbered_agents import NumberedAgents
 from remote_hosts import hosting, listening
 from serial_module import SerialModule
 
-from rollflow.nodes import (
-    EnvHost,
-    MultiAgentRollout,
-    RandomModule,
-    RemoteEnvs,
-    RemoteRollouts,
-    Rollout,
-    RolloutHost,
-)
+from rollflow import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, RandomModule, RolloutHost
 
 REMOTE: dict[str, Any] = {"hosts": (RemoteEnvs, EnvHost), "rollouts on hosts": (RemoteRollouts, RolloutHost)}
 

@@ -15,7 +15,7 @@ import pytest
 from held_envs import await_that
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import RLModule, Rollout
+from rollflow import RLModule, Rollout
 from rollflow.stream import EnvError, ModuleError
 
 

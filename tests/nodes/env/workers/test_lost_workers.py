@@ -15,7 +15,7 @@ from leftovers import processes_of
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import Activity
 from rollflow.stream import EnvError

@@ -11,7 +11,7 @@ from ending_envs import Doomed
 from leftovers import processes_of
 from numbered_module import NumberedModule
 
-from rollflow.nodes import MultiAgentRollout, Rollout
+from rollflow import MultiAgentRollout, Rollout
 from rollflow.stream import EnvError
 
 HERE, ELSEWHERE = ["inline", "threads", "auto"], ["processes", "rollouts"]

@@ -17,7 +17,7 @@ from held_envs import LONGEST_S, Held, await_held, await_that
 from leftovers import held_here, named_memory, processes_of, shared_mappings
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ WORKERS = {"inline": 0, "threads": 0, "processes": 2, "rollouts": 2}  # what aut
 
 PROGRAM = """
 import sys, time
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 with Rollout("CartPole-v1", num_envs=4, where=sys.argv[1], prefetch=int(sys.argv[2])) as rollout:
     for batch in rollout.batches():

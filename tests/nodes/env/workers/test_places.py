@@ -13,8 +13,9 @@ from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 from stalled_rollouts import stalling
 
-from rollflow.nodes import ConnectorV2, FlattenObservations, MeanStdFilter, Rollout
-from rollflow.stream import EnvError, Fragment
+from rollflow import ConnectorV2, Fragment, MeanStdFilter, Rollout
+from rollflow.nodes import FlattenObservations
+from rollflow.stream import EnvError
 
 
 class Setting(NamedTuple):

@@ -10,8 +10,7 @@ from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.nodes import RLModule, Rollout
-from rollflow.stream import Fragment
+from rollflow import Fragment, RLModule, Rollout
 
 
 class Setting(NamedTuple):

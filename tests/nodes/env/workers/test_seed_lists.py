@@ -6,9 +6,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, RemoteEnvs, Rollout
+from rollflow import MultiAgentRollout, RemoteEnvs, Rollout
+from rollflow.nodes import MultiAgentEnv, RandomModule
 from rollflow.nodes.env.stepping import seeds_for
-from rollflow.stream import seed_for
+from rollflow.stream.graph.seeding import seed_for
 
 SEEDS = [7, 0, 2**40, 7]
 PLACES = ["inline", "threads", "processes", "rollouts"]

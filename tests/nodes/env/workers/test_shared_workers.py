@@ -8,7 +8,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import MultiAgentEnv, RandomModule
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag

@@ -18,8 +18,7 @@ from leftovers import held_here, processes_of, shared_mappings
 from numbered_module import NumberedModule
 from property_examples import examples
 
-from rollflow.nodes import Rollout
-from rollflow.stream import Fragment
+from rollflow import Fragment, Rollout
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollflow.nodes import Rollout
+from rollflow import Rollout
 
 WHERE: list[Literal["inline", "threads", "processes", "rollouts"]] = ["inline", "threads", "processes", "rollouts"]
 

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import OnProcesses, RandomModule, Rollout
+from rollflow import Rollout
+from rollflow.nodes import OnProcesses, RandomModule
 
 
 @pytest.mark.parametrize("place", ["processes", OnProcesses(num_hosts=1)], ids=["worker", "host"])

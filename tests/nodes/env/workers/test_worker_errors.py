@@ -11,7 +11,7 @@ import torch
 from held_envs import Held, await_held, is_closed, let_go
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import MeanStdFilter, RLModule, Rollout
+from rollflow import MeanStdFilter, RLModule, Rollout
 
 
 def test_the_newest_of_many_weights_published_during_one_step_is_used(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from remote_hosts import hosting, listening
 
-from rollflow.nodes import EnvHost, MultiAgentEnv, MultiAgentRollout, RandomModule, RemoteRollouts, RolloutHost
-from rollflow.sinks import Replay
-from rollflow.stream import EnvError, MultiAgentEpisode
+from rollflow import MultiAgentEpisode, MultiAgentRollout, RemoteRollouts, Replay
+from rollflow.nodes import EnvHost, MultiAgentEnv, RandomModule, RolloutHost
+from rollflow.stream import EnvError
 
 LENGTH = 7
 

@@ -14,7 +14,7 @@ from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule
 
-from rollflow.nodes import ConnectorV2, DefaultModelConfig, MultiAgentRollout
+from rollflow import ConnectorV2, DefaultModelConfig, MultiAgentRollout
 from rollflow.stream import ModuleError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 

@@ -14,8 +14,7 @@ from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule, at_of, logits_of
 
-from rollflow.nodes import MultiAgentRollout
-from rollflow.stream import SingleAgentEpisode
+from rollflow import MultiAgentRollout, SingleAgentEpisode
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 few = settings(max_examples=examples(20))

@@ -8,8 +8,9 @@ import numpy as np
 import psutil
 import pytest
 
-from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, Rollout
-from rollflow.stream import Graph, Inlet
+from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.stream import Inlet
 
 MORE = 3 << 20  # bytes: what the allocator and torch may still take at the beginning
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, MultiRLModule, RLModule
+from rollflow import ConnectorV2, MultiAgentRollout, RLModule
+from rollflow.nodes import MultiAgentEnv, MultiRLModule
 from rollflow.stream import ModuleError
 
 AGENTS = ("a", "b")

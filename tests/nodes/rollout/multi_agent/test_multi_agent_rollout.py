@@ -11,18 +11,16 @@ import torch
 from drawn_agents import Drawn, made, publish_next
 from numbered_agents import NumberedAgents
 
+from rollflow import GeneralAdvantageEstimation, MultiAgentRollout, RLModule
 from rollflow.nodes import (
-    AddInfosFromEpisodesToTrainBatch,
     ClipActions,
     DefaultModule,
     FlattenObservations,
-    GeneralAdvantageEstimation,
     MultiAgentEnv,
-    MultiAgentRollout,
     PrevActionsPrevRewards,
     RandomModule,
-    RLModule,
 )
+from rollflow.nodes.connectors.learner.train_columns import AddInfosFromEpisodesToTrainBatch
 from rollflow.stream import ConnectorError, EnvError, LagError, ModuleError
 
 

@@ -12,13 +12,8 @@ from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import at_of
 
-from rollflow.nodes import (
-    ArrayStep,
-    ConnectorV2,
-    GeneralAdvantageEstimation,
-    MultiAgentVectorEnv,
-)
-from rollflow.stream import MultiAgentEpisode
+from rollflow import ConnectorV2, GeneralAdvantageEstimation, MultiAgentEpisode
+from rollflow.nodes import ArrayStep, MultiAgentVectorEnv
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 few = settings(max_examples=examples(12))

@@ -13,15 +13,8 @@ from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples
 from remote_hosts import BrokenWire, dialled_host, hosting, listening
 
-from rollflow.nodes import (
-    ArrayStep,
-    EnvHost,
-    MultiAgentEnv,
-    MultiAgentRollout,
-    MultiAgentVectorEnv,
-    RandomModule,
-    RemoteEnvs,
-)
+from rollflow import MultiAgentRollout, RemoteEnvs
+from rollflow.nodes import ArrayStep, EnvHost, MultiAgentEnv, MultiAgentVectorEnv, RandomModule
 from rollflow.stream import EnvError
 
 

@@ -25,7 +25,7 @@ from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from serial_module import SerialModule
 from stalled_rollouts import stalling
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout
+from rollflow import ConnectorV2, MultiAgentRollout
 
 
 @pytest.fixture(autouse=True)

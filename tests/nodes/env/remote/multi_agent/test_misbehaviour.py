@@ -16,7 +16,8 @@ from numbered_env import NumberedEnv
 from remote_agents import Fragments, makers, rollout_over, slots_of
 from remote_hosts import RawHost, hosting, listening
 
-from rollflow.nodes import EnvHost, Rollout
+from rollflow import Rollout
+from rollflow.nodes import EnvHost
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment

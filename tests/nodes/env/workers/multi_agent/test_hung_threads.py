@@ -12,7 +12,8 @@ from held_envs import LONGEST_S
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
-from rollflow.nodes import ArrayStep, MultiAgentRollout, MultiAgentVectorEnv, RandomModule
+from rollflow import MultiAgentRollout
+from rollflow.nodes import ArrayStep, MultiAgentVectorEnv, RandomModule
 from rollflow.stream import EnvError
 
 Hold = Callable[[], Any]

@@ -20,7 +20,7 @@ from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout
+from rollflow import ConnectorV2, MultiAgentRollout
 from rollflow.stream import EnvError
 
 WHOLE: Any = pytest.param({"where": "rollouts"}, marks=pytest.mark.slow)

@@ -19,14 +19,14 @@ from leftovers import held_here, nothing_left, processes_of, shared_mappings
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
-from rollflow.nodes import MultiAgentRollout
+from rollflow import MultiAgentRollout
 
 PROGRAM = f"""
 import sys
 sys.path.append({str(Path(__file__).parents[5] / "support")!r})
 from functools import partial
 from numbered_agents import NumberedAgents
-from rollflow.nodes import MultiAgentRollout
+from rollflow import MultiAgentRollout
 
 makers = [partial(NumberedAgents, slot, nested=0) for slot in range(2)]
 with MultiAgentRollout(makers, where="processes", workers=2, prefetch=int(sys.argv[1])) as rollout:

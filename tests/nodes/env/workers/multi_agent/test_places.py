@@ -16,14 +16,8 @@ from property_examples import examples
 from serial_module import SerialModule
 from stalled_rollouts import stalling
 
-from rollflow.nodes import (
-    ArrayStep,
-    ConnectorV2,
-    MultiAgentEnv,
-    MultiAgentRollout,
-    MultiAgentVectorEnv,
-    RandomModule,
-)
+from rollflow import ConnectorV2, MultiAgentRollout
+from rollflow.nodes import ArrayStep, MultiAgentEnv, MultiAgentVectorEnv, RandomModule
 from rollflow.stream import EnvError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 

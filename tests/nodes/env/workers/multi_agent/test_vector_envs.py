@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from lost_agents import in_time
 
-from rollflow.nodes import ArrayStep, MultiAgentRollout, MultiAgentVectorEnv, RandomModule
+from rollflow import MultiAgentRollout
+from rollflow.nodes import ArrayStep, MultiAgentVectorEnv, RandomModule
 from rollflow.stream import EnvError
 
 AGENTS = ("a", "b", "c")
