@@ -95,7 +95,7 @@ class FragmentChecks:
             yield Sign(
                 "memory",
                 f"{held:,} of {self._count:,} fragments that were given are still in memory, {held * self._bytes:,} "
-                "bytes: something keeps them, or views of them; copy what is kept, as rollflow.sinks.Replay does",
+                "bytes: something keeps them, or views of them; copy what is kept, as rollflow.Replay does",
             )
 
     # Inside
