@@ -43,7 +43,7 @@ _AGENTS_KINDS = {"agents": (list,), "modules": (dict,), "runs": (list,)}
 _OF_OTHERS = {  # a file that tells what a folder is, and whose it is
     "data/metadata.json": "a dataset of Minari's",
     "metadata.json": "the data of a dataset of Minari's",
-    "meta/info.json": "a dataset of LeRobot's",
+    "meta/info.json": "another library's dataset",
     "manifest.json": "a replay's checkpoint or a policy",
 }
 
