@@ -331,16 +331,23 @@ class PolicyClient:
                 raise RequestError(str(error)) from None
             if len(message) > self._most_bytes:
                 raise RequestError(f"the request has {len(message)} bytes, expected at most {self._most_bytes}")
+            refusals, is_asked_again = 0, False
             while True:
                 if socket is not None:
                     with suppress(WebSocketException, OSError):  # another connection comes
                         socket.send(message)
                 answer = self._next(mail, until)
-                if answer is not None:
+                if answer is None:
+                    is_asked_again = True
+                elif is_asked_again and _is_overloaded(answer):  # it may have been acted on by an earlier connection
+                    refusals += 1
+                    self._pause(refusals)
+                else:
                     break
                 socket = self._socket
         finally:
-            del self._mail[number]
+            with self._changed:
+                del self._mail[number]
         if isinstance(answer, Exception):
             raise answer
         if "error" in answer:
@@ -386,6 +393,11 @@ class PolicyClient:
                 mail.put(self._ending)
             self._changed.notify_all()
 
+    def _pause(self, failures: int) -> None:
+        """Wait until it is time for another try, or the client ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending is not None, pause_s(failures, _LONGEST_PAUSE_S))
+
     # In the thread
 
     def _run(self) -> None:
@@ -401,10 +413,11 @@ class PolicyClient:
                 self._end(error)
             except (WebSocketException, OSError, EOFError) as error:
                 failures += 1
-                with self._changed:
-                    self._problem = getattr(error, "strerror", None) or str(error)
-                    _log.info("%s; it is dialled again", self._server("is away"))
-                    self._changed.wait_for(lambda: self._ending is not None, pause_s(failures, _LONGEST_PAUSE_S))
+                self._problem = getattr(error, "strerror", None) or str(error)
+                _log.info("%s; it is dialled again", self._server("is away"))
+                self._pause(failures)
+            except (KeyError, TypeError, AttributeError) as error:
+                self._end(WireError(self._server(f"sends what this client does not understand: {error!r}")))
 
     def _dialled(self) -> "ClientConnection":
         server = f"the server at {self.address}"
@@ -467,6 +480,12 @@ class PolicyClient:
                     asked.put(answer)
         finally:
             self._socket = None
+
+
+def _is_overloaded(answer: Any) -> bool:
+    """True if a server has refused a message, or some of its observations, since too much waits there."""
+    answers = [answer, *answer.get("refused", ())] if isinstance(answer, dict) else []
+    return any(each.get("status") == OverloadedError.status for each in answers)
 
 
 def _error_of(answer: Mapping[str, Any]) -> ServingError:

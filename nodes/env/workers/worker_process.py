@@ -325,10 +325,11 @@ def _forked_off(
     for _ in range(_TRIES):
         try:
             return _forked_by(server, preload, module, descriptors, environment)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, RunError) as error:
             logger.info("worker processes may import %s each, as no fork server can: %s", preload, error)
-            with contextlib.suppress(OSError):
-                server._stop()  # the next try starts another
+            _stop_server(server)  # the next try starts another
+            if isinstance(error, RunError):
+                break  # which would begin them again
     _servers[preload] = None
     return None
 
@@ -336,19 +337,19 @@ def _forked_off(
 def _forked_by(
     server: Any, preload: str, module: str, descriptors: Sequence[int], environment: Mapping[str, str]
 ) -> _ForkedProcess:
-    """A process forked off a server. Raises OSError or EOFError if the server breaks, or has other threads."""
+    """A process forked off a server. Raises OSError or EOFError if the server breaks, RunError if it has threads."""
     outputs = [fd for fd in (1, 2) if _is_open(fd)]
     place = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
     _start_server(server, preload)
     status, order = server.connect_to_new_process([*outputs, *descriptors])
     with open(order, "wb") as file:
         process = _ForkedProcess(status)
-        if len(os.listdir(f"/proc/{server._forkserver_pid}/task")) > 1:
-            os.kill(process.pid, signal.SIGKILL)
-            process.let_go()
-            raise OSError("an import of it has begun threads")
-        pickle.dump(place, file)
-        pickle.dump(_ForkedProgram(module, outputs, environment), file)
+        with closing_on_error(process.let_go):
+            if len(os.listdir(f"/proc/{server._forkserver_pid}/task")) > 1:
+                os.kill(process.pid, signal.SIGKILL)
+                raise RunError("an import of it has begun threads")
+            pickle.dump(place, file)
+            pickle.dump(_ForkedProgram(module, outputs, environment), file)
     return process
 
 
@@ -374,6 +375,14 @@ def _start_server(server: Any, preload: str) -> None:
             else:
                 os.environ[name] = value
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _stop_server(server: Any) -> None:
+    """Kill a server that is of no use: one that ended by itself would take away the folder of other sockets here."""
+    with contextlib.suppress(OSError):
+        if server._forkserver_pid is not None:
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
 
 
 def _end_server() -> None:
@@ -464,6 +473,10 @@ _starting = threading.Lock()
 
 
 def _disown_all() -> None:
+    for server in filter(None, _servers.values()):
+        alive: Any = server
+        if alive._forkserver_alive_fd is not None:  # by which it would go on while this process does
+            os.close(alive._forkserver_alive_fd)
     _servers.clear()
     for worker in list(_started):
         worker.disown()

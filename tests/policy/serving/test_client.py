@@ -242,18 +242,24 @@ def test_failures_to_agree_are_told_apart(tmp_path: Path) -> None:
                 client.act([3, 0])
 
 
-@pytest.mark.parametrize("has_path", [True, False])
-def test_a_server_of_another_kind_or_version_is_none(*, has_path: bool) -> None:
+@pytest.mark.parametrize(
+    ("welcome", "text"),
+    [
+        ({"error": "'hello' is 1, expected 2"}, "refuses this client: \"'hello' is 1, expected 2\""),
+        ({"hello": 1}, "sends what this client does not understand: KeyError"),
+        (None, "has no /v1/stream there, expected"),
+    ],
+)
+def test_a_server_of_another_kind_or_version_is_none(welcome: Any, text: str) -> None:
     def other(connection: Any) -> None:
-        connection.send(pack({"error": "'hello' is 1, expected 2"}))
+        connection.send(pack(welcome))
 
     def refuse(connection: Any, request: Any) -> Any:
-        return None if has_path else connection.respond(404, "not here")
+        return None if welcome is not None else connection.respond(404, "not here")
 
     with serve(other, "127.0.0.1", 0, process_request=refuse) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(server.serve_forever)
         port = server.socket.getsockname()[1]
-        text = "refuses this client: \"'hello' is 1, expected 2\"" if has_path else "has no /v1/stream there, expected"
         try:
             with client_of(f"http://127.0.0.1:{port}") as client, pytest.raises(WireError, match=text):
                 client.act([3, 0])
@@ -328,6 +334,23 @@ def test_a_session_goes_on_by_the_next_connection_until_the_server_forgets_it() 
                 client.act([2, 0])
             client.reset()
             assert client.act([2, 0]).tolist() == [2.0, 0.0]
+
+
+def test_a_request_that_comes_again_to_a_full_server_is_acted_on_once() -> None:
+    held = Held(policy_of(Sums))
+    with served(held, options=BatchOptions(max_batch=1, max_waiting=1)) as (shelf, server):
+        with broken_wire(server.url, lambda: None) as (wire, address), client_of(server.url) as other:
+            with client_of(address) as client, ThreadPoolExecutor(2) as pool:
+                acted = pool.submit(client.act, [1, 0])
+                assert held.begun.acquire(timeout=30)
+                waiting = pool.submit(other.act, [2, 0])
+                await_that(lambda: shelf.newest("a").num_waiting == 1)
+                wire.go_down()
+                wire.is_down = False
+                await_that(lambda: shelf.newest("a").tally.refused >= 1)
+                held.go.release(10)
+                assert (acted.result(30).tolist(), waiting.result(30).tolist()) == ([1.0, 0.0], [2.0, 0.0])
+                assert client.act([5, 0]).tolist() == [6.0, 0.0]
 
 
 def sums_of(client: PolicyClient, session: int, steps: int) -> int:

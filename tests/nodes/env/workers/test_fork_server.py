@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,27 @@ def test_a_process_imports_for_itself_if_a_forked_one_would_differ(why: str, mon
         assert not is_forked(process)
         assert found_by(process, "found = 7") == 7
     assert not any(worker_process._servers.values())
+    Listener(family="AF_UNIX").close()  # a server that was stopped has left the folder of sockets alone
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_its_program_though_a_fork_of_that_goes_on() -> None:
+    program = f"""
+import os, signal, sys
+sys.path[:] = {sys.path!r}
+from rollflow.nodes.env.workers import worker_process
+worker_process.WorkerProcess({MODULE!r}, 1, preload={MODULE!r}).kill()
+if os.fork():
+    print(worker_process._servers[{MODULE!r}]._forkserver_pid, flush=True)
+signal.pause()
+"""
+    program_process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, process_group=0)
+    with program_process:
+        assert program_process.stdout is not None
+        server = psutil.Process(int(program_process.stdout.readline()))
+        program_process.kill()
+        assert not psutil.wait_procs([server], timeout=LONGEST_S)[1]
+        os.killpg(program_process.pid, signal.SIGKILL)
 
 
 SCRIPT = """
