@@ -59,10 +59,9 @@ class ReplayClient:
         wire.check_secret(target, known_secret)
         check_tls(target, tls)
         name = socket.gethostname() if name is None else name
-        kinds = wire.SamplerConnection, ReplayError, ReplayError
         limits = limits or wire.Limits()
         self.address, self.timeout = str(target), timeout
-        self._link = RequestLink(LinkTarget(target, known_secret, tls, limits, timeout, software(), name, *kinds))
+        self._link = RequestLink(LinkTarget(target, known_secret, tls, limits, timeout, software(), name))
 
     def sample(self, count: int | None = None, *, wait_s: float | None = None) -> Batch:
         """A batch of `count` rows, as `Replay.sample` gives it; None: as many as the host's `batch_size`.

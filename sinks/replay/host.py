@@ -84,7 +84,7 @@ class SampleServer:
         self.address = address_of(self._sockets[0])
         self._epoll = select.epoll()
         self._loop: SocketLoop[ClientPeer] = SocketLoop(self, epoll=self._epoll, max_strangers=MOST_STRANGERS)
-        options = ServerOptions(secret, tls, limits, software(), wire.ReplayConnection, _MOST_CLIENTS, _WINDOW)
+        options = ServerOptions(secret, tls, limits, software(), _MOST_CLIENTS, _WINDOW)
         self._clients = RequestClients(self._loop, options, lambda client: self._replay.turns.look_again())
         self._loop.listen(self._sockets, options)
         self._tasks: TaskGroup | None = None  # one for each query that is being answered

@@ -22,7 +22,7 @@ MOST_STRANGERS = 256  # connections that have not proved themselves yet
 
 
 @dataclass(slots=True, eq=False)
-class ClientPeer(Peer[wire.ServerConnection]):
+class ClientPeer(Peer[wire.ReplayConnection]):
     """Connection of a client; `client` is None until it has been taken in."""
 
     client: "RequestClient | None" = None
@@ -46,7 +46,6 @@ class ServerOptions(NamedTuple):
     """Options of a server, the same for every client.
 
     software       of this end, for people
-    connection     kind of this end
     max_clients    more are refused
     window         requests that a client may have under way
     """
@@ -55,14 +54,13 @@ class ServerOptions(NamedTuple):
     tls: ssl.SSLContext | None
     limits: wire.Limits
     software: str
-    connection: type[wire.ServerConnection]
     max_clients: int
     window: int
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> ClientPeer:
         """Peer of a socket with a client at its other end, which has to prove itself."""
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        connection = self.connection(
+        connection = wire.ReplayConnection(
             software=self.software, nonce=nonce, secret=self.secret, limits=self.limits, now=now
         )
         return ClientPeer(transport_for(sock, connection, self.tls, dialled=None), connection, where)

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from rollflow.stream import wire
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import ReplayError, WireError
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
@@ -29,9 +29,6 @@ class LinkTarget(NamedTuple):
 
     timeout           seconds that an answer is waited for
     software, name    of this end, for people
-    connection        kind of this end
-    unanswered        error that says that no answer has come in time
-    closed            error that says that the link is closed
     """
 
     address: wire.Address
@@ -41,9 +38,6 @@ class LinkTarget(NamedTuple):
     timeout: float
     software: str
     name: str
-    connection: type[wire.ClientConnection]
-    unanswered: type[Exception]
-    closed: type[Exception]
 
 
 class RequestLink:
@@ -60,10 +54,10 @@ class RequestLink:
         self._futures: dict[int, Future[wire.Result]] = {}
         self._fatal: Exception | None = None
         self._is_closing = False
-        self.loop: SocketLoop[Peer[wire.ClientConnection]] = SocketLoop(self)
+        self.loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
         self.loop.dial([target.address], self)
         self.changed = threading.Condition(self.loop.lock)  # of all of the above
-        name = f"rollflow {target.connection.roles[0]} of {target.address}"
+        name = f"rollflow sampler of {target.address}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -93,7 +87,7 @@ class RequestLink:
         return any(peer.connection.phase is wire.ConnectionPhase.RUNNING for peer in self.loop.peers)
 
     def wait(self, until: float, is_there: Callable[[], bool]) -> None:
-        """Wait, with the lock held, until something is there. Raises what has ended the link, or that it is late."""
+        """Wait, with the lock held, until something is there. Raises what has ended the link, or ReplayError."""
         patience: WaitReminder | None = None  # as a rule it is there
         while not is_there() or self._fatal is not None or self._is_closing:
             if self._fatal is not None:
@@ -107,7 +101,7 @@ class RequestLink:
             self._remind(patience)
 
     def close(self) -> None:
-        """Say goodbye; requests under way raise `closed`."""
+        """Say goodbye; requests under way raise ReplayError."""
         with self.changed:
             self._is_closing = True
             self.changed.notify_all()
@@ -148,15 +142,15 @@ class RequestLink:
             logger.warning("waiting for %.0f s: %s", patience.waited_s, self._server(state))
 
     def _unanswered(self) -> Exception:
-        return self._target.unanswered(self._server(f"has not answered within {self._target.timeout:g} s"))
+        return ReplayError(self._server(f"has not answered within {self._target.timeout:g} s"))
 
     def _server(self, text: str) -> str:
         """What is said of the server, with the problems of its connections."""
         problems = "; ".join(self.loop.dialler.problems)
-        return f"the {self._target.connection.roles[1]} at {self._target.address} {text}{problems and ': '}{problems}"
+        return f"the replay host at {self._target.address} {text}{problems and ': '}{problems}"
 
     def _closed(self) -> Exception:
-        return self._target.closed("this client is closed")
+        return ReplayError("this client is closed")
 
     # In the thread
 
@@ -185,13 +179,13 @@ class RequestLink:
 
     def greet(
         self, sock: socket.socket, where: str, now: float, dialled: Dialled | None
-    ) -> Peer[wire.ClientConnection]:
+    ) -> Peer[wire.SamplerConnection]:
         """Peer of a socket with a server at its other end, which is told hello."""
         assert dialled is not None
         target = self._target
         hello = wire.Hello(
             versions=(wire.VERSION, wire.VERSION),
-            role=target.connection.role,
+            role="sampler",
             software=target.software,
             name=target.name[:256],
             nonce=secrets.token_bytes(wire.NONCE_BYTES),
@@ -203,11 +197,11 @@ class RequestLink:
             autoreset="DISABLED",
             metadata={},
         )
-        connection = target.connection(hello, self.session, secret=target.secret, limits=target.limits, now=now)
+        connection = wire.SamplerConnection(hello, self.session, secret=target.secret, limits=target.limits, now=now)
         transport = transport_for(sock, connection, target.tls, dialled=dialled.address)
         return Peer(transport, connection, where, dialled=dialled)
 
-    def handle(self, peer: Peer[wire.ClientConnection], event: wire.Message, now: float) -> None:
+    def handle(self, peer: Peer[wire.SamplerConnection], event: wire.Message, now: float) -> None:
         """Take a message of the server."""
         with self.changed:
             match event:
@@ -224,7 +218,7 @@ class RequestLink:
                     self.loop.drop(peer)
             self.changed.notify_all()
 
-    def fail(self, peer: Peer[wire.ClientConnection], error: Exception, now: float) -> None:
+    def fail(self, peer: Peer[wire.SamplerConnection], error: Exception, now: float) -> None:
         """Have the server dialled again, or end where that is of no use."""
         if isinstance(error, WireError) and error.code in _COMES_BACK:
             if peer.dialled is not None:

@@ -65,11 +65,9 @@ from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken
 from rollflow.stream.wire.ends import Acceptor
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
 from rollflow.stream.wire.queries import (
-    ClientConnection,
     ClientSession,
     ReplayConnection,
     SamplerConnection,
-    ServerConnection,
     ServerSession,
 )
 from rollflow.stream.wire.session import GatewaySession, HostSession

@@ -1,16 +1,15 @@
-"""Connections between a client that asks and a server that answers, and their memories across connections.
+"""Connections between a sampler that asks and a replay host that answers, and their memories across connections.
 
-A sampler wants steps of a replay host. A client numbers its requests 1, 2, … and may have several under way, which are
-answered in any order. After a lost connection it sends those without an answer again. The server keeps its answers
-until the client says that it has them: a request that it has taken before is not done again, but answered as it was.
-So every request is done once by a server that remembers the client, and answered once.
+A client numbers its requests 1, 2, … and may have several under way, which are answered in any order. After a lost
+connection it sends those without an answer again. The server keeps its answers until the client says that it has them:
+a request that it has taken before is not done again, but answered as it was. So every request is done once by a server
+that remembers the client, and answered once.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Role, Welcome
+from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import Query, Result
@@ -62,8 +61,8 @@ class ClientSession:
         return self._under_way.pop(number, None) is not None
 
 
-class ClientConnection(Initiator):
-    """A client's end; each subclass has its role. Constructed as an `Initiator`.
+class SamplerConnection(Initiator):
+    """A sampler's end, with a Hello of role "sampler". Constructed as an `Initiator`.
 
     session    the client's memory, the same for one connection after another
 
@@ -71,7 +70,7 @@ class ClientConnection(Initiator):
     answer are sent again as soon as the Welcome has come.
     """
 
-    role: ClassVar[Role]
+    roles = "sampler", "replay host"
 
     def __init__(
         self, hello: Hello, session: ClientSession, *, secret: bytes | None, limits: Limits, now: float
@@ -108,13 +107,6 @@ class ClientConnection(Initiator):
         raise WireError(f"{message.kind} to a {self.roles[0]}, expected {Result.kind}", "order")
 
 
-class SamplerConnection(ClientConnection):
-    """A sampler's end, with a Hello of role "sampler"."""
-
-    roles = "sampler", "replay host"
-    role: ClassVar[Role] = "sampler"
-
-
 class ServerSession:
     """A server's memory of one client.
 
@@ -128,11 +120,6 @@ class ServerSession:
         self._done = 0
         self._under_way: set[int] = set()
         self._answers: dict[int, Result] = {}
-
-    @property
-    def num_under_way(self) -> int:
-        """Requests that are taken and not answered."""
-        return len(self._under_way)
 
     def take(self, request: Query) -> TakenRequest:
         """Take a request; return the reaction to it. Raises WireError if it is beyond the window."""
@@ -164,8 +151,8 @@ class ServerSession:
             self._answers[answer.number] = answer
 
 
-class ServerConnection(Acceptor):
-    """A server's end. Constructed as an `Acceptor`.
+class ReplayConnection(Acceptor):
+    """A replay host's end. Constructed as an `Acceptor`.
 
     Events:
 
@@ -174,7 +161,7 @@ class ServerConnection(Acceptor):
         Goodbye, ConnectionBroken   the end
     """
 
-    _name: ClassVar[str]
+    roles = "replay host", "sampler"
     _session: ServerSession | None = None
 
     def welcome(self, session: ServerSession) -> None:
@@ -198,7 +185,9 @@ class ServerConnection(Acceptor):
 
     def _check(self, hello: Hello) -> None:
         if hello.role != self.roles[1]:
-            raise WireError(f"hello.role is {hello.role!r}, expected {self.roles[1]!r}: this is a {self._name}", "role")
+            raise WireError(
+                f"hello.role is {hello.role!r}, expected {self.roles[1]!r}: this is a {self.roles[0]}", "role"
+            )
 
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
@@ -209,11 +198,3 @@ class ServerConnection(Acceptor):
                 self._send(self._session.answer_to(message.number))
             return [message] if taken is TakenRequest.NEW else []
         raise WireError(f"{message.kind} from a {self.roles[1]}, expected {Query.kind}", "order")
-
-
-class ReplayConnection(ServerConnection):
-    """A replay host's end."""
-
-    roles = "replay host", "sampler"
-
-    _name = "replay host"
