@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rollflow.nodes.launch.program_process import ProgramProcess
+from rollflow.nodes.launch.process_launcher import ProgramProcess
 
 _LOOK_S = 3600.0
 
