@@ -17,6 +17,10 @@ from rollflow.sinks import WeightsFollower
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.wire import parse_trainer_address
 
+logger = logging.getLogger(__name__)
+PREFIX = "follow-"
+_LOOKS_UNTIL_AGAIN = 10  # after an error, such as another secret
+
 
 def add_to(commands: Any) -> None:
     """Add `serve` to the commands of `rollflow`."""
@@ -62,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
     needed = "starlette", "uvicorn", "websockets", "prometheus_client"
     if missing := [name for name in needed if not importlib.util.find_spec(name)]:
         raise ValueError(f"serving takes the package {missing[0]}: pip install rollflow[serve]")
-    from rollflow.policy.serving import BatchOptions, HttpServer, Shelf, WatchedPolicy, Watcher
+    from rollflow.policy.serving import BatchOptions, HttpServer, WatchedPolicy, Watcher
 
     shelf = Shelf(BatchOptions(args.max_batch, args.max_wait / 1000, args.max_waiting))
     watched = []
@@ -103,12 +107,6 @@ def _canary(text: str) -> tuple[str, str, float]:
         return *_named(named), float(share)
     except ValueError:
         raise ValueError(f"--canary {text!r}, expected NAME=PATH:SHARE, such as pole=new-policy:0.1") from None
-
-
-logger = logging.getLogger(__name__)
-
-PREFIX = "follow-"
-_LOOKS_UNTIL_AGAIN = 10  # after an error, such as another secret
 
 
 def _add_follow(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,9 @@ from rollflow.nodes.launch.launcher import SECRET_VARIABLE, Handle, named
 
 _MOST_BYTES = 1 << 14  # of what it has written
 _LAST_BYTES_S = 1.0  # until what a process wrote before its end has been read
+_ENDING_S = 1.0  # for programs that are ending by themselves
+_LEAVING_S = 5.0  # for those that are told to end once nobody needs them
+_PRELOAD = "rollflow.nodes.offloaded.rollout_host"  # imports nearly all that a host needs
 
 
 class ProgramProcess:
@@ -84,11 +87,6 @@ class ProgramProcess:
             while data := self._source.recv(1 << 12):
                 self._written += data
                 del self._written[:-_MOST_BYTES]
-
-
-_ENDING_S = 1.0  # for programs that are ending by themselves
-_LEAVING_S = 5.0  # for those that are told to end once nobody needs them
-_PRELOAD = "rollflow.nodes.offloaded.rollout_host"  # imports nearly all that a host needs
 
 
 class ProcessLauncher:

@@ -40,6 +40,13 @@ logger = logging.getLogger(__name__)
 _PATH = "/v1/metrics"  # of a collector's metrics, where an address names none
 _TIMEOUT_S, _AWAY_S = 5.0, 0.5  # for a row; for one while the collector is away
 _SERVICE = "OTEL_SERVICE_NAME"  # variable that names the run; it is rollflow where there is none
+_LINE_S = 60.0  # between two lines, where none can be written over
+_WIDE = 110  # characters of a line that has room for a bar
+_LOOPBACK = "127.0.0.1"
+_ALWAYS = "time/total_timesteps"  # which every row has
+_TAIL_BYTES = 1 << 18  # of an event file, in which the last rows are
+_MLFLOW_MOST = 1000  # metrics in a batch
+_IN_FILES = ("csv", "jsonl", "tensorboard")  # kinds whose targets are paths
 
 
 class Otlp:
@@ -134,10 +141,6 @@ class Otlp:
         return sdk.Metric(figure.exported, figure.text, "", data)
 
 
-_LINE_S = 60.0  # between two lines, where none can be written over
-_WIDE = 110  # characters of a line that has room for a bar
-
-
 class Progress:
     """Line with steps per second, mean return, policy version and the stage that holds the others back.
 
@@ -221,9 +224,6 @@ def text_of(row: Row) -> str:
     return ", ".join(parts)
 
 
-_LOOPBACK = "127.0.0.1"
-
-
 class Prometheus:
     """Server on a port of this machine that gives the newest row at `/metrics`, in Prometheus' text format.
 
@@ -283,11 +283,6 @@ class Prometheus:
             figure = figure_of(name)
             families[figure].add_metric([name.removeprefix(figure.stem)] if figure.label else [], value)
         yield from (family for family in families.values() if family.samples)
-
-
-_ALWAYS = "time/total_timesteps"  # which every row has
-_TAIL_BYTES = 1 << 18  # of an event file, in which the last rows are
-_MLFLOW_MOST = 1000  # metrics in a batch
 
 
 class TensorBoard:
@@ -450,9 +445,6 @@ _PACKAGES = {  # kind -> package, and the extra that has it
     "tensorboard": ("tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb"),
 }
-
-
-_IN_FILES = ("csv", "jsonl", "tensorboard")  # kinds whose targets are paths
 
 
 def place_of(text: str) -> tuple[str, str]:

@@ -12,6 +12,10 @@ from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.graph.report import MOSTLY_IDLE, Report
 
 Axis = Literal["steps", "updates", "time"]
+PLACE = ("steps", "updates", "time")
+"""Columns of a file that say where a row stands."""
+GLOBAL_STEP = "global_step"
+"""The x axis, where it is a figure by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +81,6 @@ FIGURES = (
 
 OWN = Figure("{name}", "rollflow_logged", "gauge", "mean of the values logged under a name since the row before")
 """What a program logs by names of its own."""
-
-PLACE = ("steps", "updates", "time")
-"""Columns of a file that say where a row stands."""
-
-GLOBAL_STEP = "global_step"
-"""The x axis, where it is a figure by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,10 @@ _SUPPORTED = (
     "those"
 )
 
+_log = logging.getLogger(__name__)
+_POLICY_GAIN = 0.01  # small: at first all actions are about equally likely
+_VALUE_GAIN = 1.0
+
 
 class ObservationEncoder(nn.Module):
     """Encoder of observations, any[B, ...] or, with `use_lstm`, any[B, T, ...], to f32[B, width] or f32[B, T, width].
@@ -250,11 +254,6 @@ def _left(height: int, width: int, filters: list[ConvFilter]) -> tuple[int, int]
 
 def _pair(extent: Extent) -> tuple[int, int]:
     return (extent, extent) if isinstance(extent, int) else extent
-
-
-_log = logging.getLogger(__name__)
-_POLICY_GAIN = 0.01  # small: at first all actions are about equally likely
-_VALUE_GAIN = 1.0
 
 
 class DefaultModule(RLModule):

@@ -39,6 +39,8 @@ from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.sockets import quoted
 from rollflow.stream.wire import Cut, Failed, Fragment, GatewayConnection, Settings, States, Turn, Weights
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class _Stock:
@@ -135,9 +137,6 @@ class HostEquipment:
             self._weights = {**self._weights, **newer}
             if wakes:
                 self._gateway.wake()
-
-
-logger = logging.getLogger(__name__)
 
 
 class HostRollouts(Carried, OffloadedRollouts):

@@ -49,6 +49,10 @@ from rollflow import Policy
 policy = Policy.load("PATH")
 action = policy.act(observation)
 ```"""
+FORMAT = 1
+KIND = "rollflow policy"
+_PIPELINES = ("env_to_module", "module_to_env")
+_PACKAGES = ("rollflow", "torch", "numpy", "gymnasium")
 
 
 def card_of(policy: Any, manifest: Mapping[str, Any]) -> str:
@@ -74,9 +78,6 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
-FORMAT = 1
-KIND = "rollflow policy"
-_PIPELINES = ("env_to_module", "module_to_env")
 _FIELDS = {
     "kind",
     "format",
@@ -92,7 +93,6 @@ _FIELDS = {
     *_PIPELINES,
     "files",
 }
-_PACKAGES = ("rollflow", "torch", "numpy", "gymnasium")
 
 # Format version -> function that makes a manifest of the next version out of one of this.
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}

@@ -22,6 +22,7 @@ OPTIONAL = (PROGRAMS, PROGRAM_ARRAYS, ONNX)
 MOST_MANIFEST_BYTES = 16 << 20
 _NO_DIGEST = "0" * 64
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
+_LONGEST = 60
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
@@ -267,7 +268,6 @@ def _digest(data: bytes) -> str:
 
 
 _UNCOMPARED = {"files", "computed_by"}
-_LONGEST = 60
 _ABSENT = object()
 
 

@@ -55,6 +55,9 @@ from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.space import flat_size, item_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
+_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
+_ROWS = 3  # of the batch that is exported; any other number goes
+
 
 @dataclass(slots=True)
 class Step:
@@ -381,10 +384,6 @@ def _hot_items(space: gym.Space[Any], items: Tree) -> Tree:
 
 def _vectors(numbers: Tensor, count: int) -> Tensor:
     return (numbers[:, None] == torch.arange(count, dtype=numbers.dtype)).float()
-
-
-_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
-_ROWS = 3  # of the batch that is exported; any other number goes
 
 
 class TensorPolicy(torch.nn.Module):

@@ -54,6 +54,11 @@ if TYPE_CHECKING:
     from rollflow.nodes.connectors.pipelines.adapting import Origin
     from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
 
+_OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
+MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
+DEFAULT_SESSION = "default"
+VECTOR_STEPS = "vector_steps"  # in `trained_on`
+
 
 class PolicyPass:
     """The stages of a policy, one after the other.
@@ -134,8 +139,6 @@ class PolicyPass:
 
 
 Pieces = ConnectorPipelineV2 | Sequence[ConnectorV2] | None
-_OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
-MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
 P = TypeVar("P", bound=ConnectorPipelineV2)
 
 
@@ -252,10 +255,6 @@ def rewards_missing(piece: str) -> PolicyError:
         f"'{piece}' looks back to rewards, but none came for sessions that go on; expected the reward of "
         "each session's action before"
     )
-
-
-DEFAULT_SESSION = "default"
-VECTOR_STEPS = "vector_steps"  # in `trained_on`
 
 
 class Policy:

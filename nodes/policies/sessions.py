@@ -18,6 +18,7 @@ from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.fragments.lane import Lane
 
 _ROWS = 32  # vector steps until the columns are begun anew with their lookback
+_MOST_SIZES = 256  # lanes of different sizes that are kept
 
 
 class SessionLane(Lane):
@@ -141,7 +142,6 @@ class SessionLane(Lane):
 
 
 Ids = tuple[Hashable, ...]
-_MOST_SIZES = 256  # lanes of different sizes that are kept
 
 
 class SessionGroup(NamedTuple):

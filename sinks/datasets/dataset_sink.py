@@ -51,6 +51,10 @@ from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiA
 _REPEATED = [Columns.EPS_ID, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID]
 _SOUGHT = ["run", Columns.EPS_ID, Columns.T]  # and those with least and largest values, by which readers seek rows
 _GROUP_BYTES = 2 << 20  # before compression, that make a row group
+_PACKAGES = ("gymnasium", "numpy", "pyarrow", "rollflow", "torch")
+# Fragments up to this size are copied in the caller's thread: another one would wait longer for the interpreter.
+_SMALL_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
 
 
 class FileSet:
@@ -150,7 +154,6 @@ class FileSet:
 
 
 AnyRollout = Rollout | MultiAgentRollout
-_PACKAGES = ("gymnasium", "numpy", "pyarrow", "rollflow", "torch")
 
 
 def run_record(metadata: Mapping[str, Any], rollout: AnyRollout | None) -> dict[str, Any]:
@@ -208,13 +211,9 @@ def _name_of(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-# Fragments up to this size are copied in the caller's thread: another one would wait longer for the interpreter.
-_SMALL_BYTES = 1 << 20
 RESERVED = ("run", Columns.EPS_ID, Columns.T, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID, ENV_T)
 
 _Rows = tuple[dict[str, FragmentRows], Any]  # as `FileSet.write` takes them
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -50,6 +50,8 @@ _WINDOW = 64  # queries that a sampler may have under way
 _MOST_WAIT_S = 1e6
 _REST = 1 << 14  # bytes of an answer besides its arrays, at most
 _POSITION_BITS = 40  # of an id; above them stands the number of the host that gave it
+logger = logging.getLogger(__name__)
+_LOOK_S = 1.0
 
 
 class SampleServer:
@@ -198,11 +200,6 @@ def _array_of(query: wire.Query, name: str) -> NDArray[Any]:
 
 def _refusal(number: int, error: Exception) -> wire.Result:
     return wire.Result(number, {}, {}, error_field(error))
-
-
-logger = logging.getLogger(__name__)
-
-_LOOK_S = 1.0
 
 
 class ReplayHost:

@@ -13,6 +13,7 @@ from rollflow.stream.data.errors import ReplayError
 _TOP = 1024  # most sums in the topmost level, which a draw goes through as a whole
 
 Floats = NDArray[np.float64]
+_MOST = 1e100  # magnitude of a value: sums of priorities stay finite
 
 
 class SumTree:
@@ -73,9 +74,6 @@ class SumTree:
         if is_missed.any():
             places[is_missed] = self.draw(int(is_missed.sum()), generator)
         return places
-
-
-_MOST = 1e100  # magnitude of a value: sums of priorities stay finite
 
 
 class Prioritized(Sampler):

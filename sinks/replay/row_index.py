@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.fragments.fragment import ChunkIndex, FragmentLayout
 
+_FEW = 512
+
 
 def read_ring(array: NDArray[Any], num_rows: int, begin: int, end: int) -> NDArray[Any]:
     """The rows of positions from `begin` to `end`, at most once round the ring; may be a view."""
@@ -114,7 +116,6 @@ class ChunkTable:
 
 
 Bools = NDArray[np.bool_]
-_FEW = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)

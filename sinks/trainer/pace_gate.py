@@ -13,6 +13,8 @@ from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import LaneJoined, LaneLeft
 
+_MOST = 1 << 53
+
 
 class LaneNews:
     """Collects which lanes come and go, and gives each news once.
@@ -72,7 +74,6 @@ class LaneNews:
             self.last_items = {lane: last for lane, last in self.last_items.items() if last is None or last > number}
 
 
-_MOST = 1 << 53
 _NUMBERS = {"window": None, "ahead": None, "version": None, "needs": 1}  # of a `StreamOrder`, and defaults
 
 

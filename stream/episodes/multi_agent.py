@@ -20,6 +20,7 @@ from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
 OUTSIDE = -(2**62)
 """Number that stands for an env step outside the chunk; no agent has an observation there."""
+DEFAULT_MODULE_ID = "default_policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +208,6 @@ def _by_agents(by_key: Mapping[str, Any]) -> Any:
             answer.setdefault(agent_id, {})[key] = items
     return answer
 
-
-DEFAULT_MODULE_ID = "default_policy"
 
 AgentIds = Any
 """One agent's id, or a list, tuple or set of ids; None: all agents."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _LOOKS = 3  # that find no sign of life: one alone may come late itself
 _LOOP = "the event loop"
 _REMEDY = "all its tasks stand still; await there, or do it in a thread, by anyio.to_thread.run_sync"
+_BRIEF_S = 0.1  # that a call between two waits for background nodes lasts at most
 
 
 class RunDoctor:
@@ -192,9 +193,6 @@ class RunDoctor:
             bell.silence()
         self._run.fail(self._error)
         raise self._error
-
-
-_BRIEF_S = 0.1  # that a call between two waits for background nodes lasts at most
 
 
 def look_of_inline_run(run: "InlineRun") -> Look:

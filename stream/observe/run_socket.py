@@ -27,6 +27,14 @@ _TRIES = 5  # to open a socket in a folder that others remove when they end
 
 Snapshot = Callable[[], dict[str, Any]]
 Serve = Callable[[socket.socket], None]
+FOLDER = "ROLLFLOW_RUNS"
+"""Variable that names another folder; empty: runs have no sockets."""
+ANSWER_S = 2.0
+SUFFIX = ".sock"
+ASK_TRACE = b"trace\n"  # what an asker says to get a trace; one that says nothing gets a snapshot
+_MOST = 1 << 26  # bytes of a snapshot
+_END_S = 10.0  # that a run has to end a trace
+_LOOK_S = 0.1  # between two looks at whether a trace is over
 
 
 class RunSocket:
@@ -169,17 +177,6 @@ def _resident_bytes() -> int | None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
         return None
-
-
-FOLDER = "ROLLFLOW_RUNS"
-"""Variable that names another folder; empty: runs have no sockets."""
-
-ANSWER_S = 2.0
-SUFFIX = ".sock"
-ASK_TRACE = b"trace\n"  # what an asker says to get a trace; one that says nothing gets a snapshot
-_MOST = 1 << 26  # bytes of a snapshot
-_END_S = 10.0  # that a run has to end a trace
-_LOOK_S = 0.1  # between two looks at whether a trace is over
 
 
 def run_folder() -> Path | None:

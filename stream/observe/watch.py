@@ -26,6 +26,8 @@ _FIRST_S = 30.0  # that a first call has: a reset, a step or a pass may have to 
 _COMPILE_S = 300.0  # that each of the first calls has that may compile
 _SINK_S = 30.0
 _KEPT = 256  # long calls of a party
+_NO_STALL = ("works", "holds back")
+_DEBUGGER_LOOKS = 4  # for a debugger, within `after`
 
 
 class Clock(Protocol):
@@ -115,10 +117,6 @@ class LongCalls:
         if wait.limit == "compile" and wait.calls < _CALLS:
             return max(usual, _COMPILE_S)
         return usual if wait.calls else max(usual, _FIRST_S)
-
-
-_NO_STALL = ("works", "holds back")
-_DEBUGGER_LOOKS = 4  # for a debugger, within `after`
 
 
 @dataclass(slots=True)

@@ -31,6 +31,10 @@ from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import Answer, Failed, Request
 
+_LOOK_S = 0.5
+_MOST_FAREWELLS = 16
+logger = logging.getLogger(__name__)
+
 
 def wait_for(remote: RemoteLane, name: str, progress: ProgressMark, began: float | None) -> Wait:
     """The wait of the node `name` for one lane on a host, as far as it is known here.
@@ -54,12 +58,6 @@ def wait_for(remote: RemoteLane, name: str, progress: ProgressMark, began: float
         limit=None if activity is Activity.STEP else "reset",
         remedy="look at the log of the host, or run rollflow doctor PID there; step_timeout gives the lane up",
     )
-
-
-_LOOK_S = 0.5
-_MOST_FAREWELLS = 16
-
-logger = logging.getLogger(__name__)
 
 
 class HostDialogue(Protocol):

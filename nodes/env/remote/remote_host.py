@@ -11,6 +11,8 @@ from rollflow.stream.net.backoff import Reminder, WaitReminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.wire import Answer, GatewayConnection, GatewaySession
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class RemoteHost:
@@ -119,9 +121,6 @@ def vectors_on(host: RemoteHost) -> list[Any]:
     names = ("observation_space", "action_space", "autoreset")
     description = {name: getattr(hello, name) for name in names}
     return [RemoteVectorEnv({**description, "num_envs": slots}) for slots in hello.slots]
-
-
-logger = logging.getLogger(__name__)
 
 
 class HostWait(WaitReminder):

@@ -18,6 +18,9 @@ from rollflow.stream.data.space import describe_space, row_of, space_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, Observed, PartStep, VectorStep
 
+_OF_SOME = ("actions", "observations", "first observations")
+_OF_ALL = ("rewards", "terminateds", "truncateds")
+
 
 class RemoteAgentEnvs:
     """Stand-in for environments with several agents that are elsewhere, with the names that they have there."""
@@ -204,10 +207,6 @@ class _SomeSlots:
         count = int(self._slots[0])
         values = map_tree(lambda leaf: leaf[0, :count], self._values.tree)
         return (None if count == len(self._all) else self._slots[1 : 1 + count].copy()), values
-
-
-_OF_SOME = ("actions", "observations", "first observations")
-_OF_ALL = ("rewards", "terminateds", "truncateds")
 
 
 def _layout(parts: Sequence[AgentPart], num_envs: int) -> BlockLayout:
