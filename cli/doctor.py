@@ -56,7 +56,7 @@ def stack_report(pid: int) -> list[str]:
     if not threads:
         raise RunError(f"nothing can be seen of process {pid}: {_REMEDY}").see("stall")
     report = [f"process {pid}, {_command_of(pid)}", *_lines_of_all(threads)]
-    for child in _children_of(pid):
+    for child in _descendants_of(pid):
         with suppress(OSError):  # it has ended meanwhile
             if of_child := _by_signal(child):
                 report += [f"process {child}, which it has started", *_lines_of_all(of_child)]
@@ -96,13 +96,13 @@ def _lines_of(thread: ThreadStack) -> list[str]:
     return [f"{thread.name}:", *stack_lines(thread.stack)]
 
 
-def _children_of(pid: int) -> list[int]:
-    """Processes that a process has started; none where that can't be seen."""
+def _descendants_of(pid: int) -> list[int]:
+    """Processes that a process has started, itself or by a fork server; none where that can't be seen."""
     children: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # its thread has ended meanwhile
             children += map(int, path.read_text().split())
-    return sorted(children)
+    return [each for child in sorted(children) for each in (child, *_descendants_of(child))]
 
 
 def _command_of(pid: int) -> str:
