@@ -47,7 +47,7 @@ def breaking(function: Any, calls: int = 9) -> Any:
 
 class NumberedBreaks(NumberedModule):
     def setup(self) -> None:
-        self._forward = breaking(self._forward)  # type: ignore[method-assign]
+        self._forward = breaking(self._forward)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
@@ -57,7 +57,7 @@ class SerialBreaks(SerialModule):
     """Raises in its tenth pass."""
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        if len(self.passes.done) == 9:
+        if len(self.passes.done) >= 9:
             raise ZeroDivisionError("no more")
         return super()._forward(batch)
 
@@ -73,9 +73,11 @@ def ending_in(ending: str, *, several: bool, **options: Any) -> tuple[list[Any],
         envs, rollout = made(DRAWN, **options)
     else:
         envs, makers = numbered_envs(6)
+        if ending == "env":
+            envs[1].step = breaking(envs[1].step)
         module = NumberedBreaks() if ending == "module" else NumberedModule()
         rollout = Rollout(makers, module=module, fragment_length=5, seed=0, **options)
-    if ending == "env":
+    if several and ending == "env":
         envs[1].step = breaking(envs[1].step)
     return envs, rollout
 
