@@ -365,7 +365,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             raise RunError("the rollout has begun, expected load_state_dict before it runs")
         versions = state.get("versions") if isinstance(state, Mapping) else None
         if not isinstance(versions, Mapping):
-            raise ValueError(f"state is {type(state).__name__}, expected what state_dict() of a rollout gave")
+            raise ValueError(f"state is {shown(state)}, expected what state_dict() of a rollout gave")
         counts = {name: state.get(name) for name in ("steps", "vector_steps", "rounds")} | dict(versions)
         if wrong := [name for name, count in counts.items() if not is_whole(count) or count < 0]:
             text = f"state has {shown(counts[wrong[0]])} under {wrong[0]!r}, expected whole numbers from 0 on"

@@ -126,7 +126,9 @@ class HttpServer:
         try:
             config.load()
             self._sockets = listen_on(address)
-        except (EnvError, OSError) as error:  # of TLS as well
+        except EnvError as error:
+            raise WireError(str(error), "address") from error
+        except OSError as error:  # of TLS
             raise WireError(f"can't listen on {address}: {error}", "address") from error
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(

@@ -210,8 +210,8 @@ def test_speed_is_that_of_this_run_alone() -> None:
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        (None, "state is NoneType, expected what state_dict"),
-        ({"weight": torch.zeros(1)}, "state is dict, expected what state_dict"),
+        (None, "state is None, expected what state_dict"),
+        ({"weight": torch.zeros(1)}, r"state is \{'weight': Tensor float32\[1\]\}, expected what state_dict"),
         ({**SAVED, "steps": -1}, "state has -1 under 'steps', expected whole numbers"),
         ({**SAVED, "rounds": 1.5}, "state has 1.5 under 'rounds'"),
         ({"rounds": 1, "versions": {"": 1}}, "state has None under 'steps'"),
