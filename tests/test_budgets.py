@@ -42,7 +42,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/rollout": (2036, 25),
     "nodes/stages": (2083, 37),
     "policy": (395, 3),
-    "policy/serving": (1173, 29),
+    "policy/serving": (1175, 29),
     "rollflow": (115, 0),
     "sinks": (36, 0),
     "sinks/datasets": (2348, 32),
