@@ -26,7 +26,7 @@ CLASSES: dict[Any, dict[str, Any]] = {
     nodes.OnProcesses: {},
     nodes.Rollout: {"env": "CartPole-v1", "module": nodes.RandomModule},
     nodes.VTrace: {},
-    policy.PolicyClient: {"address": ADDRESS},
+    policy.PolicyClient: {"address": "http://nowhere:1"},
     sinks.AfterSamples: {"times": 2},
     sinks.DatasetSink: {},
     sinks.LowestPriority: {},

@@ -137,7 +137,7 @@ NONSENSE: dict[str, tuple[Change, str]] = {
     "lost that is no number": (rest(lost_steps=float("nan")), "lost_steps is nan, expected a whole number"),
     "a failure that is no text": (rest(failure=[1]), r"failure is \[1\], expected a string, or nil"),
     "no failure": (without("failure"), "no failure, expected it among"),
-    "stages of nonsense": (rest(nodes=[["env", "many", None]]), "nodes is .*, expected lists of name, items and busy"),
+    "stages of nonsense": (rest(nodes=[["env", "many", None]]), "nodes is .*, expected lists of name, items, busy"),
     "no stages": (rest(nodes=5), "nodes is 5, expected lists of"),
 }
 

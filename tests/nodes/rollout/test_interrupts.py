@@ -274,13 +274,14 @@ def test_it_ends_the_run_at_whatever_call_it_comes(call: int) -> None:
     with rollout:
         try:
             loop = rollout.fragments()
-            steps = 0
+            fragments: list[Any] = []
             sys.settrace(trace)
             while True:
-                steps += next(loop).num_steps
+                fragments.append(next(loop))  # nothing of rollflow's is called once it is there
         except KeyboardInterrupt as interrupt:
             sys.settrace(None)
             told = interrupt
+    steps = sum(fragment.num_steps for fragment in fragments)
     if getattr(told, "__notes__", None):  # else it came while nothing was under way
         check_ended(rollout, told, envs, steps)
     assert steps + sum(rollout.lost.values()) == rollout.num_steps + rollout.environments.unrecorded_steps

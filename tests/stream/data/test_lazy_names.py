@@ -15,14 +15,19 @@ from rollflow.stream.data.lazy_names import lazy_names
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A package `lazy_pack`, with `COLLECTS` in its module `part`, and `BROKEN` in one that raises."""
     (tmp_path / "lazy_pack").mkdir()
-    (tmp_path / "lazy_pack" / "__init__.py").write_text("")
+    (tmp_path / "lazy_pack" / "__init__.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from lazy_pack.part import COLLECTS as COLLECTS\n"
+        "    from lazy_pack.broken import BROKEN as BROKEN\n"
+    )
     (tmp_path / "lazy_pack" / "part.py").write_text("import gc\nCOLLECTS = gc.isenabled()\n")
     (tmp_path / "lazy_pack" / "broken.py").write_text("raise OSError('no such disk')\n")
     monkeypatch.syspath_prepend(tmp_path)
     import lazy_pack
 
-    homes = {"COLLECTS": "part", "BROKEN": "broken"}
-    lazy_pack.__getattr__, lazy_pack.__dir__ = lazy_names("lazy_pack", homes)  # type: ignore[method-assign]
+    lazy_pack.__all__, lazy_pack.__getattr__, lazy_pack.__dir__ = lazy_names("lazy_pack")
+    assert lazy_pack.__all__ == ["BROKEN", "COLLECTS"]
     yield lazy_pack
     for name in ("lazy_pack", "lazy_pack.part"):
         sys.modules.pop(name, None)
