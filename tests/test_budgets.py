@@ -88,6 +88,7 @@ def figures() -> dict[str, tuple[int, int]]:
     return {folder: (lines[folder], classes[folder]) for folder in sorted(lines)}
 
 
+@pytest.mark.slow
 def test_no_folder_grows_and_budgets_follow_what_shrinks() -> None:
     now = figures()
     beyond = {

@@ -121,6 +121,7 @@ def test_its_own_tests_pass(folder: Path) -> None:
     assert "# pass 0" not in ran.stdout
 
 
+@pytest.mark.slow
 def test_its_physics_is_gymnasiums(folder: Path) -> None:
     rng = np.random.default_rng(0)
     states = rng.uniform(-1, 1, (500, 4)) * rng.choice([0.05, 1.0, 2.4], (500, 1))
@@ -136,6 +137,7 @@ def test_its_physics_is_gymnasiums(folder: Path) -> None:
     assert seen == {False, True}
 
 
+@pytest.mark.slow
 def test_a_rollout_over_it_is_cartpole_and_ends_it(folder: Path, key: Path) -> None:
     envs = listening(secret=SECRET)
     arguments = ("--connect", str(envs.addresses[0]), "--secret-file", key, "--num-envs", "6", "--lanes", "2")
@@ -145,6 +147,7 @@ def test_a_rollout_over_it_is_cartpole_and_ends_it(folder: Path, key: Path) -> N
     assert (status, said) == (0, "javascript: welcome\njavascript: goodbye: the rollout has ended\n")
 
 
+@pytest.mark.slow
 def test_it_can_be_dialled(folder: Path, key: Path) -> None:
     with hosting(folder, "--listen", "tcp://127.0.0.1:0", "--secret-file", key) as host:
         address = host.next_line().removeprefix("javascript: listening on ").strip()
@@ -158,6 +161,7 @@ def test_it_dials_a_unix_socket(folder: Path, tmp_path: Path) -> None:
         check_cartpole(fragments_of(RemoteEnvs.listen(address)), slots=3)
 
 
+@pytest.mark.slow
 def test_connections_that_are_cut_lose_nothing(folder: Path, key: Path) -> None:
     def fragments_over(drawn: Callable[[], int | None]) -> tuple[list[Fragment], int]:
         envs = listening(secret=SECRET)
@@ -179,6 +183,7 @@ def test_connections_that_are_cut_lose_nothing(folder: Path, key: Path) -> None:
     check_alike(cut, uncut)
 
 
+@pytest.mark.slow
 def test_it_says_why_it_is_refused_and_ends(folder: Path, key: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("another")
@@ -197,6 +202,7 @@ def test_it_says_why_it_is_refused_and_ends(folder: Path, key: Path, tmp_path: P
             assert reason in said
 
 
+@pytest.mark.slow
 def test_it_stops_with_a_goodbye(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     envs = listening(hosts=2)
     arguments = ("--connect", str(envs.addresses[0]), "--num-envs", "1", "--lanes", "1")
@@ -211,6 +217,7 @@ def test_it_stops_with_a_goodbye(folder: Path, caplog: pytest.LogCaptureFixture)
         assert staying.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_what_it_is_started_with_is_checked(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     for arguments, told in (

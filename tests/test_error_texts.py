@@ -125,5 +125,6 @@ def reprs_that_are_cut() -> Iterator[str]:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
+@pytest.mark.slow
 def test_no_text_cuts_a_repr_that_may_be_data() -> None:
     assert list(reprs_that_are_cut()) == []

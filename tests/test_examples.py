@@ -30,6 +30,7 @@ def example(name: str) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
 
 
+@pytest.mark.slow
 def test_cartpole_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     main = example("cartpole")["main"]
     main.__globals__["MAX_UPDATES"] = 4
@@ -44,6 +45,7 @@ def test_cartpole_is_learnt() -> None:
     assert example("cartpole")["main"]() >= 475
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -74,6 +76,7 @@ def test_an_adapted_policy_plays_as_well_as_it_was_trained() -> None:
     assert example("adapt_policy")["main"]() > 200
 
 
+@pytest.mark.slow
 def test_an_lstm_policy_is_bootstrapped_and_served_at_a_hundredth_of_its_size(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

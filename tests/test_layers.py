@@ -72,6 +72,7 @@ def circles(edges: Mapping[object, Iterable[object]]) -> list[set[object]]:
     return [set(group) for group in groups if len(group) > 1]
 
 
+@pytest.mark.slow
 def test_layers_import_only_downwards() -> None:
     layers = {path: imported_layers((ROOT / path).read_text()) for path in FILES}
     assert {path: found for path, found in layers.items() if not found <= MAY_IMPORT[path.parts[0]]} == {}
@@ -96,6 +97,7 @@ def test_there_are_files_in_every_layer() -> None:
     assert {path.parts[0] for path in FILES} == set(MAY_IMPORT)
 
 
+@pytest.mark.slow
 def test_no_folders_import_each_other() -> None:
     edges: dict[object, set[object]] = {path.parent: set() for path in FILES}
     for path in FILES:
@@ -103,6 +105,7 @@ def test_no_folders_import_each_other() -> None:
     assert circles(edges) == []
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other() -> None:
     assert circles({path: imports_of(path) for path in FILES}) == []
 

@@ -68,6 +68,7 @@ def run_on(system: str, program: str) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_what_steps_in_one_process_runs_without_what_linux_alone_has(system: str) -> None:
     refusals = _REFUSALS.replace("{lacks_sockets}", str(system == "windows"))

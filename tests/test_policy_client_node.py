@@ -53,6 +53,7 @@ class Balances(RLModule):
         return {"action_dist_inputs": torch.stack([-push, push], 1)}
 
 
+@pytest.mark.slow
 def test_sessions_go_on_over_connections_that_are_cut() -> None:
     shelf = Shelf()
     shelf.put("sums", policy_of(Sums), "1")
@@ -80,6 +81,7 @@ def test_sessions_go_on_over_connections_that_are_cut() -> None:
     assert wire.cuts >= 3
 
 
+@pytest.mark.slow
 def test_it_plays_cartpole_by_a_policy_that_balances(tmp_path: Path) -> None:
     box = spaces.Box(-np.inf, np.inf, (4,), np.float32)
     policy = Policy(

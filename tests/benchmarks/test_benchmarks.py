@@ -141,6 +141,7 @@ def test_ways_to_a_trainer_are_measured() -> None:
     assert all(line.keys() >= KEYS for line in lines)
 
 
+@pytest.mark.slow
 def test_the_loop_and_rollflow_make_batches_of_one_shape() -> None:
     loop = Loop(side_by_side(plain_cartpole, 3), Mlp())
     assert loop.fragment() == 3 * FRAGMENT_LENGTH
@@ -156,6 +157,7 @@ LINES = [scaling._line("lanes", lanes, 20.0 + lanes) for lanes in (1, 2, 4)]
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib, of the extra bench, is not installed")
 def test_plots_are_drawn_where_matplotlib_is_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scaling.draw(LINES, tmp_path / "plots")

@@ -78,12 +78,14 @@ def unused_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_a_host_that_listens_is_checked_over_tls(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     with listening_host(context_of(files, ssl.Purpose.CLIENT_AUTH)) as address:
         assert main(["check-host", address, *files.arguments]) == 0
     assert capsys.readouterr().out.endswith("all is well\n")
 
 
+@pytest.mark.slow
 def test_a_host_that_dials_is_checked_over_tls(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
     address = unused_address()
     with dialling_host(address, context_of(files, ssl.Purpose.SERVER_AUTH)):

@@ -156,6 +156,7 @@ def test_an_unknown_option_is_said_with_those_of_the_command(capsys: pytest.Capt
     assert "rollflow doctor: error: unrecognized arguments: --fast" in error
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) -> None:
     with Rollout("CartPole-v1", num_envs=4, fragment_length=64, num_fragments=1, seed=0) as rollout:
         with DatasetSink(tmp_path / "data") as sink:
@@ -454,6 +455,7 @@ def test_a_host_that_steps_again_after_a_break_is_found_out(
     assert "than without the break, expected the same" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_is_found_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +472,7 @@ def test_a_host_that_does_not_answer_is_found_out(
     assert "it sent nothing for 0.2 s, expected rows for reset 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_host_that_dials_is_checked_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"unix:{tmp_path}/gateway"
     with EnvHost("CartPole-v1") as host:

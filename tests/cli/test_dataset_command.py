@@ -257,6 +257,7 @@ def test_filter_keeps_the_episodes_within_the_bounds(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

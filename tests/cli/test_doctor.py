@@ -50,6 +50,7 @@ def test_a_step_that_hangs_is_shown_with_its_line_and_goes_on(tmp_path: Path, ca
     assert shown.index("main thread:") < shown.index("\nthread ")
 
 
+@pytest.mark.slow
 def test_workers_are_shown_with_their_process_and_by_themselves(tmp_path: Path, capsys: Shown) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
     rollout = Rollout(env, num_envs=1, module=NumberedModule(), where="processes", **WATCHED)

@@ -47,6 +47,7 @@ def command(policy: Path, out: Path, *options: str, episodes: int = 7) -> list[s
     return ["record", *needed, *options]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_envs", ["1", "3", "20"])
 def test_so_many_whole_episodes_are_recorded_and_again_by_the_seed(
     num_envs: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -93,6 +94,7 @@ def test_an_output_that_the_module_does_not_have_is_refused(
     assert "the fragment has no output 'mood', which is to be written; its outputs: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_video_of_each_episode_has_a_frame_for_each_observation(policy: Path, tmp_path: Path) -> None:
     av = needs("av")
     videos, options = tmp_path / "videos", ("--num-envs", "2", "--seed", "3")

@@ -35,6 +35,7 @@ def stream(**options: Any) -> TrainerStream:
     return TrainerStream("tcp://127.0.0.1:0", **{"join_timeout": 60.0, **options})
 
 
+@pytest.mark.slow
 def test_the_trainer_gets_all_that_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("open sesame\n")
     (tmp_path / "mine.py").write_text(
@@ -68,6 +69,7 @@ def test_the_trainer_gets_all_that_was_asked_for(tmp_path: Path) -> None:
     assert last == "the rollout has ended"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "processes", pytest.param("rollouts", marks=pytest.mark.slow)])
 def test_several_agents_feed_a_trainer_as_one_does(where: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
@@ -96,6 +98,7 @@ def test_environments_may_step_in_processes_of_their_own() -> None:
             assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_it_ends_when_the_trainer_says_goodbye() -> None:
     with ExitStack() as stack:
         with stream() as trainer:
@@ -136,6 +139,7 @@ def test_an_interrupted_rollout_hands_over_what_was_under_way_and_says_goodbye(n
             assert "interrupted: " in process.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_waits_for_no_trainer() -> None:
     with ExitStack() as stack:
         with stream(yields="fragments") as trainer:

@@ -55,6 +55,7 @@ def pid(runs: Path) -> Iterator[int]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_run_in_another_process_is_traced(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(pid), "0.5s"]) == 0
     path = Path(f"rollflow-{pid}.trace.gz")
@@ -69,6 +70,7 @@ def test_a_run_in_another_process_is_traced(pid: int, capsys: pytest.CaptureFixt
     assert events[-1]["name"] == "end of the trace"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_trace_and_the_run_goes_on(pid: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollflow.cli.main", "trace", str(pid), "600", "--to", "mine.trace"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -83,6 +85,7 @@ def test_ctrl_c_ends_the_trace_and_the_run_goes_on(pid: int, tmp_path: Path) -> 
     assert main(["trace", str(pid), "0.1"]) == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_was_forked_meanwhile_does_not_hold_up_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,7 @@ def test_a_mistake_is_told_in_one_line(arguments: list[str], message: str, capsy
     assert text.startswith(f"rollflow: {message}")
 
 
+@pytest.mark.slow
 def test_several_runs_of_a_process_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with Rollout("CartPole-v1") as one, Rollout("CartPole-v1") as two:
         assert one.is_running

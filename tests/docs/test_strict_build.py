@@ -51,6 +51,7 @@ def run(folders: list[str]) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_every_kind_of_wrong_page_is_named_and_fails_the_build(tmp_path: Path) -> None:
     status, problems = build({name: text for name, (text, _) in WRONG.items()}, tmp_path)
     assert status == 1

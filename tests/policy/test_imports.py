@@ -15,6 +15,7 @@ OTHER_WORK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "absent"),
     [

@@ -247,6 +247,7 @@ def test_a_rollout_of_several_agents_does_not_save_undeclared_state(kind: str) -
             pipeline.get_state()
 
 
+@pytest.mark.slow
 def test_auto_does_not_go_where_state_would_be_lost() -> None:
     makers = [partial(NumberedEnv, slot) for slot in range(2)]
     for piece, told in ((Normalizer, "changes 'count'"), (Restores, "given 2 different states")):

@@ -175,6 +175,7 @@ def test_a_vector_form_is_closed_by_its_own_close(whole_id: str) -> None:
     assert WholeVectorEnv.closed_names == ["whole", "whole"]
 
 
+@pytest.mark.slow
 def test_a_vector_form_is_measured_by_its_own_step(whole_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.rollout.race._RUN_S", 0.01)
     options: Any = {"module": SumModule(), "fragment_length": 2, "num_fragments": 1, "seed": 0}

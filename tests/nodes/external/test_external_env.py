@@ -104,6 +104,7 @@ def transitions_of(fragments: list[Fragment]) -> list[Transition]:
     return found
 
 
+@pytest.mark.slow
 def test_all_that_programs_play_stands_in_the_rollout_once() -> None:
     envs = listening(secret=SECRET)
     with env_of(envs.addresses[0], episodes=3) as env, rollout_of(envs, prefetch=8) as rollout:
@@ -191,6 +192,7 @@ def test_an_action_that_a_piece_changes_on_its_way_can_not_be_logged() -> None:
                 next(rollout.fragments())
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_leaves_truncated_episodes_and_another_goes_on() -> None:
     envs = listening(secret=SECRET, limits=SHORT)
     program = f"""

@@ -66,6 +66,7 @@ def said(*arguments: str, folder: Path, source: str | None = None) -> str:
     return ran.stdout.strip() or ran.stderr.strip().splitlines()[-2]
 
 
+@pytest.mark.slow
 def test_a_program_names_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "my-train.py").write_text(SCRIPT)

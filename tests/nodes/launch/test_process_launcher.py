@@ -52,6 +52,7 @@ def test_a_program_is_given_its_command_its_name_and_the_secret() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_neither_the_secret_nor_the_command_stand_on_a_command_line() -> None:
     with started(1, "wait", "00c0ffee", secret="0badcafe") as (launcher, [handle]):
         await_that(lambda: "'00c0ffee', '--name', 'process-0'] 0badcafe" in launcher.logs(handle))
@@ -79,6 +80,7 @@ def test_a_program_that_is_not_installed_is_named() -> None:
     launcher.stop()
 
 
+@pytest.mark.slow
 def test_a_program_is_started_again_under_its_name() -> None:
     with started(1, "wait") as (launcher, [handle]):
         [before] = children()
@@ -89,6 +91,7 @@ def test_a_program_is_started_again_under_its_name() -> None:
         assert launcher.alive() == [handle]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_programs_that_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ENDING_S", "_LEAVING_S"):
         monkeypatch.setattr(f"rollflow.nodes.launch.process_launcher.{name}", 0.05)

@@ -265,6 +265,7 @@ def test_padded_rows_may_be_learnt_from() -> None:
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_an_onnx_program_refuses_what_the_policy_does(tmp_path: Path) -> None:
     needs("onnx", "onnxruntime", "onnxscript")
     with Rollout(Masked, num_envs=1, model_config=SMALL, fragment_length=5, num_fragments=1, seed=0) as rollout:

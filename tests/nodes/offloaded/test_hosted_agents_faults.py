@@ -72,6 +72,7 @@ def test_a_connection_that_is_cut_again_and_again_loses_nothing(tmp_path: Path) 
     assert {fragment.lane for fragment in fragments} == {0, 1}
 
 
+@pytest.mark.slow
 def test_what_is_too_old_is_dropped_and_counted(tmp_path: Path) -> None:
     remote = PacedHosts(RolloutHost, agents=2)
     with (

@@ -137,6 +137,7 @@ class Listens(RolloutHost):
         super()._take(news)
 
 
+@pytest.mark.slow
 def test_after_every_reconnect_settings_and_states_come_before_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the connection comes back while the rollout stands still."""
     monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)

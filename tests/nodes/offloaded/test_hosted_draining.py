@@ -152,6 +152,7 @@ def test_a_host_that_is_cut_off_has_its_time_to_come_back_with_what_it_made(
     check_laws(taken, {}, 0)
 
 
+@pytest.mark.slow
 def test_one_that_does_not_come_back_is_waited_for_no_longer_than_it_has(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
     host = HostProcess(

@@ -99,6 +99,7 @@ def be_cancelled(envs: Any, prefetch: int) -> None:
     anyio.run(run_through)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "prefetch"),
     [
@@ -115,6 +116,7 @@ def test_nothing_is_left_of_either_side(ends: Callable[[Any, int], None], prefet
     assert Counting.open == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_host_that_is_dialled(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/host"
     with dialled_host(address, counting(0, 1), lanes=2, kind=RolloutHost, module=NumberedModule()):
@@ -124,12 +126,14 @@ def test_nothing_is_left_of_a_host_that_is_dialled(tmp_path: Path) -> None:
     assert not (tmp_path / "host").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_host_that_never_dialled() -> None:
     with RolloutHost(counting(0, 1), lanes=2, module=NumberedModule()):
         assert Counting.open == 2
     assert Counting.open == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_connections_that_break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
     envs = listening(RemoteRollouts)
@@ -146,6 +150,7 @@ def test_nothing_is_left_of_connections_that_break(monkeypatch: pytest.MonkeyPat
 # In the middle of a fragment
 
 
+@pytest.mark.slow
 def test_a_host_that_is_closed_waits_for_no_fragment(tmp_path: Path) -> None:
     """One step is made to its end, and no other: the fragment would never be done."""
     envs = listening(RemoteRollouts)
@@ -166,6 +171,7 @@ def test_a_host_that_is_closed_waits_for_no_fragment(tmp_path: Path) -> None:
     assert [env.life for lane in host._lanes for env in lane.env.envs] == [5, 5]
 
 
+@pytest.mark.slow
 def test_a_rollout_that_is_left_ends_the_fragments_of_its_hosts(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts)
     with rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=[4])]) as host:
@@ -179,6 +185,7 @@ def test_a_rollout_that_is_left_ends_the_fragments_of_its_hosts(tmp_path: Path) 
     assert host._lanes[0].env.envs[0].life == 5
 
 
+@pytest.mark.slow
 def test_leaving_waits_for_no_environment_that_hangs(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts)
     try:
@@ -192,6 +199,7 @@ def test_leaving_waits_for_no_environment_that_hangs(tmp_path: Path) -> None:
         let_go(tmp_path, 0)
 
 
+@pytest.mark.slow
 def test_a_host_is_told_why_it_ends() -> None:
     envs = listening(RemoteRollouts)
     reasons: list[str] = []
@@ -204,6 +212,7 @@ def test_a_host_is_told_why_it_ends() -> None:
     assert reasons == ["the rollout has ended"]
 
 
+@pytest.mark.slow
 def test_a_host_by_hand_is_told_goodbye() -> None:
     envs = listening(RemoteRollouts)
     heard: list[Any] = []

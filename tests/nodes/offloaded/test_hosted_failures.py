@@ -298,6 +298,7 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
     assert "lane 0 is lost: host sim" in caplog.text
 
 
+@pytest.mark.slow
 def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
@@ -378,6 +379,7 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
     assert rollout.lost["workers"] == 4 + 1
 
 
+@pytest.mark.slow
 def test_a_reset_that_hangs_has_the_time_of_a_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
     try:

@@ -41,6 +41,7 @@ def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 21, 24])
 def test_a_host_that_is_killed_takes_its_fragment_with_it_and_nothing_else(step: int, tmp_path: Path) -> None:
     envs = listening(RemoteRollouts, hosts=2, limits=HASTY)
@@ -63,6 +64,7 @@ def test_a_host_that_is_killed_takes_its_fragment_with_it_and_nothing_else(step:
     assert len(others[2]) == len(others[3]) >= 6 * 8
 
 
+@pytest.mark.slow
 def test_what_a_host_has_told_of_and_not_given_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     envs = listening(RemoteRollouts, hosts=2, limits=HASTY)
     held = [((slot, tmp_path), {"steps": [13]}) for slot in (0, 1)]
@@ -178,6 +180,7 @@ def program_of(address: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_killed_and_started_again_gets_its_hosts_back() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -240,6 +243,7 @@ def test_a_host_that_is_started_again_is_another() -> None:
     check_counts(taken, rollout)
 
 
+@pytest.mark.slow
 def test_one_that_is_dialled_and_started_again_is_another_too(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/host"
 
@@ -320,6 +324,7 @@ def test_a_host_that_waits_for_others_can_say_how_far_it_is_afterwards(tmp_path:
         joining.join()
 
 
+@pytest.mark.slow
 def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
     envs = listening(RemoteRollouts)
     with rollouts_on(envs.addresses[0], makers(0)) as host, rollout_over(envs) as rollout:

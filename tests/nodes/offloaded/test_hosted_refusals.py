@@ -202,6 +202,7 @@ def test_one_that_differs_leaves_and_the_others_go_on() -> None:
     assert rollout.lost.get("workers", 0) <= 1
 
 
+@pytest.mark.slow
 def test_one_that_listens_tells_of_it_and_serves_the_next(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     address = f"unix:{tmp_path}/host"
     with dialled_host(address, makers(0, 1), kind=RolloutHost, module=NumberedModule()):
@@ -306,6 +307,7 @@ def test_a_host_whose_lanes_differ_is_refused_before_it_dials() -> None:
         RolloutHost([makers(0)[0], makers(1, nested=True)[0]], lanes=2, module=NumberedModule())
 
 
+@pytest.mark.slow
 def test_a_second_host_must_have_the_spaces_of_the_first() -> None:
     envs = listening(RemoteRollouts)
     with rollouts_on(envs.addresses[0], makers(0)), rollout_over(envs) as rollout:

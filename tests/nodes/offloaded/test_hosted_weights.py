@@ -108,6 +108,7 @@ def test_a_host_that_is_slow_to_read_gets_the_newest_alone(tmp_path: Path) -> No
     assert versions[0] < versions[1] == 30
 
 
+@pytest.mark.slow
 def test_many_that_are_published_at_once_are_never_mixed() -> None:
     envs = listening(RemoteRollouts, hosts=2)
     done = threading.Event()

@@ -166,6 +166,7 @@ POLE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lstm", [False, True])
 def test_an_adapted_policy_plays_as_it_did_and_is_saved_as_any_other(lstm: bool, tmp_path: Path) -> None:
     env = gym.make("CartPole-v1")

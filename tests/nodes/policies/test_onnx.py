@@ -87,6 +87,7 @@ def test_a_users_module_and_a_program_of_it_are_exported(tmp_path: Path) -> None
     assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p.onnx"), "box")
 
 
+@pytest.mark.slow
 def test_exploration_is_left_out_of_a_program(tmp_path: Path) -> None:
     parts = policy_of("box", "filter", False)
     for piece in (EpsilonGreedy, GaussianNoise, OrnsteinUhlenbeckNoise, Temperature):
@@ -112,6 +113,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "onn
 """
 
 
+@pytest.mark.slow
 def test_it_acts_in_a_process_without_torch(tmp_path: Path) -> None:
     policy = policy_of("box", "previous", True)
     policy.save(tmp_path / "p.zip", onnx=True)
@@ -124,6 +126,7 @@ def test_it_acts_in_a_process_without_torch(tmp_path: Path) -> None:
     assert [int(line) for line in ran.stdout.split()] == expected
 
 
+@pytest.mark.slow
 def test_onnxruntime_alone_runs_it_by_the_names_of_its_inputs(tmp_path: Path) -> None:
     policy = policy_of("box", "all", True)
     policy.export_onnx(tmp_path / "p.onnx")
@@ -141,6 +144,7 @@ def test_onnxruntime_alone_runs_it_by_the_names_of_its_inputs(tmp_path: Path) ->
         assert int(made["actions"][0]) == int(policy.act(observation))
 
 
+@pytest.mark.slow
 def test_a_program_is_checked_and_says_nothing_of_where_it_was_made(tmp_path: Path) -> None:
     policy_of("nested", "all", False).export_onnx(tmp_path / "p.onnx")
     model = onnx.load(tmp_path / "p.onnx")
@@ -217,6 +221,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "text"), WRONG)
 def test_what_does_not_fit_is_named_and_changes_nothing(saved: Path, arguments: dict[str, Any], text: str) -> None:
     policy, other = OnnxPolicy.load(saved), OnnxPolicy.load(saved)
@@ -247,6 +252,7 @@ def sign(folder: Path, model: bytes) -> None:
     (folder / "policy.json").write_bytes(manifest_bytes({**manifest, "files": checksums(files)}))
 
 
+@pytest.mark.slow
 def test_a_program_with_other_weights_is_found_by_the_examples(tmp_path: Path) -> None:
     policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
     model = onnx.load(tmp_path / "p" / "policy.onnx")
@@ -257,6 +263,7 @@ def test_a_program_with_other_weights_is_found_by_the_examples(tmp_path: Path) -
         OnnxPolicy.load(tmp_path / "p")
 
 
+@pytest.mark.slow
 def test_a_program_of_another_policy_is_found_by_its_spaces(tmp_path: Path) -> None:
     policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
     policy_of("discrete", "none", False).export_onnx(tmp_path / "q.onnx")
@@ -265,6 +272,7 @@ def test_a_program_of_another_policy_is_found_by_its_spaces(tmp_path: Path) -> N
         OnnxPolicy.load(tmp_path / "p")
 
 
+@pytest.mark.slow
 def test_weights_in_other_files_are_not_read(tmp_path: Path) -> None:
     policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
     model = onnx.load(tmp_path / "p" / "policy.onnx")

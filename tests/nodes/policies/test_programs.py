@@ -55,6 +55,7 @@ def assert_same(left: Policy, right: Policy, space: str, sizes: list[int]) -> No
                 np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("space", "pieces", "lstm"), CASES)
 def test_a_program_acts_as_the_class_did(space: str, pieces: str, lstm: bool, tmp_path: Path) -> None:
     policy = policy_of(space, pieces, lstm)
@@ -65,6 +66,7 @@ def test_a_program_acts_as_the_class_did(space: str, pieces: str, lstm: bool, tm
     assert isinstance(Policy.load(tmp_path / "p", allow=["own_policy_parts"]).module, Gated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actions", ["box", "several", "dict"])
 def test_a_program_chooses_in_every_space_of_actions(actions: str, tmp_path: Path) -> None:
     policy = policy_of("box", "none", False, actions=actions, explore=True)
@@ -160,6 +162,7 @@ def test_a_program_acts_when_the_class_is_deleted(tmp_path: Path) -> None:
     assert len(set(by_class.split("]")[0].strip("[").split(", "))) > 1
 
 
+@pytest.mark.slow
 def test_weights_are_published_to_a_program(tmp_path: Path) -> None:
     policy = policy_of("box", "all", True)
     policy.save(tmp_path / "p", program=True)
@@ -178,6 +181,7 @@ def test_a_program_does_not_train(tmp_path: Path) -> None:
         Policy.load(tmp_path / "p").module.forward_train({"obs": torch.zeros(2, 3)})
 
 
+@pytest.mark.slow
 def test_a_rollout_saves_programs(tmp_path: Path) -> None:
     def made(*spaces: Any) -> Gated:
         return Gated(*spaces, model_config=SMALL)
@@ -188,6 +192,7 @@ def test_a_rollout_saves_programs(tmp_path: Path) -> None:
     assert isinstance(Policy.load(tmp_path / "p").module, ProgramModule)
 
 
+@pytest.mark.slow
 def test_a_class_that_nobody_can_import_is_saved_with_a_program_alone(tmp_path: Path) -> None:
     class Local(OwnModule):
         """Module of a function."""
@@ -207,6 +212,7 @@ def test_a_class_that_nobody_can_import_is_saved_with_a_program_alone(tmp_path: 
 # What has no program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "text"), [(Choosy, "Choosy.forward_exploration has no program"), (Frozen, "differs")])
 def test_a_module_that_torch_can_not_follow_is_refused(cls: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=text):
@@ -253,6 +259,7 @@ FORBIDDEN = ["os.system", "aten.from_file.default", "aten.relu_.default", "aten.
 FORBIDDEN += ["__import__", "attrgetter", "prim.device.default", "aten.relu.no", "aten._cholesky_solve_helper.default"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FORBIDDEN, 3, None])
 def test_an_operation_that_is_not_torchs_is_refused(name: Any, tmp_path: Path) -> None:
     own(Unnamed).save(tmp_path / "p", program=True)
@@ -268,6 +275,7 @@ HOSTILE += [["getitem", [{"value": 0}, "x"], {}], ["aten.relu.default", [{"dtype
 HOSTILE += [["mul", [1 << 29, 1 << 29], {}], ["aten.relu.default", [{"value": True}], {}]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", HOSTILE, ids=range(len(HOSTILE)))
 def test_an_operation_that_can_not_be_done_is_refused(operation: Any, tmp_path: Path) -> None:
     own(Unnamed).save(tmp_path / "p", program=True)
@@ -276,6 +284,7 @@ def test_an_operation_that_can_not_be_done_is_refused(operation: Any, tmp_path: 
         Policy.load(tmp_path / "p")
 
 
+@pytest.mark.slow
 def test_a_program_that_does_something_else_is_found_by_the_examples(tmp_path: Path) -> None:
     own(Unnamed).save(tmp_path / "p", program=True)
     change_programs(tmp_path / "p", lambda program: program["weights"].reverse())
@@ -294,6 +303,7 @@ def test_a_program_that_does_something_else_is_found_by_the_examples(tmp_path: P
         Policy.load(tmp_path / "p")
 
 
+@pytest.mark.slow
 def test_nothing_of_a_program_is_pickled_or_says_where_it_was_made(tmp_path: Path) -> None:
     policy_of("box", "all", True).save(tmp_path / "p", program=True)
     _, files = read_files(tmp_path / "p")

@@ -193,6 +193,7 @@ def test_a_save_that_fails_leaves_the_policy_that_was_there(tmp_path: Path, monk
     assert [each.name for each in tmp_path.iterdir()] == ["p"]
 
 
+@pytest.mark.slow
 def test_a_fresh_program_without_the_training_script_acts_the_same(tmp_path: Path) -> None:
     policy = policy_of("box", "discrete", "all", use_lstm=True)
     policy.save(tmp_path / "p")

@@ -91,6 +91,7 @@ def read(rollout: Any, ending: str) -> None:
                 rollout.drain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -146,6 +147,7 @@ async def read_in_graph(rollout: Any, ending: str, scope: anyio.CancelScope) -> 
                 run.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("several", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("way", [{}, WAYS["gathering"], WAYS["event loop"]], ids=["inline", "gathering", "event loop"])

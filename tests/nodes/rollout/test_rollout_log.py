@@ -163,6 +163,7 @@ def test_an_error_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
     assert (row["train/loss"], row["lost/failed"]) == (1.0, rollout.lost["failed"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
     program = (
         "from rollflow.nodes import Rollout\n"

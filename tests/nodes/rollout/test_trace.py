@@ -170,6 +170,7 @@ def test_a_graph_s_run_has_the_trace_of_its_rollouts(tmp_path: Path) -> None:
     assert {name: pytest.approx(node["busy_s"], abs=1e-5) for name, node in nodes.items()} == found
 
 
+@pytest.mark.slow
 def test_a_killed_program_leaves_a_trace_that_can_be_repaired(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True) as process:

@@ -56,6 +56,7 @@ def test_a_reset_that_hangs_is_named_with_its_line(where: str, tmp_path: Path) -
     assert line_of(Held.reset, "self._wait()") in text, text
 
 
+@pytest.mark.slow
 def test_a_forward_pass_that_hangs_in_a_worker_is_named_with_its_line(tmp_path: Path) -> None:
     rollout = Rollout(lambda: NumberedEnv(0), module=HeldModule(tmp_path), where="rollouts", **IN_WORKERS)
     text = told_of(rollout, tmp_path, "rollouts")

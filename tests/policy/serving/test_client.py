@@ -218,6 +218,7 @@ def test_a_request_that_comes_again_is_answered_as_it_was_and_not_acted_on_again
             assert asked(other, **fields)["status"] == 410
 
 
+@pytest.mark.slow
 def test_failures_to_agree_are_told_apart(tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "pem")

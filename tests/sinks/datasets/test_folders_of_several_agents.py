@@ -89,6 +89,7 @@ def test_agents_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "dataset.json").exists()
 
 
+@pytest.mark.slow
 def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def check(path: Path, played: Played) -> list[int]:
     return [counts[run] for run in range(len(source.description["runs"]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_file_bytes", [1, 20_000])
 def test_every_episode_that_was_committed_is_there_once_after_kills(
     played: Played, tmp_path: Path, max_file_bytes: int
@@ -176,6 +177,7 @@ with Rollout("CartPole-v1", num_envs=2, fragment_length=16, num_fragments=3, see
 """
 
 
+@pytest.mark.slow
 def test_a_sink_that_is_never_closed_says_how_many_steps_are_lost(tmp_path: Path) -> None:
     command = [sys.executable, "-c", NEVER_CLOSED, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)

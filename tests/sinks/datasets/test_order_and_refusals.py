@@ -83,6 +83,7 @@ def test_a_window_keeps_what_was_made_together(path: Path) -> None:
     assert jumps <= source.num_steps // 40  # between windows alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_loaded_state_goes_on_exactly(path: Path, seed: int | None, complete: bool) -> None:
@@ -113,6 +114,7 @@ def test_a_loop_that_is_left_goes_on_in_the_next(path: Path, played: Played) -> 
     assert sorted(steps) == all_steps(played)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 200])
 @pytest.mark.parametrize("seed", [None, 4])
 def test_ranks_get_disjoint_shares_that_cover_everything(
@@ -380,6 +382,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
             make(tmp_path)
 
 
+@pytest.mark.slow
 def test_sinks_are_imported_without_pyarrow() -> None:
     program = "import sys, rollflow.sinks; rollflow.sinks.DatasetSink; print('pyarrow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
@@ -461,6 +464,7 @@ def test_a_small_fragment_is_copied_in_the_call(tmp_path: Path, may_write: threa
     assert sink.num_steps == steps
 
 
+@pytest.mark.slow
 def test_fragments_of_workers_are_written_as_they_were(tmp_path: Path) -> None:
     fragments: list[Fragment] = []
     options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 6, "seed": 0, "lanes": 2}

@@ -104,6 +104,7 @@ async def test_a_graph_that_fails_leaves_no_thread(path: Path, monkeypatch: pyte
     assert readers() == []
 
 
+@pytest.mark.slow
 def test_a_program_whose_main_thread_has_ended_reads_on(path: Path) -> None:
     program = f"""
 import threading, time
@@ -145,6 +146,7 @@ def test_what_is_read_of_one_fragment_is_the_readers_own(path: Path) -> None:
         first.gather("missing")
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_fragment_has_its_own_steps_alone(tmp_path: Path) -> None:
     envs = [partial(NumberedEnv, slot) for slot in range(3)]
     with Rollout(envs, module=NumberedModule(), fragment_length=4096, num_fragments=1, seed=0) as rollout:

@@ -311,6 +311,7 @@ def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
         DatasetSink(tmp_path / "modules" / name)
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_exactly_behind_its_place(tmp_path: Path) -> None:
     _, rollout = made(TURNS, num_fragments=4)
     with rollout:

@@ -99,6 +99,7 @@ def test_nothing_but_the_index_is_written_for_priorities_alone(tmp_path: Path, p
     assert [name[:5] for name in sizes(tmp_path / "replay").keys() - before.keys()] == ["index"]
 
 
+@pytest.mark.slow
 def test_of_several_agents_only_the_modules_with_new_steps_write_blocks(tmp_path: Path) -> None:
     drawn = Drawn(
         envs=1, lanes=1, agents=4, nested=1, length=12, at_once=False,

@@ -288,6 +288,7 @@ async def test_whole_episodes_come_from_a_graph_as_soon_as_there_are_some() -> N
     assert all(batch["seq_lens"].min() > 0 for batch in batches)
 
 
+@pytest.mark.slow
 async def test_a_thread_that_samples_beside_a_graph_lets_its_inserts_go_on() -> None:
     replay = Replay(5000, rate=SamplesPerInsert(1.0, min_size=50), batch_size=16, seed=0)
     rollout, graph = in_graph(replay, num_fragments=8)

@@ -457,6 +457,7 @@ def test_whole_episodes_of_a_rollout_are_taken_as_they_are() -> None:
     assert made == {step for step in played.steps if step[:2] in ended}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [1, 60, 120])
 def test_uniform_draws_are_uniform_however_many_steps_are_gone(before: int) -> None:
     played = Played(4, 5, lengths=(1, 3))

@@ -65,6 +65,7 @@ def steps_by_slot(batch: dict[str, Any]) -> dict[int, list[int]]:
     return {slot: sorted(number for each, number in zip(slots, numbers, strict=True) if each == slot) for slot in slots}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["unix", "tcp", "shm"])
 def test_what_is_sampled_is_what_several_rollouts_have_inserted_each_step_once(tmp_path: Path, scheme: str) -> None:
     replay = Replay(4096, sampler=Newest())
@@ -109,6 +110,7 @@ def test_top_shows_a_host_with_its_counts_and_the_side_that_waits(
     assert "32 steps inserted, 0 removed, 0 sampled" in text
 
 
+@pytest.mark.slow
 def test_a_side_that_stands_still_holds_the_other_one_within_the_ratio(tmp_path: Path) -> None:
     replay = Replay(4096, rate=SamplesPerInsert(2.0, min_size=32, error_buffer=64), batch_size=8, seed=0)
     with serving(replay, tmp_path) as host, client_of(host) as client:
@@ -206,6 +208,7 @@ def test_who_does_not_fit_is_refused_in_words_and_the_others_go_on(tmp_path: Pat
         assert set(steps_by_slot(client.sample(500))) == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_host_over_tls_takes_who_has_a_certificate(tmp_path: Path, certificates: dict[str, ssl.SSLContext]) -> None:
     replay = Replay(512)
     with serving(replay, tmp_path, "tcp", secret=SECRET, tls=certificates["server"]) as host:

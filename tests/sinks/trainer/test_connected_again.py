@@ -43,6 +43,7 @@ def test_both_ends_say_that_they_wait_and_that_the_connection_is_back(caplog: py
     assert names == {"b1"}
 
 
+@pytest.mark.slow
 def test_a_rollout_whose_trainer_is_away_for_longer_than_it_may_be_ends() -> None:
     rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8)
     with ThreadPoolExecutor() as threads, trainer(yields="fragments", limits=SHORT) as stream:

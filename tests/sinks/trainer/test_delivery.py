@@ -163,6 +163,7 @@ def take(stream: TrainerStream, fragment: Fragment, taken: dict[str, list[Record
     taken.setdefault(told.source, []).append(record_of(fragment))
 
 
+@pytest.mark.slow
 @AGENTS
 def test_a_rollout_that_is_killed_is_nobody_elses_trouble(agents: int, tmp_path: Path) -> None:
     rollouts_killed(3, tmp_path, agents)
@@ -173,6 +174,7 @@ def test_nor_are_sixty_of_them(tmp_path: Path) -> None:
     rollouts_killed(60, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, sink={"limits": HASTY}) as feed:

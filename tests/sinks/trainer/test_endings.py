@@ -196,6 +196,7 @@ def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(
 # Fragments without a transition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_lag": 0, "on_excess": "pace"}, {"prefetch": 0}], ids=["pace", "no prefetch"])
 def test_fragments_without_a_transition_hold_nobody_up(options: dict[str, Any]) -> None:
     with trainer(**options) as stream:
@@ -211,6 +212,7 @@ def test_fragments_without_a_transition_hold_nobody_up(options: dict[str, Any]) 
 # Rollouts that are lost for good
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["max_frame", "undelivered"])
 def test_a_fragment_that_is_too_large_ends_the_rollout_and_both_ends_say_what_to_do(end: str) -> None:
     at_trainer = Limits(max_frame=1 << 16) if end == "max_frame" else SHORT
@@ -303,6 +305,7 @@ def test_somebody_else_at_the_trainers_address_is_not_taken_for_it(
                 assert sequences_of(list(stream)) == {0: [0, 1]}
 
 
+@pytest.mark.slow
 def test_a_trainer_that_acknowledges_nothing_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def remote(request: pytest.FixtureRequest) -> PacedHosts:
     return PacedHosts(*request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_waited_for(
     max_lag: int, remote: PacedHosts
@@ -53,6 +54,7 @@ def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_w
     assert stream.lost == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(
     max_lag: int, remote: PacedHosts, tmp_path: Path
@@ -87,6 +89,7 @@ def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(
     assert rounds.steps == rollout.num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag: int, remote: PacedHosts) -> None:
     rounds = remote.rounds(max_lag)
@@ -134,6 +137,7 @@ def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_nex
     assert set(rollout.lost) <= {"workers"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int, remote: PacedHosts) -> None:
     rounds = remote.rounds(max_lag)
@@ -152,6 +156,7 @@ def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int, remo
     assert stream.lost == {}
 
 
+@pytest.mark.slow
 def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(remote: PacedHosts) -> None:
     rounds = remote.rounds(0)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
@@ -166,6 +171,7 @@ def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(
     assert rounds.steps == rollout.num_steps == 2 * 20 * 8 * max(remote.agents, 1)
 
 
+@pytest.mark.slow
 def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: PacedHosts, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with ExitStack() as hosts:

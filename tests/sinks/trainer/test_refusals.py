@@ -178,6 +178,7 @@ def test_train_batches_can_not_be_taken_apart() -> None:
             feed.ended.result(60)
 
 
+@pytest.mark.slow
 def test_a_sink_gets_what_it_was_told_to_send() -> None:
     with trainer(join_timeout=2.0, limits=HASTY) as stream:
         rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=2)

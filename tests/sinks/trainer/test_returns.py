@@ -110,6 +110,7 @@ def feed_batches(rollout: Rollout, address: str) -> None:
     anyio.run(_run_graph, graph, sink, [], StallRules(after=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [cartpoles, agents])
 @pytest.mark.parametrize("per_batch", [1, 3])
 def test_returns_are_those_of_the_rollout(made: Made, per_batch: int) -> None:
@@ -124,6 +125,7 @@ def test_returns_are_those_of_the_rollout(made: Made, per_batch: int) -> None:
         assert returns.by_module[module_id].mean == np.mean(values)
 
 
+@pytest.mark.slow
 def test_a_rollout_s_own_node_says_the_same_in_the_same_graph(tmp_path: Path) -> None:
     with TrainerStream(f"shm:{tmp_path}/t", limits=SHORT, prefetch=30) as stream:
         graph, rollout, sink = graph_over(cartpoles(num_fragments=40), stream.address, sends="batches")
@@ -136,6 +138,7 @@ def test_a_rollout_s_own_node_says_the_same_in_the_same_graph(tmp_path: Path) ->
     assert stream.returns.count > MOST_KEPT / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [cartpoles, agents])
 def test_lanes_elsewhere_have_theirs(made: Made) -> None:
     options: dict[str, Any] = {"lanes": 3, "num_fragments": 4}
@@ -147,6 +150,7 @@ def test_lanes_elsewhere_have_theirs(made: Made) -> None:
     assert {each: own[0] for each, own in there[3].items()} == {each: own[0] for each, own in here[3].items()}
 
 
+@pytest.mark.slow
 def test_returns_are_of_all_rollouts() -> None:
     with ThreadPoolExecutor() as threads, trainer(sources=2) as stream:
         feeding = [

@@ -53,6 +53,7 @@ def test_a_rollout_that_raises_has_not_come_to_its_end(tmp_path: Path) -> None:
             feed.ended.result(60)
 
 
+@pytest.mark.slow
 def test_one_that_raises_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With the time that one has to come back which is only lost."""
     doomed = Rollout([partial(Doomed, 0, tmp_path, "raise", 20, 1)], module=NumberedModule(), fragment_length=8)
@@ -68,6 +69,7 @@ def test_one_that_raises_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCap
     assert "is not back within" not in caplog.text
 
 
+@pytest.mark.slow
 def test_one_of_the_same_name_takes_the_place_of_one_that_was_killed(caplog: pytest.LogCaptureFixture) -> None:
     """Under "pace", where all would wait for it otherwise."""
     with trainer(yields="fragments", max_lag=0, on_excess="pace", sources=2) as stream:
@@ -216,6 +218,7 @@ class DoomedWide(WideEnv):
         return super().step(action)
 
 
+@pytest.mark.slow
 def test_a_last_word_is_not_cut_off_by_what_was_to_be_sent_before_it() -> None:
     """Fragments of 3 MiB each, of which the trainer takes nothing until the rollout has failed."""
     rollout = Rollout([partial(DoomedWide, slot) for slot in range(4)], module=NumberedModule(), fragment_length=24)

@@ -44,6 +44,7 @@ def fed(
         yield stream, rollout, fed
 
 
+@pytest.mark.slow
 @SENDS
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
 def test_batches_by_module_come_as_they_were_made(scheme: str, sends: str, tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ def test_several_lanes_make_one_batch(sends: str) -> None:
     assert len(rows) == 4
 
 
+@pytest.mark.slow
 @SENDS
 def test_batches_that_go_together_are_joined_module_by_module(sends: str) -> None:
     expected = batches_here(DRAWN, 6)
@@ -113,6 +115,7 @@ def test_modules_that_are_not_trained_have_no_part_in_it(sends: str) -> None:
     assert rollout.policy_versions == {"nested 0": 0, "nested 1": 0, "plain 0": 1, "plain 1": 0}
 
 
+@pytest.mark.slow
 @SENDS
 def test_a_module_without_weights_is_waited_for_by_nobody(sends: str) -> None:
     """The module never gets a version: neither the rollout's pace nor a batch's age goes by it."""
@@ -155,6 +158,7 @@ def test_weights_of_some_modules_that_come_too_early_end_the_rollout() -> None:
                 feeding.result()
 
 
+@pytest.mark.slow
 @SENDS
 def test_batches_that_are_too_old_are_counted(sends: str) -> None:
     with fed(trainer(max_lag=0, on_excess="drop"), sends=sends, num_fragments=12) as (stream, rollout, _):
@@ -248,6 +252,7 @@ def test_of_fragments_the_trainer_knows_what_it_knows_of_batches() -> None:
 LONELY = Drawn(1, 1, 2, 1, 9, False, 1, 1, True, 3)  # fragments of one step, in some of which both agents wait
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("yields", ["batches", "episodes"])
 @pytest.mark.parametrize("pace", [{}, {"max_lag": 0, "on_excess": "pace"}], ids=["any age", "pace"])
 def test_fragments_in_which_all_agents_wait_hold_nobody_up(yields: Any, pace: dict[str, Any]) -> None:

@@ -111,6 +111,7 @@ def test_fragments_are_those_of_the_rollout_wherever_it_goes(where: str, address
     assert_alike(in_lanes_order(there), here)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sends", ["fragments", "batches"])
 def test_batches_are_those_of_the_rollout(sends: str, address: str) -> None:
     options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 3, "seed": 7}
@@ -122,6 +123,7 @@ def test_batches_are_those_of_the_rollout(sends: str, address: str) -> None:
     check(here, there)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sends", ["fragments", "batches"])
 def test_batches_of_several_agents_are_those_of_the_rollout(sends: Any, address: str) -> None:
     drawn = drawn_agents.Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)
@@ -180,6 +182,7 @@ def rewards_at(fragment: Any) -> Any:
     return file_of(parts_of(fragment)[0].columns["rewards"].tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", [0, 2])
 def test_memory_is_used_again_once_it_was_let_go(agents: int, address: str) -> None:
     more = {"agents": agents, "lanes": 1}
@@ -191,6 +194,7 @@ def test_memory_is_used_again_once_it_was_let_go(agents: int, address: str) -> N
     assert len(set(places)) <= 8
 
 
+@pytest.mark.slow
 def test_a_trainer_that_keeps_everything_has_copies_beyond_the_bound(address: str) -> None:
     with Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=1, seed=3) as rollout:
         (one,) = rollout.fragments()

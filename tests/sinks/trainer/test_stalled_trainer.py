@@ -40,6 +40,7 @@ def test_a_trainer_that_does_not_come_is_named() -> None:
     assert lines[-1].startswith("do: start the trainer, or look at its address and its log; see docs/")
 
 
+@pytest.mark.slow
 def test_a_trainer_that_takes_its_time_is_no_stall() -> None:
     with trainer(yields="fragments", prefetch=1) as stream:
         with ThreadPoolExecutor(1) as pool:

@@ -196,6 +196,7 @@ FAULTS = {
 SLOW = ("it was killed", "it takes nobody in")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FAULTS]
 )

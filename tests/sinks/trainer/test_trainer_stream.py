@@ -51,6 +51,7 @@ def test_batches_are_those_of_the_rollout_wherever_it_goes(where: str) -> None:
         check(here, there)
 
 
+@pytest.mark.slow
 def test_a_batch_is_one_fragment_of_every_lane_of_every_rollout_unless_it_is_said_otherwise() -> None:
     with trainer(sources=2) as stream:
         more = {"lanes": 2, "num_fragments": 3}
@@ -76,6 +77,7 @@ def test_episodes_come_one_by_one_and_a_fragment_is_done_with_the_last() -> None
     assert counts[-1] == 4
 
 
+@pytest.mark.slow
 def test_returns_and_what_was_handed_over_are_told() -> None:
     with Rollout("CartPole-v1", num_envs=4, fragment_length=32, num_fragments=5, seed=3) as rollout:
         for _ in rollout.batches():
@@ -90,6 +92,7 @@ def test_returns_and_what_was_handed_over_are_told() -> None:
     assert sum(each.num_steps for each in told) == rollout.num_steps
 
 
+@pytest.mark.slow
 def test_train_batches_may_be_made_where_the_rollout_is() -> None:
     with Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7) as rollout:
         here = list(rollout.batches())
@@ -112,6 +115,7 @@ def test_a_learner_connector_runs_where_the_trainer_is() -> None:
     check(here, there)
 
 
+@pytest.mark.slow
 def test_a_learner_connector_that_nothing_would_run_is_refused() -> None:
     pieces: Any = lambda *_: [GeneralAdvantageEstimation()]  # noqa: E731
     with trainer(learner_connector=pieces, module=Critic()) as stream:
@@ -163,6 +167,7 @@ def test_a_loop_that_is_left_goes_on_with_the_next_one() -> None:
     assert sequences_of(taken) == {0: [0, 1, 2, 3, 4, 5]}
 
 
+@pytest.mark.slow
 def test_a_slow_trainer_holds_the_rollout_back() -> None:
     with trainer(yields="fragments", prefetch=1) as stream, feeding(stream.address, lanes=1) as feed:
         for number, _ in enumerate(stream, start=1):

@@ -73,6 +73,7 @@ def test_weights_of_another_module_are_refused_before_they_are_sent() -> None:
     assert stream.version == 0
 
 
+@pytest.mark.slow
 def test_weights_that_are_larger_than_a_rollout_takes_are_refused_where_they_are_published() -> None:
     large, told = (
         Large().state_dict(),

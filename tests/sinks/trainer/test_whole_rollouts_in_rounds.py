@@ -29,6 +29,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 @pytest.mark.parametrize("agents", [0, 2])
 def test_every_lane_acts_with_what_was_published(max_lag: int, agents: int, address: str) -> None:
@@ -47,6 +48,7 @@ def test_every_lane_acts_with_what_was_published(max_lag: int, agents: int, addr
     assert stream.lost == rollout.lost == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("max_lag", [0, 1])
 @pytest.mark.parametrize("agents", [0, 2])
@@ -71,6 +73,7 @@ def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agen
     assert stream.lost == rollout.lost == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("step", [16, 21], ids=["in its first step", "later"])
 @pytest.mark.parametrize("agents", [0, 2])
@@ -148,6 +151,7 @@ class Returning(RawRollouts):
         self._address = address
 
 
+@pytest.mark.slow
 def test_the_newest_weights_are_before_a_turn_though_older_ones_are_still_on_their_way() -> None:
     envs = listening(RemoteRollouts)
     with ThreadPoolExecutor(1) as pool, trainer(max_lag=0, on_excess="pace") as stream:

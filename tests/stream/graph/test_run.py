@@ -619,6 +619,7 @@ async def test_two_ways_to_one_node_do_not_hold_each_other_back(through: str) ->
     assert sorted(sink.items) == sorted([*range(50), *range(50)])
 
 
+@pytest.mark.slow
 async def test_a_chain_takes_turns_between_all_that_feeds_it() -> None:
     async def says(word: str, out: Outlet[str]) -> None:
         while True:

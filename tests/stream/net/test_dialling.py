@@ -77,6 +77,7 @@ def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], tmp
     hanging.join()
 
 
+@pytest.mark.slow
 @nothing_left()
 def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(
     names: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
@@ -105,6 +106,7 @@ def test_a_host_is_found_by_any_of_the_addresses_that_its_name_stands_for(names:
         assert len(list(rollout.fragments())) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"), [("nowhere.test", "Name or service not known"), ("a..b", "'a..b' is no name")]
 )
@@ -163,6 +165,7 @@ def dialled_by_a_rollout(address: str, retry_s: float) -> None:
     feed(rollout, address, secret="s", retry_s=retry_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
 def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
     dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any

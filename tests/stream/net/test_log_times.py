@@ -21,6 +21,7 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 TOLD = r"waiting: gateway tcp://127\.0\.0\.1:1: Connection refused; .*\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "told"),
     [

@@ -235,6 +235,7 @@ async def test_a_run_that_stands_still_is_ended_with_a_stall_error_where_that_is
     assert not [thread for thread in threading.enumerate() if thread.name == "rollflow doctor"]
 
 
+@pytest.mark.slow
 async def test_nothing_is_said_of_a_run_that_flows(caplog: pytest.LogCaptureFixture) -> None:
     graph = Graph()
     graph.add(numbers=numbers)

@@ -80,6 +80,7 @@ def holding_thread(begin: Callable[[], object] = lambda: None) -> Iterator[threa
         thread.join()
 
 
+@pytest.mark.slow
 def test_every_thread_writes_its_stack_and_the_main_one_is_first() -> None:
     with holding_thread() as other, answering_dumps():
         dumps = dumps_of(HERE, 2.0)
@@ -89,6 +90,7 @@ def test_every_thread_writes_its_stack_and_the_main_one_is_first() -> None:
     assert any(frame.name == "hold" and frame.file == __file__ for frame in stack)
 
 
+@pytest.mark.slow
 def test_threads_that_run_meanwhile_go_on_whenever_they_are_asked() -> None:
     """In a process of its own: one whose threads wrote each other's stacks would end."""
     process = subprocess.Popen([sys.executable, "-c", _BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -103,6 +105,7 @@ def test_threads_that_run_meanwhile_go_on_whenever_they_are_asked() -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_thread_that_blocks_the_signal_is_left_out() -> None:
     block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {DUMP_SIGNAL})
     with holding_thread(block) as other, answering_dumps():
@@ -111,6 +114,7 @@ def test_a_thread_that_blocks_the_signal_is_left_out() -> None:
     assert other.native_id not in dumps
 
 
+@pytest.mark.slow
 def test_it_answers_until_the_last_run_has_ended() -> None:
     first, second = answering_dumps(), answering_dumps()
     first.__enter__()
@@ -132,6 +136,7 @@ def test_the_file_of_a_worker_does_not_grow_with_every_question() -> None:
     assert all(text.startswith(texts[0][:16]) for text in texts)
 
 
+@pytest.mark.slow
 def test_a_second_question_gets_an_answer_of_its_own() -> None:
     with answering_dumps():
         first, second = dumps_of(HERE, 2.0), dumps_of(HERE, 2.0)
@@ -181,6 +186,7 @@ def test_a_forked_process_answers_for_itself_whatever_a_thread_of_its_parent_was
     starts.join()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_forked_while_its_parent_answers_answers_for_itself() -> None:
     with answering_dumps():
         assert _expect_that_a_forked_process_answers() is None

@@ -85,6 +85,7 @@ def test_the_oldest_spans_are_dropped_and_counted_where_a_file_takes_none() -> N
     assert any(event["name"].startswith(f"{50 - len(spans)} spans dropped") for event in events)
 
 
+@pytest.mark.slow
 def test_a_file_that_takes_no_more_ends_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     ended = threading.Event()
     trace = Trace(Path("/dev/full").open("wb"), "mine", ended.set)
@@ -94,6 +95,7 @@ def test_a_file_that_takes_no_more_ends_the_trace(caplog: pytest.LogCaptureFixtu
     assert [record.getMessage() for record in caplog.records] == ["the trace ends: [Errno 28] No space left on device"]
 
 
+@pytest.mark.slow
 def test_a_trace_that_gets_large_ends_whole_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, ended = tmp_path / "run.trace", threading.Event()
     trace = Trace(open_trace(str(path)), "mine", ended.set, size=1000)
@@ -107,6 +109,7 @@ def test_a_trace_that_gets_large_ends_whole_and_says_so(tmp_path: Path, caplog: 
     assert text == "the trace ends after 1,000 bytes: `rollflow trace` writes another one"
 
 
+@pytest.mark.slow
 def test_a_trace_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     path, asked = tmp_path / "run.trace", threading.Semaphore(0)
     trace = Trace(open_trace(str(path)), "mine", asked.release, lambda: not asked.release())
@@ -154,6 +157,7 @@ def test_a_file_that_is_hardly_compressed_is_no_trace(tmp_path: Path) -> None:
         check_trace(tmp_path / "mine.gz")
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_path: Path) -> None:
     asker, answers = socket.socketpair()
     serving = threading.Thread(target=lambda: tracing.serve(answers))

@@ -101,6 +101,7 @@ def test_a_reader_that_works_is_no_stall_however_long() -> None:
     assert looking.watch.diagnose().state == "reader works"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["holds back", "works"])
 def test_who_holds_back_on_purpose_is_no_stall(kind: Any) -> None:
     trainer = Wait("the trainer", kind, "has what it wants")

@@ -98,6 +98,7 @@ def test_what_cant_be_sent_is_named(value: Any, where: str) -> None:
         encode_value(value, "value")
 
 
+@pytest.mark.slow
 def test_what_is_inside_itself_cant_be_sent() -> None:
     value: list[Any] = []
     value.append((value,))

@@ -25,6 +25,7 @@ from rollflow import Fragment, RemoteEnvs, Rollout
 from rollflow.stream.wire import Limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 1, 21, 24])
 def test_a_host_that_is_killed_ends_its_own_episodes_and_no_others(step: int, tmp_path: Path) -> None:
     envs = listening(hosts=2, limits=HASTY)

@@ -91,6 +91,7 @@ class rollout_over_first:
         self.hosting.__exit__(*raised)
 
 
+@pytest.mark.slow
 def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
     envs = listening()
     with rollout_over_first(envs, makers(0)) as (rollout, host):
@@ -153,6 +154,7 @@ def test_a_host_whose_gateway_is_gone_behind_a_proxy_gives_up_as_well() -> None:
     rollout.environments.close()
 
 
+@pytest.mark.slow
 @nothing_left()
 def test_goodbyes_leave_nothing_behind() -> None:
     envs = listening()
@@ -259,6 +261,7 @@ def test_lanes_that_have_left_take_no_memory() -> None:
         assert rollout.num_steps > 0
 
 
+@pytest.mark.slow
 def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     envs = listening()
     space = gym.spaces.Box(-1, 1, (20_000,))
@@ -289,6 +292,7 @@ def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: py
     assert "takes no more" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_host_whose_place_another_took_before_the_start_comes_anew_and_its_first_lanes_leave() -> None:
     envs = listening(RemoteEnvs, hosts=2)
     with ThreadPoolExecutor(1) as pool:

@@ -76,6 +76,7 @@ def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pyt
         gateway.end()
 
 
+@pytest.mark.slow
 def test_a_second_rollout_is_told_that_the_host_is_busy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_gateway_that_is_gone_makes_room_at_once(tmp_path: Path) -> None:
             gateway.sock.close()
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_silent_makes_room_for_one_that_has_waited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,6 +242,7 @@ def test_who_was_offered_a_session_that_is_over_is_to_come_again(tmp_path: Path)
         late.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dialled", [False, True])
 @pytest.mark.parametrize("kind", [EnvHost, RolloutHost])
 def test_a_host_that_is_closed_from_another_thread_returns_first(kind: Any, is_dialled: bool) -> None:

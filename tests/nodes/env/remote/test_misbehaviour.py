@@ -57,6 +57,7 @@ def test_a_host_that_breaks_the_protocol_is_told_so_and_leaves(name: str) -> Non
     assert len(rewards_by_slot(taken)[1]) > 30
 
 
+@pytest.mark.slow
 def test_half_a_frame_and_silence_is_a_lost_host() -> None:
     envs = listening(limits=HASTY)
     with hosting(envs.addresses[0], makers(0, 1)), rollout_over(envs, prefetch=2) as rollout:
@@ -77,6 +78,7 @@ def test_half_a_frame_and_silence_is_a_lost_host() -> None:
     check_laws([f for f in taken if f.lane == 0], rollout.lost, slots_lost=4)
 
 
+@pytest.mark.slow
 def test_a_stranger_who_says_nothing_is_shown_the_door() -> None:
     envs = listening(limits=HASTY)
     with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:

@@ -169,6 +169,7 @@ def test_batches_have_the_lanes_of_hosts_that_are_there(tmp_path: Path) -> None:
     assert sum(sizes) == rollout.num_steps
 
 
+@pytest.mark.slow
 def test_a_host_that_is_away_is_waited_for_where_no_other_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -111,6 +111,7 @@ def told_where_the_gateway_dials(
     return at_host[0].getMessage().replace("\\", ""), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dials}, {case.listens}")
 def test_both_ends_say_what_is_wrong_with_a_certificate(
     case: Case, certificates: dict[str, ssl.SSLContext], caplog: pytest.LogCaptureFixture
@@ -124,6 +125,7 @@ def test_both_ends_say_what_is_wrong_with_a_certificate(
     assert f"host: {case.dials_told}" in at_gateway
 
 
+@pytest.mark.slow
 def test_both_ends_say_that_only_one_of_them_speaks_tls_where_the_host_dials(
     certificates: dict[str, ssl.SSLContext],
 ) -> None:

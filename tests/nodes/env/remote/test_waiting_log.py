@@ -21,6 +21,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [RemoteEnvs, RemoteRollouts])
 def test_both_ends_say_that_they_wait_and_that_the_connection_is_back(
     kind: type[RemoteEnvs] | type[RemoteRollouts], caplog: pytest.LogCaptureFixture
@@ -60,6 +61,7 @@ def test_a_host_that_listens_says_that_its_gateway_is_back(tmp_path: Path, caplo
     assert "is connected again after" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_rollout_says_whom_it_waits_for_and_who_has_joined(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_what_is_to_be_called_at_its_exit_is_called(preload: str | None, tmp_pat
     assert path.exists()
 
 
+@pytest.mark.slow
 @either
 @pytest.mark.parametrize("ends_first", [False, True])
 def test_what_a_process_has_started_ends_with_it(preload: str | None, ends_first: bool) -> None:

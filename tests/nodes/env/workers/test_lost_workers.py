@@ -195,6 +195,7 @@ def test_an_environment_that_can_not_be_made_is_refused_at_once() -> None:
     assert processes_of() == before
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.env.workers.thread_environments.CLOSE_TIMEOUT_S", 0.1)
     release = []

@@ -14,6 +14,7 @@ from rollflow import Rollout
 from rollflow.nodes import OnProcesses, RandomModule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["processes", OnProcesses(num_hosts=1)], ids=["worker", "host"])
 def test_lists_of_processes_say_what_one_is(place: Any) -> None:
     before = set(psutil.pids())

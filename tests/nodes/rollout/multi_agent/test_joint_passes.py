@@ -104,6 +104,7 @@ def test_pieces_that_know_one_lane_at_a_time_get_the_rows_of_one() -> None:
             assert columns.gather("vf_preds").tolist() == (2 * columns.gather("seen")[:, 4]).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ready", "in a thread"])
 def test_stateful_modules_keep_every_agents_own_state(how: str) -> None:
     def states(**options: Any) -> list[Any]:

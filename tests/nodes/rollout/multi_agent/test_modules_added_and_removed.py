@@ -108,6 +108,7 @@ def test_a_removed_modules_state_goes_on_and_the_next_begins_anew() -> None:
     assert counts[1] == [[4.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]]
 
 
+@pytest.mark.slow
 def test_removed_modules_are_gone_once_they_serve_nobody() -> None:
     names = {"a": "a", "b": "b"}
     copies: list[Any] = []

@@ -56,6 +56,7 @@ def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: 
     assert_alike(ours, fragments_of(drawn))
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_early_and_late_loses_nothing() -> None:
     drawn = Drawn(3, 2, 4, 2, 6, False, 7, 2, True, 5)
     envs, cuts = listening(), [2500, 900, 5000, 700]

@@ -189,6 +189,7 @@ JOINTLY: Any = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @JOINTLY
 def test_hosts_join_and_leave_while_the_rollout_runs(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -70,6 +70,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize(
     ("at", "timeouts", "reason"),
@@ -91,6 +92,7 @@ def test_a_step_or_a_reset_that_hangs_is_given_up_after_its_own_time(
     assert sum(rollout.lost.values()) + rollout._rounds.handed_steps == made
 
 
+@pytest.mark.slow
 def test_a_vectorized_step_that_may_reset_has_both_times(hold: Hold, caplog: pytest.LogCaptureFixture) -> None:
     options: Any = {"step_timeout": 0.5, "reset_timeout": 0.75, "module": RandomModule, "seed": 0}
     rollout = MultiAgentRollout(HeldVector(hold), where="threads", **options)

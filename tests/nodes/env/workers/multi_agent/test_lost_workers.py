@@ -196,6 +196,7 @@ def test_a_worker_that_is_killed_while_its_lane_waits_for_a_step(tmp_path: Path)
     assert [fragment.losses for fragment in in_time(fragments) if fragment.lane == 1] == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_batch": 8}, {"forward_in_thread": True}, WHOLE])
 def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture

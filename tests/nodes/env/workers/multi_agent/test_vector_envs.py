@@ -65,6 +65,7 @@ def told(makers: Any, **options: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_each_is_a_lane_by_itself_and_the_same_everywhere() -> None:
     makers = [partial(Counted, number) for number in range(2)]
     here = told(makers)
@@ -75,10 +76,12 @@ def test_each_is_a_lane_by_itself_and_the_same_everywhere() -> None:
     assert told(makers, lanes=2, where="processes", workers=1) == here
 
 
+@pytest.mark.slow
 def test_one_callable_is_one_lane() -> None:
     assert told(partial(Counted, 0), where="processes") == told(partial(Counted, 0)) == told(Counted(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"num_envs": 4, "lanes": 2}, {"num_envs": 2, "lanes": 1, "where": "processes"}],
