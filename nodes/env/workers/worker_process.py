@@ -330,6 +330,9 @@ def _forked_off(
             _stop_server(server)  # the next try starts another
             if isinstance(error, RunError):
                 break  # which would begin them again
+        except KeyboardInterrupt:  # a process that it forks later would print that no order has come
+            _stop_server(server)
+            raise
     _servers[preload] = None
     return None
 
