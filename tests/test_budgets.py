@@ -31,7 +31,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/env/multi_agent": (1072, 18),
     "nodes/env/remote": (1765, 29),
     "nodes/env/remote/conformance": (375, 4),
-    "nodes/env/workers": (2081, 38),
+    "nodes/env/workers": (2084, 38),
     "nodes/external": (245, 4),
     "nodes/launch": (452, 11),
     "nodes/logs": (835, 17),
