@@ -185,7 +185,7 @@ def session_lost(session: Hashable) -> SessionLostError:
     """The error for a session that goes on without a memory here."""
     return SessionLostError(
         f"session {session!r} has no memory here: it never began, or it was forgotten; expected 'begins': true with "
-        "its next observation"
+        "its next observation, as after reset() of a PolicyClient"
     )
 
 

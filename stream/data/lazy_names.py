@@ -31,7 +31,7 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[
         return value
 
     def listed() -> list[str]:
-        return sorted({*there, *homes})
+        return sorted({*homes, *(name for name in there if name.startswith("__"))})
 
     return sorted(homes), find, listed
 
