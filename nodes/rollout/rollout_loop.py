@@ -445,10 +445,11 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         error.add_note(self._told_interrupt())
 
     def _told_interrupt(self) -> str:
-        lost = ", ".join(f"{steps:,} lost ({cause})" for cause, steps in self.lost.items()) or "none lost"
+        lost, handed = self.lost, self._rounds.handed_steps
+        causes = ", ".join(f"{steps:,} lost ({cause})" for cause, steps in lost.items()) or "none lost"
         return (
-            f"the rollout was ended by {self._interrupted_by}: {self.num_steps:,} transitions made, "
-            f"{self._rounds.handed_steps:,} handed out, {lost}"
+            f"the rollout was ended by {self._interrupted_by}: {handed + sum(lost.values()):,} transitions made, "
+            f"{handed:,} handed out, {causes}"
         )
 
     def next_round(self, *, is_first: bool) -> bool:

@@ -176,7 +176,7 @@ def check_ended(rollout: Any, told: BaseException, envs: list[Any], steps: int) 
     assert rollout.lost.keys() <= {"closed", "incomplete"}
     lost, made = sum(rollout.lost.values()), rollout.num_steps + rollout.environments.unrecorded_steps
     assert steps + lost == made
-    counts = rf"{rollout.num_steps:,} transitions made, {steps:,} handed out, "
+    counts = rf"{steps + lost:,} transitions made, {steps:,} handed out, "
     text = f"the rollout was ended by {type(told).__name__}: {counts}"
     assert any(re.match(text, note) for note in told.__notes__)
     for loop in (rollout.fragments, rollout.batches):
