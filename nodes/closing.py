@@ -1,5 +1,7 @@
-"""Closing of several things, also where one fails to close."""
+"""Closing of several things, also where one fails to close, or Ctrl-C comes."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +36,32 @@ def noting_in(error: BaseException | None) -> Iterator[None]:
             raise
         if other is not error:
             error.add_note(f"closing raised as well: {type(other).__name__}: {other}")
+
+
+@contextmanager
+def holding_interrupts(error: BaseException | None) -> Iterator[None]:
+    """Hold back a Ctrl-C that comes within the block, where it has Python's own handler; a second one breaks it off.
+
+    It is raised at the end of the block, unless the error that is on its way already is one.
+    """
+    is_in_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: object) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if held and not isinstance(error, KeyboardInterrupt):
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_flags, is_whole
-from rollflow.nodes.closing import closing_on_error, noting_in
+from rollflow.nodes.closing import closing_on_error, holding_interrupts, noting_in
 from rollflow.nodes.logs.destinations import LogOptions
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
@@ -176,16 +176,17 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._state in ("closing", "closed") or not self._closing.acquire(blocking=False):
-            return
-        self._state, error_before = "closing", error or self._rounds.error
-        self._doctor.end()
-        try:
-            if self._drive is not None:
-                with noting_in(error):
-                    self._drive.close(kind, error, traceback)
-        finally:
-            self._end(error_before)
+        with holding_interrupts(error):
+            if self._state in ("closing", "closed") or not self._closing.acquire(blocking=False):
+                return
+            self._state, error_before = "closing", error or self._rounds.error
+            self._doctor.end()
+            try:
+                if self._drive is not None:
+                    with noting_in(error):
+                        self._drive.close(kind, error, traceback)
+            finally:
+                self._end(error_before)
 
     def start(self) -> Self:
         """Begin to run, as `with rollout:` does, for a run that spans cells of a notebook; `close()` ends it.

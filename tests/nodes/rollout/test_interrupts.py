@@ -287,6 +287,33 @@ def test_it_ends_the_run_at_whatever_call_it_comes(call: int) -> None:
     assert steps + sum(rollout.lost.values()) == rollout.num_steps + rollout.environments.unrecorded_steps
 
 
+class PressedInClose(InterruptedEnv):
+    """Ctrl-C comes while it is closed."""
+
+    def close(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+        super().close()
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_all_is_closed_though_ctrl_c_comes_meanwhile(prefetch: int, is_interrupted: bool) -> None:
+    first = KeyboardInterrupt("first")
+    envs: list[Any] = [PressedInClose(0), InterruptedEnv(1)]
+    made = [lambda env=env: env for env in envs]
+    rollout = Rollout(made, module=NumberedModule(), prefetch=prefetch, **OPTIONS)
+    with no_thread_left(), pytest.raises(KeyboardInterrupt) as raised, rollout:
+        next(rollout.fragments())
+        if is_interrupted:
+            raise first
+    assert (raised.value is first) == is_interrupted
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert all(env.closed for env in envs)
+    assert rollout.lost.keys() <= {"closed"}
+    with pytest.raises(RunError, match=r"the rollout (is closed|was ended by KeyboardInterrupt)"):
+        next(rollout.fragments())
+
+
 @contextmanager
 def waiting(place: str) -> Iterator[Any]:
     """A rollout whose reader waits for long for its first fragment."""
