@@ -19,7 +19,7 @@ CODE = {tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING, getattr(to
 SLACK = 40  # code lines by which a folder may be below its budget
 BUDGETS = {  # folder -> code lines, classes
     "cli": (1578, 6),
-    "nodes": (165, 0),
+    "nodes": (185, 0),
     "nodes/connectors": (724, 6),
     "nodes/connectors/alpha": (1408, 33),
     "nodes/connectors/common": (741, 10),
@@ -39,7 +39,7 @@ BUDGETS = {  # folder -> code lines, classes
     "nodes/modules": (1376, 33),
     "nodes/offloaded": (2621, 47),
     "nodes/policies": (3086, 30),
-    "nodes/rollout": (2036, 25),
+    "nodes/rollout": (2038, 25),
     "nodes/stages": (2083, 37),
     "policy": (395, 3),
     "policy/serving": (1175, 29),
