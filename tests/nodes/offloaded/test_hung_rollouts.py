@@ -111,44 +111,6 @@ def test_steps_that_are_made_while_a_turn_is_still_handed_over_count(
     assert node.lost_steps == 0
 
 
-class Shared(Held):
-    """One slot kills the process of both, the other hangs when it is made again."""
-
-    def __init__(self, slot: int, folder: Path) -> None:
-        super().__init__(slot, folder, steps=[7] if slot == 1 else [])
-        life = times_made(folder, slot)
-        self.kills = life == 1 and slot == 0
-        self.held_resets = [0] if life == 2 and slot == 1 else []
-
-    def step(self, action: Any) -> Any:
-        if self.kills and self.life == 3:
-            await_file(self.folder / "kill")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
-def test_every_lane_of_a_process_that_is_started_again_has_its_time(
-    tmp_path: Path, forward: Forward, closing: Any
-) -> None:
-    node = closing(rollouts_of([partial(Shared, slot, tmp_path) for slot in range(2)], lanes=2, reset_timeout=5.0))
-    lanes = list(node.start())
-    for lane in lanes:
-        node(lane)
-    assert come_back(node) == [lanes[1]]
-    node(lanes[1])
-    await_held(tmp_path, 1)
-    (tmp_path / "kill").touch()
-    assert come_back(node, count=2) == lanes  # with what there was
-    assert [lane.fragment.num_rows for lane in lanes] == [3, 2]
-    for lane in lanes:
-        node(lane)
-    # Slot 0 makes its fragment now, while slot 1 hangs.
-    assert come_back(node, until=(tmp_path / "held 1 1").exists) == [lanes[0]]
-    forward(6.0)
-    assert come_back(node) == [lanes[1]]
-    assert (lanes[1].fragment.sequence, times_made(tmp_path, 1)) == (2, 3)
-
-
 @pytest.mark.parametrize("reset_timeout", [None, 100.0])
 def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
     tmp_path: Path, forward: Forward, closing: Any, reset_timeout: float | None
@@ -203,7 +165,7 @@ def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
     node(lane)
     come_back(node)
     first = lane.fragment
-    node.carrier._workers[0]._process.kill()
+    os.kill(node.carrier._workers[0].pid, signal.SIGKILL)
     come_back(node, 0, until=lambda: "lane 0 is lost" in caplog.text)
     node(lane)
     come_back(node)
