@@ -189,69 +189,6 @@ def test_one_that_is_given_up_and_then_killed_comes_back_once(closing: Any) -> N
     assert (node.in_flight, lane.is_set_aside) == (0, True)
 
 
-# Several lanes in a process
-
-
-def test_a_lane_begins_while_another_of_its_process_is_at_its_first_fragment(tmp_path: Path, closing: Any) -> None:
-    makers = [partial(Held, slot, tmp_path, steps=[2] if slot == 0 else []) for slot in range(2)]
-    node = closing(rollouts_of(makers, lanes=2))
-    lanes = list(node.start())
-    node(lanes[0])
-    await_held(tmp_path, 0)
-    node(lanes[1])
-    assert come_back(node) == [lanes[1]]
-    let_go(tmp_path, 0)
-    assert come_back(node) == [lanes[0]]
-
-
-class HeldModule(NumberedModule):
-    """Its first pass over slot 0 waits."""
-
-    folder: Path
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        if int(batch["obs"][0, 0]) == 0 and not (self.folder / "held module").exists():
-            (self.folder / "held module").touch()
-            await_file(self.folder / "go module")
-        return super()._forward(batch)
-
-
-def held_in_first_pass(tmp_path: Path, closing: Any) -> tuple[Any, list[Any]]:
-    """Two lanes in one process: one is in its first forward pass, the other has been reset and waits for it."""
-    module = HeldModule()
-    module.folder = tmp_path
-    makers = [partial(Held, slot, tmp_path, resets=[0] if slot == 1 else []) for slot in range(2)]
-    node = closing(rollouts_of(makers, lanes=2, module=module, step_timeout=5.0, reset_timeout=5.0))
-    lanes = list(node.start())
-    for lane in lanes:
-        node(lane)
-    await_held(tmp_path, 1)
-    await_file(tmp_path / "held module")
-    let_go(tmp_path, 1)
-    come_back(node, 0, until=lambda: node.carrier.links[1].pulse > 0)
-    return node, lanes
-
-
-def test_one_that_waits_for_the_first_pass_of_another_is_alive(tmp_path: Path, forward: Forward, closing: Any) -> None:
-    node, _ = held_in_first_pass(tmp_path, closing)
-    link = node.carrier.links[1]
-    for _ in range(3):
-        pulse = link.pulse
-        assert come_back(node, 0, until=lambda pulse=pulse: link.pulse > pulse) == []
-    (tmp_path / "go module").touch()
-    assert sorted(lane.index for lane in come_back(node, 2)) == [0, 1]
-
-
-def test_one_that_waits_for_the_first_pass_of_another_hears_that_it_is_to_end(
-    tmp_path: Path, forward: Forward, closing: Any
-) -> None:
-    node, lanes = held_in_first_pass(tmp_path, closing)
-    node.hasten()
-    assert come_back(node) == [lanes[1]]
-    (tmp_path / "go module").touch()
-    assert come_back(node) == [lanes[0]]
-
-
 def test_a_worker_that_freezes_soon_after_a_look_is_noticed_little_later(
     tmp_path: Path, forward: Forward, closing: Any
 ) -> None:
