@@ -218,7 +218,8 @@ def text_of(row: Row) -> str:
         parts.append(f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}")
     stage = busiest_stage(values)
     if stage is not None:
-        parts.append(f"{stage[0]} {stage[1]:.0%} busy")
+        piece = row.pieces.get(stage[0])
+        parts.append(f"{stage[0]} {stage[1]:.0%} busy" + ("" if piece is None else f" (most in {piece})"))
         if (p99 := values.get(f"calls/p99/{stage[0]}")) is not None:
             parts.append(f"99 of 100 calls below {duration_text(p99)}")
     return ", ".join(parts)

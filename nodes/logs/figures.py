@@ -123,6 +123,7 @@ class Row:
     elapsed_s     seconds since the log began
     of_updates    updates after which the run ends; None: nobody knows
     axis          the x axis
+    pieces        stage -> name of the connector piece that takes most of its time
     """
 
     steps: int
@@ -132,6 +133,7 @@ class Row:
     values: Mapping[str, float]
     of_updates: int | None = None
     axis: Axis = "steps"
+    pieces: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def place(self) -> dict[str, float]:

@@ -134,7 +134,9 @@ class RunLog(abc.ABC):
     def _row(self, now: Counts, values: Mapping[str, float]) -> Row:
         options = self._options
         of_updates = None if options.of_updates is None else self._first.updates + options.of_updates
-        return Row(now.steps, now.updates, time.time(), now.elapsed_s, values, of_updates, options.axis)
+        nodes = () if now.report is None else now.report.nodes
+        pieces = {node.name: node.slowest_piece for node in nodes if node.slowest_piece}
+        return Row(now.steps, now.updates, time.time(), now.elapsed_s, values, of_updates, options.axis, pieces)
 
     def _make_rows(self) -> None:
         """Start the thread that makes rows, where there is a destination for them."""

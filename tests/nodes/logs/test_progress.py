@@ -37,6 +37,11 @@ def test_a_row_in_words(values: dict[str, float], text: str) -> None:
     assert text_of(Row(0, 0, 0.0, 0.0, values)) == text
 
 
+def test_the_busiest_stage_is_named_with_the_piece_that_takes_most_of_its_time() -> None:
+    row = Row(0, 0, 0.0, 0.0, {"busy/env": 0.2, "busy/env_to_module": 0.75}, pieces={"env_to_module": "MeanStdFilter"})
+    assert text_of(row) == "0 steps/s, env_to_module 75% busy (most in MeanStdFilter)"
+
+
 def test_a_pipe_gets_the_first_row_and_after_a_minute_another_and_the_last(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
