@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     )
     from rollflow.sinks.replay.prioritized import Prioritized as Prioritized
     from rollflow.sinks.replay.rate import ReplayReport as ReplayReport, SamplesPerInsert as SamplesPerInsert
-    from rollflow.sinks.replay.removers import (
-        AfterSamples as AfterSamples,
-        LowestPriority as LowestPriority,
-        Oldest as Oldest,
-        Remover as Remover,
-    )
     from rollflow.sinks.replay.row_columns import Storage as Storage
     from rollflow.sinks.replay.sampled_steps import SampledSteps as SampledSteps
     from rollflow.sinks.replay.samplers import (

@@ -154,9 +154,6 @@ class Prioritized(Sampler):
             self._sums.set(ids[kept] % rows.num_rows, priorities[kept])
             self._largest = max(self._largest, float(priorities[kept].max()))
 
-    def priorities(self, rows: RowIndex, positions: Ints) -> NDArray[np.float64]:
-        return self._sums.values[positions % rows.num_rows]
-
     @property
     def _sums(self) -> SumTree:
         assert self._tree is not None
@@ -167,7 +164,7 @@ class Prioritized(Sampler):
         return {"largest": self._largest, "alpha": self.alpha, "beta": self.beta, "values": values}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if (alpha := state.get("alpha", self.alpha)) != self.alpha:  # older states don't name it
+        if (alpha := state["alpha"]) != self.alpha:
             raise ReplayError(f"the state is of a sampler with alpha={alpha}, expected {self.alpha}").see("replay")
         self._largest, self.beta = state["largest"], state["beta"]
         if state["values"] is not None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.nodes.argument_checks import checked_count, checked_number
-from rollflow.stream.data.errors import ReplayError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,36 +23,24 @@ class SamplesPerInsert:
 
         ratio           steps sampled for each step inserted, above 0
         min_size        steps that must be there before the first sample, from 1 on
-        error_buffer    sampled steps by which either side may be ahead; None: as few as the inserts and samples so far
-                        allow
+        error_buffer    sampled steps by which either side may be ahead; more, where the inserts and samples so far
+                        would hold up each other with so few
 
-    Raises ValueError for numbers outside these bounds, and for an error buffer that would hold up both sides.
+    Raises ValueError for numbers outside these bounds.
     """
 
     ratio: float
     min_size: int = 1
-    error_buffer: float | None = None
+    error_buffer: float = 0.0
 
     def __post_init__(self) -> None:
         checked_number("ratio", self.ratio, above=0, why="steps sampled for each step inserted")
         checked_count("min_size", self.min_size, 1)
-        if self.error_buffer is not None:
-            checked_number("error_buffer", self.error_buffer, least=0)
-        self.check(1, 1)
+        checked_number("error_buffer", self.error_buffer, least=0)
 
-    def needed(self, inserts: int, samples: int) -> float:
-        """The smallest error buffer with which inserts and samples of these sizes never hold up each other."""
-        return max((samples + inserts * self.ratio) / 2, inserts * self.ratio)
-
-    def check(self, inserts: int, samples: int) -> None:
-        """Raise ReplayError where inserts and samples of up to these sizes, in steps, could hold up each other."""
-        needed = self.needed(inserts, samples)
-        if self.error_buffer is not None and not needed <= self.error_buffer < float("inf"):
-            raise ReplayError(
-                f"error_buffer is {self.error_buffer:g}, but inserts of {inserts} steps and samples of {samples} at a "
-                f"ratio of {self.ratio:g} need at least {needed:g}: with less, neither side might be let through; "
-                f"raise error_buffer to {needed:g}, or make inserts and samples smaller"
-            ).see("replay")
+    def buffer(self, inserts: int, samples: int) -> float:
+        """The error buffer with which inserts and samples of up to these sizes, in steps, never hold up each other."""
+        return max(self.error_buffer, (samples + inserts * self.ratio) / 2, inserts * self.ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +81,11 @@ class RateLimiter:
     sampled                  number of steps sampled
     most_inserts             steps of the largest insert that has come so far, or waits
     most_samples             steps of the largest sample so far
-
-    Raises ReplayError for a rate whose error buffer is too small for an ordinary sample.
     """
 
     def __init__(self, rate: SamplesPerInsert | None, samples: int = 1) -> None:
-        self.rate, self._ordinary = rate, samples
-        self.sampled = 0
+        self.rate, self.sampled = rate, 0
         self.most_inserts, self.most_samples = 1, samples
-        self.check()
-
-    def check(self, *, inserts: int = 0, samples: int = 0) -> None:
-        """Raise ReplayError where such an insert, or such a sample, might wait for ever.
-
-        An insert has to go with ordinary samples, a sample with the largest insert so far.
-        """
-        if self.rate is not None:
-            self.rate.check(max(self.most_inserts, inserts), max(self._ordinary, samples))
 
     def admits_insert(self, steps: int, inserted: int, removed: int) -> bool:
         """True if so many steps may be inserted."""
@@ -122,8 +97,8 @@ class RateLimiter:
     def admits_sample(self, steps: int, inserted: int, removed: int) -> bool:
         """True if so many steps may be sampled.
 
-        The buffer of a rate without one suits the samples so far. A larger sample goes on where the largest insert
-        would have to wait, so that one of them always goes on.
+        The buffer suits the samples so far. A larger sample goes on where the largest insert would have to wait, so
+        that one of them always goes on.
         """
         rate = self.rate
         if rate is None:
@@ -142,11 +117,9 @@ class RateLimiter:
         return inserted * ratio - self.sampled
 
     def _buffer(self, inserts: int = 0) -> float:
-        """The error buffer: the one asked for, or the smallest that suits such an insert and all sizes so far."""
+        """The error buffer, for such an insert and all sizes so far."""
         assert self.rate is not None
-        if self.rate.error_buffer is not None:
-            return self.rate.error_buffer
-        return self.rate.needed(max(self.most_inserts, inserts), self.most_samples)
+        return self.rate.buffer(max(self.most_inserts, inserts), self.most_samples)
 
     def get_state(self) -> dict[str, Any]:
         """The counts."""

@@ -24,11 +24,10 @@ from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
-from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
 from rollflow.sinks.replay.replay_table import Batch as Batch, ReplayTable
 from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.sampled_steps import check_size, detached
-from rollflow.sinks.replay.samplers import Sampler, Uniform
+from rollflow.sinks.replay.samplers import Sampler, Sequences, Uniform
 from rollflow.stream.data.errors import ReplayError, shown
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
@@ -171,7 +170,7 @@ class Replay:
 
         capacity      rows: one for each step, and one for the last observation of each episode
         sampler       None: `Uniform()`
-        remover       None: `Oldest()`
+        max_samples   how often a step is drawn before it is removed, by all samplers but `Sequences`; None: any number
         rate          how inserts and samples hold each other back; None: they don't
         batch_size    rows of a batch, as a node of a graph, and of `sample()`
         pieces        learner pieces that change each batch, in order; they get the `SampledSteps` as `episodes`
@@ -187,8 +186,10 @@ class Replay:
         age         i64[B]  rows written since the step's
         weights     f32[B]  importance weights, of a prioritized sampler
 
+    Once all rows are taken, the oldest make room.
+
     Of several agents, the steps of each module stand in a table of their own, with the capacity, the rate, and a copy
-    of the sampler and of the remover. A batch is then module id -> batch, of the modules that the rate lets be sampled.
+    of the sampler. A batch is then module id -> batch, of the modules that the rate lets be sampled.
     An insert waits until the rate of each of its modules lets it through.
 
     Inserts and samples may come from several threads. In a graph, `fragments` come in and `batches` go out.
@@ -201,7 +202,7 @@ class Replay:
         capacity: int,
         *,
         sampler: Sampler | None = None,
-        remover: Remover | None = None,
+        max_samples: int | None = None,
         rate: SamplesPerInsert | None = None,
         batch_size: int = 256,
         pieces: Sequence[ConnectorV2] = (),
@@ -210,22 +211,21 @@ class Replay:
     ) -> None:
         self.capacity = checked_count("capacity", capacity, 1)
         self.batch_size = checked_count("batch_size", batch_size, 1)
-        self.sampler, self.remover = Uniform() if sampler is None else sampler, Oldest() if remover is None else remover
+        self.sampler = Uniform() if sampler is None else sampler
         self.pieces = [pieces] if isinstance(pieces, ConnectorV2) else list(pieces)
         self._storage = Storage() if storage is None else storage
-        _check_parts(self.sampler, self.remover, rate, self.pieces, self._storage)
-        check_numbers(seed=(seed, 0))
-        num_rows = self.remover.num_rows(capacity)
-        if num_rows >= 2**31 - 1:
+        _check_parts(self.sampler, rate, self.pieces, self._storage)
+        check_numbers(seed=(seed, 0), max_samples=(max_samples, 1))
+        if capacity >= 2**31 - 1:
             raise ValueError(f"capacity is {capacity}, expected fewer than 2**31 rows")
         if rate is not None and rate.min_size > capacity:
             text = f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; "
             raise ReplayError(f"{text}expected a min_size below the capacity").see("replay")
-        check_goes_with(self.remover, self.sampler, None if rate is None else rate.ratio)
-        self._rate = rate
+        _check_max_samples(max_samples, self.sampler, rate)
+        self._rate, self._max_samples = rate, max_samples
         self._seed = seed
-        self._unused = copy.deepcopy((self.sampler, self.remover))  # of which each module's table gets copies
-        one = self._made_table(self.sampler, self.remover, self._storage, seed)
+        self._unused = copy.deepcopy(self.sampler)  # of which each module's table gets a copy
+        one = self._made_table(self.sampler, self._storage, seed)
         self._tables: dict[Any, ReplayTable] = {None: one}  # None: of one agent
         self.turns = Turns()
         self._lock = self.turns.lock
@@ -278,7 +278,7 @@ class Replay:
         self.insert(fragment)
 
     def may_insert(self, steps: int) -> bool:
-        """True if the rate lets so many steps be inserted now, of each module. Raises ReplayError: it never can."""
+        """True if the rate lets so many steps be inserted now, of each module."""
         with self._lock:
             return all(table.admits_insert(steps) for table in self._tables.values())
 
@@ -303,7 +303,7 @@ class Replay:
         return batches.get(None, batches)
 
     def may_sample(self, count: int | None = None) -> bool:
-        """True if the rate lets `count` rows be sampled now; None: `batch_size`. Raises ReplayError: it never can."""
+        """True if the rate lets `count` rows be sampled now; None: `batch_size`."""
         with self._lock:
             return bool(self._admitting(self.batch_size if count is None else count))
 
@@ -403,9 +403,8 @@ class Replay:
         Raises ReplayError where the arguments differ. Steps of several agents that were there before stay then.
         """
         for name, own in self._arguments().items():
-            # Older states name sizes alone, and not all of them.
-            if (found := state.get(name, None if name in ("capacity", "frames") else own)) != own:
-                if name in ("sampler", "remover"):
+            if (found := state.get(name)) != own:
+                if name == "sampler":
                     found, own = found or "<one without a state>", own or "one without a state, such as the default"
                 raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
@@ -440,12 +439,10 @@ class Replay:
     # Inside
 
     def _arguments(self) -> dict[str, Any]:
-        """Sizes, and class names of sampler and remover: None for one without a state, as for any other such."""
-        parts: dict[str, Any] = {"sampler": (self.sampler, Sampler), "remover": (self.remover, Remover)}
-        has_state = {name: type(part).get_state is not base.get_state for name, (part, base) in parts.items()}
-        kinds = {name: type(part).__name__ if has_state[name] else None for name, (part, _) in parts.items()}
-        sizes = {"capacity": self.capacity, "frames": self._storage.frames}
-        return sizes | {"num_rows": self.remover.num_rows(self.capacity)} | kinds
+        """Sizes, and the class name of the sampler: None for one without a state, as for any other such."""
+        has_state = type(self.sampler).get_state is not Sampler.get_state
+        sizes = {"capacity": self.capacity, "frames": self._storage.frames, "max_samples": self._max_samples}
+        return sizes | {"sampler": type(self.sampler).__name__ if has_state else None}
 
     def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
         """Tables with these states: new ones of modules; the one that is there of one agent."""
@@ -488,14 +485,14 @@ class Replay:
             if storage.path is not None:
                 storage = replace(storage, path=f"{os.fspath(storage.path)}.{quote(text, safe=' ')}")
             seed = None if seed is None else zlib.crc32(text.encode(), seed & 0xFFFFFFFF)
-            tables[module_id] = self._made_table(*copy.deepcopy(self._unused), storage, seed)
+            tables[module_id] = self._made_table(copy.deepcopy(self._unused), storage, seed)
         return tables
 
-    def _made_table(self, sampler: Sampler, remover: Remover, storage: Storage, seed: int | None) -> ReplayTable:
+    def _made_table(self, sampler: Sampler, storage: Storage, seed: int | None) -> ReplayTable:
         return ReplayTable(
             self.capacity,
             sampler,
-            remover,
+            max_samples=self._max_samples,
             storage=storage,
             rate=RateLimiter(self._rate, self.batch_size * sampler.steps),
             generator=np.random.default_rng(seed),
@@ -565,11 +562,24 @@ def _admit(parts: Parts) -> bool:
     return all([table.admits_insert(part.num_steps) for table, part in parts])
 
 
-def _check_parts(sampler: Any, remover: Any, rate: Any, pieces: Iterable[Any], storage: Any) -> None:
+def _check_max_samples(max_samples: int | None, sampler: Sampler, rate: SamplesPerInsert | None) -> None:
+    """Raise ReplayError where a sampler, or the ratio of a rate, can't do with `max_samples`."""
+    if max_samples is not None and isinstance(sampler, Sequences):
+        raise ReplayError(
+            "max_samples removes single steps, which Sequences would draw again beside others; expected another "
+            "sampler, or no max_samples"
+        ).see("replay")
+    if max_samples is not None and rate is not None and max_samples < rate.ratio:
+        raise ReplayError(
+            f"max_samples={max_samples} removes steps before they have been sampled {rate.ratio:g} times, as the rate "
+            f"asks; expected max_samples={int(np.ceil(rate.ratio))} at least, or a lower ratio"
+        ).see("replay")
+
+
+def _check_parts(sampler: Any, rate: Any, pieces: Iterable[Any], storage: Any) -> None:
     """Raise ReplayError for an argument of a replay that is of another kind."""
     expected = [
         ("sampler", sampler, Sampler, "a sampler such as Prioritized()"),
-        ("remover", remover, Remover, "a remover such as Oldest()"),
         ("storage", storage, Storage, "a Storage(), or None"),
         *(("pieces", piece, ConnectorV2, "connector pieces such as SampledNStepReturns()") for piece in pieces),
     ]

@@ -5,12 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.tensors import tensor_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.rate import RateLimiter
-from rollflow.sinks.replay.removers import Remover
 from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, items_of
 from rollflow.sinks.replay.row_index import Room, RowIndex
 from rollflow.sinks.replay.sampled_steps import SampledSteps
@@ -35,29 +33,29 @@ class Insertion(NamedTuple):
 class ReplayTable:
     """Rows of steps, without locks.
 
-    capacity     of the replay; the remover says how many rows that takes
-    sampler      of this table alone
-    remover      of this table alone
-    rate         counts of what is inserted and sampled
-    generator    of all that is drawn
+    capacity       number of rows
+    sampler        of this table alone
+    max_samples    how often a step is drawn before it is removed; None: any number
+    rate           counts of what is inserted and sampled
+    generator      of all that is drawn
     """
 
     def __init__(
         self,
         capacity: int,
         sampler: Sampler,
-        remover: Remover,
         *,
+        max_samples: int | None,
         storage: Storage,
         rate: RateLimiter,
         generator: np.random.Generator,
     ) -> None:
-        self.sampler, self.remover, self.rate = sampler, remover, rate
-        self.rows = RowIndex(remover.num_rows(capacity), storage.frames - 1)
-        self._storage, self._generator = storage, generator
+        self.sampler, self.rate = sampler, rate
+        self.rows = RowIndex(capacity, storage.frames - 1)
+        self._storage, self._generator, self._max_samples = storage, generator, max_samples
         self._columns: RowColumns | None = None
+        self._draws = np.zeros(0 if max_samples is None else capacity, np.int32)  # of the step in each row
         sampler.begin(self.rows)
-        remover.begin(self.rows)
 
     @property
     def nbytes(self) -> int:
@@ -66,22 +64,18 @@ class ReplayTable:
 
     def announce(self, steps: int) -> bool:
         """Take note of an insert that comes; True if none was as large, so that samples that wait look again."""
-        self.rate.check(inserts=steps)
         is_largest = steps > self.rate.most_inserts
         self.rate.most_inserts = max(self.rate.most_inserts, steps)
         return is_largest
 
     def admits_insert(self, steps: int) -> bool:
-        """True if the rate lets so many steps be inserted. Raises ReplayError where it never can."""
-        self.rate.check(inserts=steps)
+        """True if the rate lets so many steps be inserted."""
         may = self.rate.admits_insert(steps, self.rows.inserted, self.rows.removed)
         return may or bool(self.sampler.waits_for(self.rows))
 
     def admits_sample(self, count: int) -> bool:
-        """True if the rate lets so many rows be sampled. Raises ReplayError where it never can."""
-        steps = count * self.sampler.steps
-        self.rate.check(samples=steps)
-        may = self.rate.admits_sample(steps, self.rows.inserted, self.rows.removed)
+        """True if the rate lets so many rows be sampled."""
+        may = self.rate.admits_sample(count * self.sampler.steps, self.rows.inserted, self.rows.removed)
         return may and not self.sampler.waits_for(self.rows)
 
     def checked(self, fragment: Fragment) -> Insertion:
@@ -107,7 +101,8 @@ class ReplayTable:
             self._columns.put(Columns.OBS, placement.rows, map_tree(lambda leaf: leaf[placement.ended], last))
         self.sampler.note_removed(rows, placement.removed)
         self.sampler.note_inserted(rows, placement.inserted)
-        self._remove(self.remover.after_insert(rows, self.sampler, placement.inserted))
+        if self._max_samples is not None:
+            self._draws[placement.inserted % rows.num_rows] = 0
 
     def drawn(self, count: int, pieces: Sequence[ConnectorV2]) -> tuple[Batch, Draw]:
         """A batch of `count` rows that `pieces` have changed, and the draw, which is not counted yet."""
@@ -132,15 +127,19 @@ class ReplayTable:
         return batch, draw
 
     def count(self, draw: Draw, count: int) -> None:
-        """Count a draw of `count` rows, and remove what the remover wants gone after it."""
+        """Count a draw of `count` rows, and remove steps that have been drawn as often as they may."""
         self.rate.sampled += draw.num_steps
-        self._remove(self.remover.after_sample(self.rows, draw))
         self.rate.most_samples = max(self.rate.most_samples, count * self.sampler.steps)
-
-    def _remove(self, positions: NDArray[np.int64]) -> None:
-        if len(positions):
-            self.rows.remove(positions)
-            self.sampler.note_removed(self.rows, positions)
+        if self._max_samples is None:
+            return
+        trained = draw.positions if draw.trained is None else draw.positions[draw.trained]
+        positions, counts = np.unique(trained, return_counts=True)
+        at = positions % self.rows.num_rows
+        self._draws[at] += counts.astype(np.int32)
+        drawn_out = positions[(self._draws[at] >= self._max_samples) & self.rows.is_live[at]]
+        if len(drawn_out):
+            self.rows.remove(drawn_out)
+            self.sampler.note_removed(self.rows, drawn_out)
 
     def _make_columns(self, items: dict[str, Any]) -> RowColumns:
         return RowColumns(items, self.rows.num_rows, self.rows.num_spare, self._storage.path)
@@ -169,16 +168,16 @@ class ReplayTable:
             "rows": rows.get_state(),
             "columns": self._columns and self._columns.get_state(since, rows.end, rows.spare_in_use),
             "sampler": self.sampler.get_state(),
-            "remover": self.remover.get_state(),
+            "draws": self._draws.copy(),
             "rate": self.rate.get_state(),
             "generator": self._generator.bit_generator.state,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave with all rows."""
-        # Another sampler or remover is found out first, and columns, whose file is made anew, come last.
+        # Another sampler is found out first, and columns, whose file is made anew, come last.
         self.sampler.set_state(state["sampler"])
-        self.remover.set_state(state["remover"])
+        self._draws[:] = state["draws"]
         self.rate.set_state(state["rate"])
         self._generator.bit_generator.state = state["generator"]
         self.rows.set_state(state["rows"])

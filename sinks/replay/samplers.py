@@ -85,12 +85,6 @@ class Sampler(abc.ABC):
             f"{type(self).__name__} has no priorities to be updated; expected Replay(sampler=Prioritized())"
         ).see("replay")
 
-    def priorities(self, rows: RowIndex, positions: Ints) -> NDArray[np.float64]:
-        """The priorities f64[n] of steps. Raises ReplayError for a sampler without priorities."""
-        raise ReplayError(
-            f"{type(self).__name__} has no priorities to remove by; expected Replay(sampler=Prioritized())"
-        ).see("replay")
-
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint needs, as plain values and arrays."""
         return {}
@@ -183,11 +177,6 @@ class Mixture(Sampler):
         for sampler in able:
             sampler.update_priorities(rows, ids, values)
 
-    def priorities(self, rows: RowIndex, positions: Ints) -> NDArray[np.float64]:
-        """The priorities of the first part that has some. Raises ReplayError where none has."""
-        able = [sampler for sampler, _ in self.parts if sampler.has_priorities]
-        return able[0].priorities(rows, positions) if able else super().priorities(rows, positions)
-
     def get_state(self) -> dict[str, Any]:
         return {"parts": [sampler.get_state() for sampler, _ in self.parts]}
 
@@ -248,9 +237,6 @@ class Sequences(Sampler):
 
     def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
         self.of.update_priorities(rows, ids, values)
-
-    def priorities(self, rows: RowIndex, positions: Ints) -> NDArray[np.float64]:
-        return self.of.priorities(rows, positions)
 
     def get_state(self) -> dict[str, Any]:
         return self.of.get_state()

@@ -17,7 +17,7 @@ from property_examples import examples
 from replayed import Played, rows_of
 
 from rollflow import Replay
-from rollflow.sinks import AfterSamples, Episodes, Newest, Prioritized, Storage
+from rollflow.sinks import Episodes, Newest, Prioritized, Storage
 from rollflow.sinks.replay import row_columns
 from rollflow.sinks.replay.checkpoint import MANIFEST, CheckpointFolder
 from rollflow.stream import ReplayError
@@ -146,7 +146,7 @@ def test_what_is_restored_is_what_was_saved_whoever_has_saved_before(
     make: Callable[[], Any],
 ) -> None:
     folder = tmp_path_factory.mktemp("any") / "replay"
-    replays = {name: Replay(capacity, sampler=make(), remover=AfterSamples(2), seed=0) for name in "ab"}
+    replays = {name: Replay(capacity, sampler=make(), max_samples=2, seed=0) for name in "ab"}
     given_to = dict.fromkeys("ab", 0)
     for name, count in parts:  # two replays in turn: neither may trust what the other has written
         replay = replays[name]
@@ -156,7 +156,7 @@ def test_what_is_restored_is_what_was_saved_whoever_has_saved_before(
         if len(replay):
             replay.sample(8)
         replay.save(folder)
-        again = Replay(capacity, sampler=make(), remover=AfterSamples(2))
+        again = Replay(capacity, sampler=make(), max_samples=2)
         again.load(folder)
         check_same(again.get_state(), replay.get_state())
         if count % 2:

@@ -13,7 +13,7 @@ from property_examples import examples
 from replayed import Played
 
 from rollflow import Graph, Replay, Rollout
-from rollflow.sinks import AfterSamples, Episodes, SamplesPerInsert, Sequences
+from rollflow.sinks import Episodes, SamplesPerInsert
 from rollflow.sinks.replay.rate import RateLimiter
 from rollflow.stream import ReplayError
 from rollflow.stream.net import backoff
@@ -21,113 +21,45 @@ from rollflow.stream.net import backoff
 pytestmark = pytest.mark.anyio
 
 
-class Counted:
-    """A rate limiter with its counts, and the bounds that these must keep."""
-
-    def __init__(self, rate: SamplesPerInsert, capacity: int) -> None:
-        self.limiter, self.rate, self.capacity = RateLimiter(rate), rate, capacity
-        self.inserted = self.removed = 0
-
-    def insert(self, steps: int) -> bool:
-        self.limiter.check(inserts=steps)
-        if not self.limiter.admits_insert(steps, self.inserted, self.removed):
-            return False
-        self.inserted += steps
-        self.removed = max(self.removed, self.inserted - self.capacity)
-        return True
-
-    def sample(self, steps: int) -> bool:
-        self.limiter.check(samples=steps)
-        if not self.limiter.admits_sample(steps, self.inserted, self.removed):
-            return False
-        self.limiter.sampled += steps
-        return True
-
-    def check(self) -> None:
-        rate, buffer = self.rate, self.rate.error_buffer
-        assert buffer is not None
-        beyond = self.inserted * rate.ratio - self.limiter.sampled - rate.min_size * rate.ratio
-        assert beyond <= buffer + 1e-6
-        assert self.limiter.sampled == 0 or beyond >= -buffer - 1e-6
-
-
-@st.composite
-def rates(draw: Any) -> tuple[SamplesPerInsert, int, int]:
-    """A rate, and the largest insert and sample, with an error buffer that is just enough, or more."""
-    ratio = draw(st.sampled_from([0.05, 0.3, 1.0, 2.5, 8.0, 100.0]))
-    inserts, samples = draw(st.integers(1, 500)), draw(st.integers(1, 500))
-    least = SamplesPerInsert(ratio).needed(inserts, samples)
-    return (
-        SamplesPerInsert(ratio, draw(st.integers(1, 1000)), least * draw(st.sampled_from([1, 1.5]))),
-        inserts,
-        samples,
-    )
-
-
 @settings(max_examples=examples(40), deadline=None)
-@given(drawn=rates(), seed=st.integers(0, 1000), bias=st.sampled_from([0.02, 0.5, 0.98]))
-def test_one_side_may_always_go_on_and_the_ratio_keeps_its_bounds(
-    drawn: tuple[SamplesPerInsert, int, int], seed: int, bias: float
-) -> None:
-    rate, inserts, samples = drawn
-    draws = random.Random(seed)
-    counted = Counted(rate, capacity=1000 + inserts)
-    for _ in range(2500):
-        size_in, size_out = draws.randint(1, inserts), draws.randint(1, samples)
-        first = draws.random() < bias
-        done = counted.insert(size_in) if first else counted.sample(size_out)
-        if not done:
-            # The other side was stalled; it is never held back at the same time.
-            assert counted.sample(samples) if first else counted.insert(inserts)
-        counted.check()
-
-
 @given(
-    ratio=st.sampled_from([0.5, 1.0, 4.0]),
-    inserts=st.integers(1, 60),
-    samples=st.integers(1, 60),
-    min_size=st.integers(1, 200),
+    rate=st.builds(
+        SamplesPerInsert,
+        st.sampled_from([0.05, 0.3, 1.0, 2.5, 8.0, 100.0]),
+        st.integers(1, 1000),
+        st.sampled_from([0.0, 100.0, 1e5]),
+    ),
+    sizes=st.tuples(st.integers(1, 500), st.integers(1, 500)),
+    seed=st.integers(0, 1000),
+    bias=st.sampled_from([0.02, 0.5, 0.98]),
 )
-def test_no_size_within_the_buffer_stands_still_and_smaller_buffers_are_refused(
-    ratio: float, inserts: int, samples: int, min_size: int
+def test_one_side_always_goes_on_and_the_ratio_keeps_its_bounds(
+    rate: SamplesPerInsert, sizes: tuple[int, int], seed: int, bias: float
 ) -> None:
-    needed = SamplesPerInsert(ratio).needed(inserts, samples)
-    counted = Counted(SamplesPerInsert(ratio, min_size, needed), capacity=10_000)
-    for _ in range(200):
-        assert counted.insert(inserts) or counted.sample(samples)
-        counted.check()
-    if needed - 1 >= SamplesPerInsert(ratio).needed(1, 1):
-        tight = RateLimiter(SamplesPerInsert(ratio, min_size, needed - 1))
-        with pytest.raises(ReplayError, match=f"need at least {needed:g}.*raise error_buffer to {needed:g}"):
-            tight.check(inserts=inserts, samples=samples)
-
-
-@given(
-    ratio=st.sampled_from([0.5, 1.0, 4.0]),
-    min_size=st.integers(1, 50),
-    sizes=st.lists(st.tuples(st.booleans(), st.integers(1, 2000)), max_size=60),
-)
-def test_without_a_buffer_one_side_goes_on_whatever_sizes_come(
-    ratio: float, min_size: int, sizes: list[tuple[bool, int]]
-) -> None:
-    limiter, inserted = RateLimiter(SamplesPerInsert(ratio, min_size), samples=8), 0
+    draws, capacity = random.Random(seed), 1000 + sizes[0]
+    limiter, inserted, removed = RateLimiter(rate, samples=8), 0, 0
     wanted = {"insert": 1, "sample": 8}  # what each side comes with until it is let through
-    for is_insert, steps in sizes:
-        wanted["insert" if is_insert else "sample"] = steps
+    for _ in range(1000):
+        side, most = ("insert", sizes[0]) if draws.random() < bias else ("sample", sizes[1])
+        wanted[side] = draws.randint(1, most)
         limiter.most_inserts = max(limiter.most_inserts, wanted["insert"])
-        may_insert = limiter.admits_insert(wanted["insert"], inserted, 0)
-        may_sample = limiter.admits_sample(wanted["sample"], inserted, 0)
+        may_insert = limiter.admits_insert(wanted["insert"], inserted, removed)
+        may_sample = limiter.admits_sample(wanted["sample"], inserted, removed)
         assert may_insert or may_sample
-        if may_insert:
+        if may_insert and (side == "insert" or not may_sample):
             inserted += wanted["insert"]
+            removed = max(removed, inserted - capacity)
         else:
             limiter.sampled += wanted["sample"]
             limiter.most_samples = max(limiter.most_samples, wanted["sample"])
+        beyond = (inserted - rate.min_size) * rate.ratio - limiter.sampled
+        buffer = rate.buffer(limiter.most_inserts, limiter.most_samples)
+        assert beyond <= buffer + 1e-6
+        assert limiter.sampled == 0 or beyond >= -max(buffer, limiter.most_samples) - 1e-6
 
 
-@pytest.mark.parametrize("buffer", [None, 400.0])
-def test_to_ask_changes_nothing(buffer: float | None) -> None:
-    replay = Replay(4096, rate=SamplesPerInsert(1.0, min_size=500, error_buffer=buffer), batch_size=8, seed=0)
+def test_to_ask_changes_nothing() -> None:
+    replay = Replay(4096, rate=SamplesPerInsert(1.0, min_size=500), batch_size=8, seed=0)
     replay.insert(Played(2, 1, fragment_length=16).fragments[0])
     before = replay.get_state()["tables"][0][1]["rate"]
     assert not replay.may_sample(700)
@@ -137,46 +69,21 @@ def test_to_ask_changes_nothing(buffer: float | None) -> None:
     assert replay.get_state()["tables"][0][1]["rate"] == before
 
 
-def test_a_buffer_that_is_too_small_would_stand_still() -> None:
-    """Worked by hand: ratio 1, minimum 10, inserts of 10, samples of 10, a buffer of 4."""
-    limiter = RateLimiter(SamplesPerInsert(1.0, 10, 4.0))
-    # Ten are there: 10 - 0 - 10 = 0 is below 10 - 4, and 20 - 0 = 20 is above 10 + 4.
-    assert not limiter.admits_sample(10, 10, 0)
-    assert not limiter.admits_insert(10, 10, 0)
-
-
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (lambda: SamplesPerInsert(0.0), "ratio is 0.0, expected a number above 0"),
         (lambda: SamplesPerInsert(1.0, 0), "min_size is 0, expected a whole number from 1 on"),
-        (lambda: SamplesPerInsert(4.0, 10, 1.0), "error_buffer is 1, but inserts of 1 steps and samples of 1 .* 4"),
         (lambda: Replay(10, rate=SamplesPerInsert(1.0, 11)), "min_size is 11, but the capacity is 10"),
         (
-            lambda: Replay(1000, rate=SamplesPerInsert(1.0, 10, 64.0), batch_size=256),
-            "samples of 256 at a ratio of 1 need at least 128.5",
-        ),
-        (
-            lambda: Replay(1000, rate=SamplesPerInsert(1.0, 10, 200.0), batch_size=64, sampler=Sequences(10)),
-            "samples of 640",
-        ),
-        (
-            lambda: Replay(1000, rate=SamplesPerInsert(2.5), remover=AfterSamples(2)),
-            r"before they have been sampled 2.5 times, as the rate asks; expected AfterSamples\(3\) at least",
+            lambda: Replay(1000, rate=SamplesPerInsert(2.5), max_samples=2),
+            r"before they have been sampled 2.5 times, as the rate asks; expected max_samples=3 at least",
         ),
     ],
 )
 def test_ranges_that_could_stand_still_are_refused_with_the_remedy(make: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make()
-
-
-def test_a_fragment_too_large_for_the_buffer_is_refused_before_it_is_taken() -> None:
-    played = Played(4, 1, fragment_length=16, lengths=(100, 100))
-    replay = Replay(1000, rate=SamplesPerInsert(4.0, 10, 100.0), batch_size=8)
-    with pytest.raises(ReplayError, match="inserts of 64 steps and samples of 8 at a ratio of 4 need at least 256"):
-        replay.insert(played.fragments[0])
-    assert len(replay) == 0
 
 
 def test_a_minimum_that_last_observations_leave_no_room_for_is_refused() -> None:
@@ -203,10 +110,10 @@ def test_in_a_plain_loop_batches_come_as_the_ratio_asks() -> None:
             replay.sample()
 
 
-@pytest.mark.parametrize("remover", [None, AfterSamples(3)])
-def test_threads_wait_for_each_other_and_all_is_done(remover: Any) -> None:
+@pytest.mark.parametrize("max_samples", [None, 3])
+def test_threads_wait_for_each_other_and_all_is_done(max_samples: int | None) -> None:
     played = Played(4, 60, lengths=(3, 9), fragment_length=4)
-    replay = Replay(200, rate=SamplesPerInsert(2.0, min_size=32), batch_size=8, remover=remover, seed=0)
+    replay = Replay(200, rate=SamplesPerInsert(2.0, min_size=32), batch_size=8, max_samples=max_samples, seed=0)
     total, sampled = sum(fragment.num_steps for fragment in played.fragments), 0
 
     def insert() -> None:

@@ -17,10 +17,8 @@ from replayed import Played, plays, rows_of
 
 from rollflow import Replay, Rollout
 from rollflow.sinks import (
-    AfterSamples,
     Draw,
     Episodes,
-    LowestPriority,
     Mixture,
     Newest,
     Prioritized,
@@ -199,9 +197,8 @@ def test_a_state_of_another_sampler_is_refused_by_name() -> None:
         plain.set_state(weighed.get_state())
     with pytest.raises(ReplayError, match=r"of a sampler with alpha=0.6, expected 0.0"):
         Replay(20, sampler=Prioritized(alpha=0.0)).set_state(weighed.get_state())
-    large, small = (Replay(20, sampler=Prioritized(), remover=LowestPriority(spare)) for spare in (1.0, 0.5))
-    with pytest.raises(ReplayError, match="with num_rows=40, expected 30"):
-        small.set_state(large.get_state())
+    with pytest.raises(ReplayError, match="with max_samples=2, expected None"):
+        plain.set_state(Replay(20, max_samples=2).get_state())
 
 
 def test_a_replay_of_another_size_does_not_take_a_checkpoint(tmp_path: Path) -> None:
@@ -297,24 +294,9 @@ def test_columns_of_a_batch_are_contiguous() -> None:
     assert all(leaf.is_contiguous() for leaf in leaves_of(replay.sample(8)))
 
 
-def test_the_lowest_priorities_go_first() -> None:
-    played = Played(2, 6, lengths=(100, 100), fragment_length=5)
-    replay = Replay(20, sampler=Prioritized(alpha=1.0), remover=LowestPriority(), seed=0)
-    for fragment in played.fragments[:2]:
-        replay.insert(fragment)
-    everything = np.arange(20)
-    replay.update_priorities(everything, 0.1 + everything % 10)  # the steps with the ids 0, 10, 1, 11 are the lowest
-    replay.insert(played.fragments[2])  # ten steps with the highest priority so far
-    assert len(replay) == 20
-    batch = replay.sample(2000)
-    assert set(batch["ids"].tolist()) == {id_ for id_ in range(20) if id_ % 10 >= 5} | set(range(20, 30))
-    for row in rows_of(batch)[:100]:
-        played.check_row(row)
-
-
 def test_steps_leave_after_so_many_samples() -> None:
     played = Played(2, 6, lengths=(100, 100), fragment_length=5)
-    replay = Replay(100, sampler=Newest(), remover=AfterSamples(2))
+    replay = Replay(100, sampler=Newest(), max_samples=2)
     replay.insert(played.fragments[0])
     assert len(replay.sample(4)["ids"]) == 4
     assert len(replay) == 10
@@ -325,7 +307,7 @@ def test_steps_leave_after_so_many_samples() -> None:
 
 def test_an_episode_leaves_after_so_many_samples() -> None:
     played = Played(2, 8, lengths=(3, 4), fragment_length=5)
-    replay = Replay(200, sampler=Episodes(), remover=AfterSamples(1), seed=0)
+    replay = Replay(200, sampler=Episodes(), max_samples=1, seed=0)
     for fragment in played.fragments:
         replay.insert(fragment)
     drawn: list[tuple[int, int]] = []
@@ -388,11 +370,9 @@ def test_a_sampler_of_ones_own_needs_one_method() -> None:
         (lambda: Replay(10, storage=Storage(frames=0)), "frames is 0"),
         (lambda: Replay(10, sampler="prioritized"), "sampler is 'prioritized', expected a sampler such as Prioritized"),  # type: ignore[arg-type]
         (lambda: Replay(10, sampler=Prioritized), "sampler is <class .*, expected a sampler such as Prioritized"),  # type: ignore[arg-type]
-        (lambda: Replay(10, remover=3), "remover is 3, expected a remover such as Oldest"),  # type: ignore[arg-type]
         (lambda: Replay(10, rate=4.0), "rate is 4.0, expected a SamplesPerInsert"),  # type: ignore[arg-type]
         (lambda: Replay(10, pieces=[3]), "pieces is 3, expected connector pieces"),  # type: ignore[list-item]
-        (lambda: Replay(10, sampler=Sequences(2), remover=AfterSamples(1)), "AfterSamples removes single steps, which"),
-        (lambda: Replay(10, remover=LowestPriority()), "LowestPriority needs priorities, and Uniform has none"),
+        (lambda: Replay(10, sampler=Sequences(2), max_samples=1), "max_samples removes single steps, which"),
         (lambda: Mixture([(Uniform(), 0.5)]), r"shares are \[0.5\], expected numbers above 0 that add up to 1"),
         (lambda: Mixture([Uniform(), Newest()]), r"parts is \[<.*, expected \(sampler, share\) for each"),  # type: ignore[list-item]
         (lambda: Mixture([("uniform", 1.0)]), "parts: got 'uniform', expected a sampler"),  # type: ignore[list-item]
@@ -463,7 +443,7 @@ def test_uniform_draws_are_uniform_however_many_steps_are_gone(before: int) -> N
     played = Played(4, 5, lengths=(1, 3))
     counts = np.zeros(200, np.int64)
     for seed in range(400):
-        replay = Replay(200, sampler=Uniform(), remover=AfterSamples(1), seed=seed)
+        replay = Replay(200, sampler=Uniform(), max_samples=1, seed=seed)
         for fragment in played.fragments:
             replay.insert(fragment)
         first, second = replay.sample(before)["ids"], replay.sample(10)["ids"]

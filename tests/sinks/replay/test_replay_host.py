@@ -8,7 +8,6 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from leftovers import held_here
 
 from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
-from rollflow.sinks import AfterSamples, Newest, Prioritized, ReplayClient, ReplayHost, SamplesPerInsert
+from rollflow.sinks import Newest, Prioritized, ReplayClient, ReplayHost, SamplesPerInsert
 from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
@@ -135,22 +134,8 @@ def test_a_side_that_stands_still_holds_the_other_one_within_the_ratio(tmp_path:
         assert client.report().sample_wait_s > 0 < client.report().insert_wait_s
 
 
-def test_a_sample_that_the_error_buffer_can_not_hold_is_refused_and_no_rollout(tmp_path: Path) -> None:
-    rate = SamplesPerInsert(1.0, min_size=64, error_buffer=20)
-    with serving(Replay(4096, rate=rate, batch_size=8, seed=0), tmp_path) as host, client_of(host) as client:
-        with ThreadPoolExecutor(1) as threads:
-            large = threads.submit(client.sample, 30)  # which goes with inserts of up to 10 steps
-            await_that(lambda: client.report().waiting == "sample")
-            with feeding(host.rollouts, [0, 1], num_fragments=6):
-                with pytest.raises(ReplayError, match=r"error_buffer is 20, but .* samples of 30 .* at least 2"):
-                    large.result()
-                for _ in range(4):
-                    check_rows(client.sample())
-        assert client.report().sampled == 32
-
-
 def test_a_batch_that_is_too_large_for_the_sampler_is_not_drawn(tmp_path: Path) -> None:
-    replay = Replay(4096, remover=AfterSamples(1), seed=0)
+    replay = Replay(4096, max_samples=1, seed=0)
     limits = Limits(max_frame=1 << 16, undelivered=1 << 17)
     with serving(replay, tmp_path) as host, client_of(host, limits=limits) as client:
         with feeding(host.rollouts, [0, 1], num_fragments=6):
