@@ -51,7 +51,6 @@ def add_to(commands: Any) -> None:
         help="another version of a policy, for a share of what begins, such as 0.1",
     )
     _add_follow(parser)
-    parser.add_argument("--openpi", metavar="NAME", help="the policy that speaks openpi's WebSocket protocol at /")
     arguments.add_allow(parser)
     parser.add_argument("--device", help="of the forward passes, such as cuda")
     parser.add_argument("--max-batch", type=int, default=64, help="requests in one forward pass, at most (64)")
@@ -69,24 +68,22 @@ def _run(args: argparse.Namespace) -> int:
     from rollflow.policy.serving import BatchOptions, HttpServer, WatchedPolicy, Watcher
 
     shelf = Shelf(BatchOptions(args.max_batch, args.max_wait / 1000, args.max_waiting))
-    watched = []
+    watched: list[WatchedPolicy] = []
     for text in args.policies:
         name, path = _named(text)
         watched.append(WatchedPolicy(shelf, name, path, allow=args.allow, device=args.device))
     for text in args.canary:
         name, path, share = _canary(text)
         watched.append(WatchedPolicy(shelf, name, path, share=share, allow=args.allow, device=args.device))
-    if args.openpi is not None:
-        shelf.versions(args.openpi)
     followed = following(shelf, args)
     with ExitStack() as stack:
         stack.callback(shelf.close)
-        options: dict[str, Any] = {"certificate": args.tls_cert, "key": args.tls_key, "openpi_for": args.openpi}
+        options: dict[str, Any] = {"certificate": args.tls_cert, "key": args.tls_key}
         server = stack.enter_context(HttpServer(shelf, args.http, secret=arguments.secret_of(args), **options))
         for each in followed:
             each.begin()
             stack.callback(each.close)
-        stack.callback(Watcher([*watched, *followed]).close)
+        stack.callback(Watcher([*(each.look for each in watched), *(each.look for each in followed)]).close)
         print(f"serving {', '.join(shelf.names)} at {server.url}", file=sys.stderr, flush=True)
         threading.Event().wait()  # until a signal
     return 0

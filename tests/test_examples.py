@@ -4,12 +4,18 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from extras import needs
+from served_policies import Sums, policy_of
+from websockets.sync.client import connect
+
+from rollflow.policy.serving.items import pack, unpack
 
 ROOT = Path(__file__).parent.parent
 
@@ -92,6 +98,28 @@ def test_an_lstm_policy_is_bootstrapped_and_served_at_a_hundredth_of_its_size(
 def test_an_lstm_policy_that_an_adapted_one_bootstraps_plays_for_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     assert example("bootstrap_policy")["main"]() > 200
+
+
+def test_a_policy_speaks_openpis_protocol() -> None:
+    with example("openpi_server")["serving"](policy_of(Sums), 0) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever)
+        address = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+        with connect(address) as socket:
+            assert unpack(socket.recv())["observation"].startswith("Box(")
+            sums = []
+            for message in ({"state": np.array([1, 0])}, {"state": np.array([2, 0])}, {"state": [5, 0], "reset": True}):
+                socket.send(pack(message))
+                answer = unpack(socket.recv())
+                sums.append(answer["actions"][0])
+                assert answer["server_timing"]["infer_ms"] >= 0
+            assert sums == [1.0, 3.0, 5.0]
+            socket.send(pack({"state": [1, 2, 3]}))
+            assert socket.recv() == "RequestError: observation has shape [3], expected float32[2]"
+        with connect(address) as socket:  # another connection is another session
+            socket.recv()
+            socket.send(pack({"state": [1, 0]}))
+            assert unpack(socket.recv())["actions"][0] == 1.0
+        server.shutdown()
 
 
 def test_the_lstm_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,11 @@
 
 import json
 import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import torch
@@ -43,6 +43,9 @@ from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import equal_trees, map_tree
 
+if TYPE_CHECKING:
+    from rollflow.nodes.policies.policy import Policy
+
 _ADVICE = """```python
 from rollflow import Policy
 
@@ -78,36 +81,8 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
-_FIELDS = {
-    "kind",
-    "format",
-    "versions",
-    "computed_by",
-    "trained_on",
-    "explore",
-    "observation_space",
-    "action_space",
-} | {
-    "module",
-    "weights",
-    *_PIPELINES,
-    "files",
-}
-
-# Format version -> function that makes a manifest of the next version out of one of this.
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-
-
-class Saved(Protocol):
-    """Policy as it is saved."""
-
-    module: Any
-    env_to_module: Any
-    module_to_env: Any
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
-    explore: bool
-    trained_on: dict[str, Any]
+_FIELDS = {"kind", "format", "versions", "computed_by", "trained_on", "explore", "observation_space", "action_space"}
+_FIELDS |= {"module", "weights", *_PIPELINES, "files"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +127,7 @@ def program_files(module: Any, batch: Mapping[str, Any]) -> dict[str, bytes]:
     return {PROGRAMS: text.encode(), PROGRAM_ARRAYS: array_bytes(constants)}
 
 
-def files_of(policy: Saved, examples: Examples, others: Mapping[str, bytes]) -> dict[str, bytes]:
+def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) -> dict[str, bytes]:
     """Name -> contents of a policy's files, the manifest first.
 
     others    files of its programs; {} for a policy without
@@ -165,7 +140,7 @@ def files_of(policy: Saved, examples: Examples, others: Mapping[str, bytes]) -> 
     content: dict[str, Any] = {
         "kind": KIND,
         "format": FORMAT,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
         "computed_by": examples.computed_by,
         "trained_on": to_plain(policy.trained_on, "trained_on", arrays),
         "explore": policy.explore,
@@ -198,7 +173,7 @@ def parts_of(
 
     Raises PolicyError for anything that does not fit, with its place.
     """
-    manifest = _migrated(manifest)
+    _check_format(manifest)
     check_fields(manifest, _FIELDS, "policy.json")
     states = arrays_of(files["state.safetensors"], "state.safetensors")
     examples = arrays_of(files["examples.safetensors"], "examples.safetensors")
@@ -318,7 +293,7 @@ def _text(state: Any) -> Any:
     )
 
 
-def _migrated(manifest: dict[str, Any]) -> dict[str, Any]:
+def _check_format(manifest: dict[str, Any]) -> None:
     if manifest.get("kind") != KIND:
         raise PolicyError(f"policy.json is of kind {str(manifest.get('kind'))[:40]!r}, expected {KIND!r}")
     version = manifest.get("format")
@@ -329,11 +304,3 @@ def _migrated(manifest: dict[str, Any]) -> dict[str, Any]:
             f"policy.json has format {version}, and this rollflow reads formats up to {FORMAT}; expected a newer "
             "rollflow"
         )
-    while version < FORMAT:
-        manifest = MIGRATIONS[version](manifest)
-        version = manifest["format"]
-    return manifest
-
-
-def _version(package: str) -> str:
-    return metadata.version(package)

@@ -1,9 +1,9 @@
 """Evaluation of a policy: whole episodes in environments of its own, their returns and lengths."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,8 +17,11 @@ from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode
 from rollflow.stream.data.errors import PolicyError, shown
-from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
+from rollflow.stream.data.tree import map_tree, stack_trees, tree_at
 from rollflow.stream.graph.seeding import env_seed_for
+
+if TYPE_CHECKING:
+    from rollflow.nodes.policies.policy import Policy
 
 _RESAMPLES, _TAILS = 2000, (2.5, 97.5)  # per cent
 
@@ -45,21 +48,6 @@ def env_to_evaluate(asked: Any, given: Any, *, may_be_id: bool) -> Any:
         kinds = "an id, or a function that makes one" if may_be_id else "a function that makes an environment"
         raise PolicyError(f"{whose} {name_of_env(made)}, expected env: {kinds}")
     return made
-
-
-class Evaluated(Protocol):
-    """Policy as its evaluation needs it."""
-
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
-
-    def act_batch(self, observations: Tree, rewards: Any = None, sessions: Any = None) -> Tree:
-        """The actions for the observations."""
-        ...
-
-    def reset(self, session: Hashable = ...) -> None:
-        """Begin a new episode."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +87,7 @@ class Evaluation:
         )
 
 
-def evaluated(policy: Evaluated, env: EnvMaker, *, episodes: int, num_envs: int, seed: int) -> Evaluation:
+def evaluated(policy: "Policy", env: EnvMaker, *, episodes: int, num_envs: int, seed: int) -> Evaluation:
     """Play so many episodes, each with a seed of its own, in environments that step side by side.
 
     Which episodes count is known before they begin, so that short ones have no more weight than long ones. An id whose
@@ -141,7 +129,7 @@ class _Seat:
     reward: float = 0.0
 
 
-def _played(policy: Evaluated, envs: Sequence[Any], episodes: int, seed: int) -> Evaluation:
+def _played(policy: "Policy", envs: Sequence[Any], episodes: int, seed: int) -> Evaluation:
     returns, lengths = np.zeros(episodes), np.zeros(episodes, np.int64)
     waiting = iter(range(episodes))
     seats = [seat for place, env in enumerate(envs) if _begins(seat := _Seat(env, place), waiting, seed)]
@@ -174,7 +162,7 @@ def _begins(seat: _Seat, waiting: Any, seed: int) -> bool:
     return True
 
 
-def _played_together(policy: Evaluated, env: VectorEnv[Any, Any, Any], episodes: int, seed: int) -> Evaluation:
+def _played_together(policy: "Policy", env: VectorEnv[Any, Any, Any], episodes: int, seed: int) -> Evaluation:
     """Play in the slots of a vector environment: slot i of N plays the episodes i, i + N, i + 2 N, …"""
     slots, resets_next_step = env.num_envs, autoreset_mode(env) is AutoresetMode.NEXT_STEP
     lane = LaneVectorEnv(env, deviations=Deviations())
@@ -199,7 +187,7 @@ def _played_together(policy: Evaluated, env: VectorEnv[Any, Any, Any], episodes:
     return Evaluation(returns, lengths)
 
 
-def _made(env: EnvMaker, policy: Evaluated, slots: int) -> gym.Env[Any, Any] | VectorEnv[Any, Any, Any]:
+def _made(env: EnvMaker, policy: "Policy", slots: int) -> gym.Env[Any, Any] | VectorEnv[Any, Any, Any]:
     """One environment; of an id whose plain form is not there, or has other spaces, so many in its vectorized form."""
     if not isinstance(env, str | EnvSpec):
         made = env() if callable(env) else env

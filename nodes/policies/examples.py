@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -17,6 +17,9 @@ from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, tree_at
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
+if TYPE_CHECKING:
+    from rollflow.nodes.policies.policy import Policy
+
 STEPS, SESSIONS, RESET_AT = 8, 8, 4  # 64 observations; half of the sessions begin anew at step 4
 TOLERANCE = 1e-5  # on another device, or with another torch
 CHOSEN = ("module_to_env", "actions")  # parts whose whole numbers rounding may change, where two are about as likely
@@ -24,18 +27,6 @@ MOST_CLOSE_CALLS = 1 / 32
 _LARGE = 1e3  # bounds beyond are as good as none
 
 Arrays = dict[str, NDArray[Any]]
-
-
-class Actor(Protocol):
-    """Policy as examples need it."""
-
-    def act_batch(self, observations: Tree, rewards: Any = None, sessions: Any = None) -> Tree:
-        """The actions for the observations."""
-        ...
-
-    def reset(self, session: Any = ...) -> None:
-        """Begin a new episode."""
-        ...
 
 
 def drawn_inputs(space: gym.Space[Any]) -> Arrays:
@@ -50,7 +41,7 @@ def drawn_inputs(space: gym.Space[Any]) -> Arrays:
 
 
 def traced(
-    make: Callable[[ConnectorPipelineV2, ConnectorPipelineV2], Actor],
+    make: Callable[[ConnectorPipelineV2, ConnectorPipelineV2], "Policy"],
     pipelines: tuple[ConnectorPipelineV2, ConnectorPipelineV2],
     space: gym.Space[Any],
     inputs: Arrays,

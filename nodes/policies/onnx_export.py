@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import gymnasium as gym
@@ -47,13 +48,13 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
 from rollflow.nodes.policies.examples import Arrays
-from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, named_spaces
+from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, sorted_names
 from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError
-from rollflow.stream.data.space import flat_size, item_of
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.data.space import flat_size, item_of, row_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
 
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
 _ROWS = 3  # of the batch that is exported; any other number goes
@@ -104,41 +105,33 @@ class Plan:
 
 def add_form(piece: ConnectorV2, plan: Plan) -> None:
     """Add a piece's form to a plan. Raises PolicyError, with the piece's name, where it has none."""
-    make = _FORMS.get(type(piece))
-    if make is None or getattr(piece, "multi_agent", False):
+    kind = type(piece)
+    if kind not in _KNOWN or getattr(piece, "multi_agent", False):
         raise _without_form(piece)
-    if plan.is_stacked and type(piece) in _REWRITERS:
+    if plan.is_stacked and kind in (*_REWRITES, PrevActionsPrevRewards):
         raise PolicyError(f"'{piece.name}' rewrites observations behind FrameStacking, expected it before")
-    make(piece, plan)
+    if isinstance(piece, FrameStacking):
+        _frames(piece, plan)
+    elif isinstance(piece, PrevActionsPrevRewards):
+        _previous(piece, plan)
+    elif kind in _REWRITES:
+        rewritten = _REWRITES[kind](piece)
+
+        def form(step: Step) -> None:
+            step.observation = rewritten(step.observation)
+
+        plan.forms.append(form)
 
 
 def _without_form(piece: ConnectorV2) -> PolicyError:
-    known = ", ".join(sorted(cls.__name__ for cls in _FORMS))
+    known = ", ".join(sorted(cls.__name__ for cls in _KNOWN))
     return PolicyError(
         f"'{piece.name}' ({type(piece).__name__}) has no tensor form, which an ONNX program is made of; expected none "
         f"but {known}"
     )
 
 
-def _flattened(piece: Any, plan: Plan) -> None:
-    space = piece._kept(piece.input_observation_space)
-
-    def form(step: Step) -> None:
-        step.observation = flat(space, step.observation)
-
-    plan.forms.append(form)
-
-
-def _one_hot(piece: Any, plan: Plan) -> None:
-    space = piece.input_observation_space
-
-    def form(step: Step) -> None:
-        step.observation = _hot_items(space, step.observation)
-
-    plan.forms.append(form)
-
-
-def _filtered(piece: MeanStdFilter, plan: Plan) -> None:
+def _filtered(piece: MeanStdFilter) -> Callable[[Tree], Tree]:
     if piece.update_stats:
         raise PolicyError(f"'{piece.name}' learns while it acts, which an ONNX program can't; expected learns=False")
     mean = torch.from_numpy(np.array(piece.mean)) if piece.de_mean_to_zero else None
@@ -146,8 +139,8 @@ def _filtered(piece: MeanStdFilter, plan: Plan) -> None:
     deviation = torch.from_numpy(spread) if piece.de_std_to_one else None
     clip, is_box = piece.clip_by_value, leaves_of(piece._filtered)
 
-    def form(step: Step) -> None:
-        leaves, structure = optree.tree_flatten(step.observation, none_is_leaf=True)
+    def filtered(observation: Tree) -> Tree:
+        leaves, structure = optree.tree_flatten(observation, none_is_leaf=True)
         begin = 0
         for place, filtered in enumerate(is_box):
             if not filtered:
@@ -159,9 +152,9 @@ def _filtered(piece: MeanStdFilter, plan: Plan) -> None:
             rows = rows if deviation is None else rows / deviation[begin:end]
             rows = rows if clip is None else rows.clamp(-clip, clip)
             leaves[place], begin = rows.float().reshape(leaf.shape), end
-        step.observation = optree.tree_unflatten(structure, leaves)
+        return optree.tree_unflatten(structure, leaves)
 
-    plan.forms.append(form)
+    return filtered
 
 
 def _frames(piece: FrameStacking, plan: Plan) -> None:
@@ -209,15 +202,6 @@ def _previous(piece: PrevActionsPrevRewards, plan: Plan) -> None:
     plan.forms.append(form)
 
 
-def _adapted(piece: AdaptObservations, plan: Plan) -> None:
-    fields = piece.map
-
-    def form(step: Step) -> None:
-        step.observation = _mapped(fields, step.observation)
-
-    plan.forms.append(form)
-
-
 def _mapped(fields: FieldMap, items: Tree) -> Tree:
     """`FieldMap` of tensors."""
     return assembled(fields.target, iter([_made_leaf(rule, items) for rule in fields.rules]))
@@ -248,23 +232,23 @@ def _made_leaf(rule: LeafRule, items: Tree) -> Tensor:
     return rows.to(like.dtype).reshape(count, *rule.target.shape)
 
 
-def _nothing(piece: ConnectorV2, plan: Plan) -> None:
-    """The form of pieces that change only where numbers lie."""
-
-
-_REWRITERS = {AdaptObservations, FlattenObservations, OneHotObservations, MeanStdFilter, PrevActionsPrevRewards}
-_FORMS: dict[type, Callable[[Any, Plan], None]] = {
-    AdaptObservations: _adapted,
-    FlattenObservations: _flattened,
-    OneHotObservations: _one_hot,
+# Piece -> what it makes of an observation any[N, ...], without anything that is remembered.
+_REWRITES: dict[type, Callable[[Any], Callable[[Tree], Tree]]] = {
+    AdaptObservations: lambda piece: partial(_mapped, piece.map),
+    FlattenObservations: lambda piece: partial(flat, piece._kept(piece.input_observation_space)),
+    OneHotObservations: lambda piece: partial(_hot_items, piece.input_observation_space),
     MeanStdFilter: _filtered,
-    FrameStacking: _frames,
-    PrevActionsPrevRewards: _previous,
-    AddObservationsFromEpisodesToBatch: _nothing,
-    AddTimeDimToBatchAndZeroPad: _nothing,
-    AddStatesFromEpisodesToBatch: _nothing,
-    BatchIndividualItems: _nothing,
-    NumpyToTensor: _nothing,
+}
+_KNOWN = {
+    *_REWRITES,
+    FrameStacking,
+    PrevActionsPrevRewards,
+    # These change only where numbers lie.
+    AddObservationsFromEpisodesToBatch,
+    AddTimeDimToBatchAndZeroPad,
+    AddStatesFromEpisodesToBatch,
+    BatchIndividualItems,
+    NumpyToTensor,
 }
 
 # Pieces behind the module
@@ -298,7 +282,9 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
     if type(piece) in (NormalizeAndClipActions, ClipActions):
 
         def brought(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
-            return actions, _brought(piece, piece.input_action_space, actions) if for_env is None else for_env
+            if for_env is None:
+                for_env = _by_leaf(partial(_brought, piece), piece.input_action_space, actions)
+            return actions, for_env
 
         return brought
     if type(piece) is AdaptActions:
@@ -310,11 +296,16 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
     raise _without_form(piece)
 
 
-def _brought(piece: Any, space: gym.Space[Any], actions: Tree) -> Tree:
+def _by_leaf(function: Callable[[Any, Tensor], Tensor], space: gym.Space[Any], items: Tree) -> Tree:
+    """The tree of `function(space, item)` over the leaves of items of a space."""
     if isinstance(space, spaces.Dict):
-        return {key: _brought(piece, part, actions[key]) for key, part in space.items()}
+        return {key: _by_leaf(function, part, items[key]) for key, part in space.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(_brought(piece, part, action) for part, action in zip(space, actions, strict=True))
+        return tuple(_by_leaf(function, part, item) for part, item in zip(space, items, strict=True))
+    return function(space, items)
+
+
+def _brought(piece: Any, space: gym.Space[Any], actions: Tensor) -> Tensor:
     if not isinstance(space, spaces.Box):
         return actions
     if space.dtype.kind != "f":
@@ -329,12 +320,8 @@ def _brought(piece: Any, space: gym.Space[Any], actions: Tree) -> Tree:
     return actions
 
 
-def in_types(space: gym.Space[Any], actions: Tree) -> Tree:
-    """Actions of a space in the dtypes of its leaves: `items_in` of tensors."""
-    if isinstance(space, spaces.Dict):
-        return {key: in_types(part, actions[key]) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(in_types(part, action) for part, action in zip(space, actions, strict=True))
+def _in_type(space: gym.Space[Any], actions: Tensor) -> Tensor:
+    """Actions of a space without parts in its dtype: `items_in` of tensors."""
     like = torch.from_numpy(np.zeros(0, space.dtype))
     if isinstance(space, spaces.Box) and actions.is_floating_point() and not like.is_floating_point():
         actions = nearest_whole(actions.flatten(1), whole_bounds_of(space)).reshape(actions.shape)
@@ -348,7 +335,7 @@ def _brought_whole(piece: Any, box: spaces.Box, actions: Tensor) -> Tensor:
     if piece.normalize_actions:
         below, above = (bound.reshape(box.shape) for bound in whole_bounds_of(box)[2:])
         actions = below + (actions.double() + 1.0) * (above / 2.0 - below / 2.0)
-    return in_types(box, actions) if piece.normalize_actions or piece.clip_actions else actions
+    return _in_type(box, actions) if piece.normalize_actions or piece.clip_actions else actions
 
 
 # Spaces
@@ -356,23 +343,15 @@ def _brought_whole(piece: Any, box: spaces.Box, actions: Tensor) -> Tensor:
 
 def flat(space: gym.Space[Any], items: Tree) -> Tensor:
     """`stream.data.space.flatten` of tensors."""
-    if isinstance(space, spaces.Dict):
-        return torch.cat([flat(space[key], items[key]) for key in sorted(space.keys())], -1)
-    if isinstance(space, spaces.Tuple):
-        return torch.cat([flat(part, item) for part, item in zip(space, items, strict=True)], -1)
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        made: Tensor = _hot_items(space, items)
-        return made
-    rows: Tensor = items.reshape(items.shape[0], -1).float()
-    return rows
+    return torch.cat([leaf.reshape(leaf.shape[0], -1).float() for leaf in leaves_of(_hot_items(space, items))], -1)
 
 
 def _hot_items(space: gym.Space[Any], items: Tree) -> Tree:
     """`stream.data.space.one_hot_items` of tensors."""
-    if isinstance(space, spaces.Dict):
-        return {key: _hot_items(part, items[key]) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_hot_items(part, item) for part, item in zip(space, items, strict=True))
+    return _by_leaf(_hot, space, items)
+
+
+def _hot(space: gym.Space[Any], items: Tensor) -> Tensor:
     if isinstance(space, spaces.Discrete):
         return _vectors(items - int(space.start), int(space.n))
     if isinstance(space, spaces.MultiDiscrete):
@@ -410,18 +389,25 @@ class TensorPolicy(torch.nn.Module):
         self._initial = self.module.get_initial_state() if is_stateful(self.module) else None
         states = [] if self._initial is None else [torch.as_tensor(leaf) for leaf in leaves_of(self._initial)]
         self._states = states
-        self.example = [*zeros_of(self._space), *([torch.zeros(_ROWS)] if self._plan.takes_rewards else [])]
+        self._structure = structure_of(item_of(self._space))
+        self.example = [
+            *map(torch.from_numpy, leaves_of(row_of(self._space, _ROWS))),
+            *([torch.zeros(_ROWS)] if self._plan.takes_rewards else []),
+        ]
         memory = [*self._plan.memory, *states]
         if memory:
             self.example += [torch.arange(_ROWS) == 0, *(leaf.expand(_ROWS, *leaf.shape).clone() for leaf in memory)]
         self._has_memory = bool(memory)
-        self.names = [*_names(self._space, "obs"), *(["rewards"] if self._plan.takes_rewards else [])]
+        self.names = [*sorted_names(described(self._space), "obs"), *(["rewards"] if self._plan.takes_rewards else [])]
         kept = [f"{MEMORY}{place}" for place in range(len(memory))]
         self.names += ["begins", *kept] if memory else []
         self._after = [action_form(piece, policy) for piece in pieces_within(policy.module_to_env)]
         with torch.no_grad():
             gives_inputs = self._actions(*self._prepared(self.example))[1] is not None
-        self.results = [*_names(self._action_space, "actions"), *(["action_dist_inputs"] if gives_inputs else [])]
+        self.results = [
+            *sorted_names(described(self._action_space), "actions"),
+            *(["action_dist_inputs"] if gives_inputs else []),
+        ]
         self.results += [f"{NEXT}{name}" for name in kept]
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -436,7 +422,7 @@ class TensorPolicy(torch.nn.Module):
     def _prepared(self, leaves: Sequence[Tensor]) -> tuple[Step, dict[str, Any]]:
         """The step after the pieces before the module, and the module's output."""
         given = iter(leaves)
-        observation = optree.tree_unflatten(_structure(self._space), [next(given) for _ in _names(self._space, "obs")])
+        observation = optree.tree_unflatten(self._structure, [next(given) for _ in range(self._structure.num_leaves)])
         rewards = next(given) if self._plan.takes_rewards else None
         step = Step(observation, rewards, next(given)[:, None] if self._has_memory else None, given)
         for form in self._plan.forms:
@@ -461,7 +447,7 @@ class TensorPolicy(torch.nn.Module):
         for form in self._after:
             if form is not None:
                 actions, for_env = form(output, actions, for_env)
-        given = in_types(self._action_space, actions if for_env is None else for_env)
+        given = _by_leaf(_in_type, self._action_space, actions if for_env is None else for_env)
         return (actions, given), output.get(Columns.ACTION_DIST_INPUTS)
 
 
@@ -530,27 +516,3 @@ def _strip(model: Any) -> None:
     for each in model.graph.initializer:
         each.doc_string = ""
         del each.metadata_props[:]
-
-
-def zeros_of(space: gym.Space[Any]) -> list[Tensor]:
-    """Tensors any[_ROWS, ...] of a space, leaf by leaf."""
-    kinds = dict(named_spaces(described(space), "obs"))
-    return [torch.from_numpy(np.zeros((_ROWS, *kinds[name][1]), kinds[name][0])) for name in _names(space, "obs")]
-
-
-def _names(space: gym.Space[Any], name: str) -> list[str]:
-    """Names of the leaves, in the order in which trees have them."""
-    if isinstance(space, spaces.Dict):
-        return [each for key in sorted(space.keys()) for each in _names(space[key], f"{name}.{key}")]
-    if isinstance(space, spaces.Tuple):
-        return [each for place, part in enumerate(space) for each in _names(part, f"{name}.{place}")]
-    return [name]
-
-
-def _structure(space: gym.Space[Any]) -> Any:
-    def like(part: gym.Space[Any]) -> Any:
-        if isinstance(part, spaces.Dict):
-            return {key: like(each) for key, each in part.items()}
-        return tuple(like(each) for each in part) if isinstance(part, spaces.Tuple) else 0
-
-    return optree.tree_structure(like(space), none_is_leaf=True)

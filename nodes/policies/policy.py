@@ -60,84 +60,6 @@ DEFAULT_SESSION = "default"
 VECTOR_STEPS = "vector_steps"  # in `trained_on`
 
 
-class PolicyPass:
-    """The stages of a policy, one after the other.
-
-        module, env_to_module, module_to_env    of the policy
-        weights                                 of the module's copy
-        sampling                                shared data of its sessions, with the random numbers that it samples by
-        explore                                 True: sample actions; False: take the likeliest
-        action_space                            of the environments
-        remembers                               False: an action depends on the observation alone
-
-    Where nothing is remembered and the default pieces alone are around the module, observations don't go through a
-    lane, which takes two thirds of the time for one environment.
-    """
-
-    def __init__(
-        self,
-        module: Any,
-        env_to_module: EnvToModulePipeline,
-        module_to_env: ModuleToEnvPipeline,
-        weights: PolicyWeights,
-        sampling: dict[str, Any],
-        *,
-        explore: bool,
-        action_space: gym.Space[Any],
-        remembers: bool,
-    ) -> None:
-        self._module, self._explore, self._sampling = module, explore, [sampling]
-        self._before, self._after = env_to_module, module_to_env
-        flat = type(module) is DefaultModule
-        self._forward = ModuleForward(module, weights, explore=explore, flat=flat, threads=1)
-        context = {"module": module, "explore": explore}
-        self._act = ModuleToEnv(module_to_env, env_space=action_space, threads=1, **context)
-        self._action_space = action_space
-        self._needs_lane = remembers
-
-    def __call__(
-        self,
-        group: SessionGroup,
-        observations: Tree,
-        rewards: NDArray[np.float32] | None,
-        infos: Sequence[Mapping[str, Any]] | None,
-    ) -> Batch:
-        """All columns, any[N, ...], of a pass over the next observation of each of the group's sessions.
-
-        observations, rewards, infos    as `SessionLane.take_observations` takes them; observations in new memory
-        """
-        lane = group.lane
-        is_tried = not (self._needs_lane or lane.is_fresh)  # a lane's first pass is its own, which checks types
-        output = self._output(observations) if is_tried else None
-        if output is not None:
-            sizes = [len(lane.sessions)]
-            made = self._after.run_jointly(self._module, output, sizes, self._explore, self._sampling)
-            if made is not None:
-                convert_actions(made, lane.layout.action_space, self._action_space)
-                return made
-        lane.take_observations(observations, rewards, infos)
-        group.prepare(lane)
-        if output is None:
-            self._forward(lane)
-        else:
-            lane.batch = output
-        columns: Batch = self._act(lane).batch
-        if is_tried:
-            self._needs_lane = True
-        return columns
-
-    def _output(self, observations: Tree) -> Batch | None:
-        """The module's output for observations that no lane has; None where the pieces before it need a lane."""
-        batch = self._before.run_on(self._module, observations)
-        if batch is None:
-            return None
-        try:
-            return self._forward.forward(batch)
-        except Exception as error:
-            note_batch(error, "sessions without a memory", batch)
-            raise
-
-
 Pieces = ConnectorPipelineV2 | Sequence[ConnectorV2] | None
 P = TypeVar("P", bound=ConnectorPipelineV2)
 
@@ -317,10 +239,12 @@ class Policy:
         self._chosen_space = chosen_space(self.module, self.action_space)
         self._weights = PolicyWeights(self.module)
         self._sampling = sampling_data(0, seeds_of(seed)[0], "module")
-        remembers = has_memory(self.module, *pipelines)
-        options: dict[str, Any] = {"explore": explore, "action_space": self.action_space, "remembers": remembers}
-        self._pass = PolicyPass(self.module, *pipelines, self._weights, self._sampling, **options)
-        self._sessions = Sessions(self._group, remembers=remembers)
+        flat = type(self.module) is DefaultModule
+        self._forward = ModuleForward(self.module, self._weights, explore=explore, flat=flat, threads=1)
+        context = {"module": self.module, "explore": explore}
+        self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
+        self._needs_lane = has_memory(self.module, *pipelines)
+        self._sessions = Sessions(self._group, remembers=self._needs_lane)
 
     # Acting
 
@@ -584,11 +508,56 @@ class Policy:
         if rewards is None and self.needs_rewards and len(lane.begins) < len(ids):
             raise rewards_missing(self.needs_rewards)
         try:
-            self.outputs = outputs = self._pass(group, observations, rewards, infos)
+            self.outputs = outputs = self._passed(group, observations, rewards, infos)
         except BaseException:
             self._sessions.lose(group)
             raise
         return outputs.get(Columns.ACTIONS_FOR_ENV, outputs[Columns.ACTIONS])
+
+    def _passed(
+        self,
+        group: SessionGroup,
+        observations: Tree,
+        rewards: NDArray[np.float32] | None,
+        infos: Sequence[Mapping[str, Any]] | None,
+    ) -> Batch:
+        """All columns, any[N, ...], of a pass over the next observation of each of the group's sessions.
+
+        Where nothing is remembered and the default pieces alone are around the module, observations don't go through
+        a lane, which takes two thirds of the time for one environment.
+
+        observations, rewards, infos    as `SessionLane.take_observations` takes them; observations in new memory
+        """
+        lane = group.lane
+        is_tried = not (self._needs_lane or lane.is_fresh)  # a lane's first pass is its own, which checks types
+        output = self._output(observations) if is_tried else None
+        if output is not None:
+            sizes = [len(lane.sessions)]
+            made = self.module_to_env.run_jointly(self.module, output, sizes, self.explore, [self._sampling])
+            if made is not None:
+                convert_actions(made, lane.layout.action_space, self.action_space)
+                return made
+        lane.take_observations(observations, rewards, infos)
+        group.prepare(lane)
+        if output is None:
+            self._forward(lane)
+        else:
+            lane.batch = output
+        columns: Batch = self._act(lane).batch
+        if is_tried:
+            self._needs_lane = True
+        return columns
+
+    def _output(self, observations: Tree) -> Batch | None:
+        """The module's output for observations that no lane has; None where the pieces before it need a lane."""
+        batch = self.env_to_module.run_on(self.module, observations)
+        if batch is None:
+            return None
+        try:
+            return self._forward.forward(batch)
+        except Exception as error:
+            note_batch(error, "sessions without a memory", batch)
+            raise
 
     def _group(self, ids: Ids) -> SessionGroup:
         lane = SessionLane(ids, self.lookback, self.observation_space, self._chosen_space)

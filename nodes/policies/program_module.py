@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -192,49 +193,33 @@ def _makes_tensors(call: torch._ops.OpOverload) -> bool:
 def _reader(argument: Any, number: int, last_use: dict[int, int]) -> Reader:
     """What gives an argument; values are named by their number, of which those before `number` are there."""
     if isinstance(argument, list):
-        parts = [_reader(each, number, last_use) for each in argument]
-        return _ListReader(parts)
+        return partial(_read_list, [_reader(each, number, last_use) for each in argument])
     if not isinstance(argument, dict):
-        return _Constant(argument)
+        return partial(_constant, argument)
     if len(argument) == 1:
         [(kind, value)] = argument.items()
         if kind == "value" and type(value) is int and 0 <= value < number:
             last_use[value] = number
-            return _Value(value)
+            return itemgetter(value)
         if kind == "float" and value in _FLOATS:
-            return _Constant(_FLOATS[value])
+            return partial(_constant, _FLOATS[value])
         if kind == "device" and value is None:
             return _device
         made = (
             getattr(torch, value, None) if kind in ("dtype", "memory_format", "layout") and type(value) is str else None
         )
         if made is not None and isinstance(made, getattr(torch, kind)):
-            return _Constant(made)
+            return partial(_constant, made)
     raise PolicyError(f"programs: an argument is {str(argument)[:80]}, expected a value before it, or a constant")
 
 
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    value: Any
-
-    def __call__(self, values: Values) -> Any:
-        return self.value
+# Functions of modules, so that a program can be pickled.
+def _constant(value: Any, values: Values) -> Any:
+    return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
-    place: int
-
-    def __call__(self, values: Values) -> Any:
-        return values[self.place]
-
-
-@dataclass(frozen=True, slots=True)
-class _ListReader:
-    parts: Sequence[Reader]
-
-    def __call__(self, values: Values) -> Any:
-        return [read(values) for read in self.parts]
+def _read_list(parts: Sequence[Reader], values: Values) -> list[Any]:
+    return [read(values) for read in parts]
 
 
 def _device(values: Values) -> torch.device:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -189,37 +189,40 @@ def session_lost(session: Hashable) -> SessionLostError:
     )
 
 
+class BatchOptions(NamedTuple):
+    """How requests are put together, and how much may wait.
+
+    max_batch       requests in one forward pass, at most
+    max_wait        seconds that the first of them waits for others; 0.0: it waits for none
+    max_waiting     requests that may wait for each version; more are refused with OverloadedError
+    max_sessions    sessions with a memory, for each version; a new one takes the place of the one idle for longest
+    idle_after      seconds after which an idle session is forgotten
+    """
+
+    max_batch: int = 64
+    max_wait: float = 0.0
+    max_waiting: int = 1024
+    max_sessions: int = 65_536
+    idle_after: float = 3600.0
+
+
 class Batcher:
     """Acts for one version of a policy on requests from any thread.
 
-        policy         has `act_batch(observations, rewards, sessions)`, `reset`, `forget` and `publish`
-        version        name of the artifact's version, for answers
-        tally          counts
-        max_batch      requests in one forward pass, at most
-        max_wait       seconds that the first request waits for others; 0.0: it waits for none
-        max_waiting    requests that may wait; more are refused with OverloadedError
-        max_sessions   sessions with a memory, at most; the one that was idle for longest is forgotten for a new one
-        idle_after     seconds after which an idle session may be forgotten
+        policy     has `act_batch(observations, rewards, sessions)`, `reset`, `forget` and `publish`
+        version    name of the artifact's version, for answers
+        options    of the batches
+
+    tally          counts
 
     Two requests of one session never stand in one batch: the later one waits, so that a session's requests are acted on
     in their order.
     """
 
-    def __init__(
-        self,
-        policy: Any,
-        *,
-        version: str,
-        tally: Tally,
-        max_batch: int = 64,
-        max_wait: float = 0.0,
-        max_waiting: int = 1024,
-        max_sessions: int = 65_536,
-        idle_after: float = 3600.0,
-    ) -> None:
-        self.policy, self.version, self.tally = policy, version, tally
-        self._max_batch, self._max_wait, self._max_waiting = max_batch, max_wait, max_waiting
-        self._book = SessionBook(policy, max_sessions, idle_after)
+    def __init__(self, policy: Any, version: str, options: BatchOptions) -> None:
+        self.policy, self.version, self.tally = policy, version, Tally()
+        self._options = options
+        self._book = SessionBook(policy, options.max_sessions, options.idle_after)
         self._waiting: deque[ActRequest] = deque()
         self._changed = threading.Condition()
         self._acting = threading.Lock()
@@ -260,11 +263,11 @@ class Batcher:
         with self._changed:
             if self._is_closing:
                 raise ClosedError(f"version '{self.version}' is being closed; ask again")
-            if len(self._waiting) >= self._max_waiting:
+            if len(self._waiting) >= self._options.max_waiting:
                 self.tally.refused += 1
-                raise OverloadedError(f"{self._max_waiting} requests wait already; ask again later")
+                raise OverloadedError(f"{self._options.max_waiting} requests wait already; ask again later")
             self._waiting.append(request)
-            if len(self._waiting) == 1 or len(self._waiting) >= self._max_batch:
+            if len(self._waiting) == 1 or len(self._waiting) >= self._options.max_batch:
                 self._changed.notify()
 
     def publish(self, weights: Any, version: int | None = None) -> int:
@@ -308,14 +311,14 @@ class Batcher:
         with self._changed:
             while not self._waiting and not self._is_closing:
                 self._changed.wait()
-            if self._max_wait and not self._is_closing:
-                deadline = monotonic() + self._max_wait
-                while len(self._waiting) < self._max_batch and not self._is_closing:
+            if self._options.max_wait and not self._is_closing:
+                deadline = monotonic() + self._options.max_wait
+                while len(self._waiting) < self._options.max_batch and not self._is_closing:
                     if (left := deadline - monotonic()) <= 0 or not self._changed.wait(left):
                         break
             batch: dict[Any, ActRequest] = {}
             later: list[ActRequest] = []
-            while self._waiting and len(batch) < self._max_batch:
+            while self._waiting and len(batch) < self._options.max_batch:
                 request = self._waiting.popleft()
                 key = object() if request.session is None else request.session
                 if key in batch:

@@ -22,7 +22,6 @@ from rollflow.policy.serving.request import (
     RequestError,
     ServingError,
     UnknownPolicyError,
-    VersionError,
 )
 from rollflow.policy.serving.shelf import Shelf
 from rollflow.stream.data.errors import shown
@@ -201,7 +200,8 @@ class Conversation:
 
     def _welcome(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         if fields["hello"] != PROTOCOL:
-            raise VersionError(f"'hello' is {shown(fields['hello'])}, expected {PROTOCOL}: the protocol's version here")
+            text = f"'hello' is {shown(fields['hello'])}, expected {PROTOCOL}: the protocol's version here"
+            raise ServingError(text, 426)
         client = fields.get("client")
         if not isinstance(client, str) or not client:
             raise RequestError(f"'client' is {shown(client)}, expected a text that is this client's alone")

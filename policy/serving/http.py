@@ -19,7 +19,6 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
-from rollflow.policy.serving import openpi
 from rollflow.policy.serving.batcher import Batcher, Histogram
 from rollflow.policy.serving.front import (
     AsyncFront,
@@ -37,7 +36,6 @@ from rollflow.stream.wire.address import TcpAddress, check_secret, parse_address
 
 TIDY_SECONDS = 5.0
 _GRACE_SECONDS = 10
-_SCHEMES = b"Bearer ", b"Api-Key "  # the second one as openpi's clients have it
 _LABELS = ("policy", "version")
 _COUNTERS: dict[str, tuple[str, Callable[[Batcher], float]]] = {
     "rollflow_serve_actions": ("actions chosen", lambda batcher: batcher.tally.acted),
@@ -64,18 +62,6 @@ _STATUSES = {
 }
 
 
-class TooLargeError(ServingError):
-    """Raised when a request's body is larger than a server takes."""
-
-    status = 413
-
-
-class UnprovedError(ServingError):
-    """Raised when a request does not show the server's secret."""
-
-    status = 401
-
-
 class HttpServer:
     """Serves a shelf of policies over HTTP and WebSocket, until it is closed.
 
@@ -85,7 +71,6 @@ class HttpServer:
         certificate,  files for TLS; the key may be in the certificate's file
         key
         max_body      bytes of a request, at most
-        openpi_for    name of the policy that speaks openpi's protocol at `/`; None: none does
 
     Raises WireError for an address that can't be listened on.
     """
@@ -99,7 +84,6 @@ class HttpServer:
         certificate: Path | None = None,
         key: Path | None = None,
         max_body: int = 1 << 24,
-        openpi_for: str | None = None,
     ) -> None:
         if not re.fullmatch(r"(tcp://)?[^/]+:\d+", listen):
             raise WireError(f"address {listen!r}, expected 'host:port' for HTTP", "address")
@@ -108,7 +92,7 @@ class HttpServer:
         for file, option in ((certificate, "certificate"), (key, "key")):
             if file is not None and not file.is_file():
                 raise WireError(f"there is no file {file}, expected the {option} for TLS", "tls")
-        self._shelf, self._max_body, self._openpi_for = shelf, max_body, openpi_for
+        self._shelf, self._max_body = shelf, max_body
         self._secret = None if secret is None else secret.encode()
         check_secret(address, self._secret)
         self._front: AsyncFront | None = None
@@ -168,8 +152,6 @@ class HttpServer:
             WebSocketRoute("/v1/policies/{name}/stream", self._stream),
             WebSocketRoute("/v1/stream", self._stream),
         ]
-        if self._openpi_for is not None:
-            routes += [WebSocketRoute("/", self._openpi), Route("/healthz", self._health)]
         return Starlette(routes=routes, lifespan=self._tidying)
 
     @asynccontextmanager
@@ -206,8 +188,8 @@ class HttpServer:
         if self._secret is None:
             return
         shown = connection.headers.get("authorization", "").encode("latin-1")  # the bytes as they came
-        if not any(hmac.compare_digest(shown, scheme + self._secret) for scheme in _SCHEMES):
-            raise UnprovedError("expected the header 'Authorization: Bearer SECRET' with this server's secret")
+        if not hmac.compare_digest(shown, b"Bearer " + self._secret):
+            raise ServingError("expected the header 'Authorization: Bearer SECRET' with this server's secret", 401)
 
     async def _health(self, _: Request) -> Response:
         return Response("ok\n", media_type="text/plain")
@@ -241,7 +223,7 @@ class HttpServer:
         async for part in request.stream():
             size += len(part)
             if size > self._max_body:
-                raise TooLargeError(f"the body is larger than {self._max_body} bytes")
+                raise ServingError(f"the body is larger than {self._max_body} bytes", 413)
             parts.append(part)
         return b"".join(parts)
 
@@ -250,15 +232,10 @@ class HttpServer:
             name, front = socket.path_params.get("name"), self._running_front
             await Conversation(socket, self._shelf, front, self._clients, policy=name, limit=self._max_body).run()
 
-    async def _openpi(self, socket: WebSocket) -> None:
-        if await self._accepted(socket):
-            assert self._openpi_for is not None
-            await openpi.converse(socket, self._shelf, self._openpi_for, self._running_front)
-
     async def _accepted(self, socket: WebSocket) -> bool:
         try:
             self._prove(socket)
-        except UnprovedError as error:
+        except ServingError as error:
             await socket.close(1008, str(error))  # which is status 403 here
             return False
         await socket.accept()

@@ -14,6 +14,10 @@ class ServingError(RollflowError):
 
     status = 500
 
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = self.status if status is None else status
+
 
 class RequestError(ServingError, ValueError):
     """Raised when a request is malformed; the text names the field, what was expected and what came."""
@@ -43,12 +47,6 @@ class ClosedError(ServingError):
     """Raised when the server is closing."""
 
     status = 503
-
-
-class VersionError(ServingError):
-    """Raised when a client speaks another version of the protocol."""
-
-    status = 426
 
 
 class UnansweredError(ServingError, TimeoutError):

@@ -8,32 +8,15 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from rollflow.nodes.policies.policy import Policy
-from rollflow.policy.serving.batcher import Batcher, Tally
+from rollflow.policy.serving.batcher import Batcher, BatchOptions
 from rollflow.policy.serving.request import ActRequest, ClosedError, UnknownPolicyError
 from rollflow.stream.data.errors import ModuleError, PolicyError
 
 _log = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
-
-
-class BatchOptions(NamedTuple):
-    """How requests are put together, and how much may wait.
-
-    max_batch       requests in one forward pass, at most
-    max_wait        seconds that the first of them waits for others
-    max_waiting     requests that may wait for each version; more are refused
-    max_sessions    sessions with a memory, for each version
-    idle_after      seconds after which an idle session is forgotten
-    """
-
-    max_batch: int = 64
-    max_wait: float = 0.0
-    max_waiting: int = 1024
-    max_sessions: int = 65_536
-    idle_after: float = 3600.0
 
 
 class Shelf:
@@ -90,7 +73,7 @@ class Shelf:
                 raise ClosedError("the server is closed")
             if version in self._versions.get(name, {}):
                 raise ValueError(f"version '{version}' of policy '{name}' is served already")
-            batcher = Batcher(policy, version=version, tally=Tally(), **self._options._asdict())
+            batcher = Batcher(policy, version, self._options)
             self._versions.setdefault(name, {})[version] = batcher
             if share < 1:
                 self._canaries[name] = version, share
@@ -203,7 +186,7 @@ class WatchedPolicy:
         name      by which clients ask for it
         path      of the artifact, a folder or a `.zip`
         share     of what begins; below 1 it is a canary
-        load      makes the policy of a path; None: `Policy.load` with `allow` and `device`
+        allow, device    as `Policy.load` takes them
 
     A path that can't be loaded is logged, and what was served before goes on.
     """
@@ -217,12 +200,11 @@ class WatchedPolicy:
         share: float = 1.0,
         allow: Collection[str] = (),
         device: Any = None,
-        load: Callable[[Path], Any] | None = None,
     ) -> None:
         self._shelf, self._name, self._path, self._share = shelf, name, Path(path), share
         if not self._path.exists():
             raise PolicyError(f"there is no policy at {self._path}, expected a folder or a .zip file")
-        self._load = load or (lambda found: Policy.load(found, allow=allow, device=device))
+        self._options: dict[str, Any] = {"allow": allow, "device": device}
         self._seen = self._stamp()
         self._put()
 
@@ -242,7 +224,7 @@ class WatchedPolicy:
     def _put(self) -> None:
         version = version_of(self._path)
         if version not in (self._shelf.versions(self._name) if self._name in self._shelf.names else ()):
-            self._shelf.put(self._name, self._load(self._path), version, share=self._share)
+            self._shelf.put(self._name, Policy.load(self._path, **self._options), version, share=self._share)
 
     def _stamp(self) -> _Stamp | None:
         try:
@@ -255,22 +237,14 @@ class WatchedPolicy:
         return self._path / "policy.json" if self._path.is_dir() else self._path
 
 
-class Looker(Protocol):
-    """Something that is looked at now and then."""
-
-    def look(self) -> object:
-        """See whether anything has changed, and do what is due then."""
-        ...
-
-
 class Watcher:
-    """Looks at watched policies, and whatever else changes, from a thread, until it is closed.
+    """Calls the `look` of watched policies, and whatever else changes, from a thread, until it is closed.
 
-    seconds    between two looks
+    seconds    between two calls
     """
 
-    def __init__(self, watched: Collection[Looker], seconds: float = 1.0) -> None:
-        self._watched, self._seconds = list(watched), seconds
+    def __init__(self, looks: Collection[Callable[[], object]], seconds: float = 1.0) -> None:
+        self._looks, self._seconds = list(looks), seconds
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollflow watches policies", daemon=True)
         self._thread.start()
@@ -282,8 +256,8 @@ class Watcher:
 
     def _run(self) -> None:
         while not self._closed.wait(self._seconds):
-            for policy in self._watched:
-                policy.look()
+            for look in self._looks:
+                look()
 
 
 def version_of(path: Path) -> str:

@@ -57,7 +57,6 @@ def test_saved_policies_are_served_until_a_signal(tmp_path: Path, number: signal
     [
         (["nowhere"], "nowhere"),
         (["=x"], "policy '=x', expected PATH or NAME=PATH"),
-        (["{echo}", "--openpi", "other"], "no policy 'other' is served; served: echo"),
         (["{echo}", "--canary", "echo={echo}"], "expected NAME=PATH:SHARE"),
         (["{echo}", "--http", "0.0.0.0:0"], "without a secret, expected one"),
         (["{echo}", "--http", "here"], "expected 'host:port' for HTTP"),

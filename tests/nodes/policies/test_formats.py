@@ -1,17 +1,11 @@
 """Formats of saved policies: those of every format there was are still read."""
 
-import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 
 from rollflow import Policy
 from rollflow.nodes.policies import artifact
-from rollflow.nodes.policies.artifact_files import manifest_bytes
-from rollflow.stream import PolicyError
 
 ARTIFACTS = Path(__file__).parent / "artifacts"
 FIRST, LAST = [-0.0012431, -0.0013925, -0.0005472, -0.0004551], [1.99e-05, -0.002635, -0.0007812, -0.0014682]  # logits
@@ -37,26 +31,3 @@ def test_a_policy_of_format_1_acts_as_it_did() -> None:
         logits.append(policy.outputs["action_dist_inputs"][0])
     np.testing.assert_allclose(logits[0], FIRST, atol=1e-5)
     np.testing.assert_allclose(logits[-1], LAST, atol=1e-5)
-
-
-def older(folder: Path, tmp_path: Path) -> Path:
-    """A copy of a policy as a format before its own would have written it."""
-    copied = Path(shutil.copytree(folder, tmp_path / "older"))
-    manifest = json.loads((copied / "policy.json").read_text())
-    del manifest["digest"]
-    manifest["sampled"] = manifest.pop("explore")
-    (copied / "policy.json").write_bytes(manifest_bytes(manifest))
-    return copied
-
-
-def test_an_older_format_goes_through_its_migration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def migrate(manifest: dict[str, Any]) -> dict[str, Any]:
-        explore = manifest.pop("sampled")
-        return {**manifest, "explore": explore, "format": 2}
-
-    path = older(ARTIFACTS / "format_1", tmp_path)
-    with pytest.raises(PolicyError, match=r"missing \['explore'\], unknown \['sampled'\]"):
-        Policy.load(path)
-    monkeypatch.setattr(artifact, "FORMAT", 2)
-    monkeypatch.setitem(artifact.MIGRATIONS, 1, migrate)
-    assert Policy.load(path).explore is False

@@ -8,13 +8,13 @@ from served_policies import Echo, Held, Sums, Taking, first_of, policy_of
 
 from rollflow import Policy
 from rollflow.nodes import DefaultModule, PrevActionsPrevRewards
-from rollflow.policy.serving.batcher import Batcher, Tally
+from rollflow.policy.serving.batcher import Batcher, BatchOptions
 from rollflow.policy.serving.request import Acted, ClosedError, OverloadedError, RequestError, SessionLostError
 
 
 def batcher_of(policy: Any, **options: Any) -> Batcher:
     """Batches of a policy, with these options."""
-    return Batcher(policy, version="1", tally=Tally(), **options)
+    return Batcher(policy, "1", BatchOptions(**options))
 
 
 def test_what_waits_acts_in_one_pass() -> None:

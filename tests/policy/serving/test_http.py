@@ -9,12 +9,12 @@ import httpx
 import numpy as np
 import pytest
 from served_policies import Echo, Held, Sums, policy_of
-from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from rollflow.policy.serving import BatchOptions
 from rollflow.policy.serving.http import HttpServer
 from rollflow.policy.serving.items import CONTENT_TYPE, pack, unpack
-from rollflow.policy.serving.shelf import BatchOptions, Shelf
+from rollflow.policy.serving.shelf import Shelf
 from rollflow.stream import WireError
 
 
@@ -29,7 +29,7 @@ def shelf() -> Iterator[Shelf]:
 
 @pytest.fixture
 def server(shelf: Shelf) -> Iterator[HttpServer]:
-    with HttpServer(shelf, "127.0.0.1:0", max_body=4096, openpi_for="sums") as server:
+    with HttpServer(shelf, "127.0.0.1:0", max_body=4096) as server:
         yield server
 
 
@@ -198,35 +198,6 @@ def test_a_websocket_answers_one_message_after_the_other(server: HttpServer) -> 
         assert (refusal["status"], refusal["error"]) == (422, "observation has shape [1], expected float32[2]")
         socket.send(json.dumps({"observation": [4, 0], "session": "a"}))
         assert json.loads(socket.recv())["action"] == [7.0, 0.0]
-
-
-def test_openpis_protocol(server: HttpServer) -> None:
-    address = server.url.replace("http", "ws")
-    with connect(address) as socket:
-        assert unpack(socket.recv())["name"] == "sums"
-        sums = []
-        for message in ({"state": np.array([1, 0])}, {"state": np.array([2, 0])}, {"state": [5, 0], "reset": True}):
-            socket.send(pack(message))
-            answer = unpack(socket.recv())
-            sums.append(answer["actions"][0])
-            assert answer["server_timing"]["infer_ms"] >= 0
-        assert sums == [1.0, 3.0, 5.0]
-        socket.send(pack({"state": [1, 2, 3]}))
-        assert socket.recv() == "RequestError: observation has shape [3], expected float32[2]"
-    with connect(address) as socket:  # another connection is another session
-        socket.recv()
-        socket.send(pack({"state": [1, 0]}))
-        assert unpack(socket.recv())["actions"][0] == 1.0
-
-
-def test_openpis_clients_show_the_secret_as_their_api_key(shelf: Shelf) -> None:
-    with HttpServer(shelf, "127.0.0.1:0", secret="open sesame", openpi_for="sums") as server:
-        address = server.url.replace("http", "ws")
-        with connect(address, additional_headers={"Authorization": "Api-Key open sesame"}) as socket:
-            assert unpack(socket.recv())["name"] == "sums"
-        with pytest.raises(InvalidStatus), connect(address, additional_headers={"Authorization": "Api-Key open"}):
-            pass
-        assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
 def test_many_clients_each_get_their_own_answers(server: HttpServer) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from served_policies import Echo, Sums, Taking, policy_of
 
+from rollflow.policy.serving import BatchOptions
 from rollflow.policy.serving.request import Acted, Outcome, UnknownPolicyError
-from rollflow.policy.serving.shelf import BatchOptions, Shelf
+from rollflow.policy.serving.shelf import Shelf
 
 
 def version_of(outcome: Outcome) -> str:

@@ -61,7 +61,7 @@ def test_what_can_not_be_loaded_does_not_take_over(
 def test_a_watcher_looks_by_itself(shelf: Shelf, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     policy_of(Echo, 1.0).save(path)
-    watcher = Watcher([WatchedPolicy(shelf, "pole", path, allow=ALLOW)], seconds=0.001)
+    watcher = Watcher([WatchedPolicy(shelf, "pole", path, allow=ALLOW).look], seconds=0.001)
     policy_of(Echo, 2.0).save(path)
     while offset_of(shelf) != 2.0:  # pytest's limit of time ends it
         pass
