@@ -77,11 +77,6 @@ def table_of(columns: Mapping[str, Any], optional: Collection[str] = ()) -> Any:
     return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(fields))
 
 
-def arrow_type(description: Description) -> Any:
-    """The Arrow type of a column that `arrow_of` makes."""
-    return arrow_of(empty_tree(description, 0), description).type
-
-
 def whole_numbers(schema: Any) -> list[str]:
     """Paths in a Parquet file of the whole numbers in an Arrow schema, without those of dictionaries.
 
@@ -104,15 +99,6 @@ def _leaf_types(fields: Any, parent: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}.list.element", kind.value_type
         else:
             yield path, kind
-
-
-def is_alike(kind: Any, other: Any) -> bool:
-    """True for Arrow types of the same form, whether or not they may have nulls, as earlier versions wrote them."""
-    if not kind.num_fields or (kind.id, kind.num_fields) != (other.id, other.num_fields):
-        return bool(kind == other)
-    pairs = [(kind.field(place), other.field(place)) for place in range(kind.num_fields)]
-    has_size = getattr(kind, "list_size", None) == getattr(other, "list_size", None)
-    return has_size and all(one.name == two.name and is_alike(one.type, two.type) for one, two in pairs)
 
 
 def tree_of(array: Any, description: Description) -> Tree:

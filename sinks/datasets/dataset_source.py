@@ -4,7 +4,6 @@ import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,14 +15,13 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rollflow.nodes.argument_checks import check_flags, checked_count
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor, as_array
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.sinks.datasets.episode_block import (
     EpisodeBlock,
-    EpisodeStore,
     EpisodeSummary,
     Ints,
     ReadAhead,
@@ -36,23 +34,15 @@ from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
 from rollflow.sinks.datasets.stored_agents import AgentsBlock, EnvEpisodes, StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.trainer.item_maker import check_module
-from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, shown
-from rollflow.stream.data.tree import map_tree
-from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Outlet
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 
 Batch = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Place in the passes over a dataset: the number of the pass, of the episode in its order, and of the step."""
-
-    number: int = 0
-    episode: int = 0
-    step: int = 0
+# Place in the passes over a dataset: the number of the pass, of the episode in its order, and of the step.
+_PLACE = "pass", "episode", "step"
 
 
 class _Window(NamedTuple):
@@ -161,7 +151,7 @@ class DatasetSource(IterableDataset[Any]):
         else:
             self.learner_pipeline = _pipeline(learner_connector, self.observation_space, self.action_space, module)
         self._lookback = self._needed_lookback()
-        self._at = Position()
+        self._at: tuple[int, ...] = 0, 0, 0  # see `_PLACE`
         self._is_in_worker = False
         self._sequence = 0
         self._tensors = NumpyToTensor()  # without a module, the pipeline's own leaves arrays as they are
@@ -228,8 +218,7 @@ class DatasetSource(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The place behind the last item that a loop was given, in plain values; without workers of a `DataLoader`."""
-        at = self._at
-        return {"pass": at.number, "episode": at.episode, "step": at.step, **self._identity()}
+        return {**dict(zip(_PLACE, self._at, strict=True)), **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly behind the place of a state. Raises DatasetError for a state of another dataset or order."""
@@ -239,7 +228,7 @@ class DatasetSource(IterableDataset[Any]):
         for name, own in identity.items():
             if state.get(name) != own:
                 raise DatasetError(f"the state has {name}={state.get(name)!r}, expected {own!r}").see("dataset")
-        self._at = Position(*(checked_count(name, state.get(name), 0) for name in ("pass", "episode", "step")))
+        self._at = tuple(checked_count(name, state.get(name), 0) for name in _PLACE)
 
     def __repr__(self) -> str:
         size = f"{self.num_episodes} episodes, {self.num_steps} steps"
@@ -278,31 +267,27 @@ class DatasetSource(IterableDataset[Any]):
         with closing(self._blocks(size, whole=whole)) as blocks:
             for window, block, row, ends in blocks:
                 for begin, end in pairwise([row, *ends]):
-                    self._at = Position(window.number, *block.place_of(end))
+                    self._at = window.number, *block.place_of(end)
                     options: dict[str, Any] = {"lookback": self._lookback, "sequence": self._sequence, "name": name}
                     self._sequence += 1
                     if isinstance(block, AgentsBlock):
-                        agents = StoredAgents(block, begin, end, **options)
-                        for part in agents.parts:
-                            _assume_initial_states(part, self._module.get(part.module_ids[0]))
-                        yield agents
+                        yield StoredAgents(block, begin, end, **options)
                     else:
-                        fragment = StoredFragment(block, begin, end, **options)
-                        _assume_initial_states(fragment, self._module)
-                        yield fragment
+                        yield StoredFragment(block, begin, end, **options)
                 if window.is_last:
-                    self._at = Position(window.number + 1)
+                    self._at = window.number + 1, 0, 0
         if window is None:  # the place was the end of a loop, or this share has no episodes
-            self._at = Position(self._at.number + 1)
+            self._at = self._at[0] + 1, 0, 0
 
     def _begin_in_worker(self) -> None:
         """Go to the beginning of the pass. Raises DatasetError for a place within one, which is not of this share."""
-        if not self._is_in_worker and self._at != Position(self._at.number):
+        beginning = self._at[0], 0, 0
+        if not self._is_in_worker and self._at != beginning:
             raise DatasetError(
                 "the source stands within a pass, and a DataLoader's workers have other shares; expected "
                 "num_workers=0, or a source at the beginning of a pass"
             ).see("dataset")
-        self._is_in_worker, self._at = True, Position(self._at.number)
+        self._is_in_worker, self._at = True, beginning
 
     def _blocks(self, size: int, *, whole: bool) -> Generator[tuple[_Window, Any, int, list[int]], None, None]:
         """Each window up to the end of the loop, from the present place on; a thread reads the next one meanwhile.
@@ -310,7 +295,7 @@ class DatasetSource(IterableDataset[Any]):
         Gives the window, its steps, the row at which its first fragment begins, and the rows at which they end.
         """
         make: Any = AgentsBlock if isinstance(self._store, EnvEpisodes) else EpisodeBlock
-        row, windows, coming = self._at.step, self._upcoming(), None
+        row, windows, coming = self._at[-1], self._upcoming(), None
         window = next(windows, None)
         try:
             while window is not None:
@@ -332,7 +317,7 @@ class DatasetSource(IterableDataset[Any]):
 
     def _upcoming(self) -> Iterator[_Window]:
         """The windows up to the end of the loop, from the present place on."""
-        number, first = self._at.number, self._at.episode
+        number, first, _ = self._at
         while windows := self._windows(number):
             ordinal = 0
             for place, episodes in enumerate(windows):
@@ -358,7 +343,7 @@ class DatasetSource(IterableDataset[Any]):
         return [each for each in mine if len(each)]
 
 
-def _episodes_at(path: Path) -> EpisodeStore | EnvEpisodes:
+def _episodes_at(path: Path) -> ParquetEpisodes | MinariEpisodes | EnvEpisodes:
     """The episodes at a path, by its files. Raises DatasetError where they can't be read."""
     if (data := minari_data_of(path)) is not None:
         return MinariEpisodes(data)
@@ -370,12 +355,6 @@ def _pipeline(connector: Any, observation_space: Any, action_space: Any, module:
     """The learner pipeline of a module, with a user's pieces."""
     pieces = pieces_given(connector, "learner_connector", observation_space, action_space)
     return LearnerConnectorPipeline.default(observation_space, action_space, pieces, stateful=is_stateful(module))
-
-
-def _assume_initial_states(fragment: Fragment, module: Any) -> None:
-    """Record the module's initial state for episodes without one, which files of earlier versions have."""
-    if Columns.STATE_OUT in fragment.columns and is_stateful(module):
-        fragment.assume_initial_state(map_tree(as_array, module.get_initial_state()))
 
 
 def _checked_episodes(episodes: Sequence[int] | Ints | None, count: int) -> Ints:

@@ -2,20 +2,22 @@
 
 import math
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.arrow_columns import Description, describe_tree, empty_tree
+from rollflow.sinks.datasets.arrow_columns import Description, empty_tree
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
+
+if TYPE_CHECKING:
+    from rollflow.sinks.datasets.minari_episodes import MinariEpisodes
+    from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
 
 Ints = NDArray[np.int64]
 T = TypeVar("T")
@@ -29,8 +31,7 @@ class StoredSteps:
     parts       name -> the column's parts, trees of arrays any[m, ...]; all columns have parts of the same m
     rows        i64[S]    the row of each step, counted over all parts, episode by episode
     last_obs    tree of arrays any[K, ...], the observation behind each episode's last step; None: not read
-    initial     tree of arrays any[K, ...], the state before each episode's first step, and bool[K] of those that are
-                known; None: not read, or of no stateful module
+    initial     tree of arrays any[K, ...], the state before each episode's first step; None: not read, or not there
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class StoredSteps:
         parts: Mapping[str, Sequence[Tree]],
         rows: Ints,
         last_obs: Tree | None,
-        initial: tuple[Tree, NDArray[np.bool_]] | None = None,
+        initial: Tree | None = None,
     ) -> None:
         self.parts = {name: list(trees) for name, trees in parts.items()}
         self.rows, self.last_obs, self.initial = rows, last_obs, initial
@@ -50,10 +51,7 @@ class StoredSteps:
         parts = {name: [*front.parts[name], *trees] for name, trees in self.parts.items()}
         rows = np.concatenate([front.rows, self.rows + front._firsts[-1]])
         lasts = None if self.last_obs is None else concatenate_trees([front.last_obs, self.last_obs])
-        initial = None
-        if front.initial is not None and self.initial is not None:
-            (before, were_known), (after, are_known) = front.initial, self.initial
-            initial = concatenate_trees([before, after]), np.concatenate([were_known, are_known])
+        initial = None if self.initial is None else concatenate_trees([front.initial, self.initial])
         return StoredSteps(parts, rows, lasts, initial)
 
     def join(self) -> None:
@@ -156,8 +154,8 @@ def _copy(leaf: NDArray[Any], first: int, into: NDArray[Any]) -> None:
     into[:] = leaf[first : first + len(into)]
 
 
-class EpisodeStore(Protocol):
-    """Episodes on a disk, in an order of their own.
+EpisodeStore: TypeAlias = "ParquetEpisodes | MinariEpisodes"
+"""Episodes on a disk, in an order of their own.
 
     description                          as in `dataset.json`, with the records of the runs
     columns                              name -> description
@@ -168,69 +166,11 @@ class EpisodeStore(Protocol):
     ids                                  object[E] text
     runs                                 i64[E]    number of the run in the description
     lost                                 episode -> why its environment was lost
-    """
 
-    description: dict[str, Any]
-    columns: Mapping[str, Description]
-    observation_space: gym.Space[Any] | None
-    action_space: gym.Space[Any]
-    version: Any
-    num_steps: Ints
-    t_started: Ints
-    ids: NDArray[np.object_]
-    runs: Ints
-    lost: Mapping[int, str]
-
-    def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
-        """Read some of the `columns` of K episodes, i64[K], and the observations behind their last steps.
-
-        With these, the states before their first steps as well, where a stateful module has acted.
-
-        Calls `check_wanted` between its parts. Raises DatasetError, with its name, for a damaged file.
-        """
-        ...
-
-
-class FilledSteps(NamedTuple):
-    """Room for the steps of K episodes, one behind the other, and for their last observations.
-
-    columns     name -> tree of arrays any[S, ...]
-    last_obs    tree of arrays any[K, ...]; None: not wanted
-    stop        i64[K]    row behind each episode's last step
-    """
-
-    columns: dict[str, Tree]
-    last_obs: Tree | None
-    stop: Ints
-
-    @classmethod
-    def of(cls, store: EpisodeStore, episodes: Ints, names: Collection[str], *, with_last: bool) -> "FilledSteps":
-        """Room for some columns of these episodes, i64[K], with undefined contents."""
-        stop: Ints = np.cumsum(store.num_steps[episodes])
-        columns = {name: empty_tree(store.columns[name], int(stop[-1])) for name in names}
-        return cls(columns, empty_tree(store.columns[Columns.OBS], len(episodes)) if with_last else None, stop)
-
-    def steps(self) -> StoredSteps:
-        """The steps, once they are there."""
-        return StoredSteps(
-            {name: [tree] for name, tree in self.columns.items()}, np.arange(self.stop[-1]), self.last_obs
-        )
-
-
-def copy_rows(target: Tree, source: Tree, to: Any, rows: Any) -> None:
-    """Copy rows of a tree of arrays any[n, ...], as another library reads them, to places of one any[S, ...]."""
-    map_tree(lambda leaf, values: leaf.__setitem__(to, np.reshape(values[rows], leaf[to].shape)), target, source)
-
-
-def columns_of_spaces(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> dict[str, Description]:
-    """The columns of a store that has observations, actions, rewards and flags alone."""
-    spaces = {Columns.OBS: observation_space, Columns.ACTIONS: action_space}
-    return {
-        **{name: describe_tree(row_of(space, 1), name) for name, space in spaces.items()},
-        Columns.REWARDS: {"dtype": "float32", "shape": []},
-        Columns.TERMINATEDS: {"dtype": "bool", "shape": []},
-        Columns.TRUNCATEDS: {"dtype": "bool", "shape": []},
-    }
+`read(episodes, names, with_last=)` gives some of the `columns` of K episodes, i64[K], and the observations behind their
+last steps; with these, the states before their first steps as well, if a stateful module has acted. It calls
+`check_wanted` between its parts, and raises DatasetError, with its name, for a damaged file.
+"""
 
 
 class EpisodeBlock:

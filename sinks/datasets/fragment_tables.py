@@ -75,8 +75,8 @@ class FragmentRows:
             self.state_in, known = fragment.initial_states(like)
             if (~known & (self.t_started == 0)).any():
                 raise DatasetError(
-                    f"{fragment.describe()}: the state before an episode's first step is not recorded, as in datasets "
-                    "of earlier versions; expected DatasetSource(path, module=…), whose module gives it"
+                    f"{fragment.describe()}: the state before an episode's first step is not recorded, expected "
+                    "episodes with their initial_state"
                 ).see("dataset")
         self.lost: list[str | None] = [None] * len(self.lengths)
         if fragment.custom_data:

@@ -6,7 +6,8 @@ ID/data/main_data.hdf5    a group `episode_N` for each episode, with a row more 
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,23 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.arrow_columns import Description
+from rollflow.sinks.datasets.arrow_columns import Description, describe_tree, empty_tree
 from rollflow.sinks.datasets.dataset_folder import environment_of, whole_folder
-from rollflow.sinks.datasets.episode_block import (
-    FilledSteps,
-    Ints,
-    StoredSteps,
-    check_wanted,
-    columns_of_spaces,
-    copy_rows,
-)
+from rollflow.sinks.datasets.episode_block import Ints, StoredSteps, check_wanted
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.space import row_of
+from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
-_DATA, _METADATA, _ARRAYS = "data", "metadata.json", "main_data.hdf5"
-_FLAGS = {Columns.TERMINATEDS: "terminations", Columns.TRUNCATEDS: "truncations"}
-_KEYS = {Columns.OBS: "observations", Columns.ACTIONS: "actions", Columns.REWARDS: "rewards", **_FLAGS}
+_DATA, _METADATA = "data", "metadata.json"
+_KEYS = {
+    Columns.OBS: "observations",
+    Columns.ACTIONS: "actions",
+    Columns.REWARDS: "rewards",
+    Columns.TERMINATEDS: "terminations",
+    Columns.TRUNCATEDS: "truncations",
+}
 _ID = re.compile(r"([-\w]+/)*[-\w]+-v\d+")
 
 
@@ -42,7 +42,7 @@ def minari_data_of(path: Path) -> Path | None:
 
 
 class MinariEpisodes:
-    """Episodes of a dataset of Minari's: an `EpisodeStore`.
+    """Episodes of a dataset of Minari's: see `EpisodeStore`.
 
     data    folder with the files: `minari_data_of`
 
@@ -60,7 +60,13 @@ class MinariEpisodes:
         spaces = metadata["observation_space"], metadata["action_space"]
         self.observation_space: gym.Space[Any] | None = spaces[0]
         self.action_space: gym.Space[Any] = spaces[1]
-        self.columns: Mapping[str, Description] = columns_of_spaces(*spaces)
+        self.columns: Mapping[str, Description] = {
+            Columns.OBS: describe_tree(row_of(spaces[0], 1), Columns.OBS),
+            Columns.ACTIONS: describe_tree(row_of(spaces[1], 1), Columns.ACTIONS),
+            Columns.REWARDS: {"dtype": "float32", "shape": []},
+            Columns.TERMINATEDS: {"dtype": "bool", "shape": []},
+            Columns.TRUNCATEDS: {"dtype": "bool", "shape": []},
+        }
         self.num_steps: Ints = np.array([int(each["total_steps"]) for each in records], np.int64)
         if not len(records) or not self.num_steps.all():
             raise DatasetError(f"{data} has an episode without steps, or no episode, expected steps").see("dataset")
@@ -76,18 +82,26 @@ class MinariEpisodes:
 
     def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
         """Read the steps of episodes: see `EpisodeStore`."""
-        made = FilledSteps.of(self, episodes, names, with_last=with_last)
+        parts: dict[str, list[Tree]] = {name: [] for name in names}
+        counts, last_obs = self.num_steps[episodes], list[Tree]()
         try:
-            for place, episode in enumerate(self._storage.get_episodes(episodes.tolist())):
+            for episode, count in zip(self._storage.get_episodes(episodes.tolist()), counts.tolist(), strict=True):
                 check_wanted()
-                count, end = int(self.num_steps[episodes[place]]), int(made.stop[place])
-                for name, tree in made.columns.items():
-                    copy_rows(tree, episode[_KEYS[name]], slice(end - count, end), slice(count))
-                if made.last_obs is not None:
-                    copy_rows(made.last_obs, episode["observations"], place, count)
+                for name, trees in parts.items():
+                    trees.append(self._rows(name, episode[_KEYS[name]], 0, count))
+                if with_last:
+                    last_obs.append(self._rows(Columns.OBS, episode["observations"], count, count + 1))
         except (OSError, ValueError, KeyError, AssertionError) as error:
             raise self._damaged(error) from error
-        return made.steps()
+        return StoredSteps(parts, np.arange(counts.sum()), concatenate_trees(last_obs) if with_last else None)
+
+    def _rows(self, name: str, tree: Tree, begin: int, end: int) -> Tree:
+        """Some rows of a column as minari reads it: a tree of arrays any[n, ...]."""
+        return map_tree(
+            lambda leaf, values: np.asarray(values[begin:end], leaf.dtype).reshape(end - begin, *leaf.shape[1:]),
+            empty_tree(self.columns[name], 0),
+            tree,
+        )
 
     def _damaged(self, error: Exception) -> DatasetError:
         return DatasetError(f"minari can't read {self._data}: {type(error).__name__}: {error}").see("dataset")
@@ -125,64 +139,25 @@ def write_minari(
         data.mkdir()
         env_spec = _env_spec_of(description)
         storage = storage_class.new(data, *spaces, env_spec, data_format="hdf5", jpeg_encoding=False)
-        total_episodes, total_steps = _write_arrays(data / _ARRAYS, fragments)
-        storage.update_metadata(_facts_of(dataset_id, total_episodes, total_steps, storage.get_size()))
+        storage.update_episodes(_buffers_of(fragments))
+        storage.update_metadata({"dataset_id": dataset_id, "minari_version": version("minari")})
     return folder
 
 
-def _write_arrays(path: Path, fragments: Iterable[Fragment]) -> tuple[int, int]:
-    """Write a group for each episode; the numbers of episodes and steps."""
-    import h5py
+def _buffers_of(fragments: Iterable[Fragment]) -> Iterator[Any]:
+    """Episodes as Minari writes them."""
+    from minari.data_collector import EpisodeBuffer
 
-    number = steps = 0
-    with h5py.File(path, "w", track_order=True) as file:
-        for fragment in fragments:
-            chunks = fragment.chunks
-            lengths: Ints = chunks.stop - chunks.start
-            ends = np.cumsum(lengths)
-            columns = {_KEYS[name]: fragment.gather(name) for name in _KEYS if name not in _FLAGS}
-            columns["observations"] = map_tree(
-                lambda leaf, last, ends=ends: np.insert(leaf, ends, last, axis=0),
-                columns["observations"],
-                fragment.last_observations(),
+    for fragment in fragments:
+        for episode in fragment.episodes():
+            is_last = np.arange(len(episode)) == len(episode) - 1
+            yield EpisodeBuffer(
+                observations=episode.get_observations(),
+                actions=episode.get_actions(),
+                rewards=episode.get_rewards(),
+                terminations=is_last & episode.is_terminated,
+                truncations=is_last & episode.is_truncated,
             )
-            for name, flags in (("terminations", chunks.terminated), ("truncations", chunks.truncated)):
-                columns[name] = np.zeros(fragment.num_steps, np.bool_)
-                columns[name][ends - 1] = flags
-            for place, (length, end) in enumerate(zip(lengths.tolist(), ends.tolist(), strict=True)):
-                group = file.create_group(f"episode_{number}")
-                group.attrs["id"], group.attrs["total_steps"] = number, length
-                for name, tree in columns.items():
-                    # Each episode has one observation more than steps.
-                    begin, more = (end - length + place, 1) if name == "observations" else (end - length, 0)
-                    _write_rows(group, name, tree, slice(begin, begin + length + more))
-                number += 1
-            steps += fragment.num_steps
-    return number, steps
-
-
-def _write_rows(group: Any, name: str, tree: Tree, rows: slice) -> None:
-    """Write some rows of a tree of arrays: a dataset, or a group of them; the parts of a tuple are `_index_0`, …."""
-    if isinstance(tree, tuple | list):
-        tree = {f"_index_{place}": part for place, part in enumerate(tree)}
-    if not isinstance(tree, dict):
-        group.create_dataset(name, data=tree[rows])
-        return
-    inner = group.create_group(name)
-    for key, part in tree.items():
-        _write_rows(inner, key, part, rows)
-
-
-def _facts_of(dataset_id: str, total_episodes: int, total_steps: int, size: float) -> dict[str, Any]:
-    import minari
-
-    return {
-        "dataset_id": dataset_id,
-        "minari_version": minari.__version__,
-        "total_episodes": total_episodes,
-        "total_steps": total_steps,
-        "dataset_size": size,
-    }
 
 
 def _env_spec_of(description: Mapping[str, Any]) -> Any:

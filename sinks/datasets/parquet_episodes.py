@@ -87,7 +87,7 @@ class EpisodeIndex:
             sizes += in_groups
         if not tables:
             raise no_steps(folder.path)
-        table = pa.concat_tables(tables, promote_options="default")  # files of earlier versions may have nulls
+        table = pa.concat_tables(tables)
         columns = {name: table.column(name).combine_chunks() for name in _COLUMNS}
         run, t_started, steps = (_numbers(columns[name]) for name in ("run", "t_started", "num_steps"))
         self.group: Ints = np.repeat(np.arange(len(sizes)), sizes)
@@ -195,7 +195,7 @@ def read_chunks(
 
 
 def _mark_of(footer: Any) -> Any:
-    """What files that were written together have alike; those of earlier versions have none."""
+    """What files that were written together have alike."""
     return (footer.metadata or {}).get(MARK.encode())
 
 
@@ -215,7 +215,7 @@ def _flags(array: Any) -> NDArray[np.bool_]:
 
 
 class ParquetEpisodes:
-    """Episodes that a `DatasetSink` has written, of one agent or of a module: an `EpisodeStore`.
+    """Episodes that a `DatasetSink` has written, of one agent or of a module: see `EpisodeStore`.
 
     index    of the episodes; None: of all
 
@@ -261,38 +261,30 @@ class ParquetEpisodes:
                         parts[name].append(tree)
         last_obs, initial = None, None
         if with_last:
-            last_obs, _ = self._of_chunks(LAST_OBS, self.columns[Columns.OBS], index.last[episodes])
+            last_obs = self._of_chunks(LAST_OBS, self.columns[Columns.OBS], index.last[episodes])
             if Columns.STATE_OUT in self.columns:
                 heads = index.order[index.first[episodes]]
                 initial = self._of_chunks(Columns.STATE_IN, self.columns[Columns.STATE_OUT], heads)
         parts = {name: trees[1:] or trees for name, trees in parts.items()}
         return StoredSteps(parts, ranges(begins, lengths), last_obs, initial)
 
-    def _of_chunks(self, name: str, described: Description, chunks: Ints) -> tuple[Tree, NDArray[np.bool_]]:
-        """Read what is stored beside the steps of some chunks, i64[K]: a tree of arrays any[K, ...].
-
-        Also gives bool[K] of the chunks whose file has the column, which files of earlier versions may lack.
-        """
+    def _of_chunks(self, name: str, described: Description, chunks: Ints) -> Tree:
+        """Read what is stored beside the steps of some chunks, i64[K]: a tree of arrays any[K, ...]."""
         index, order = self.index, np.argsort(chunks)
         rows, parts, size = np.empty_like(chunks), [empty_tree(described, 0)], 0
-        is_there = np.ones(len(chunks), np.bool_)
         for number, in_file in _parts(index.file[chunks[order]]):
             mine = order[in_file]
             groups, at = np.unique(index.group[chunks[mine]], return_inverse=True)
             counts = index.group_chunks[groups]
             with self._opened(EPISODES, number) as file:
-                if name in file.schema_arrow.names:
-                    numbers = [index.groups[group][1] for group in groups.tolist()]
-                    table = file.read_row_groups(numbers, columns=[name], use_threads=False)
-                    parts.append(tree_of(table.column(name), described))
-                else:
-                    is_there[mine] = False
-                    parts.append(map_tree(np.zeros_like, empty_tree(described, int(counts.sum()))))
+                numbers = [index.groups[group][1] for group in groups.tolist()]
+                table = file.read_row_groups(numbers, columns=[name], use_threads=False)
+                parts.append(tree_of(table.column(name), described))
             rows[mine] = size + index.place[chunks[mine]] + (np.cumsum(counts) - counts)[at]
             size += int(counts.sum())
         steps = StoredSteps({name: parts[1:] or parts}, rows, None)
         steps.join()
-        return steps.taken(name), is_there
+        return steps.taken(name)
 
     @contextmanager
     def _opened(self, kind: str, number: int) -> Iterator[Any]:

@@ -432,9 +432,8 @@ def _part(
     extra = [name for name in store.columns if name not in (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)]
     part.module_ids, part.outputs = (module.module_id,), {module.module_id: {name: name for name in extra}}
     if steps.initial is not None:
-        states, known = map_tree(lambda leaf: leaf[which], steps.initial)
-        begins = np.flatnonzero((made.before == 0) & known)
-        states = map_tree(lambda leaf: leaf[begins], states)
+        begins = np.flatnonzero(made.before == 0)
+        states = map_tree(lambda leaf: leaf[which[begins]], steps.initial)
         part.starts = [Start(made.start[begins], made.slot[begins], states)]
     keys = list(ids)
     part.parents = {

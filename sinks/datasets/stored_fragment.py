@@ -1,6 +1,7 @@
 """Fragments made of stored episodes."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,18 +66,9 @@ class StoredColumns(dict[str, Column]):
         return dict, (self.items(),)
 
 
-class StoredIds:
-    """Ids of a fragment's episodes by their numbers, of which there is one slot.
-
-    ids    object[C] text
-    """
-
-    def __init__(self, ids: NDArray[np.object_]) -> None:
-        self._ids = ids
-
-    def __call__(self, slot: int, number: int) -> str:
-        """The id of the episode of this number."""
-        return str(self._ids[number])
+def _id_among(ids: NDArray[np.object_], slot: int, number: int) -> str:
+    """The id of the episode of this number."""
+    return str(ids[number])
 
 
 class StoredFragment(Fragment):
@@ -95,7 +87,9 @@ class StoredFragment(Fragment):
         at = slice(int(np.searchsorted(block.stop, begin, "right")), int(np.searchsorted(block.start, end)))
         store, episodes, starts, stops = block.store, block.episodes[at], block.start[at], block.stop[at]
         before = min(begin - max(int(starts[0]), 0), lookback)
-        layout = FragmentLayout(1, end - begin, before, store.action_space, False, StoredIds(store.ids[episodes]))
+        layout = FragmentLayout(
+            1, end - begin, before, store.action_space, False, partial(_id_among, store.ids[episodes])
+        )
         first = begin - before
         self._taken = slice(begin, end)
         rows = np.arange(first, end)
@@ -125,10 +119,10 @@ class StoredFragment(Fragment):
             truncated=block.truncated[at] & is_end,
         )
         if block.steps.initial is not None:
-            states, known = map_tree(lambda leaf: leaf[at], block.steps.initial)
-            begins = np.flatnonzero((self.chunks.t_started == 0) & known)
+            begins = np.flatnonzero(self.chunks.t_started == 0)
             rows = self.chunks.start[begins]
-            self.starts = [Start(rows, np.zeros_like(rows), map_tree(lambda leaf: leaf[begins], states))]
+            states = map_tree(lambda leaf: leaf[at][begins], block.steps.initial)
+            self.starts = [Start(rows, np.zeros_like(rows), states)]
         for place in np.flatnonzero(block.is_cut[at] & is_end).tolist():
             self.custom_data[0, place] = {"cut": True}
         if store.lost:

@@ -232,8 +232,8 @@ def _states_before(states: Tree, fragment: Fragment) -> Tree:
     initial, known = fragment.initial_states(map_tree(lambda leaf: leaf[0, 0], states))
     if (begins & ~known).any():
         raise ReplayError(
-            "the fragment does not record the state before its episodes' first steps, as datasets of earlier versions; "
-            "expected DatasetSource(path, module=…), whose module gives it"
+            "the fragment does not record the state before its episodes' first steps, expected episodes with their "
+            "initial_state"
         ).see("replay")
 
     def shifted(leaf: NDArray[Any], first: NDArray[Any]) -> NDArray[Any]:

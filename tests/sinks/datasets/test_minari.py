@@ -62,27 +62,6 @@ def test_minari_opens_what_is_written(tmp_path: Path, root: Path) -> None:
         assert not (theirs.terminations | theirs.truncations)[:-1].any()
 
 
-def test_minari_adds_episodes_to_what_is_written(tmp_path: Path, root: Path) -> None:
-    source = recorded(tmp_path / "data", "CartPole-v1", RandomModule, num_envs=3)
-    convert(source, "cartpole/random-v0")
-    dataset = minari.load_dataset("cartpole/random-v0")
-    steps = np.arange(5)
-    more = EpisodeBuffer(
-        observations=np.zeros((6, 4), np.float32),
-        actions=steps % 2,
-        rewards=steps.astype(np.float32),
-        terminations=steps == 4,
-        truncations=steps < 0,
-    )
-    dataset.storage.update_episodes([more])
-    dataset.storage.update_episode_metadata([{"note": "added"}], [0])
-    again = minari.load_dataset("cartpole/random-v0")
-    assert (again.total_episodes, again.total_steps) == (source.num_episodes + 1, source.num_steps + 5)
-    assert again[source.num_episodes].rewards.tolist() == [0, 1, 2, 3, 4]
-    [first] = again.storage.get_episode_metadata([0])
-    assert (first["id"], first["note"]) == (0, "added")
-
-
 def test_pictures_and_nested_spaces_come_back_to_the_bit(tmp_path: Path, root: Path) -> None:
     source = recorded(tmp_path / "data", [Shapes, Shapes], FixedModule())
     back = DatasetSource(convert(source, "shapes-v1"))

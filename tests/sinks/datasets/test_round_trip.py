@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -15,6 +16,7 @@ from replayed import Played, numbers_of, plays
 from shapes_env import FixedModule, Shapes
 
 from rollflow import DatasetSink, DatasetSource, DefaultModelConfig, GeneralAdvantageEstimation, Graph, Rollout
+from rollflow.nodes import RandomModule
 from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.sinks.datasets import dataset_sink, episode_block
 from rollflow.stream import GraphError
@@ -211,3 +213,49 @@ async def test_a_trainer_elsewhere_wants_a_rollout(tmp_path: Path, anyio_backend
     with pytest.raises(GraphError, match=r"no rollout leads to the TrainerSink to unix:/nowhere, but DatasetSource"):
         async with graph.run():
             pass
+
+
+def test_a_file_says_that_there_are_no_nulls_and_has_whole_numbers_as_deltas(tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        sink(Played(slots=2, fragments=1).fragments[0])
+    [name] = (tmp_path / "steps").glob("*.parquet")
+    file = pq.ParquetFile(name)
+    assert not any(field.nullable for field in file.schema_arrow)
+    group = file.metadata.row_group(0)
+    encodings = {each.path_in_schema: each.encodings for each in map(group.column, range(group.num_columns))}
+    assert {path for path, of in encodings.items() if "DELTA_BINARY_PACKED" in of} == {
+        *("run", "t", "obs.list.element", "actions", "policy_version", "seen.list.element")
+    }
+
+
+class Dotted(gym.Env[Any, Any]):
+    """Has parts whose paths in a Parquet file are those of others."""
+
+    whole, real = gym.spaces.Discrete(5), gym.spaces.Box(-1, 1, (), np.float32)
+    observation_space = gym.spaces.Dict(
+        {
+            "a": gym.spaces.Dict({"b": whole, "c": whole}),
+            "a.b": real,
+            "x": gym.spaces.Box(0, 9, (2,), np.int64),
+            "x.list": gym.spaces.Dict({"element": real}),
+        }
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(seed=kwargs.get("seed"))
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+def test_parts_that_share_a_path_are_written_and_read(tmp_path: Path) -> None:
+    with Rollout(Dotted, module=RandomModule, fragment_length=16, num_fragments=1, seed=0) as rollout:
+        [fragment] = rollout.fragments()
+    with DatasetSink(tmp_path) as sink:
+        sink(fragment)
+    [again] = DatasetSource(tmp_path).fragments()
+    for name in ("a", "a.b", "x", "x.list"):
+        one, other = fragment.gather("obs")[name], again.gather("obs")[name]
+        np.testing.assert_equal(one, other)
