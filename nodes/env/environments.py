@@ -112,10 +112,6 @@ class Environments(LaneSource):
         lane: Lane = self._step_here(actions)
         return lane
 
-    def describe(self) -> str:
-        """Lanes and slots, for `explain()`."""
-        return self._lanes_of("slot")
-
     # Overridden by other ways of stepping
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
@@ -159,10 +155,7 @@ class Environments(LaneSource):
             record_taken(lane, stepped[4])  # gymnasium's tuple has no names
         lane.record_step(*stepped)
 
-    def _make_lanes(self) -> None:
-        self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
-
-    def _lane(self, index: int, vector: VectorEnv[Any, Any, Any]) -> Lane:
+    def _lane(self, index: int, vector: VectorEnv[Any, Any, Any], first_slot: int) -> Lane:
         layout = self._layout(index, vector, self.seed)
         return Lane(index, layout, self.observation_space, self._memory(index), is_shared=self.is_shared)
 

@@ -149,6 +149,10 @@ class LaneSource(abc.ABC):
         """Have the steps of every lane be traced; None: no more."""
         self.trace = trace
 
+    def describe(self) -> str:
+        """Lanes and slots, for `explain()`."""
+        return self._lanes_of("slot")
+
     # Steps
 
     def start(self) -> Iterator[Any]:
@@ -238,6 +242,14 @@ class LaneSource(abc.ABC):
     @abc.abstractmethod
     def _record(self, lane: Any, stepped: Any) -> None:
         """Have a lane record what a step gave."""
+
+    @abc.abstractmethod
+    def _lane(self, index: int, envs: Any, first_slot: int) -> Any:
+        """The lane of this number, of some environments, the first of which has the number `first_slot`."""
+
+    def _make_lanes(self) -> None:
+        each = zip(self.envs, self.first_slots(), strict=True)
+        self.lanes = [self._lane(index, envs, first) for index, (envs, first) in enumerate(each, self._first_lane)]
 
     # Seeds
 

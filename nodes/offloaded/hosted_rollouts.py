@@ -10,20 +10,10 @@ from typing import Any
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.remote.gateway import Gateway
-from rollflow.nodes.env.remote.host_carrier import HostCarrier
-from rollflow.nodes.env.remote.remote_environments import agents_on
+from rollflow.nodes.env.remote.host_carrier import HostedNode
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import (
-    HostEvent,
-    HostLeft,
-    HostProgressed,
-    HostReconnected,
-    RemoteHost,
-    RemoteLane,
-    vectors_on,
-)
-from rollflow.nodes.env.workers.carrier import Carried
-from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase
+from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost, RemoteLane, agents_on, vectors_on
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.weights_codec import to_arrays
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
@@ -139,7 +129,7 @@ class HostEquipment:
                 self._gateway.wake()
 
 
-class HostRollouts(Carried, OffloadedRollouts):
+class HostRollouts(HostedNode, OffloadedRollouts):
     """A node that has each lane's rollout done on another host: takes turns, gives fragments. See `HostCarrier`.
 
     Hosts are told settings, weights and connectors' states: nothing is pickled, so each must have the same connectors
@@ -148,20 +138,15 @@ class HostRollouts(Carried, OffloadedRollouts):
     `lost_steps`.
     """
 
-    carrier: HostCarrier
-    has_fixed_lanes = False
     takes_late = True
     lookback: int
-    role: str
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
         self._counts: list[LaneCount] = []
         self._form: Any = None  # of a row of the columns
-        self.carrier = HostCarrier(self, self, env, LaneLimits.taken_from(options))
+        super().__init__(env, **options)
         node = weakref.proxy(self)  # which holds the equipment
         self._equipment = HostEquipment(self.carrier.gateway, lambda *weights: node._message_of(*weights))
-        with self.carrier.closing_on_error():
-            super().__init__(env, **options)  # type: ignore[arg-type]
 
     def __call__(self, turns: TurnToken) -> TurnToken | None:
         """Have the lane's host make its next fragment."""
@@ -215,10 +200,6 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     # What one kind of environments has differently
 
-    def envs_on(self, host: RemoteHost, /) -> list[Any]:
-        """Stand-ins for a host's environments, lane by lane."""
-        raise NotImplementedError
-
     def steps_of(self, slots: int) -> int:
         """The most transitions of a vector step of so many environments."""
         raise NotImplementedError
@@ -267,14 +248,14 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     def note(self, event: HostEvent) -> None:
         """Take down how far a host is, and equip one that has another connection."""
-        match event:
-            case HostProgressed():
+        match event.kind:
+            case "progressed":
                 self._take_progress(event)
-            case HostReconnected():
+            case "reconnected":
                 self._equip(event.host)
                 if self.is_draining:
                     self._cut(self.carrier.lanes_of(event.host))
-            case HostLeft():
+            case "left":
                 self._equipment.forget(event.host)
 
     def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
@@ -341,9 +322,6 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     # Inside
 
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return self.carrier.first_envs(env.hosts, num_envs, lanes)
-
     def _hear(self, remote: RemoteLane, answer: Fragment, report: RolloutReport, where: str) -> None:
         """Hand on what a host says beside a fragment."""
         for kind, text in report.deviations:
@@ -399,10 +377,10 @@ class HostRollouts(Carried, OffloadedRollouts):
                 index = remote.status.index
                 gateway.tell(remote.host, Cut(index, gateway.next_number(index) - 1), remote.host.connection)
 
-    def _take_progress(self, event: HostProgressed) -> None:
+    def _take_progress(self, event: HostEvent) -> None:
         """Take down how far a host's lanes are; not of those that have left, or came when the rollout was ending."""
         try:
-            for index, progress in progress_of(event.metrics, event.host.session.lanes).items():
+            for index, progress in progress_of(event.what, event.host.session.lanes).items():
                 if index < len(self.carrier.lanes) and self.carrier.lanes[index].status.phase is not LanePhase.ASIDE:
                     self._take_progress_of(self.carrier.lanes[index], progress)
         except WireError as error:
@@ -427,9 +405,7 @@ class HostedRollouts(HostRollouts, Environments):  # type: ignore[misc]  # turns
     """`HostRollouts` of environments with one agent each."""
 
     role = "rollout"
-
-    def envs_on(self, host: RemoteHost, /) -> list[Any]:
-        return vectors_on(host)
+    envs_on = staticmethod(vectors_on)
 
     def steps_of(self, slots: int) -> int:
         return slots
@@ -459,9 +435,7 @@ class AgentHostedRollouts(HostRollouts, AgentEnvironments):  # type: ignore[misc
     """`HostRollouts` of environments with several agents each."""
 
     role = "agent_rollout"
-
-    def envs_on(self, host: RemoteHost, /) -> list[Any]:
-        return agents_on(host)
+    envs_on = staticmethod(agents_on)
 
     def steps_of(self, slots: int) -> int:
         return slots * sum(len(part.agents) for part in self.parts)

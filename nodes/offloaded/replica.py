@@ -279,7 +279,7 @@ class _OneLane(Environments):
         self._site = site
         super().__init__(site.env, **options)
 
-    def _lane(self, index: int, vector: Any) -> Lane:
+    def _lane(self, index: int, vector: Any, first_slot: int) -> Lane:
         layout = self._layout(index, vector, self.seed)
         return Lane(index, layout, self.observation_space, is_shared=self._site.is_shared)
 

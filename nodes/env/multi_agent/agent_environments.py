@@ -91,10 +91,7 @@ class AgentEnvironments(LaneSource):
         if self.is_started:
             raise RunError("these environments have been started: their lookback stays as it is")
         self._lookback, self._mapping, self._shared_data = lookback, mapping, shared_data
-        self.lanes = [
-            self._lane(index, envs, first_env)
-            for index, (envs, first_env) in enumerate(zip(self.envs, self.first_slots(), strict=True), self._first_lane)
-        ]
+        self._make_lanes()
 
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
         """Step the lane's environments with the actions that it brings."""

@@ -13,16 +13,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import (
-    HostAnswered,
-    HostAway,
-    HostEvent,
-    HostJoined,
-    HostLeft,
-    HostProgressed,
-    HostReconnected,
-    RemoteHost,
-)
+from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost
 from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import require
@@ -110,7 +101,7 @@ class Registry:
         self._first = self._first or session.hello
         self.hosts[session.token] = host
         self._host_of.update(dict.fromkeys(session.lanes, host))
-        self.news.append(HostJoined(host))
+        self.news.append(HostEvent("joined", host))
         logger.info("host %s has joined with %d environments", host.name, session.hello.num_envs)
         self._replace_lost(host.joined_at)
 
@@ -125,7 +116,7 @@ class Registry:
         """Note that a host has another connection."""
         gone = "" if host.lost_at is None else f" after {now - host.lost_at:.1f} s"
         host.connection, host.lost_at, host.is_away = connection, None, False
-        self.news.append(HostReconnected(host))
+        self.news.append(HostEvent("reconnected", host))
         logger.warning("host %s is connected again%s", host.name, gone)
 
     def leave(self, host: RemoteHost, reason: str) -> None:
@@ -133,7 +124,7 @@ class Registry:
         if self.hosts.pop(host.session.token, None) is not None:
             host.is_away = False
             logger.warning("host %s has left: %s", host.name, reason)
-            self.news.append(HostLeft(host, reason))
+            self.news.append(HostEvent("left", host, reason))
 
     def tick(self, now: float, grace_s: float) -> None:
         """Remove lost hosts that were replaced, or were not back in time; tell and log that the others are awaited."""
@@ -146,7 +137,7 @@ class Registry:
                 continue
             if gone_s >= REDIAL_S and not host.is_away:
                 host.is_away = True
-                self.news.append(HostAway(host))
+                self.news.append(HostEvent("away", host))
             if host.reminder.is_due(now):
                 logger.warning(
                     "host %s is lost since %.0f s: %s; waited for %.0f s more (Limits.grace_s), or until another joins",
@@ -418,9 +409,10 @@ class Gateway:
                     self._registry.leave(peer.host, f"said goodbye: {event.reason}")
             case Metrics():
                 assert peer.host is not None
-                self._registry.news.append(HostProgressed(peer.host, event.metrics))
+                self._registry.news.append(HostEvent("progressed", peer.host, event.metrics))
             case _:
-                self._registry.news.append(HostAnswered(event))  # type: ignore[arg-type]
+                assert peer.host is not None
+                self._registry.news.append(HostEvent("answered", peer.host, event))
 
     def fail(self, peer: HostPeer, error: Exception, now: float) -> None:
         """Turn a stranger away, or note that a host is lost; raises what is no error of the wire."""

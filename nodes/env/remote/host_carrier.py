@@ -3,27 +3,16 @@
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import (
-    HostAnswered,
-    HostAway,
-    HostEvent,
-    HostJoined,
-    HostLeft,
-    HostProgressed,
-    HostReconnected,
-    HostWait,
-    RemoteHost,
-    RemoteLane,
-)
-from rollflow.nodes.env.workers.carrier import L
+from rollflow.nodes.env.remote.remote_host import HostEvent, HostWait, RemoteHost, RemoteLane
+from rollflow.nodes.env.workers.carrier import Carried, L
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import DOING, Activity, ProgressMark, calls_of
 from rollflow.stream.data.errors import EnvError
@@ -60,60 +49,48 @@ def wait_for(remote: RemoteLane, name: str, progress: ProgressMark, began: float
     )
 
 
-class HostDialogue(Protocol):
-    """Requests to hosts of one kind, and what becomes of their answers.
+class HostedNode(Carried):
+    """A node whose lanes are on hosts. Its subclasses ask them, and take their answers.
 
     role           of the hosts
     takes_late     whether a lane that was late goes on with the answer that comes after all; else it begins anew
+
+    They have methods for the carrier, most of them of a `RemoteLane`:
+
+    envs_on        stand-ins for a host's environments, lane by lane
+    new_lane       a lane, as it goes round, of its number, its environments and their first slot
+    progress       the count by which a lane, by its number, shows that it gets on, and its activity
+    set_out        has a lane begin, or begin anew after it was lost; True where it comes back at once
+    ask            has a lane's host do what the lane was handed over for
+    note           takes note of an event, before the carrier does
+    take           takes what a host has answered for a lane, where nothing failed: the lane, if it comes back
+    failed         takes note of an error that a host has answered with; raises EnvError where it ends the run
+    late           deals with a lane that has not come back in time, for the first time, for a reason
+    lose           ends what is open in a lane that is lost, for a reason: how many transitions are lost with it
+    lose_idle      ends what is open in a lane whose host left while the lane was elsewhere: as `lose`
+    is_given_up    True where a lane is not waited for any more, as the rollout is ending
     """
 
+    carrier: "HostCarrier"
+    has_fixed_lanes = False
     role: str
-    takes_late: bool
+    takes_late = False
 
-    def envs_on(self, host: RemoteHost, /) -> list[Any]:
-        """Stand-ins for a host's environments, lane by lane."""
+    def __init__(self, env: RemoteHosts, **options: Any) -> None:
+        self.carrier = HostCarrier(self, env, LaneLimits.taken_from(options))
+        with self.carrier.closing_on_error():
+            super().__init__(env, **options)  # type: ignore[arg-type]
 
-    def progress(self, lane: int) -> ProgressMark:
-        """Count by which a lane shows that it gets on, and its activity."""
-
-    def new_lane(self, index: int, env: Any, first_slot: int, /) -> Any:
-        """A lane, as it goes round."""
-
-    def set_out(self, remote: RemoteLane) -> bool:
-        """Have a lane begin, or begin anew after it was lost; True where it comes back at once."""
-
-    def ask(self, remote: RemoteLane) -> None:
-        """Have a lane's host do what the lane was handed over for."""
-
-    def note(self, event: HostEvent) -> None:
-        """Take note of an event, before the carrier does."""
-
-    def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
-        """Take what a host has answered for a lane, where nothing failed: the lane, if it comes back."""
-
-    def failed(self, remote: RemoteLane, answer: Failed) -> None:
-        """Take note of an error that a host has answered with. Raises EnvError where it ends the run."""
-
-    def late(self, remote: RemoteLane, reason: str) -> None:
-        """Deal with a lane that has not come back in time, for the first time."""
-
-    def lose(self, remote: RemoteLane, reason: str) -> int:
-        """End what is open in a lane that is lost: how many transitions are lost with it."""
-
-    def lose_idle(self, remote: RemoteLane) -> int:
-        """End what is open in a lane whose host left while the lane was elsewhere: how many transitions are lost."""
-
-    def is_given_up(self, remote: RemoteLane) -> bool:
-        """True where a lane is not waited for any more, as the rollout is ending."""
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        return self.carrier.first_envs(env.hosts, num_envs, lanes)
 
 
 class HostCarrier:
     """Carries lanes to hosts that a gateway takes in.
 
-        node        that the lanes are of; it has `joined` and `left`, called with lanes that come and go
-        dialogue    requests to the hosts
-        hosts       that may come
-        limits      patience with lanes
+        node      that the lanes are of: a `HostedNode`
+        hosts     that may come
+        limits    patience with lanes
 
         supervisor    state of the lanes
         lanes         on hosts, in the order in which they came
@@ -125,16 +102,16 @@ class HostCarrier:
     with an EnvError that says why each has left.
     """
 
-    def __init__(self, node: Any, dialogue: HostDialogue, hosts: RemoteHosts, limits: LaneLimits) -> None:
+    def __init__(self, node: HostedNode, hosts: RemoteHosts, limits: LaneLimits) -> None:
         self.lanes: list[RemoteLane] = []
         suffix = ", the resets after ended episodes included"
         self._node: Any = weakref.proxy(node)  # it holds the carrier
-        self._dialogue = dialogue = self._node if dialogue is node else dialogue
-        self.supervisor = LaneSupervisor(limits, lambda lane: dialogue.progress(lane), suffix=suffix)
+        proxy = self._node
+        self.supervisor = LaneSupervisor(limits, lambda lane: proxy.progress(lane), suffix=suffix)
         self.join_timeout, self._supply = hosts.join_timeout, hosts.supply
         self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
         self._vacancy: HostWait | None = None  # while there is no lane
-        self.gateway = Gateway(hosts, dialogue.role)
+        self.gateway = Gateway(hosts, node.role)
 
     # What a node asks for
 
@@ -155,7 +132,7 @@ class HostCarrier:
         envs: list[Any] = []
         for host in self._first_hosts(count):
             host.has_place = True
-            envs += self._dialogue.envs_on(host)
+            envs += self._node.envs_on(host)
         return envs
 
     def start(self) -> Iterator[Any]:
@@ -174,12 +151,12 @@ class HostCarrier:
         """Have a lane's host do what the lane was handed over for; the lane itself, where its host has left."""
         remote = self.lanes[lane.index]
         if remote.status.phase is LanePhase.ASIDE:  # while the lane was somewhere else: no step is under way
-            self.supervisor.lost_steps += self._dialogue.lose_idle(remote)
+            self.supervisor.lost_steps += self._node.lose_idle(remote)
             self._leave(remote)
             return lane
         self.supervisor.wait_for(remote.status)
         if remote.status.phase is not LanePhase.LOST:  # else it is asked when it begins anew
-            self._dialogue.ask(remote)
+            self._node.ask(remote)
         return None
 
     def hasten(self) -> None:
@@ -204,7 +181,7 @@ class HostCarrier:
         """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
         self.gateway.service()
         for event in self.gateway.news():
-            self._dialogue.note(event)
+            self._node.note(event)
             yield from self._heard(event)
         for index, text in self.supervisor.deadlines.overdue().items():
             remote = self.lanes[index]
@@ -228,7 +205,7 @@ class HostCarrier:
             yield Wait(name, "away", "has no host left, and waits for others", remedy="start a host")
         for remote in list(self.lanes):
             if remote.status.is_waited:
-                progress = self._dialogue.progress(remote.status.index)
+                progress = self._node.progress(remote.status.index)
                 began = self.supervisor.deadlines.began.get(remote.status.index)
                 yield wait_for(remote, name, progress, began)
 
@@ -241,7 +218,7 @@ class HostCarrier:
         """Say goodbye to the hosts."""
         self.gateway.close()
 
-    # What a dialogue asks for
+    # What its node asks for
 
     def request(self, remote: RemoteLane, request: Request, phase: LanePhase) -> None:
         """Ask a lane's host for something, which takes the lane to a phase."""
@@ -258,7 +235,7 @@ class HostCarrier:
         status = remote.status
         self.supervisor.deadlines.end(status.index)
         status.note(reason)
-        self.supervisor.lost_steps += self._dialogue.lose(remote, reason)
+        self.supervisor.lost_steps += self._node.lose(remote, reason)
         logger.warning("lane %d is lost: %s", status.index, reason)
         if traceback:  # for people, and the host has logged its own
             logger.debug("lane %d, on its host:\n%s", status.index, traceback)
@@ -288,14 +265,14 @@ class HostCarrier:
             self.gateway.wait(wait.left)
             self.gateway.service()
             for event in self.gateway.news():
-                if isinstance(event, HostJoined):
+                if event.kind == "joined":
                     hosts.append(event.host)
                     if wait.has_warned:
                         logger.warning("host %s has joined: %d of %d are here", event.host.name, len(hosts), count)
-                elif isinstance(event, HostProgressed):  # it has made nothing yet, and is to say so when it has
+                elif event.kind == "progressed":  # it has made nothing yet, and is to say so when it has
                     self.gateway.give_credit(event.host)
-                elif isinstance(event, HostLeft):
-                    self._farewells.append((f"host {event.host.name}", event.reason))
+                elif event.kind == "left":
+                    self._farewells.append((f"host {event.host.name}", event.what))
                     count += 1  # others are waited for in its place
             if is_last_look and len(hosts) < count:
                 came = f"{len(hosts)} of {count} hosts came within {self.join_timeout:g} s"
@@ -303,39 +280,39 @@ class HostCarrier:
         return hosts
 
     def _heard(self, event: HostEvent) -> Iterator[Any]:
-        match event:
-            case HostAnswered():
-                yield from self._answered(event.answer)
-            case HostJoined():
+        match event.kind:
+            case "answered":
+                yield from self._answered(event.what)
+            case "joined":
                 yield from self._join(event.host)
-            case HostReconnected():  # it has its time again for what it is at
+            case "reconnected":  # it has its time again for what it is at
                 for remote in self.lanes_of(event.host):
                     self.supervisor.watch(remote.status)
                 self._part_absent()
-            case HostAway():
+            case "away":
                 absent = self._part_absent()
                 if absent:
                     logger.warning("host %s is away: the others go on, and need not wait for it", event.host.name)
                 yield from absent
-            case HostLeft():
+            case "left":
                 self._part_absent()
-                yield from self._host_left(event.host, event.reason)
+                yield from self._host_left(event.host, event.what)
 
     def _answered(self, answer: Answer) -> Iterator[Any]:
         remote = self.lanes[answer.lane]
         status = remote.status
         if status.phase is LanePhase.ASIDE:
             return
-        if status.phase is LanePhase.LATE and not self._dialogue.takes_late:
+        if status.phase is LanePhase.LATE and not self._node.takes_late:
             yield from self.begin_anew_or_leave(remote)
         elif isinstance(answer, Failed):
-            self._dialogue.failed(remote, answer)
+            self._node.failed(remote, answer)
             where = f" ({'; '.join(answer.notes)})" if answer.notes else ""
             reason = f"host {remote.host.name}: {answer.type}: {answer.text}{where}"
             self.lose(remote, reason, answer.traceback)
             yield from self.begin_anew_or_leave(remote)
         else:
-            yield from self._dialogue.take(remote, answer)
+            yield from self._node.take(remote, answer)
 
     def _join(self, host: RemoteHost) -> Iterator[Any]:
         """Give a host that came later its lanes."""
@@ -345,7 +322,7 @@ class HostCarrier:
         if is_first:
             logger.warning("host %s has joined: there are lanes again", host.name)
             self._fill_vacancy()
-        for index, env in zip(host.session.lanes, self._dialogue.envs_on(host), strict=True):
+        for index, env in zip(host.session.lanes, self._node.envs_on(host), strict=True):
             remote = self._new_lane(index, env, self._node.num_envs, host)
             self._node.envs = [*self._node.envs, env]
             self._node.num_envs += env.num_envs
@@ -367,12 +344,12 @@ class HostCarrier:
 
     def _new_lane(self, index: int, env: Any, first_slot: int, host: RemoteHost) -> RemoteLane:
         assert index == len(self.lanes)
-        lane = self._dialogue.new_lane(index, env, first_slot)
+        lane = self._node.new_lane(index, env, first_slot)
         self.lanes.append(RemoteLane(self.supervisor.add(LanePhase.READY), lane, host, env.num_envs, first_slot))
         return self.lanes[-1]
 
     def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
-        if self._dialogue.set_out(remote):
+        if self._node.set_out(remote):
             yield remote.lane
 
     def _late(self, remote: RemoteLane, reason: str) -> Iterator[Any]:
@@ -383,7 +360,7 @@ class HostCarrier:
             self._farewells.append((f"lane {status.index}", status.reason))
             yield self._leave(remote)
             return
-        self._dialogue.late(remote, reason)
+        self._node.late(remote, reason)
         self.supervisor.begin(status, LanePhase.LATE)
 
     def _leave(self, remote: RemoteLane) -> Any:
@@ -443,7 +420,7 @@ class HostCarrier:
         """The lanes that make no step, or whose hosts are not there."""
         self._fill_vacancy()
         for remote in self.lanes:
-            if remote.status.is_waited and self._dialogue.is_given_up(remote):
+            if remote.status.is_waited and self._node.is_given_up(remote):
                 self.lose(remote, f"the rollout ended: {remote.status.reason or 'no host'}")
                 self.supervisor.give_back(remote.status)
                 remote.lane.is_set_aside = True

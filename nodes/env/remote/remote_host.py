@@ -1,15 +1,16 @@
 """Hosts that a gateway has taken in, their lanes, events of theirs, and the wait for hosts."""
 
+import copy
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
 from rollflow.nodes.env.workers.env_link import RemoteVectorEnv
 from rollflow.nodes.env.workers.lane_supervisor import LaneStatus
 from rollflow.stream.net.backoff import Reminder, WaitReminder
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.wire import Answer, GatewayConnection, GatewaySession
+from rollflow.stream.wire import GatewayConnection, GatewaySession
 
 logger = logging.getLogger(__name__)
 
@@ -74,45 +75,20 @@ class RemoteLane:
         return f"slot {last}" if self.num_slots == 1 else f"slots {self.first_slot} to {last}"
 
 
-class HostJoined(NamedTuple):
-    """A host has come, with new lanes."""
+class HostEvent(NamedTuple):
+    """Event of a host that a gateway has taken in.
 
+    kind     "joined": it has come, with new lanes
+             "answered": `what` is its answer
+             "progressed": `what` is a dict of how far it is; it may say so again once it is given a credit
+             "away": it has lost its connection and did not dial again at once: its process or network may be gone
+             "reconnected": it had lost its connection, and has another one
+             "left": it has gone for good, its lanes with it; `what` is the reason
+    """
+
+    kind: Literal["joined", "answered", "progressed", "away", "reconnected", "left"]
     host: RemoteHost
-
-
-class HostAnswered(NamedTuple):
-    """A host has answered."""
-
-    answer: Answer
-
-
-class HostReconnected(NamedTuple):
-    """A host that had lost its connection has another one."""
-
-    host: RemoteHost
-
-
-class HostAway(NamedTuple):
-    """A host that has lost its connection did not dial again at once: its process, or its network, may be gone."""
-
-    host: RemoteHost
-
-
-class HostLeft(NamedTuple):
-    """A host has gone for good, its lanes with it."""
-
-    host: RemoteHost
-    reason: str
-
-
-class HostProgressed(NamedTuple):
-    """A host has said how far it is; it may do so again once it is given a credit."""
-
-    host: RemoteHost
-    metrics: Mapping[str, Any]
-
-
-HostEvent = HostProgressed | HostJoined | HostAnswered | HostReconnected | HostAway | HostLeft
+    what: Any = None
 
 
 def vectors_on(host: RemoteHost) -> list[Any]:
@@ -121,6 +97,19 @@ def vectors_on(host: RemoteHost) -> list[Any]:
     names = ("observation_space", "action_space", "autoreset")
     description = {name: getattr(hello, name) for name in names}
     return [RemoteVectorEnv({**description, "num_envs": slots}) for slots in hello.slots]
+
+
+def agents_on(host: RemoteHost) -> list[RemoteAgentEnvs]:
+    """Stand-ins for a host's environments with several agents, lane by lane."""
+    hello = host.session.hello  # which has been found to be right
+    spaces = hello.observation_space["parts"], hello.action_space["parts"]
+    parts = list(zip(hello.agents_by_part, *spaces, strict=True))
+    first = RemoteAgentEnvs({"agents": hello.agents, "parts": parts, "num_envs": hello.num_envs})
+    lanes = []
+    for slots in hello.slots:
+        lanes.append(copy.copy(first))
+        lanes[-1].num_envs = slots
+    return lanes
 
 
 class HostWait(WaitReminder):

@@ -1,79 +1,33 @@
-"""Carriers: how a node that steps environments elsewhere talks with the place where they are."""
+"""Nodes whose lanes a carrier takes to where their environments are, and back."""
 
 from collections.abc import Iterator, Sequence
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
-from rollflow.stream.graph.meter import CallTimes
-from rollflow.stream.observe.trace import FragmentTrace
 from rollflow.stream.observe.waits import LastError, Wait
 
-
-class CarriedLane(Protocol):
-    """A lane, or a token of one, as it goes round.
-
-    is_set_aside    whether its environments are gone for good
-    """
-
-    index: int
-    is_set_aside: bool
+if TYPE_CHECKING:
+    from rollflow.nodes.env.remote.host_carrier import HostCarrier
+    from rollflow.nodes.env.workers.worker_carrier import WorkerCarrier
 
 
-L = TypeVar("L", bound=CarriedLane)
+L = TypeVar("L", bound=Any)  # a lane, or a token of one, as it goes round
 
 
-class Carrier(Protocol):
-    """Way of lanes to where their environments are, and back: a `WorkerCarrier` or a `HostCarrier`."""
-
-    supervisor: LaneSupervisor
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds until a lane is late or begins anew."""
-
-    def start(self) -> Iterator[Any]:
-        """Have every lane set out, all at a time. Raises RunError a second time."""
-
-    def completed(self) -> Iterator[Any]:
-        """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
-
-    def fileno(self) -> int:
-        """A descriptor that can be read once something has come."""
-
-    def hasten(self) -> None:
-        """Have lanes come back soon, also without a step."""
-
-    def describe(self) -> str:
-        """Where the lanes are, for `explain()`."""
-
-    def at_work(self, name: str) -> Iterator[Wait]:
-        """What every lane that is waited for is at. From any thread."""
-
-    @property
-    def lanes_at_work(self) -> set[int]:
-        """Numbers of the lanes that make steps, or should. From any thread."""
-
-    def close(self) -> None:
-        """End all that was begun elsewhere."""
-
-
-class Carried:
+class Carried(LaneSource):
     """A node's part in what a carrier does: the background node that the engine sees, and the counts of its supervisor.
 
     The node's other base says what there is to step, and the node itself what it is called with: the engine reads its
     ports from that.
     """
 
-    carrier: Carrier
-    is_closed: bool
-    call_times: CallTimes
-    trace: FragmentTrace | None
-    does: str
+    carrier: "WorkerCarrier | HostCarrier"
 
     def start(self) -> Iterator[Any]:
         """Have every lane set out, all at a time. Raises RunError a second time."""
-        self._begin()  # type: ignore[attr-defined]
+        self._begin()
         return self.carrier.start()
 
     def completed(self) -> Iterator[Any]:
@@ -97,7 +51,7 @@ class Carried:
 
     def describe(self) -> str:
         """Lanes, slots and where they are, for `explain()`."""
-        return f"{super().describe()}, {self.carrier.describe()}"  # type: ignore[misc]
+        return f"{super().describe()}, {self.carrier.describe()}"
 
     def at_work(self, name: str) -> Iterator[Wait]:
         """What every lane that is waited for is at, where it is."""
@@ -114,7 +68,7 @@ class Carried:
         try:
             self.carrier.close()
         finally:
-            self._release()  # type: ignore[attr-defined]
+            self._release()
 
     @property
     def patience(self) -> float | None:

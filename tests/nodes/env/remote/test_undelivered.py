@@ -10,7 +10,7 @@ from remote_rollouts import makers
 
 from rollflow import RemoteRollouts
 from rollflow.nodes.env.remote.gateway import Gateway
-from rollflow.nodes.env.remote.remote_host import HostAnswered
+from rollflow.nodes.env.remote.remote_host import HostEvent
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Fragment, Limits, Ping, Reset, Rows, Step, Turn, Weights, Welcome, encode
 
@@ -52,12 +52,12 @@ def test_a_host_that_does_not_read_is_given_up_and_the_next_connection_goes_on(
     assert again.next_of(Weights).version == 2
     again.connection.answer(turn, Fragment(0, 1, {"w": np.arange(3)}, {}))
     again.flush()
-    answers: list[HostAnswered] = []
+    answers: list[HostEvent] = []
     while not answers:
         gateway.wait(None)
         gateway.service()
-        answers += [news for news in gateway.news() if isinstance(news, HostAnswered)]
-    assert [news.answer.number for news in answers] == [1]
+        answers += [news for news in gateway.news() if news.kind == "answered"]
+    assert [news.what.number for news in answers] == [1]
     again.sock.close()
     gateway.close()
 
