@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rollflow.cli import arguments
-from rollflow.nodes.env.remote.conformance.checks import check_host
-from rollflow.nodes.env.remote.conformance.dialogue import encrypted
+from rollflow.nodes.env.remote.host_checks import check_host, encrypted
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on, secret_bytes
 from rollflow.stream.wire import UnixAddress, check_secret, parse_address
 

@@ -3,25 +3,30 @@
 import importlib.util
 import logging
 import secrets
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rollflow.nodes.argument_checks import check_numbers, checked_count
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import RemoteRollouts
 from rollflow.nodes.env.workers.worker_process import refuse_in_worker
-from rollflow.nodes.launch.launcher import NAME, SECRET_VARIABLE, Handle, Launcher
-from rollflow.nodes.launch.process_launcher import ProcessLauncher
+from rollflow.nodes.launch.process_launcher import NAME, SECRET_VARIABLE, Handle, ProcessLauncher
 from rollflow.stream.data.errors import SEE, EnvError, shown
 from rollflow.stream.net.backoff import Reminder, pause_s
 from rollflow.stream.wire import TcpAddress, parse_address
 
+if TYPE_CHECKING:
+    from rollflow.nodes.launch.ray_launcher import RayLauncher
+
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25
+_IMPORTABLE = "expected a class or function at the top of a file that can be imported"
 _LONGEST_PAUSE_S = 30.0
 _FORGIVEN_S = 60.0  # a host that has run for so long may fail as often as one that never did
 _MOST_FAILURES = 5  # in a row, as a lane may be lost
@@ -54,7 +59,7 @@ class HostKeeper:
     row; one that has failed too often is given up. While hosts wait for something, the log says so.
     """
 
-    def __init__(self, launcher: Launcher, handles: Sequence[Handle]) -> None:
+    def __init__(self, launcher: "ProcessLauncher | RayLauncher", handles: Sequence[Handle]) -> None:
         now = monotonic()
         self._launcher = launcher
         self._records = {handle: _Record(now) for handle in handles}
@@ -225,7 +230,7 @@ OnHosts = OnProcesses | OnRay
 def _started(
     place: OnHosts,
     command: Sequence[str],
-    launcher: Launcher,
+    launcher: "ProcessLauncher | RayLauncher",
     address: str,
     resources: Mapping[str, float],
 ) -> RemoteRollouts:
@@ -238,3 +243,36 @@ def _started(
         handles = launcher.start(place.num_hosts, [*command, *dials], secret, resources)
         hosts.supply = HostKeeper(launcher, handles)
     return hosts
+
+
+def import_path(value: Any, argument: str) -> str:
+    """The path of a class or function, `package.module:name`.
+
+    argument    which it was given as, for errors
+
+    A program's own file counts as a module where it stands in a folder that is searched for modules: hosts import it
+    by its name. Raises EnvError for what can't be imported.
+    """
+    name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
+    if not isinstance(name, str) or not isinstance(module, str):
+        raise EnvError(
+            f"{argument} is {shown(value)}, which hosts can't import; {_IMPORTABLE}, and not what it makes"
+        ).see("started hosts")
+    if getattr(sys.modules.get(module), name, None) is not value:
+        raise EnvError(f"{argument} is {module}.{name}, which hosts can't import; {_IMPORTABLE}").see("started hosts")
+    if module == "__main__":
+        module = _main_module(f"{argument} is {module}.{name}")
+    return f"{module}:{name}"
+
+
+def _main_module(where: str) -> str:
+    """The name by which others import this program's main module. Raises EnvError where they can't."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return str(spec.name)
+    if file is not None:
+        path = Path(file).resolve()
+        if path.stem.isidentifier() and path.suffix == ".py" and path.parent in [Path(p).resolve() for p in sys.path]:
+            return path.stem
+    raise EnvError(f"{where}, and this program has no file that hosts can import; {_IMPORTABLE}").see("started hosts")

@@ -7,17 +7,38 @@ import signal
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.workers.worker_process import WorkerProcess
-from rollflow.nodes.launch.launcher import SECRET_VARIABLE, Handle, named
 
+SECRET_VARIABLE = "ROLLFLOW_SECRET"  # in the environment of a program that a launcher starts
+NAME = "{name}"  # argument of a command
 _MOST_BYTES = 1 << 14  # of what it has written
 _LAST_BYTES_S = 1.0  # until what a process wrote before its end has been read
 _ENDING_S = 1.0  # for programs that are ending by themselves
 _LEAVING_S = 5.0  # for those that are told to end once nobody needs them
 _PRELOAD = "rollflow.nodes.offloaded.rollout_host"  # imports nearly all that a host needs
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """A program that a launcher has started; the launcher's `alive` brings it up to date.
+
+    name     stays the same when the program is started again
+    waits    what it waits for before it can begin, in words; "" where it waits for nothing
+    end      how it has ended, in words; "" while it runs, and where it ended as it should
+    """
+
+    name: str
+    waits: str = ""
+    end: str = ""
+
+
+def named(command: Sequence[str], handle: Handle) -> list[str]:
+    """A command with the name of its handle."""
+    return [handle.name if part == NAME else part for part in command]
 
 
 class ProgramProcess:
@@ -90,7 +111,11 @@ class ProgramProcess:
 
 
 class ProcessLauncher:
-    """A `Launcher` of processes on this machine. They have no resources of their own."""
+    """Starts programs of one command as processes of this machine. They have no resources of their own.
+
+    It starts once, and is used by one thread at a time. None of its programs outlives the process that has it, not even
+    where that process is killed.
+    """
 
     def __init__(self) -> None:
         self._programs: dict[Handle, ProgramProcess] = {}
@@ -98,7 +123,15 @@ class ProcessLauncher:
         self._secret = ""
 
     def start(self, n: int, command: Sequence[str], secret: str, resources: Mapping[str, float]) -> list[Handle]:
-        """Start so many programs: see `Launcher`. Raises ValueError for any resources."""
+        """Start so many programs.
+
+            command      name of the program and its arguments, such as ("rollflow", "rollout-host", …); `{name}` as
+                         an argument stands for the name of the program's handle
+            secret       handed over in the environment, as `SECRET_VARIABLE`
+            resources    of each program: name -> amount; here none
+
+        Raises ValueError for any resources.
+        """
         if resources:
             raise ValueError(f"resources are {dict(resources)}, expected none: processes share this machine")
         self._command, self._secret = tuple(command), secret

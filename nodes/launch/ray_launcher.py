@@ -10,12 +10,43 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.launch.launcher import SECRET_VARIABLE, Handle, named
-from rollflow.nodes.launch.ray_host import RayHost
+from rollflow.nodes.launch.process_launcher import SECRET_VARIABLE, Handle, ProgramProcess, named
 from rollflow.stream.data.errors import RunError
 
 _ENDING_S = 1.0  # for programs that are ending by themselves
+_LOOK_S = 3600.0  # that a program is waited for at a time
 _ANSWER_S = 5.0  # of an actor that is asked for its log
+
+
+class RayHost:
+    """Actor without arguments, and without a state that a restart could lose: Ray calls `serve` again then."""
+
+    def __init__(self) -> None:
+        self._program: ProgramProcess | None = None
+        self._is_to_end = False
+
+    def serve(self, command: Sequence[str], variables: Mapping[str, str]) -> tuple[str, str]:
+        """Run a program until it ends: how it ended, "" as it should, and the lines that it wrote last.
+
+        It runs in a process of its own, which ends with the actor: what an environment does to its process, such as
+        a segmentation fault, is said then.
+        """
+        self._program = program = ProgramProcess(command, variables)
+        if self._is_to_end:  # since before it had begun
+            program.terminate()
+        while (end := program.wait(_LOOK_S)) is None:
+            pass
+        return end, program.log
+
+    def terminate(self) -> None:
+        """Tell the program to end, by SIGTERM."""
+        self._is_to_end = True
+        if self._program is not None:
+            self._program.terminate()
+
+    def log(self) -> str:
+        """Lines that the program has written last."""
+        return "" if self._program is None else self._program.log
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +65,9 @@ class _Placed:
 
 
 class RayLauncher:
-    """A `Launcher` of actors in one placement group, which Ray restarts for as long as this process lives.
+    """Starts programs as actors in one placement group, as `ProcessLauncher` does.
+
+    Ray restarts them for as long as this process lives.
 
         strategy       "spread" over the nodes, or "pack" onto few of them
         runtime_env    of the actors
@@ -57,7 +90,7 @@ class RayLauncher:
         return str(ray.util.get_node_ip_address())
 
     def start(self, n: int, command: Sequence[str], secret: str, resources: Mapping[str, float]) -> list[Handle]:
-        """Have Ray start so many programs as soon as it has room for all: see `Launcher`."""
+        """Have Ray start so many programs as soon as it has room for all: see `ProcessLauncher`."""
         self._command, self._secret, self._resources = tuple(command), secret, dict(resources)
         with closing_on_error(self.stop):
             self._group = placement_group([self._resources] * n, strategy=self._strategy)

@@ -18,8 +18,7 @@ from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteHosts, Remot
 from rollflow.nodes.env.workers.process_environments import AgentProcesses, ProcessEnvironments
 from rollflow.nodes.env.workers.thread_environments import ThreadEnvironments
 from rollflow.nodes.env.workers.worker_process import core_count
-from rollflow.nodes.launch.import_path import import_path
-from rollflow.nodes.launch.on_hosts import OnHosts
+from rollflow.nodes.launch.on_hosts import OnHosts, import_path
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Where

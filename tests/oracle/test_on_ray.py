@@ -31,8 +31,7 @@ from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pi
 
 from rollflow import MultiAgentRollout, Rollout
 from rollflow.nodes import OnRay
-from rollflow.nodes.launch.ray_host import RayHost
-from rollflow.nodes.launch.ray_launcher import RayLauncher
+from rollflow.nodes.launch.ray_launcher import RayHost, RayLauncher
 from rollflow.stream import EnvError
 
 CHAOS_S = float(os.environ.get("CHAOS_S", "20"))  # for how long hosts are struck

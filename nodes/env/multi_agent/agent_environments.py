@@ -110,8 +110,7 @@ class AgentEnvironments(LaneSource):
             return _ready(env, num_envs, lanes, self.deviations)
         makers = lane_makers(env, num_envs, lanes)
         made = made_by(makers[0][0], 0)
-        if lanes is None and isinstance(made, MultiAgentVectorEnv):
-            makers = [[make] for make in makers[0]]
+        makers = lane_makers(env, num_envs, lanes, are_vectors=isinstance(made, MultiAgentVectorEnv))
         makers[0][0], first = lambda: made, 0
         given: list[Any] = []
         with closing_on_error(self.close):
@@ -168,8 +167,11 @@ def _ready(env: MultiAgentVectorEnv, num_envs: int | None, lanes: int | None, de
     return [AgentLaneMaker(env, 0).lane_env(deviations)]
 
 
-def lane_makers(env: Any, num_envs: int | None, lanes: int | None) -> list[list[Any]]:
-    """The callables of every lane. Raises EnvError for what are none."""
+def lane_makers(env: Any, num_envs: int | None, lanes: int | None, *, are_vectors: bool = False) -> list[list[Any]]:
+    """The callables of every lane. Raises EnvError for what are none.
+
+    are_vectors    whether callables make vector environments, each of which is a lane by itself
+    """
     if isinstance(env, Sequence) and not isinstance(env, str):
         if num_envs not in (None, len(env)):
             raise EnvError(f"num_envs is {num_envs}, but there are {len(env)} callables; expected it to be left out")
@@ -182,24 +184,22 @@ def lane_makers(env: Any, num_envs: int | None, lanes: int | None) -> list[list[
                 f"env is {shown(each)}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
                 "list of those, or a MultiAgentVectorEnv"
             )
+    if are_vectors and lanes is None:
+        return [[make] for make in makers]
     left = iter(makers)
     return [list(islice(left, size)) for size in sizes_of(len(makers), lanes)]
 
 
-def agent_makers(
-    env: Any, num_envs: int | None, lanes: int | None, *, are_vectors: bool = False
-) -> list[AgentLaneMaker]:
-    """Makers of every lane's environments. Raises EnvError for environments that are made already.
+def agent_makers(env: Any, num_envs: int | None, lanes: int | None, **kind: bool) -> list[AgentLaneMaker]:
+    """Makers of every lane's environments, as `lane_makers` has them.
 
-    are_vectors    whether callables make vector environments, each of which is a lane by itself
+    Raises EnvError for environments that are made already.
     """
     if isinstance(env, MultiAgentVectorEnv):
         raise EnvError(
             "worker processes make the environments themselves: expected a callable, or a list of callables, "
             "instead of a vector environment that has been made already"
         ).see("pickle")
-    per_lane = lane_makers(env, num_envs, lanes)
-    if are_vectors and lanes is None:
-        per_lane = [[make] for make in per_lane[0]]
+    per_lane = lane_makers(env, num_envs, lanes, **kind)
     firsts = accumulate((len(makers) for makers in per_lane), initial=0)
     return [AgentLaneMaker(makers, first) for makers, first in zip(per_lane, firsts, strict=False)]

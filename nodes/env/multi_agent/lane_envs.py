@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.env.multi_agent.array_envs import ArrayEnvs
-from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
+from rollflow.nodes.env.multi_agent.array_vector import ArrayEnvs, MultiAgentVectorEnv
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs, made_by
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import close_failed
@@ -22,7 +20,8 @@ LaneEnvs = MultiAgentEnvs | ArrayEnvs
 class AgentLaneMaker:
     """Makes the environments of one lane.
 
-    makers       as `lane_envs` takes them, or a vector environment that a user has made
+    makers       callables: one that makes a `MultiAgentVectorEnv`, or one for each dict environment; or a vector
+                 environment that a user has made
     first_env    the number of the first
     """
 
@@ -35,33 +34,20 @@ class AgentLaneMaker:
         return not isinstance(self.makers, MultiAgentVectorEnv)
 
     def lane_env(self, deviations: Deviations) -> LaneEnvs:
-        """The environments as a lane takes them. Raises EnvError where they can't be stepped together."""
+        """The environments as a lane takes them: arrays, or a dict environment of each callable.
+
+        Raises EnvError where they can't be stepped together.
+        """
+        options: Any = {"first_env": self.first_env, "deviations": deviations}
         if isinstance(self.makers, MultiAgentVectorEnv):
-            return ArrayEnvs(self.makers, first_env=self.first_env, deviations=deviations)
-        return lane_envs(self.makers, first_env=self.first_env, deviations=deviations)
-
-
-def lane_envs(
-    makers: Sequence[Callable[[], Any]], *, first_env: int = 0, deviations: Deviations | None = None
-) -> LaneEnvs:
-    """Environments that step together: one callable's `MultiAgentVectorEnv`, or a dict environment of each callable.
-
-    first_env     the number of the first of them, in errors
-    deviations    of observations from their space
-
-    Raises EnvError where they can't be stepped together.
-    """
-    if len(makers) != 1:
-        return MultiAgentEnvs(makers, first_env=first_env, deviations=deviations)
-    env = made_by(makers[0], first_env)
-    if not isinstance(env, MultiAgentVectorEnv):
-        return MultiAgentEnvs([partial(_given, env)], first_env=first_env, deviations=deviations)
-    with closing_on_error(env.close):
-        return ArrayEnvs(env, first_env=first_env, deviations=deviations)
-
-
-def _given(env: Any) -> Any:
-    return env
+            return ArrayEnvs(self.makers, **options)
+        if len(self.makers) != 1:
+            return MultiAgentEnvs(self.makers, **options)
+        env = made_by(self.makers[0], self.first_env)
+        if not isinstance(env, MultiAgentVectorEnv):
+            return MultiAgentEnvs([lambda: env], **options)
+        with closing_on_error(env.close):
+            return ArrayEnvs(env, **options)
 
 
 class EnvMaker:

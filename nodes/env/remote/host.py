@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 import secrets
 import socket
 import ssl
@@ -14,9 +15,9 @@ from time import monotonic
 from typing import Any, Literal, Self
 
 from rollflow.nodes.closing import close_all, closing_on_error, noting_in
-from rollflow.nodes.env.remote.host_lane import ServedLane, check_alike, end_lanes
+from rollflow.nodes.env.remote.host_lane import check_alike, end_lanes
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
-from rollflow.nodes.env.remote.software import process_name, software
+from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net.backoff import Reminder
@@ -63,7 +64,8 @@ HostPeer = Peer[HostConnection]
 class LaneWork:
     """Lanes, their threads, and the session with the rollout that they work for.
 
-    lanes       in the order of the host's Hello, where each has its place
+    lanes       in the order of the host's Hello, where each has its place: with `env`, that are to be closed, and
+                `describe`, which gives fields of a Hello about them
     lock        of connections and the session
     failed      gives the answer to a request whose work has raised; None: it has none
     answered    called with the lock, in a lane's thread, where an answer may be there to be sent
@@ -73,7 +75,7 @@ class LaneWork:
 
     def __init__(
         self,
-        lanes: Sequence[ServedLane],
+        lanes: Sequence[Any],
         lock: AbstractContextManager[Any],
         failed: Callable[[Any, Exception], Answer | None],
         answered: Callable[[], None],
@@ -104,10 +106,6 @@ class LaneWork:
         self._begun[place] += 1
         work = work_on(self.lanes[place], request)
         self._threads.put(place, partial(self._do, place, connection, request, work))
-
-    def describe(self) -> dict[str, Any]:
-        """Fields of a Hello about the lanes."""
-        return self.lanes[0].describe()
 
     @property
     def busy(self) -> list[int]:
@@ -229,7 +227,7 @@ class Host:
 
     def __init__(
         self,
-        lanes: Sequence[ServedLane],
+        lanes: Sequence[Any],
         *,
         secret: Secret,
         tls: ssl.SSLContext | None,
@@ -237,7 +235,8 @@ class Host:
         limits: Limits | None,
         metadata: dict[str, Any],
     ) -> None:
-        self.name = process_name() if name is None else name
+        # Two hosts of one machine are not taken for each other.
+        self.name = f"{socket.gethostname()}-{os.getpid()}" if name is None else name
         self._tls = tls
         self._limits = Limits() if limits is None else limits
         with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
@@ -544,7 +543,7 @@ class Host:
             slots=tuple(lane.env.num_envs for lane in self._work.lanes),
             metadata=self._metadata,
             busy=self._welcomed_peer is not None,
-            **self._work.describe(),
+            **self._work.lanes[0].describe(),
         )
 
     def _answered(self) -> None:

@@ -4,7 +4,7 @@ import abc
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,32 +37,16 @@ _WORDS = {
 }
 
 
-class ServedLane(Protocol):
-    """Lane of a host: environments, and whatever is done with them."""
-
-    @property
-    def env(self) -> Any:
-        """`num_envs` environments, which are to be closed."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Fields of a Hello about them, by their names."""
-        ...
-
-
-L = TypeVar("L", bound=ServedLane)
-
-
-def all_made(lanes: Iterable[L]) -> list[L]:
+def all_made(lanes: Iterable[Any]) -> list[Any]:
     """The lanes of a host, each made in turn; where one can't be made, those before it are closed."""
-    made: list[L] = []
+    made: list[Any] = []
     with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
         for lane in lanes:
             made.append(lane)  # noqa: PERF402  # for the closing, where the next one raises
     return made
 
 
-def check_alike(lanes: Sequence[ServedLane]) -> None:
+def check_alike(lanes: Sequence[Any]) -> None:
     """Raise EnvError where lanes differ in what one description is for."""
     first = lanes[0].describe()
     for place, lane in enumerate(lanes):
@@ -72,7 +56,7 @@ def check_alike(lanes: Sequence[ServedLane]) -> None:
                 raise EnvError(f"lane {place}: its {_WORDS[name]} is {text}, expected that of lane 0, {other}")
 
 
-def end_lanes(threads: LaneThreads, lanes: Sequence[ServedLane], patience: Sequence[float]) -> None:
+def end_lanes(threads: LaneThreads, lanes: Sequence[Any], patience: Sequence[float]) -> None:
     """End threads and close their environments, but for those of a lane that is at something for too long.
 
     patience    seconds for each lane
@@ -244,11 +228,8 @@ def agent_lanes(env: Any, num_envs: int | None, lanes: int | None, *, are_vector
 
     are_vectors    whether callables make vector environments, each of which is a lane by itself
     """
-    per_lane: list[Any] = [env]
-    if not isinstance(env, MultiAgentVectorEnv):
-        per_lane = lane_makers(env, num_envs, lanes)
-        if are_vectors and lanes is None:
-            per_lane = [[make] for make in per_lane[0]]
+    is_ready = isinstance(env, MultiAgentVectorEnv)
+    per_lane: list[Any] = [env] if is_ready else lane_makers(env, num_envs, lanes, are_vectors=are_vectors)
 
     def made() -> Iterator[AgentHostLane]:
         count, deviations = 0, Deviations()

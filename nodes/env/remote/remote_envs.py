@@ -8,7 +8,7 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, WireError
@@ -16,21 +16,10 @@ from rollflow.stream.net.sockets import check_descriptors
 from rollflow.stream.net.transport import check_server_tls
 from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
 
+if TYPE_CHECKING:
+    from rollflow.nodes.launch.on_hosts import HostKeeper
+
 Secret = bytes | str | None
-
-
-class HostSupply(Protocol):
-    """Owner of hosts that are started for a rollout."""
-
-    @property
-    def problems(self) -> Sequence[str]:
-        """Why hosts are not there, a line each."""
-
-    def check(self, *, is_first: bool) -> None:
-        """Raise EnvError where hosts can't be kept alive; `is_first` while the rollout waits for its first ones."""
-
-    def close(self) -> None:
-        """End the hosts."""
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -52,7 +41,7 @@ class RemoteHosts:
     max_hosts: int
     limits: Limits
     is_taken: bool = False
-    supply: HostSupply | None = None
+    supply: "HostKeeper | None" = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= self.max_hosts:

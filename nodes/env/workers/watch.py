@@ -85,40 +85,6 @@ _LOOKS = 8  # at a lane, within the shorter of its two times
 ProgressMark = tuple[int, Activity]  # how often a lane has got on with something, and its activity
 
 
-class Deadlines:
-    """Lanes, and when each is due. A look takes no longer with a thousand lanes than with one."""
-
-    def __init__(self) -> None:
-        # By the seconds that they were given, then by lane: the last to be given so many is the last to be due.
-        self._due: dict[float, dict[int, float]] = {}
-
-    def begin(self, lane: int, seconds: float) -> None:
-        """Have a lane due in so many seconds, whatever it was before."""
-        self.end(lane)
-        self._due.setdefault(seconds, {})[lane] = monotonic() + seconds
-
-    def end(self, lane: int) -> None:
-        """Have it due no more."""
-        for lanes in self._due.values():
-            lanes.pop(lane, None)
-
-    @property
-    def left(self) -> float | None:
-        """Seconds until the next one is due; None where there is none."""
-        first = [next(iter(lanes.values())) for lanes in self._due.values() if lanes]
-        return max(0.0, min(first) - monotonic()) if first else None
-
-    def due(self) -> list[int]:
-        """The lanes that are due now, and stay so until they are begun anew or ended."""
-        found, now = [], monotonic()
-        for lanes in self._due.values():
-            for lane, when in lanes.items():
-                if when > now:
-                    break
-                found.append(lane)
-        return found
-
-
 class ProgressWatch:
     """Deadlines of lanes that somebody else works on: in threads, in worker processes, on other hosts.
 
@@ -150,7 +116,9 @@ class ProgressWatch:
         longest = min(limits) / _LOOKS if limits else None
         self._pauses = {activity: _pause(seconds, longest) for activity, seconds in self._seconds.items()}
         self._at, self._suffix = at, suffix
-        self._looks = Deadlines()
+        # When lanes are to be looked at: by the pause before it, then by lane, the last that is given one is
+        # the last that is due. So a look takes no longer with a thousand lanes than with one.
+        self._due: dict[float, dict[int, float]] = {}
         self._seen: dict[int, ProgressMark] = {}
         self.began: dict[int, float] = {}  # lane -> when it began what it is at, on the clock `monotonic`
         self._until: dict[int, float] = {}
@@ -160,35 +128,49 @@ class ProgressWatch:
         seen = self._seen[lane] = self._at(lane)
         self.began[lane] = monotonic()
         pause, seconds = self._pauses[seen[1]], self._seconds[seen[1]]
-        if pause is None:
-            self._looks.end(lane)
-            return
-        self._looks.begin(lane, pause)
-        self._until[lane] = math.inf if seconds is None else monotonic() + seconds
+        self.end(lane)
+        if pause is not None:
+            self._look_after(lane, pause)
+            self._until[lane] = math.inf if seconds is None else monotonic() + seconds
 
     def end(self, lane: int) -> None:
         """They have answered, or are not waited for any more."""
-        self._looks.end(lane)
+        for lanes in self._due.values():
+            lanes.pop(lane, None)
 
     @property
     def left(self) -> float | None:
         """Seconds until a lane is to be looked at; None where there is none."""
-        return self._looks.left
+        first = [next(iter(lanes.values())) for lanes in self._due.values() if lanes]
+        return max(0.0, min(first) - monotonic()) if first else None
 
     def overdue(self) -> dict[int, str]:
         """The lanes whose time is over, with what they were late with; those that are due are looked at."""
         late: dict[int, str] = {}
-        for lane in self._looks.due():
+        for lane in self._to_look_at():
             seen = self._at(lane)
             if seen != self._seen[lane]:
                 self.begin(lane)
             elif monotonic() < self._until[lane] - 1e-6:  # a sum of pauses may be that much shorter
                 pause = self._pauses[seen[1]]
                 assert pause is not None
-                self._looks.begin(lane, pause)
+                self.end(lane)
+                self._look_after(lane, pause)
             else:
                 late[lane] = f"no answer to a {self._text_of(seen[1])}"
         return late
+
+    def _look_after(self, lane: int, pause: float) -> None:
+        self._due.setdefault(pause, {})[lane] = monotonic() + pause
+
+    def _to_look_at(self) -> list[int]:
+        found, now = [], monotonic()
+        for lanes in self._due.values():
+            for lane, when in lanes.items():
+                if when > now:
+                    break
+                found.append(lane)
+        return found
 
     def _text_of(self, activity: Activity) -> str:
         seconds = self._seconds[activity]

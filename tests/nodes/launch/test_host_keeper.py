@@ -8,8 +8,8 @@ import pytest
 from remote_rollouts import await_that
 
 from rollflow.nodes.launch import on_hosts
-from rollflow.nodes.launch.launcher import Handle
 from rollflow.nodes.launch.on_hosts import HostKeeper
+from rollflow.nodes.launch.process_launcher import Handle
 from rollflow.stream import EnvError
 
 

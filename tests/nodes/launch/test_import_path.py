@@ -13,7 +13,7 @@ from numbered_module import NumberedModule
 
 from rollflow import Rollout
 from rollflow.nodes import OnProcesses
-from rollflow.nodes.launch.import_path import import_path
+from rollflow.nodes.launch.on_hosts import import_path
 from rollflow.stream import EnvError, ModuleError
 
 
@@ -47,7 +47,7 @@ def test_a_module_that_is_made_already_is_refused() -> None:
 
 
 SCRIPT = """
-from rollflow.nodes.launch.import_path import import_path
+from rollflow.nodes.launch.on_hosts import import_path
 
 class Policy:
     pass

@@ -14,8 +14,7 @@ from leftovers import held_here, processes_of
 from remote_rollouts import await_that
 from small_program import NAME, install
 
-from rollflow.nodes.launch.launcher import Handle
-from rollflow.nodes.launch.process_launcher import ProcessLauncher
+from rollflow.nodes.launch.process_launcher import Handle, ProcessLauncher
 
 
 @pytest.fixture(autouse=True)

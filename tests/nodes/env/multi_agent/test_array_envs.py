@@ -8,8 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollflow.nodes.env.multi_agent.array_envs import ArrayEnvs
-from rollflow.nodes.env.multi_agent.array_vector import ArrayStep, MultiAgentVectorEnv
+from rollflow.nodes.env.multi_agent.array_vector import ArrayEnvs, ArrayStep, MultiAgentVectorEnv
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.tree import map_tree
 

@@ -10,8 +10,9 @@ from mpe2 import simple_spread_v3
 from rollflow import MultiAgentRollout
 from rollflow.nodes import RandomModule
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
-from rollflow.nodes.env.multi_agent.lane_envs import lane_envs
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv
+from rollflow.nodes.env.observation_check import Deviations
 from rollflow.stream.data.errors import EnvError
 
 SPACE = gym.spaces.Box(-1, 1, (2,), np.float32)
@@ -288,7 +289,7 @@ def test_a_callable_that_raises_is_named() -> None:
     told = "the callable for environment 3, expected to make a MultiAgentEnv, raised ZeroDivisionError: division by"
     for first, makers in ((2, [Scripted, lambda: 1 / 0]), (3, [lambda: 1 / 0])):
         with pytest.raises(EnvError, match=told) as caught:
-            lane_envs(makers, first_env=first)
+            AgentLaneMaker(makers, first).lane_env(Deviations())
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 

@@ -1,13 +1,13 @@
 """Hosts that die and are replaced: the new host takes the place of the lost one, and the others go on."""
 
 import logging
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.gateway import Registry
 from rollflow.nodes.env.remote.host import Host
 from rollflow.nodes.env.remote.remote_host import RemoteHost
-from rollflow.nodes.env.remote.software import process_name
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Limits
 
@@ -266,9 +265,9 @@ def test_a_host_may_be_replaced_before_its_loss_is_noticed() -> None:
 
 
 def test_hosts_of_one_machine_are_not_taken_for_each_other() -> None:
-    with EnvHost("CartPole-v1") as host, ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        names = [host.name, pool.submit(process_name).result()]
-    assert len(set(names)) == 2
+    with EnvHost("CartPole-v1") as host:
+        assert host.name.endswith(f"-{os.getpid()}")
+    names = [host.name, "other"]
     hosts = Hosts()
     cut_off = hosts.join(names[0])
     hosts.now = 9.0

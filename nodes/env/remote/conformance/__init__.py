@@ -1,1 +1,0 @@
-"""Conformance checks for hosts that are written in other languages."""
