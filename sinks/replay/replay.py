@@ -246,10 +246,6 @@ class Replay:
         """Ids of the modules whose steps are there; of one agent there is none."""
         return [module_id for module_id in self._tables if module_id is not None]
 
-    def sampler_of(self, module_id: Any) -> Sampler:
-        """The sampler of a module's steps. Raises ReplayError for a module that no fragment has had."""
-        return self._table_of(module_id).sampler
-
     def __call__(self, fragment: AnyFragment) -> None:
         """Insert a fragment."""
         self.insert(fragment)
@@ -276,11 +272,6 @@ class Replay:
             parts = self._announced(fragment)
         await self.turns.wait_in_loop("insert", lambda: _admit(parts))
         self.insert(fragment)
-
-    def may_insert(self, steps: int) -> bool:
-        """True if the rate lets so many steps be inserted now, of each module."""
-        with self._lock:
-            return all(table.admits_insert(steps) for table in self._tables.values())
 
     def sample(self, count: int | None = None, *, wait_s: float | None = 0.0, max_bytes: int | None = None) -> Batch:
         """A batch of `count` rows; None: of `batch_size`.

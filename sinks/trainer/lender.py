@@ -33,24 +33,6 @@ _LEAST = 1 << 12  # bytes of a block
 _NOWHERE = wire.LentLeaf(np.dtype(bool), (0,), 0, 0)
 
 
-class CopyPool:
-    """Pools of blocks for copies, by size; each has as many as are in use at a time."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, BlockPool[SharedBlock]] = {}
-
-    def of(self, arrays: Sequence[NDArray[Any]]) -> tuple[SharedBlock, NDArray[np.uint8], tuple[wire.LentLeaf, ...]]:
-        """A block with copies of arrays, the array that keeps it from being written again, and the copies' places."""
-        leaves, used = _laid_out(tuple([(array.dtype, array.shape) for array in arrays]))
-        size = max(_LEAST, 1 << (used - 1).bit_length())
-        if size not in self._pools:
-            self._pools[size] = BlockPool(size, SharedBlock)
-        index, root = self._pools[size].take()
-        for array, leaf in zip(arrays, leaves, strict=True):
-            np.copyto(np.ndarray(leaf.shape, leaf.dtype, root, leaf.offset), array)
-        return self._pools[size].blocks[index], root, leaves
-
-
 @lru_cache(1024)
 def _laid_out(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[tuple[wire.LentLeaf, ...], int]:
     """Places in block 0 of arrays of these dtypes and shapes, one behind the other, little-endian, and their bytes.
@@ -85,7 +67,7 @@ class FragmentLender:
     def __init__(self, most: int) -> None:
         self._most = most
         self._descriptors: weakref.WeakKeyDictionary[SharedBlock, Descriptor] = weakref.WeakKeyDictionary()
-        self._copies = CopyPool()
+        self._pools: dict[int, BlockPool[SharedBlock]] = {}  # of blocks for copies, by size
         self._loans: _Loans | None = None  # through the connection that there is
         self._left: list[_Loans] = []  # through those that there were
         self._has_warned = False
@@ -175,6 +157,19 @@ class FragmentLender:
         loans.lend(blocks, places.roots, size)
         return wire.Lent(message.lane, message.number, blocks, columns_at, message.rest)
 
+    def _copies_of(
+        self, arrays: Sequence[NDArray[Any]]
+    ) -> tuple[SharedBlock, NDArray[np.uint8], tuple[wire.LentLeaf, ...]]:
+        """A block with copies of arrays, the array that keeps it from being written again, and the copies' places."""
+        leaves, used = _laid_out(tuple([(array.dtype, array.shape) for array in arrays]))
+        size = max(_LEAST, 1 << (used - 1).bit_length())
+        if size not in self._pools:
+            self._pools[size] = BlockPool(size, SharedBlock)
+        index, root = self._pools[size].take()
+        for array, leaf in zip(arrays, leaves, strict=True):
+            np.copyto(np.ndarray(leaf.shape, leaf.dtype, root, leaf.offset), array)
+        return self._pools[size].blocks[index], root, leaves
+
     def _placed(self, leaves: list[NDArray[Any]], *, is_batch: bool) -> "_Places":
         """The places of arrays `any[...]`; those outside of shared blocks are copied into one."""
         places, copied = _Places(self._descriptors), []
@@ -186,7 +181,7 @@ class FragmentLender:
                 copied.append(index)
                 places.leaves.append(_NOWHERE)
         if copied:
-            block, root, copies = self._copies.of([leaves[index] for index in copied])
+            block, root, copies = self._copies_of([leaves[index] for index in copied])
             number = places.number_of(block, root)
             for index, copy in zip(copied, copies, strict=True):
                 places.leaves[index] = copy._replace(block=number)

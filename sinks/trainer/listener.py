@@ -12,7 +12,6 @@ from time import monotonic, sleep
 from typing import Any
 
 from rollflow.nodes.env.remote.software import software
-from rollflow.nodes.modules.policy_weights import Shapes
 from rollflow.sinks.trainer.borrower import FragmentBorrower, checked, fragment_in
 from rollflow.sinks.trainer.follower import NOTHING
 from rollflow.sinks.trainer.loop_trace import LoopTrace
@@ -47,7 +46,6 @@ class TrainerListener:
     ahead        fragments that a lane may have begun beyond what is done; None: any number, within the window
     windows      how many items a source may send beyond what is done, and how many are needed
     shares       whether sources lend what they send
-    own          shapes of the trainer's own weights, for `NewestWeights`
 
     sockets    listened on, of the owner, who sets them before `open` and closes them
     lock       of the sources and of arrived items
@@ -71,7 +69,6 @@ class TrainerListener:
         ahead: int | None,
         windows: FlowWindows,
         shares: bool = False,
-        own: Shapes | None = None,
     ) -> None:
         self._epoll = getattr(select, "epoll", lambda: None)()  # its wait takes no longer for more connections
         self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
@@ -87,7 +84,7 @@ class TrainerListener:
         self.trace = LoopTrace()
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._windows, self._shares = ahead, windows, shares
-        self.weights = NewestWeights(self.wake, own)
+        self.weights = NewestWeights(self.wake)
         self._behind: set[RolloutPeer] = set()  # sources with news of their own
         self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
         self._woken = select.poll()

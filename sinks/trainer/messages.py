@@ -13,7 +13,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.parameter import is_lazy
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
@@ -162,17 +161,6 @@ def is_by_module(tree: Any) -> bool:
 def joined_weights(weights: ByModule) -> dict[str, Any]:
     """Join the weights of several modules under names `module id/name`."""
     return {f"{module_id}/{name}": value for module_id, each in weights.items() for name, value in each.items()}
-
-
-def own_shapes(module: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of a module's weights, or of several modules' by their ids; none where they are not known."""
-    if isinstance(module, Mapping):
-        parts = {module_id: own_shapes(each) for module_id, each in module.items()}
-        return joined_weights(parts) if all(parts.values()) else {}
-    if not isinstance(module, torch.nn.Module):
-        return {}
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {} if any(map(is_lazy, (tensor for _, tensor in named))) else {name: tuple(it.shape) for name, it in named}
 
 
 def parted_weights(weights: Mapping[str, Any], ids: Iterable[str]) -> dict[str, dict[str, Any]]:

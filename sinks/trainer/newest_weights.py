@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from rollflow.nodes.modules.policy_weights import Shapes, check_shapes, shapes_of
+from rollflow.nodes.modules.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.modules.weights_codec import to_arrays
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
 from rollflow.stream.data.errors import ModuleError, RollflowError, WireError
@@ -76,7 +76,6 @@ class NewestWeights:
     """Weights that were published last. Any thread may use it.
 
     ready        called, without the lock, when weights may be sent
-    own          shapes of the weights of the trainer's own module; compared with a rollout's if the names are the same
 
     version      policy version of the newest weights, or a newer one that a rollout came with
     published    newest weights; None: none have been published
@@ -86,10 +85,10 @@ class NewestWeights:
     when they were published next.
     """
 
-    def __init__(self, ready: Callable[[], None], own: Shapes | None = None) -> None:
+    def __init__(self, ready: Callable[[], None]) -> None:
         self.version = 0
         self.published: PublishedWeights | None = None
-        self._ready, self._own = ready, own or {}
+        self._ready = ready
         self._lock = threading.Lock()
         self._next: Identity | None = None  # of what is published next, unless a batch is handed over before
         self._is_current = False  # no batch has been handed over since the newest weights were published
@@ -131,8 +130,6 @@ class NewestWeights:
         try:
             if published is not None:
                 published.check_fits(source, most, undelivered)
-            else:
-                self._check_is_like_own(source)
         except ModuleError as error:
             raise WireError(str(error), "weights") from error
         is_raised = published is not None and source.connection is None and not published.counts_for(source)
@@ -156,17 +153,6 @@ class NewestWeights:
         """Go on from a state: from its version, and from the identity of the weights that were saved with it."""
         self.raise_to(version)
         self._next = saved
-
-    # Inside
-
-    def _check_is_like_own(self, source: RolloutPeer) -> None:
-        """Raise ModuleError if a rollout's weights have the names of the trainer's own, and other shapes."""
-        if self._own.keys() != source.weights.keys():  # the trainer's may be a critic alone, or wrapped
-            return
-        try:
-            check_shapes(self._own, source.weights, f"{source.module} of rollout {source.name}")
-        except ModuleError as error:
-            raise ModuleError(f"by the module= of the TrainerStream, {error}") from None
 
 
 def checked_id(text: str) -> bytes:

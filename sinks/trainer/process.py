@@ -14,8 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import anyio
 import cloudpickle
@@ -26,20 +25,10 @@ from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S, WorkerProcess, core_count
 from rollflow.sinks.trainer.stream import TrainerStream
 from rollflow.stream.data.errors import RunError, shown
-from rollflow.stream.data.system import system_module
 
 logger = logging.getLogger(__name__)
 
-fcntl = system_module("fcntl")
-_PREFIX, _LOCK = "rollflow-", ".rollflow-sockets"  # of folders, and of the locked file in each
 _STREAM_OPTIONS = tuple(inspect.signature(TrainerStream).parameters)[1:]  # all but the address
-
-
-class TrainerFailed(NamedTuple):
-    """Error that the function raised, as text."""
-
-    text: str
-    traceback: str
 
 
 class TrainerProcess:
@@ -93,14 +82,14 @@ class TrainerProcess:
         if self._worker is not None:
             raise RunError("the trainer has been started: it runs once, make another one")
         function, args, options = self._job
-        self._folder = OwnFolder()
-        self.address = f"{self._transport}:{self._folder.path}/trainer"
+        self._folder = tempfile.mkdtemp(prefix="rollflow-")
+        self.address = f"{self._transport}:{self._folder}/trainer"
         threads = None if "OMP_NUM_THREADS" in os.environ else core_count()  # None: torch's default
         try:
             job = cloudpickle.dumps((function, args, self.address, options, threads))
             self._worker = WorkerProcess("rollflow.sinks.trainer.process", 1)
         except BaseException:
-            self._folder.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self.pid = self._worker.pid
         with suppress(OSError):  # the child is gone, which `watch` and `__exit__` notice
@@ -120,7 +109,7 @@ class TrainerProcess:
             worker.has_ended(CLOSE_TIMEOUT_S)
         finally:
             worker.kill()
-            self._folder.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
         if error is None and self._error is not None:
             raise self._error
 
@@ -161,9 +150,10 @@ class TrainerProcess:
         except (EOFError, OSError, pickle.UnpicklingError):
             self._error = RunError(f"the trainer {self._name}, process {self.pid}, {self._started().ended()}")
             return True
-        if isinstance(outcome, TrainerFailed):
-            self._error = RunError(f"the trainer {self._name} has failed: {outcome.text}")
-            self._error.add_note(f"in its process:\n{outcome.traceback}")
+        if isinstance(outcome, tuple):
+            text, traceback = outcome
+            self._error = RunError(f"the trainer {self._name} has failed: {text}")
+            self._error.add_note(f"in its process:\n{traceback}")
         else:
             self.result = pickle.loads(outcome)
         return True
@@ -177,12 +167,12 @@ def main(life: int, sockets: Sequence[int]) -> None:
     """
     end_with_parent(life)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that blocks are left
-    outcome: bytes | TrainerFailed
+    outcome: bytes | tuple[str, str]  # the result, or an error and its traceback as text
     with socket.socket(fileno=sockets[0]) as sock:
         try:
             outcome = cloudpickle.dumps(_run(sock, *pickle.loads(_receive(sock))))
         except Exception as error:
-            outcome = TrainerFailed(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+            outcome = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
         _send(sock, outcome)
 
 
@@ -224,48 +214,3 @@ def _run(
         finally:
             with lock:
                 has_left = True
-
-
-class OwnFolder:
-    """Temporary folder of this process and those that it forks; `close` removes it.
-
-    Making one also removes folders of processes that were killed. Each owner holds a lock on a file in its folder. The
-    system releases it when the last owner has ended, in whatever way.
-
-    path    of the folder
-    """
-
-    def __init__(self) -> None:
-        _remove_left()
-        self._lock: int | None = None
-        while self._lock is None:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            self._lock = _locked(self.path / _LOCK)
-
-    def close(self) -> None:
-        """Remove the folder with all its contents; a second call does nothing."""
-        if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = None
-
-
-def _locked(path: Path) -> int | None:
-    """Descriptor of a new, locked file; None if another process has removed the file before it was locked."""
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    if path.exists():
-        return fd
-    os.close(fd)
-    return None
-
-
-def _remove_left() -> None:
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # it has an owner, or was removed meanwhile
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(fd)

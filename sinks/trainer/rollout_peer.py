@@ -215,7 +215,7 @@ class RolloutPeer:
     lanes: set[int] = field(default_factory=set)  # also gone ones of which it may want something again; of batches: 0
     awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
     aside: dict[int, int] = field(default_factory=dict)  # lane that is gone -> number of its last item
-    needs: int = 1  # items of it that the trainer has to have at a time, see `FlowWindow`
+    needs: int = 1  # items of it that the trainer has to have at a time, see `FlowWindows`
     beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
     sent: _SentNews = field(default_factory=_SentNews)
     _layouts: dict[int, FragmentLayout] = field(default_factory=dict)  # of the last fragment of each lane

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -96,17 +96,6 @@ class StalenessBound:
             self.lost["masked"] += masked
 
 
-class FlowWindow(NamedTuple):
-    """Window of one rollout, in items.
-
-    window    items that the rollout may send beyond the last one that the trainer is done with
-    needs     items that the trainer has to have at a time before it is done with any: at most `window`
-    """
-
-    window: int
-    needs: int
-
-
 class FlowWindows:
     """Flow windows of all rollouts.
 
@@ -123,8 +112,12 @@ class FlowWindows:
         self._staleness, self._yields, self._count, self._stays = staleness, yields, count, stays
         self._prefetch = checked_count("prefetch", prefetch, 0)
 
-    def of(self, source: RolloutPeer) -> FlowWindow:
-        """Window of a rollout. Raises WireError where the trainer can't take what the rollout sends."""
+    def of(self, source: RolloutPeer) -> tuple[int, int]:
+        """Window of a rollout, and the items of it that the trainer has to have at a time before it is done with any.
+
+        The window is a number of items beyond the last one that the trainer is done with. Raises WireError where the
+        trainer can't take what the rollout sends.
+        """
         ahead = self._staleness.ahead
         if source.sends_batches and self._yields != "batches":
             raise WireError(
@@ -134,7 +127,7 @@ class FlowWindows:
         if ahead is None:
             batch_size = (self._count or source.streams) if self._yields == "batches" else 1
             window = (1 + self._prefetch) * max(source.streams, self._count or 1)
-            return FlowWindow(window, batch_size)
+            return window, batch_size
         if not source.can_be_paced:
             raise WireError(
                 "the trainer holds rollouts back by on_excess='pace', and nobody knows which of this one's fragments "
@@ -145,7 +138,7 @@ class FlowWindows:
             )
         # Twice: every lane may have begun `ahead` before the slowest has given its first, and fragments of faster lanes
         # that the trainer is done with may lie behind one that it is not done with.
-        return FlowWindow(2 * ahead * source.unfinished, ahead * source.unfinished)
+        return 2 * ahead * source.unfinished, ahead * source.unfinished
 
     def order(self, source: RolloutPeer, version: int) -> StreamOrder:
         """Settings for a rollout, which is to act with weights of `version` or newer ones."""

@@ -27,7 +27,7 @@ from rollflow.sinks.trainer.item_maker import (
     check_module,
 )
 from rollflow.sinks.trainer.listener import TrainerListener, checked_address
-from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights, own_shapes
+from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
 from rollflow.sinks.trainer.newest_weights import PublishedWeights, checked_id
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, RolloutPeer, number_in
 from rollflow.sinks.trainer.staleness import FlowWindows, OnExcess, StalenessBound
@@ -127,7 +127,6 @@ class TrainerStream:
             ahead=self._staleness.ahead,
             windows=FlowWindows(self._staleness, yields, prefetch, fragments_per_batch, stays=sources is None),
             shares=isinstance(self.address, SharedAddress),
-            own=own_shapes(module),
         )
         self.log = StreamLog(self, LogOptions(log, log_every, log_x, None, trace), self._listener.trace)
         count = fragments_per_batch if yields == "batches" else 1

@@ -11,7 +11,6 @@ from numbered_agents import NumberedAgents
 
 from rollflow import ConnectorV2, GeneralAdvantageEstimation, Graph, MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import SingleAgentObservationPreprocessor
-from rollflow.sinks.trainer.messages import own_shapes
 from rollflow.stream import ConnectorError, GraphError, ModuleError
 
 
@@ -126,14 +125,6 @@ def test_pieces_that_want_a_module_say_where_it_is_missing() -> None:
         episodes = next(iter(rollout.fragments())).episodes()
     with pytest.raises(ModuleError, match="needs values, and there is no module: expected module=… where the pipeline"):
         piece(rl_module=None, batch={}, episodes=list(episodes), shared_data={})
-
-
-def test_the_shapes_of_a_trainers_own_weights_are_known_where_they_are() -> None:
-    linear = torch.nn.Linear(2, 1)
-    assert own_shapes(None) == own_shapes(object()) == own_shapes(torch.nn.LazyLinear(2)) == {}
-    assert own_shapes({"a": linear, "b": torch.nn.LazyLinear(2)}) == {}
-    assert own_shapes({"a": linear}) == {"a/weight": (1, 2), "a/bias": (1,)}
-    assert own_shapes(torch.nn.BatchNorm1d(3)).keys() == torch.nn.BatchNorm1d(3).state_dict().keys()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from numbered_module import NumberedModule
 from replayed import Played
 from torch.utils.data import DataLoader
 
-from rollflow import DatasetSink, DatasetSource, Fragment, Rollout
+from rollflow import DatasetSink, DatasetSource
 from rollflow.sinks.datasets import dataset_source
 from rollflow.sinks.datasets.dataset_sink import FileSet
 from rollflow.stream import DatasetError
@@ -197,13 +197,6 @@ def test_files_without_a_description_are_no_empty_dataset(path: Path) -> None:
     (path / "dataset.json").unlink()
     with pytest.raises(DatasetError, match=r"has files of a dataset, but dataset\.json is missing"):
         DatasetSource(path)
-
-
-def test_a_file_is_ended_when_its_time_is_over(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path, max_file_s=0) as sink:
-        for fragment in played.fragments:
-            sink(fragment)
-    assert len(list((tmp_path / "steps").glob("*.parquet"))) == len(played.fragments)
 
 
 def test_episodes_are_chosen_by_numbers_or_by_a_mask(played: Played, tmp_path: Path) -> None:
@@ -462,16 +455,3 @@ def test_a_small_fragment_is_copied_in_the_call(tmp_path: Path, may_write: threa
         may_write.set()
     assert is_gone
     assert sink.num_steps == steps
-
-
-@pytest.mark.slow
-def test_fragments_of_workers_are_written_as_they_were(tmp_path: Path) -> None:
-    fragments: list[Fragment] = []
-    options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 6, "seed": 0, "lanes": 2}
-    with Rollout("CartPole-v1", **options) as rollout:
-        fragments = list(rollout.fragments())
-    with Rollout("CartPole-v1", where="rollouts", **options) as rollout, DatasetSink(tmp_path) as sink:
-        for fragment in rollout.fragments():
-            sink(fragment)
-    steps = sorted(map(tuple, pq.read_table(tmp_path / "steps")["obs"].to_pylist()))
-    assert steps == sorted(tuple(step) for fragment in fragments for step in fragment.gather("obs").tolist())

@@ -1,7 +1,5 @@
 """The next window of a dataset is read while the fragments of one are handed out."""
 
-import copy
-import pickle
 import subprocess
 import sys
 import threading
@@ -13,10 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from numbered_module import NumberedEnv, NumberedModule
 from replayed import Played
 
-from rollflow import DatasetSink, DatasetSource, Graph, Rollout
+from rollflow import DatasetSink, DatasetSource, Graph
 from rollflow.sinks.datasets.episode_block import check_wanted, in_pairs
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
 from rollflow.stream import ColumnError, DatasetError
@@ -146,21 +143,6 @@ def test_what_is_read_of_one_fragment_is_the_readers_own(path: Path) -> None:
         first.gather("missing")
 
 
-@pytest.mark.slow
-def test_a_copy_of_a_fragment_has_its_own_steps_alone(tmp_path: Path) -> None:
-    envs = [partial(NumberedEnv, slot) for slot in range(3)]
-    with Rollout(envs, module=NumberedModule(), fragment_length=4096, num_fragments=1, seed=0) as rollout:
-        with DatasetSink(tmp_path) as sink:
-            sink(next(rollout.fragments()))
-    fragment = next(DatasetSource(tmp_path, batch_size=8).fragments())
-    assert fragment.nbytes == sum(column.nbytes for column in copy.deepcopy(fragment).columns.values())
-    text = pickle.dumps({name: column.tree for name, column in pickle.loads(pickle.dumps(fragment)).columns.items()})
-    assert len(text) < 10 * fragment.nbytes
-    again = pickle.loads(pickle.dumps(fragment))
-    for name in fragment.columns:
-        assert np.array_equal(again.gather(name), fragment.gather(name))
-
-
 def test_few_episodes_of_a_row_group_let_the_rest_of_it_go(path: Path) -> None:
     store: Any = DatasetSource(path)._store
     whole = store.read(np.arange(len(store.num_steps)), ["rewards"], with_last=False)
@@ -179,23 +161,3 @@ def test_two_parts_are_read_at_a_time_and_come_in_their_order() -> None:
 
     assert list(in_pairs([partial(read, number) for number in range(5)])) == [0, 1, 2, 3, 4]
     assert list(in_pairs([])) == []
-
-
-def test_an_error_in_either_of_two_parts_is_raised_when_both_are_over() -> None:
-    over: list[str] = []
-
-    def fail(name: str) -> str:
-        over.append(name)
-        raise DatasetError(f"{name} is damaged")
-
-    def read(name: str) -> str:
-        over.append(name)
-        return name
-
-    with pytest.raises(DatasetError, match="first is damaged"):
-        list(in_pairs([partial(fail, "first"), partial(read, "second")]))
-    assert sorted(over) == ["first", "second"]
-    parts = in_pairs([partial(read, "third"), partial(fail, "fourth")])
-    assert next(parts) == "third"
-    with pytest.raises(DatasetError, match="fourth is damaged"):
-        next(parts)

@@ -11,7 +11,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from drawn_agents import Drawn, made, run
 from hypothesis import HealthCheck, given, settings, strategies as st
 from property_examples import examples
 from replayed import Played, rows_of
@@ -97,39 +96,6 @@ def test_nothing_but_the_index_is_written_for_priorities_alone(tmp_path: Path, p
     replay.update_priorities(replay.sample(8)["ids"], np.arange(8.0))
     replay.save(tmp_path / "replay")
     assert [name[:5] for name in sizes(tmp_path / "replay").keys() - before.keys()] == ["index"]
-
-
-@pytest.mark.slow
-def test_of_several_agents_only_the_modules_with_new_steps_write_blocks(tmp_path: Path) -> None:
-    drawn = Drawn(
-        envs=1, lanes=1, agents=4, nested=1, length=12, at_once=False,
-        fragment_length=4, lookback=1, by_episode=True, seed=3,
-    )  # fmt: skip
-    folder, written = tmp_path / "replay", []
-
-    def new() -> Replay:
-        return Replay(20, sampler=Prioritized(), storage=Storage(frames=2), seed=0)
-
-    replay = new()
-    replay.save(folder)  # of no module yet
-    for number, fragment in enumerate(run(made(drawn)[1], 20)):
-        before = sizes(folder).keys()
-        replay.insert(fragment)
-        for module_id, batch in (replay.sample(4) if len(replay) else {}).items():
-            replay.update_priorities(batch["ids"], np.arange(4.0), module_id)
-        replay.save(folder)
-        new_rows = [name for name in sizes(folder).keys() - before if name.startswith("rows")]
-        written.append({replay.module_ids[int(name.split("-")[2])] for name in new_rows})
-        assert written[-1] <= {each for each in fragment.module_ids if len(fragment.of_module(each).chunks.slot)}
-        again = new()
-        again.load(folder)
-        check_same(again.get_state(), replay.get_state())
-        if number % 3 == 2:
-            replay = again  # a replay that was restored goes on with the files that are there
-    assert replay.report().removed > 0  # round the end of a ring
-    assert set.union(*written) == set(replay.module_ids)
-    assert written[0] < set(replay.module_ids)  # the others came later
-    assert any(each < set(replay.module_ids) for each in written[10:])
 
 
 @settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

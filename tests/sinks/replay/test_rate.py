@@ -65,7 +65,6 @@ def test_to_ask_changes_nothing() -> None:
     assert not replay.may_sample(700)
     with pytest.raises(ReplayError, match="holds this sample back"):
         replay.sample(700)
-    assert replay.may_insert(300)
     assert replay.get_state()["tables"][0][1]["rate"] == before
 
 

@@ -28,7 +28,6 @@ from rollflow.sinks import (
     Uniform,
 )
 from rollflow.stream import ReplayError
-from rollflow.stream.data.tree import leaves_of
 
 SINGLE: list[Callable[[], Sampler]] = [
     Uniform,
@@ -286,12 +285,6 @@ def test_bytes_and_half_floats_of_a_tuple_stay_what_they_are_and_stand_once() ->
     assert torch.equal(pixels[:, 0, 0].half() / 8, half[:, 0])
     assert torch.equal(batch["new_obs"][0], pixels + 1)
     assert replay.nbytes < 400 * (6 + 2 + 8 + 4 + 1 + 1 + 8 + 8 + 4) + 64 * 8 + 1
-
-
-def test_columns_of_a_batch_are_contiguous() -> None:
-    replay = Replay(100)
-    replay.insert(Played(2, 1, nested=True).fragments[0])
-    assert all(leaf.is_contiguous() for leaf in leaves_of(replay.sample(8)))
 
 
 def test_steps_leave_after_so_many_samples() -> None:

@@ -7,7 +7,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -346,25 +346,6 @@ def test_a_checkpoint_that_can_not_be_written_acknowledges_nothing(tmp_path: Pat
     assert len(again) == running.rollout.num_steps
     with pytest.raises(ReplayError, match="of a replay with sampler=<one without a state>, expected Prioritized"):
         Replay(512, sampler=Prioritized()).load(folder / "replay")
-
-
-def test_a_replay_that_there_is_no_memory_to_copy_goes_on_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class NoMemory(Replay):
-        def get_state(self, since: Sequence[int] = ()) -> dict[str, Any]:
-            raise MemoryError("unable to allocate 8 GiB")
-
-    checkpoint = tmp_path / "replay"
-    with (
-        serving(NoMemory(512), tmp_path, checkpoint=checkpoint, every=0.01) as host,
-        client_of(host) as client,
-        feeding(host.rollouts, [0]) as running,
-    ):
-        await_that(lambda: "MemoryError: unable to allocate 8 GiB; until it can, nothing is ack" in caplog.text)
-        check_rows(client.sample(8))
-        assert running.sink._session.kept == 0
-    assert not list(checkpoint.iterdir())
 
 
 # Processes that are killed

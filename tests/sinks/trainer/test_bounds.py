@@ -13,8 +13,6 @@ from memory_lending import shared_address
 from property_examples import examples
 
 from rollflow import TrainerStream
-from rollflow.sinks.trainer.resend_buffer import ResendBuffer
-from rollflow.stream.wire import Fragment
 
 FRAGMENT = 600  # bytes, about, of eight steps
 
@@ -86,15 +84,3 @@ def test_a_batch_that_is_more_than_may_be_kept_is_told_of_once(address: str, cap
     [told] = [record.getMessage() for record in caplog.records if "at a time" in record.getMessage()]
     assert told.startswith("the trainer needs 4 fragments at a time, of about ")
     assert told.endswith(" bytes, more than max_bytes=1: as many are kept")
-
-
-def test_there_is_room_for_as_many_as_are_needed_however_large_they_are() -> None:
-    kept = ResendBuffer(100)
-    for number, needs in enumerate([1, 2, 3, 3], 1):
-        kept.needs = needs
-        assert not kept.is_full
-        kept.add(Fragment(0, number, {}, {}), 80, steps=1)
-        assert kept.is_full == (number > 1)
-        if number == 3:
-            kept.forget(1)
-    assert kept.nbytes_needed == 240

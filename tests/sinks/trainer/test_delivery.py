@@ -55,16 +55,6 @@ def test_a_connection_that_is_cut_loses_nothing_and_doubles_nothing(cuts: list[i
     assert sum(fragment.num_steps for fragment in taken) == steps
 
 
-@pytest.mark.slow
-@AGENTS
-def test_nor_does_one_that_is_cut_a_hundred_times(agents: int) -> None:
-    drawn = random.Random(5)
-    taken, steps = cut_off([drawn.randrange(4_000, 30_000) for _ in range(100)], fragments=400, agents=agents)
-    assert sequences_of(taken) == {0: list(range(400)), 1: list(range(400))}
-    check_whole([record_of(fragment) for fragment in taken])
-    assert sum(fragment.num_steps for fragment in taken) == steps
-
-
 def end_whole(feed: Feed, child: TrainerChild, folder: Path) -> None:
     """Have the rollout end, and its trainer with it, which has been handed over every step once."""
     feed.drain()
@@ -107,11 +97,6 @@ def killed_again_and_again(
 @pytest.mark.parametrize("ack", ["auto", "manual"])
 def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(tmp_path: Path, ack: str, agents: int) -> None:
     killed_again_and_again(tmp_path, 5, ack, seed=1, agents=agents)
-
-
-@pytest.mark.slow
-def test_so_it_is_with_one_that_is_killed_sixty_times(tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, 60, "manual", seed=2)
 
 
 @pytest.mark.slow
@@ -167,26 +152,6 @@ def take(stream: TrainerStream, fragment: Fragment, taken: dict[str, list[Record
 @AGENTS
 def test_a_rollout_that_is_killed_is_nobody_elses_trouble(agents: int, tmp_path: Path) -> None:
     rollouts_killed(3, tmp_path, agents)
-
-
-@pytest.mark.slow
-def test_nor_are_sixty_of_them(tmp_path: Path) -> None:
-    rollouts_killed(60, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/trainer"
-    with feeding(address, sink={"limits": HASTY}) as feed:
-        child = TrainerChild(address, tmp_path, ack="auto", limits=Limits(heartbeat_s=0.5))
-        await_that(lambda: len(records_of(tmp_path)) >= 3)
-        assert child.process.pid is not None
-        os.kill(child.process.pid, signal.SIGSTOP)
-        await_that(lambda: feed.sink._uplink.problem)  # it is taken for lost: three heartbeats without a word
-        held = feed.sink.given
-        os.kill(child.process.pid, signal.SIGCONT)
-        await_that(lambda: len(records_of(tmp_path)) >= held + 3)
-        end_whole(feed, child, tmp_path)
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ from feeding_rollouts import SHORT, await_come, feeding, graph_over, rollout_of,
 from remote_rollouts import await_that
 
 from rollflow import Rollout, TrainerStream, feed
-from rollflow.sinks.trainer import uplink
-from rollflow.sinks.trainer.listener import TrainerListener
 from rollflow.stream import LagError, RunError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, encode
@@ -241,22 +239,6 @@ def test_a_rollout_that_is_lost_for_good_may_be_followed_by_one_that_is_mended()
 # Weights and what is done
 
 
-def test_a_rollout_is_told_what_is_done_when_it_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[int, int]] = []
-    real = uplink.from_arrays
-    with trainer(max_lag=0, on_excess="pace") as stream, feeding(stream.address, lanes=1, num_fragments=8) as feed:
-
-        def taken(*args: Any) -> dict[str, Any]:
-            done.append((feed.sink._session.done, len(done)))
-            return real(*args)
-
-        monkeypatch.setattr(uplink, "from_arrays", taken)
-        for _ in stream:
-            stream.publish(weights(1.0))
-    assert done
-    assert all(number <= version for number, version in done)
-
-
 def test_a_trainer_that_has_ended_publishes_and_acknowledges_no_more() -> None:
     with trainer(ack="manual") as stream, feeding(stream.address, num_fragments=1):
         assert len(list(stream)) == 1
@@ -320,25 +302,6 @@ def test_a_trainer_that_acknowledges_nothing_is_named(
             next(fragments)
 
 
-def test_a_goodbye_is_said_while_no_other_thread_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that moves on from items meanwhile leaves the connections alone."""
-    found: list[bool] = []
-    say_goodbye = TrainerListener._say_goodbye
-
-    def goodbye(listener: TrainerListener, reason: str) -> None:
-        turns: list[float] = []
-        with monkeypatch.context() as patched, ThreadPoolExecutor() as threads:
-            patched.setattr(listener, "_turn", turns.append)
-            found.append(threads.submit(listener.serve, 0.0).result(60))
-        found.append(bool(turns))
-        say_goodbye(listener, reason)
-
-    monkeypatch.setattr(TrainerListener, "_say_goodbye", goodbye)
-    with trainer() as stream, feeding(stream.address, num_fragments=2):
-        assert len(list(stream)) == 2
-    assert found == [False, False]
-
-
 def test_a_rollout_gets_its_goodbye_behind_whoever_has_not_said_a_word() -> None:
     with ThreadPoolExecutor() as threads:
         with trainer(yields="fragments") as stream:
@@ -347,26 +310,6 @@ def test_a_rollout_gets_its_goodbye_behind_whoever_has_not_said_a_word() -> None
                 next(iter(stream))
                 stream.__exit__(None, None, None)
         assert fed.result() == "the trainer has ended"
-
-
-def test_an_error_of_one_connection_keeps_no_other_from_its_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed: list[Any] = []
-    tell = TrainerListener._tell
-
-    def told(listener: TrainerListener, peer: Any) -> None:
-        if listener._parting is not None and not failed:
-            failed.append(peer.source)
-            raise TypeError("it broke")
-        tell(listener, peer)
-
-    monkeypatch.setattr(TrainerListener, "_tell", told)
-    with ThreadPoolExecutor() as threads:
-        with trainer(yields="fragments") as stream, strange_connection(stream):
-            fed = threads.submit(feed, rollout_of([0]), str(stream.address), limits=SHORT, retry_s=5.0)
-            next(iter(stream))
-            stream.__exit__(None, None, None)
-        assert fed.result() == "the trainer has ended"
-    assert failed == [None]
 
 
 def strange_connection(stream: Any) -> socket.socket:

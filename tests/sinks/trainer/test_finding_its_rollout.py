@@ -5,11 +5,10 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from feeding_rollouts import SHORT, in_lanes_order, running, trainer
+from feeding_rollouts import SHORT, in_lanes_order, running
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow import Graph, Rollout, TrainerStream
-from rollflow.nodes import EpisodeReturns
 from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.stream import GraphError, Outlet
 from rollflow.stream.fragments.fragment import Fragment
@@ -56,20 +55,6 @@ def test_it_is_found_behind_others_in_whatever_order_edges_are_drawn(order: tupl
     assert graph.explain().count("passes a gate") == 1
     sink.close()
     rollout.environments.close()
-
-
-def test_batches_tell_of_returns_and_weights_also_where_a_sink_found_its_rollout() -> None:
-    with trainer() as stream:
-        stream.publish(NumberedModule().state_dict())
-        rollout, sink = numbered(), TrainerSink(str(stream.address), sends="batches", limits=SHORT)
-        learner, returns = learner_of(rollout), EpisodeReturns()
-        graph = Graph("batches")
-        graph.connect(learner, sink)
-        graph.connect(rollout.fragments, learner)
-        graph.connect(rollout.fragments, returns)
-        with running(graph, rollout, sink):
-            assert all((batch["policy_version"] == 1).all() for batch in stream)
-        assert stream.returns.count == returns.count > 0
 
 
 def test_it_is_found_in_a_graph_within_a_graph() -> None:

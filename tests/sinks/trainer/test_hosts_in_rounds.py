@@ -138,25 +138,6 @@ def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_nex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int, remote: PacedHosts) -> None:
-    rounds = remote.rounds(max_lag)
-    with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        hosts.enter_context(remote.host(0))
-        rollout = remote.rollout()
-        stream.publish(remote.weights(1.0))
-        with running(*graph_over(rollout, stream.address, sends="batches", fragments_per_batch=2)) as feed:
-            for slot in (1, 2):
-                with remote.host(slot):
-                    rounds.until(stream, lambda slot=slot: slot in rounds.slots)  # type: ignore[misc]
-                rounds.until(stream, lambda: rounds.slots == {0})
-            feed.drain()
-            rounds.rest(stream)
-    assert rounds.steps == rollout.num_steps
-    assert stream.lost == {}
-
-
-@pytest.mark.slow
 def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(remote: PacedHosts) -> None:
     rounds = remote.rounds(0)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:

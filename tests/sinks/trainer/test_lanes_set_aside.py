@@ -1,7 +1,6 @@
 """A lane whose environments are lost again and again is set aside: a trainer that takes rounds waits for it no more."""
 
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -12,28 +11,14 @@ import gymnasium as gym
 import pytest
 from ending_envs import NeverReset, NotMadeAgain
 from feeding_rollouts import SHORT, graph_over, running, weights
-from killable_trainer import TrainerChild, check_whole, records_of
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
-from remote_rollouts import await_that
-from taken_batches import taken_of
 
-from rollflow import Columns, Fragment, Graph, Rollout, TrainerStream
+from rollflow import Columns, Graph, Rollout, TrainerStream
 from rollflow.sinks import TrainerSink
-from rollflow.sinks.trainer import uplink
-from rollflow.sinks.trainer.intake import LaneRounds
-from rollflow.sinks.trainer.pace_gate import LaneNews
-from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
+from rollflow.sinks.trainer.rollout_peer import PeerLife, RolloutPeer
 from rollflow.stream import WireError, wire
-from rollflow.stream.net import redialler
-from rollflow.stream.wire import LaneJoined, LaneLeft, Limits, SourceConnection, TrainerSession
-
-
-class OfLane(Fragment):
-    """A fragment of which nothing but its lane is looked at."""
-
-    def __init__(self, lane: int) -> None:
-        self.lane = lane
+from rollflow.stream.wire import Limits, TrainerSession
 
 
 def source_of(lanes: int) -> RolloutPeer:
@@ -41,28 +26,6 @@ def source_of(lanes: int) -> RolloutPeer:
     source.lanes = set(range(lanes))
     source.life = PeerLife.HERE
     return source
-
-
-def test_a_round_is_whole_without_a_lane_once_all_of_that_has_come() -> None:
-    source, rounds = source_of(3), LaneRounds()
-    items = [ArrivedItem(source, number, OfLane(lane), None) for number, lane in enumerate((0, 1, 2, 0, 1), 1)]
-
-    def come(*places: int) -> None:
-        for place in places:
-            rounds.waiting = rounds.joined([items[place]])
-            source.session.taken = items[place].number
-
-    assert rounds.begin([source], 0)
-    come(0, 1)
-    source.set_aside(2, 3)  # its last is on the way
-    assert taken_of(rounds, [source]) == []
-    come(2)
-    assert taken_of(rounds, [source]) == [items[:3]]
-    come(3)
-    assert taken_of(rounds, [source]) == []
-    come(4)
-    assert taken_of(rounds, [source]) == [items[3:]]
-    assert source.streams == 2
 
 
 @pytest.mark.parametrize(
@@ -84,24 +47,6 @@ def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
     source.set_aside(1, 4)
     with pytest.raises(WireError, match="fragment 5 of lane 1, which is set aside behind 4, expected another lane"):
         source.read(wire.Fragment(1, 5, {}, {}))
-
-
-def test_a_lane_is_told_of_once_its_last_fragment_has_been_given() -> None:
-    rung: list[None] = []
-    lanes = LaneNews(range(2), lambda: rung.append(None))
-    lanes.give(1, 0)
-    lanes.gone(1, 2)
-    lanes.gone(0, 0)
-    assert len(rung) == 2
-    assert told(lanes.take(5)) == [(0, 5)]
-    lanes.give(1, 1)
-    assert told(lanes.take(6)) == [(1, 6)]
-    assert told(lanes.take(7)) == []
-    assert lanes.last_items == {0: 5, 1: 6}
-
-
-def told(news: Sequence[LaneJoined | LaneLeft]) -> list[Any]:
-    return [(each.lane, each.number) if isinstance(each, LaneLeft) else each.lane for each in news]
 
 
 Make = Callable[[int, Path], Any]
@@ -187,79 +132,6 @@ def test_each_of_two_trainers_is_told(where: Any, bound: dict[str, Any], tmp_pat
             ours = rounds_without_it(stream, 500)
         for taken in (ours, others.result()):
             assert taken == {lane: list(range(3 if lane == 1 else 12)) for lane in range(3)}
-
-
-def strike_when_told(moment: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have something done once, just when a trainer is told that a lane is set aside; which moments have come.
-
-    moment    "before" the link is to say so, "after" it was told to, or when it is "under way" and not sent
-    """
-    come: list[str] = []
-    tell, say = uplink.TrainerUplink.tell, SourceConnection.tell
-
-    def reach(now: str, news: object) -> None:
-        if isinstance(news, LaneLeft) and now not in come:
-            come.append(now)
-            if now == moment:
-                strike()
-
-    def telling(self: uplink.TrainerUplink, news: Any) -> None:
-        reach("before", news)
-        tell(self, news)
-        reach("after", news)
-
-    def saying(self: SourceConnection, news: Any) -> None:
-        say(self, news)
-        reach("under way", news)
-
-    monkeypatch.setattr(uplink.TrainerUplink, "tell", telling)
-    monkeypatch.setattr(SourceConnection, "tell", saying)
-    return come
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_at_once")
-@pytest.mark.parametrize("struck", ["connection", "trainer"])
-@pytest.mark.parametrize("moment", ["before", "after", "under way"])
-def test_it_is_told_though_the_connection_or_the_trainer_is_lost_just_then(
-    moment: str, struck: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dialled: list[socket.socket] = []
-    dial = redialler.reach
-
-    def reach(*told: Any, **more: Any) -> socket.socket:
-        dialled.append(dial(*told, **more))
-        return dialled[-1]
-
-    monkeypatch.setattr(redialler, "reach", reach)
-    children: list[TrainerChild] = []
-
-    def start() -> None:
-        children.append(TrainerChild(address, tmp_path, ack="auto", yields="batches", max_lag=0))
-
-    def strike() -> None:
-        if struck == "connection":
-            dialled[-1].shutdown(socket.SHUT_RDWR)
-        else:
-            children[-1].kill()
-            start()
-
-    come = strike_when_told(moment, strike, monkeypatch)
-    rollout = rollout_that_loses_a_lane("processes", NotMadeAgain, tmp_path)
-    with running(*graph_over(rollout, address)) as feed:
-        start()
-        await_that(lambda: moment in come)
-        begun = len(records_of(tmp_path))
-        await_that(lambda: len(records_of(tmp_path)) >= begun + 8)
-        assert len(dialled) > 1
-        feed.drain()
-        feed.ended.result(60)
-        children[-1].process.join()
-    assert children[-1].process.exitcode == 0
-    records = records_of(tmp_path)
-    check_whole(records)
-    assert [set(record.numbers) for record in records[-3:]] == [{"0", "2"}] * 3
-    assert sum(record.steps for record in records) == rollout.num_steps
 
 
 def test_of_a_rollout_that_is_drained_no_lane_is_set_aside() -> None:

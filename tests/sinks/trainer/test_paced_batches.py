@@ -1,17 +1,13 @@
 """Train batches that are made where the rollout is are no older than the bound, and nothing is thrown away."""
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, made
-from ending_envs import NotMadeAgain
-from feeding_rollouts import SHORT, fed, graph_of, graph_over, running, trainer, weights
-from held_envs import Held, await_held, let_go
+from feeding_rollouts import SHORT, fed, graph_of, running, trainer, weights
 from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
@@ -56,44 +52,6 @@ def test_no_action_is_older_than_the_bound_and_nothing_is_lost(
     assert stream.lost == {}
 
 
-@pytest.mark.parametrize("max_lag", [0, 1])
-def test_batches_of_several_rollouts_go_together(max_lag: int) -> None:
-    with trainer(max_lag=max_lag, on_excess="pace", sources=2) as stream:
-        stream.publish(weights(1.0))
-        options: dict[str, Any] = {"lanes": 2, "sink": {"sends": "batches", "fragments_per_batch": 2}}
-        one = graph_of(stream.address, (0, 1), num_fragments=6, **options)
-        other = graph_of(stream.address, (2, 3), num_fragments=9, **options)
-        with running(*one) as first, running(*other) as second:
-            steps = steps_taken(stream, max_lag)
-    assert steps == first.rollout.num_steps + second.rollout.num_steps
-    assert stream.lost == {}
-    assert stream.version == 1 + 9
-
-
-@pytest.mark.parametrize("max_lag", [0, 2])
-def test_a_lane_that_is_slow_has_others_wait(max_lag: int, tmp_path: Path) -> None:
-    slow = partial(Held, 0, tmp_path, steps=[20], lengths=(100, 100))
-    with trainer(max_lag=max_lag, on_excess="pace") as stream:
-        rollout = Rollout(
-            [slow, partial(NumberedEnv, 1), partial(NumberedEnv, 2)],
-            module=NumberedModule(),
-            lanes=3,
-            where="threads",
-            fragment_length=8,
-            num_fragments=10,
-        )
-        graph = graph_over(rollout, stream.address, sends="batches", fragments_per_batch=3)
-        with running(*graph) as feed, ThreadPoolExecutor() as threads:
-            stream.publish(weights(1.0))
-            steps = threads.submit(steps_taken, stream, max_lag)
-            await_held(tmp_path, 0)
-            gate = feed.sink._rollout_end.gate
-            await_that(lambda: not gate.credits.admits(gate.done, 1 + max_lag))
-            let_go(tmp_path, 0)
-            assert steps.result(60) == rollout.num_steps
-    assert stream.lost == {}
-
-
 @settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
 @given(max_lag=st.integers(0, 2), lanes=st.integers(1, 2), at_once=st.booleans(), seed=st.integers(0, 99))
 def test_so_it_is_with_several_agents_but_for_actions_that_were_pending(
@@ -133,25 +91,6 @@ def test_of_several_agents_as_well_it_is_said_that_weights_are_published_too_oft
 
 def publish_next(stream: TrainerStream, rollout: MultiAgentRollout) -> None:
     stream.publish({module_id: weights(stream.version + 1.0) for module_id in rollout.module})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_a_lane_that_is_set_aside_is_not_waited_for(
-    where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
-    envs = [partial(NumberedEnv, 0), partial(NotMadeAgain, 1, tmp_path)]
-    rollout = Rollout(envs, module=NumberedModule(), lanes=2, where=where, fragment_length=8)
-    with trainer(max_lag=0, on_excess="pace") as stream:
-        with running(*graph_over(rollout, stream.address, sends="batches", fragments_per_batch=2)):
-            late = 0
-            for batch in stream:
-                assert int(batch[Columns.POLICY_VERSION].min()) == stream.version
-                stream.publish(weights(stream.version + 1.0))
-                late += "set aside" in caplog.text
-                if late == 5:
-                    break
 
 
 def test_where_fragments_may_be_dropped_none_is_waited_for_in_vain() -> None:

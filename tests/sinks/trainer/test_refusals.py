@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import trustme
-from feeding_rollouts import HASTY, SHORT, feeding, graph_of, graph_over, running, trainer
+from feeding_rollouts import HASTY, SHORT, feeding, graph_of, running, trainer
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
 from rollflow import GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, feed
-from rollflow.nodes import DefaultModule, EnvHost
+from rollflow.nodes import EnvHost
 from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.stream import _failure_of
 from rollflow.stream.data.errors import RunError, WireError
@@ -290,54 +289,6 @@ def test_a_connection_may_be_encrypted_at_both_ends_and_not_at_one() -> None:
             feed.ended.result(60)
     with pytest.raises(WireError, match="no host name to check in a certificate"):
         graph_of("unix:/tmp/trainer", (0,), sink={"tls": client})
-
-
-class Wide(DefaultModule):
-    """The default module, with another shape of the same weights."""
-
-    def __init__(self, *spaces: Any) -> None:
-        super().__init__(*spaces, model_config={"fcnet_hiddens": [8]})
-
-
-class Narrow(DefaultModule):
-    def __init__(self, *spaces: Any) -> None:
-        super().__init__(*spaces, model_config={"fcnet_hiddens": [4]})
-
-
-def test_a_rollout_whose_weights_have_other_shapes_than_the_trainers_module_is_refused_before_any_are_published() -> (
-    None
-):
-    with Rollout("CartPole-v1", module=Narrow, seed=0) as narrow:
-        policy = narrow.module
-    with ThreadPoolExecutor() as threads, trainer(module=policy, join_timeout=0.01) as stream:
-        fed = threads.submit(
-            feed, Rollout("CartPole-v1", module=Wide, seed=0), stream.address, name="wide", limits=SHORT
-        )
-        told = "by the module= of the TrainerStream, weights do not fit module 'Wide of rollout wide"
-        refused_by(stream, f"rollout wide at tcp://127.0.0.1: {told}")
-        told = rf"trainer {stream.address}: refuses: {told} .*: .*\[4, 4\], expected \[8, 4\]"
-        with pytest.raises(WireError, match=told):
-            fed.result(60)
-
-
-def test_a_module_that_is_like_the_rollouts_or_has_other_names_is_no_reason_to_refuse() -> None:
-    class Ensemble(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.members = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-
-    class Twice(Wide):
-        def __init__(self, *spaces: Any) -> None:
-            super().__init__(*spaces)
-            self.other = torch.nn.Linear(2, 2)
-
-    with Rollout("CartPole-v1", module=Narrow, seed=0) as narrow, Rollout("CartPole-v1", module=Twice) as twice:
-        modules = narrow.module, twice.module, Ensemble()
-    for module in modules:
-        with trainer(module=module) as stream:
-            rollout = Rollout("CartPole-v1", module=Narrow, num_envs=2, fragment_length=8, num_fragments=2, seed=0)
-            with running(*graph_over(rollout, stream.address)):
-                assert len(list(stream)) == 2
 
 
 def test_why_a_trainer_has_failed_is_told_to_its_rollouts_which_wait_for_another(

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, made
-from feeding_rollouts import HASTY, SHORT, feeding, graph_over, running, trainer
+from feeding_rollouts import HASTY, feeding, graph_over, trainer
 from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import BrokenWire
@@ -125,48 +124,6 @@ def test_returns_are_those_of_the_rollout(made: Made, per_batch: int) -> None:
         assert returns.by_module[module_id].mean == np.mean(values)
 
 
-@pytest.mark.slow
-def test_a_rollout_s_own_node_says_the_same_in_the_same_graph(tmp_path: Path) -> None:
-    with TrainerStream(f"shm:{tmp_path}/t", limits=SHORT, prefetch=30) as stream:
-        graph, rollout, sink = graph_over(cartpoles(num_fragments=40), stream.address, sends="batches")
-        graph.add(returns=rollout.returns)
-        graph.connect("rollout.fragments", "returns", capacity=1)
-        with running(graph, rollout, sink):
-            for _ in stream:
-                pass
-    assert told_of(stream.returns) == told_of(rollout.returns)
-    assert stream.returns.count > MOST_KEPT / 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("made", [cartpoles, agents])
-def test_lanes_elsewhere_have_theirs(made: Made) -> None:
-    options: dict[str, Any] = {"lanes": 3, "num_fragments": 4}
-    stream = trainer()
-    fed(made(**options), stream)
-    here, there = returns_here(made, **options), told_of(stream.returns)
-    assert there[0] == here[0]
-    assert [sorted(each) for each in there[1:3]] == [sorted(each) for each in here[1:3]]  # in lanes' order, or not
-    assert {each: own[0] for each, own in there[3].items()} == {each: own[0] for each, own in here[3].items()}
-
-
-@pytest.mark.slow
-def test_returns_are_of_all_rollouts() -> None:
-    with ThreadPoolExecutor() as threads, trainer(sources=2) as stream:
-        feeding = [
-            threads.submit(feed, agents(num_fragments=count), str(stream.address), limits=SHORT) for count in (12, 7)
-        ]
-        for _ in stream:
-            pass
-        for each in feeding:
-            each.result()
-    one, other = returns_here(agents, num_fragments=12), returns_here(agents, num_fragments=7)
-    assert stream.returns.count == one[0] + other[0]
-    assert sorted(stream.returns.returns) == sorted(one[1] + other[1])
-    for module_id, own in stream.returns.by_module.items():
-        assert sorted(own.returns) == sorted(one[3][module_id][1] + other[3].get(module_id, (0, []))[1])
-
-
 @settings(max_examples=examples(3), phases=[Phase.explicit, Phase.generate])
 @given(cuts=st.lists(st.integers(0, 40_000), max_size=4), made=st.sampled_from([cartpoles, agents]))
 def test_connections_that_are_cut_lose_none_and_double_none(cuts: list[int], made: Made) -> None:
@@ -189,14 +146,6 @@ def test_what_is_left_out_is_not_counted() -> None:
     stream = trainer(max_lag=0, on_excess="drop")
     assert fed(rollout, stream, take) + stream.lost["max_lag"] == rollout.num_steps
     assert 0 < stream.returns.count < returns_here(agents)[0]
-
-
-def test_modules_that_are_not_trained_have_returns_too() -> None:
-    stream = trainer()
-    fed(agents(modules_to_train=["plain 0", "plain 1"]), stream)
-    here = returns_here(agents)
-    assert stream.returns.by_module.keys() == here[3].keys()
-    assert stream.returns.by_module["nested 0"].count
 
 
 def test_who_watches_comes_before_the_rollout_is_in_a_graph() -> None:

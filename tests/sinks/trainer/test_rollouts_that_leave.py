@@ -2,7 +2,6 @@
 
 import re
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from ending_envs import Doomed
 from feeding_rollouts import HASTY, await_come, feeding, graph_over, running, sequences_of, trainer
 from gymnasium.spaces import Discrete
 from killable_trainer import FeedChild
-from numbered_env import WideEnv
 from numbered_module import NumberedEnv, NumberedModule
 from remote_rollouts import await_that
 
@@ -51,22 +49,6 @@ def test_a_rollout_that_raises_has_not_come_to_its_end(tmp_path: Path) -> None:
                 for _ in stream:
                     pass
             feed.ended.result(60)
-
-
-@pytest.mark.slow
-def test_one_that_raises_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With the time that one has to come back which is only lost."""
-    doomed = Rollout([partial(Doomed, 0, tmp_path, "raise", 20, 1)], module=NumberedModule(), fragment_length=8)
-    options: dict[str, Any] = {"max_lag": 0, "on_excess": "pace", "sources": 2, "join_timeout": 1.0}
-    with trainer(yields="fragments", **options) as stream:
-        with pytest.raises(RuntimeError, match="it broke"), running(*graph_over(doomed, stream.address)) as feed:
-            names: list[str] = []
-            with feeding(stream.address, (0, 1), num_fragments=9, sink={"name": "other"}):
-                with pytest.raises(RunError, match="every rollout is lost and none came within 1 s"):
-                    names.extend(stream.handed[0].source for _ in stream)
-            feed.ended.result(60)
-    assert names.count("other") == 9
-    assert "is not back within" not in caplog.text
 
 
 @pytest.mark.slow
@@ -149,14 +131,6 @@ def test_a_graph_waits_for_whichever_end_comes_first(ends: str) -> None:
     assert goodbyes == ["the trainer has ended" if ends == "trainer" else None]
 
 
-def test_what_was_forgotten_before_the_end_is_missed() -> None:
-    session = TrainerSession(bytes(16), taken=3)
-    session.miss(7)
-    assert (session.missed, session.taken, session.done) == (4, 7, 7)
-    session.miss(7)
-    assert session.missed == 4
-
-
 def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in() -> None:
     with trainer() as stream, feeding(stream.address):
         batches = iter(stream)
@@ -207,35 +181,6 @@ def test_rollouts_that_make_the_same_episodes_are_told_of(caplog: pytest.LogCapt
     told = [record.message for record in caplog.records if "seed" in record.message]
     assert len(told) == 1
     assert re.match(r"rollouts (one|its twin) \(.*\) and (one|its twin) \(.*\) both have seed=7: ", told[0])
-
-
-class DoomedWide(WideEnv):
-    """Raises in its hundredth step."""
-
-    def step(self, action: Any) -> Any:
-        if self.life == 100:
-            raise RuntimeError("it broke")
-        return super().step(action)
-
-
-@pytest.mark.slow
-def test_a_last_word_is_not_cut_off_by_what_was_to_be_sent_before_it() -> None:
-    """Fragments of 3 MiB each, of which the trainer takes nothing until the rollout has failed."""
-    rollout = Rollout([partial(DoomedWide, slot) for slot in range(4)], module=NumberedModule(), fragment_length=24)
-    with trainer(yields="fragments", prefetch=3, join_timeout=0.5) as stream:
-        with pytest.raises(RuntimeError, match="it broke"), running(*graph_over(rollout, stream.address)) as feed:
-            await_come(stream)
-            fragments = iter(stream)
-            assert next(fragments).sequence == 0
-            with stream._listener._serving:
-                await_that(lambda: feed.sink._failure)
-            assert [fragment.sequence for fragment in fragments_until_lost(fragments)][:1] == [1]
-            feed.ended.result(60)
-
-
-def fragments_until_lost(fragments: Iterator[Any]) -> Iterator[Any]:
-    with pytest.raises(RunError, match="the rollout has failed: RuntimeError: it broke"):
-        yield from fragments
 
 
 def test_what_was_watched_and_has_failed_is_told_as_well() -> None:

@@ -17,7 +17,7 @@ from serial_module import SerialModule
 
 from rollflow import DefaultModelConfig, MultiAgentRollout, Rollout, TrainerStream, feed
 from rollflow.nodes import RandomModule
-from rollflow.sinks import TrainerProcess, TrainerSink
+from rollflow.sinks import TrainerSink
 from rollflow.sinks.trainer.messages import joined_weights, parted_weights
 from rollflow.stream.data.errors import ModuleError, RunError, WireError
 from rollflow.stream.testing import check
@@ -63,20 +63,6 @@ def test_several_lanes_make_one_batch(sends: str) -> None:
         rows = [sum(len(batch["rewards"]) for batch in batches.values()) for batches in stream]
     assert sum(rows) == rollout.num_steps
     assert len(rows) == 4
-
-
-@pytest.mark.slow
-@SENDS
-def test_batches_that_go_together_are_joined_module_by_module(sends: str) -> None:
-    expected = batches_here(DRAWN, 6)
-    with fed(trainer(fragments_per_batch=2), sends=sends, num_fragments=6) as (stream, _, _):
-        came = list(stream)
-    for number, batches in enumerate(came):
-        pair = expected[2 * number : 2 * number + 2]
-        assert set(batches) == {each for part in pair for each in part}
-        for each, batch in batches.items():
-            parts = [part[each]["rewards"] for part in pair if each in part]
-            assert torch.equal(batch["rewards"], torch.cat(parts))
 
 
 @SENDS
@@ -142,32 +128,6 @@ def test_weights_that_are_there_before_the_rollout_are_those_that_it_begins_with
             versions = {int(v) for batches in stream for batch in batches.values() for v in batch["policy_version"]}
             feeding.result()
     assert versions == {1}
-
-
-@pytest.mark.slow
-def test_weights_of_some_modules_that_come_too_early_end_the_rollout() -> None:
-    with trainer(join_timeout=5.0) as stream:
-        stream.publish({"plain 0": {"weight": torch.tensor(1.0)}})
-        _, rollout = made(DRAWN)
-        with ThreadPoolExecutor() as threads:
-            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
-            told = r"weights do not fit module 'MultiRLModule of rollout .*: missing \['nested 0/weight'"
-            with pytest.raises(RunError, match=told):
-                next(iter(stream))
-            with pytest.raises(WireError, match=told):
-                feeding.result()
-
-
-@pytest.mark.slow
-@SENDS
-def test_batches_that_are_too_old_are_counted(sends: str) -> None:
-    with fed(trainer(max_lag=0, on_excess="drop"), sends=sends, num_fragments=12) as (stream, rollout, _):
-        rows = 0
-        for batches in stream:
-            rows += sum(len(batch["rewards"]) for batch in batches.values())
-            stream.publish({each: {"weight": torch.tensor(0.0)} for each in rollout.module})
-        assert stream.lost["max_lag"] > 0
-        assert rows + stream.lost["max_lag"] == rollout.num_steps
 
 
 @SENDS
@@ -293,23 +253,3 @@ def test_one_agent_s_rollout_is_not_mixed_with_several_agents() -> None:
         next(iter(stream))
         with pytest.raises(WireError, match=r"is_by_module is False, expected True, as rollout .* has, which is here"):
             threads.submit(feed, one, str(stream.address), limits=SHORT).result()
-
-
-def train(stream: TrainerStream, modules: Any) -> list[int]:
-    """In a process of its own: how many rows each of three rounds had."""
-    rows = []
-    for batches in stream:
-        rows.append(sum(len(batch["rewards"]) for batch in batches.values()))
-        stream.publish({each: module.state_dict() for each, module in modules.items()})
-        if len(rows) == 3:
-            return rows
-    return rows
-
-
-@pytest.mark.slow
-def test_a_trainer_may_be_a_child() -> None:
-    _, rollout = made(DRAWN)
-    with TrainerProcess(train, rollout.module) as child:
-        assert feed(rollout, child.address, watch=child.watch) == "the trainer has ended"
-    assert len(child.result) == 3
-    assert len(set(rollout.policy_versions.values())) == 1

@@ -124,19 +124,6 @@ def test_batches_are_those_of_the_rollout(sends: str, address: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sends", ["fragments", "batches"])
-def test_batches_of_several_agents_are_those_of_the_rollout(sends: Any, address: str) -> None:
-    drawn = drawn_agents.Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)
-    _, rollout = drawn_agents.made(drawn, num_fragments=6)
-    with rollout:
-        here = [{each: dict(batch) for each, batch in batches.items()} for batches in rollout.batches()]
-    _, rollout = drawn_agents.made(drawn, num_fragments=6)
-    with trainer(address) as stream, running(*graph_over(rollout, address, sends=sends)):
-        there = [{each: dict(batch) for each, batch in batches.items()} for batches in stream]
-    check(here, there)
-
-
-@pytest.mark.slow
 @PLACES
 def test_arrays_lie_where_the_rollout_has_them(where: str, agents: int, address: str) -> None:
     with trainer(address, yields="fragments") as stream:

@@ -43,16 +43,6 @@ def test_under_pace_every_action_is_as_new_as_it_must_be_and_nothing_is_lost(
     assert stream.lost == {}
 
 
-def test_with_no_lag_at_all_everything_is_exactly_on_policy() -> None:
-    with trainer(max_lag=0, on_excess="pace") as stream:
-        with feeding(stream.address, lanes=2, num_fragments=6):
-            for batch in stream:
-                assert (batch[Columns.POLICY_VERSION] == stream.version).all()
-                assert [each.lag for each in stream.handed] == [0, 0]
-                stream.publish(weights(stream.version + 1.0))
-    assert stream.version == 6
-
-
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_a_lane_that_is_slow_makes_no_other_run_ahead(max_lag: int, tmp_path: Path) -> None:
     slow = partial(Held, 0, tmp_path, steps=[20], lengths=(100, 100))

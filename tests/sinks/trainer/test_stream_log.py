@@ -80,15 +80,6 @@ def test_a_trace_that_cannot_be_opened_leaves_no_log_behind(tmp_path: Path) -> N
         pass
 
 
-def test_a_log_that_cannot_be_opened_ends_the_trace(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        log, path = f"prometheus:{taken.getsockname()[1]}", str(tmp_path / "run.trace")
-        with pytest.raises(OSError, match="expected a free port"):
-            TrainerStream("tcp://127.0.0.1:0", log=log, trace=path).__enter__()
-    assert set(threading.enumerate()) <= before
-
-
 def test_what_cannot_be_logged_to_is_refused_when_it_is_made() -> None:
     with pytest.raises(MetricsError, match="kinds: csv, jsonl"):
         TrainerStream("tcp://127.0.0.1:0", log="nowhere")

@@ -89,16 +89,6 @@ def test_what_it_raises_is_raised_here_with_its_traceback() -> None:
     assert is_gone(trainer)
 
 
-def test_what_it_raises_after_the_rollout_has_ended_is_raised_when_the_block_is_left() -> None:
-    def train(stream: Any) -> None:
-        list(stream)
-        raise ArithmeticError("it broke")
-
-    with pytest.raises(RunError, match="the trainer train has failed: ArithmeticError: it broke"):
-        with TrainerProcess(train) as trainer:
-            fed(rollout_of(num_fragments=1), trainer)
-
-
 def test_one_that_is_killed_is_named_at_once() -> None:
     def train(stream: Any) -> None:
         for _ in stream:
@@ -146,12 +136,6 @@ def test_an_error_in_the_block_ends_it_and_is_the_one_that_is_raised() -> None:
         with TrainerProcess(train, linger=None) as trainer:
             _ = 1 / 0
     assert is_gone(trainer)
-
-
-def test_arguments_of_its_stream_that_make_no_sense_are_told() -> None:
-    with pytest.raises(RunError, match="ValueError: yields is 'bananas', expected one of"):
-        with TrainerProcess(counting(Path("nowhere")), stream={"yields": "bananas"}) as trainer:
-            fed(rollout_of(), trainer)
 
 
 @pytest.mark.parametrize(

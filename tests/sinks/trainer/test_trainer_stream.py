@@ -77,33 +77,6 @@ def test_episodes_come_one_by_one_and_a_fragment_is_done_with_the_last() -> None
     assert counts[-1] == 4
 
 
-@pytest.mark.slow
-def test_returns_and_what_was_handed_over_are_told() -> None:
-    with Rollout("CartPole-v1", num_envs=4, fragment_length=32, num_fragments=5, seed=3) as rollout:
-        for _ in rollout.batches():
-            pass
-    with trainer() as stream:
-        other = Rollout("CartPole-v1", num_envs=4, fragment_length=32, num_fragments=5, seed=3)
-        with running(*graph_over(other, stream.address)):
-            told = [stream.handed[0] for _ in stream]
-    assert stream.returns.count == rollout.returns.count > 0
-    assert list(stream.returns.returns) == list(rollout.returns.returns)
-    assert [each.sequence for each in told] == [0, 1, 2, 3, 4]
-    assert sum(each.num_steps for each in told) == rollout.num_steps
-
-
-@pytest.mark.slow
-def test_train_batches_may_be_made_where_the_rollout_is() -> None:
-    with Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7) as rollout:
-        here = list(rollout.batches())
-    with trainer() as stream:
-        other = Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7)
-        with running(*graph_over(other, stream.address, sends="batches")):
-            there = [(batch, stream.handed[0].lag) for batch in stream]
-    assert [lag for _, lag in there] == [0, 0, 0]
-    check(here, [batch for batch, _ in there])
-
-
 def test_a_learner_connector_runs_where_the_trainer_is() -> None:
     pieces: Any = lambda *_: [GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)]  # noqa: E731
     settings: dict[str, Any] = {"fragment_length": 8, "num_fragments": 2, "seed": 0, "module": Critic()}

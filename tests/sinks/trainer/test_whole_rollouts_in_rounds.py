@@ -1,51 +1,27 @@
 """Under pace a host of whole rollouts begins a fragment when the trainer wants it, with the newest weights."""
 
-import socket
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from ending_agent_envs import DoomedAgents, NeverResetAgents
 from ending_envs import Doomed, NeverReset
 from feeding_rollouts import graph_over, running, trainer, weights
-from numbered_module import NumberedEnv, NumberedModule
+from numbered_module import NumberedEnv
 from paced_hosts import PacedHosts
 from remote_hosts import SHORT, BrokenWire, listening
-from remote_rollouts import RawRollouts, makers, rollout_over, rollouts_on
+from remote_rollouts import makers, rollout_over, rollouts_on
 
-from rollflow import Columns, RemoteRollouts, TrainerStream
+from rollflow import RemoteRollouts
 from rollflow.nodes import RolloutHost
-from rollflow.stream.wire import HostConnection, Turn, Weights, Welcome
 
 
 @pytest.fixture
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is tried again, is without a delay."""
     monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 1])
-@pytest.mark.parametrize("agents", [0, 2])
-def test_every_lane_acts_with_what_was_published(max_lag: int, agents: int, address: str) -> None:
-    remote = PacedHosts(RolloutHost, agents, hosts=2)
-    rounds = remote.rounds(max_lag)
-    with ExitStack() as hosts, TrainerStream(address, **rounds.settings()) as stream:
-        hosts.enter_context(remote.host(0, 1, 2, lanes=2))
-        hosts.enter_context(remote.host(3))
-        rollout = remote.rollout()
-        stream.publish(remote.weights(1.0))
-        with running(*graph_over(rollout, stream.address)) as feed:
-            rounds.until(stream, rounds.are_of(0, 1, 2, times=20))
-            feed.drain()
-            rounds.rest(stream)
-    assert rounds.steps == rollout.num_steps
-    assert stream.lost == rollout.lost == {}
 
 
 @pytest.mark.slow
@@ -126,59 +102,6 @@ def test_what_a_host_was_making_when_it_was_killed_never_comes_and_is_not_waited
     assert rounds.steps_of[1] == 16 * max(agents, 1)
     assert stream.lost == {}
     assert set(rollout.lost) == {"workers"}
-
-
-class Large(NumberedModule):
-    """Has more weights than sockets hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rest = torch.nn.Parameter(torch.zeros(4_000_000))
-
-
-class Returning(RawRollouts):
-    """Comes back through another connection."""
-
-    def come_back(self) -> None:
-        """Be welcomed, and read no further."""
-        self.sock.close()
-        self.sock = socket.create_connection((self._address.host, self._address.port))
-        self.connection = HostConnection(self.hello, self.session, secret=None, limits=SHORT, now=0.0)
-        self._host._welcomed(self.next_of(Welcome))
-
-    def __init__(self, address: Any) -> None:
-        super().__init__(address, module=Large())
-        self._address = address
-
-
-@pytest.mark.slow
-def test_the_newest_weights_are_before_a_turn_though_older_ones_are_still_on_their_way() -> None:
-    envs = listening(RemoteRollouts)
-    with ThreadPoolExecutor(1) as pool, trainer(max_lag=0, on_excess="pace") as stream:
-        made = pool.submit(rollout_over, envs, module=Large())
-        with closing(Returning(envs.addresses[0])) as raw:
-            raw._host._welcomed(raw.next_of(Welcome))
-            graph = graph_over(made.result(), stream.address)
-            stream.publish(Large().state_dict() | weights(1.0))
-            with running(*graph):
-                batches = iter(stream)
-                first = pool.submit(next, batches)
-                turn = raw.next_turn()
-                answer = raw.made(turn)
-                raw.come_back()
-                raw.connection.answer(turn, answer)  # before the weights that come through this connection
-                raw.flush()
-                np.testing.assert_array_equal(first.result()[Columns.POLICY_VERSION], 1)
-                stream.publish(Large().state_dict() | weights(2.0))
-                second = pool.submit(next, batches)
-                told: list[int] = []
-                while not isinstance(event := raw.next_event(), Turn):
-                    if isinstance(event, Weights):
-                        told.append(event.version)
-                    raw._host._take_news(event)
-                assert told == [1, 2]
-                raw.answer(event)
-                np.testing.assert_array_equal(second.result()[Columns.POLICY_VERSION], 2)
 
 
 def test_a_version_is_seen_once_turns_can_begin_with_it() -> None:
