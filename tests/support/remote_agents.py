@@ -41,9 +41,3 @@ def taken_until(fragments: Iterator[MultiAgentFragment], enough: Callable[[Fragm
     while not enough(taken):
         taken.append(next(fragments))
     return taken
-
-
-def reasons_of(fragments: Fragments) -> list[str]:
-    """Why episodes were lost, as their chunks say."""
-    episodes = [episode for fragment in fragments for episode in fragment.episodes()]
-    return [episode.custom_data["lost"] for episode in episodes if "lost" in episode.custom_data]

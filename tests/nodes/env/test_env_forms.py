@@ -175,15 +175,6 @@ def test_a_vector_form_is_closed_by_its_own_close(whole_id: str) -> None:
     assert WholeVectorEnv.closed_names == ["whole", "whole"]
 
 
-@pytest.mark.slow
-def test_a_vector_form_is_measured_by_its_own_step(whole_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.rollout.race._RUN_S", 0.01)
-    options: Any = {"module": SumModule(), "fragment_length": 2, "num_fragments": 1, "seed": 0}
-    with Rollout(whole_id, num_envs=2, where="auto", **options) as rollout:
-        assert "inline (1 lanes) " in rollout.placement
-        assert list(rollout.fragments())
-
-
 # The mode of the vector environments that are made of plain ones
 
 

@@ -86,16 +86,6 @@ def test_an_error_in_an_environment_says_in_which_slot() -> None:
     assert raised.value.__notes__[:2] == ["slot 2", "lane 0, vector step 0"]
 
 
-def test_observations_of_different_shapes_are_told_with_their_slots() -> None:
-    class Grows(NumberedEnv):
-        def _observation(self) -> Any:
-            return np.zeros(3 + (self.step_number > 1), np.int64)
-
-    makers = [lambda: NumberedEnv(0, lengths=(9, 9)), lambda: Grows(1, lengths=(9, 9))]
-    with pytest.raises(EnvError, match=r"slot 1: .* column 'obs': got int64\[4\], expected int64\[3\]"):
-        fragments_of(makers, module=NumberedModule())
-
-
 def test_an_environment_that_can_not_be_made_or_reset_says_where() -> None:
     class Refuses(Scripted):
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -202,18 +192,6 @@ class Plain(Lists):
         return [self.slot, self.t, 7]
 
 
-class Ragged(Plain):
-    """One that gives ever more."""
-
-    def seen(self) -> Any:
-        return [0] * (3 + self.t * self.slot)
-
-
-def test_lists_of_different_lengths_are_told_with_their_slots() -> None:
-    with pytest.raises(EnvError, match=r"slot 1: .* column 'obs': got int64\[4\], expected float32\[3\]"):
-        fragments_of([lambda: Ragged(0), lambda: Ragged(1)])
-
-
 @pytest.mark.parametrize(
     ("kind", "count", "where"),
     [
@@ -233,17 +211,6 @@ def test_lists_are_taken_where_the_space_has_arrays(kind: type[Lists], count: in
     assert len(made[0]) > 6
     for mine, other in zip(*made, strict=True):
         check({**mine, "duration_s": 0}, {**other, "duration_s": 0})
-
-
-def test_a_reset_that_gives_something_else_says_what_was_expected() -> None:
-    class Forgets(Scripted):
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            return np.zeros(3)
-
-    with pytest.raises(
-        EnvError, match=r"slot 0: reset gave an array float64\[3\], expected a tuple \(observation, info\)"
-    ):
-        fragments_of([Forgets])
 
 
 @pytest.mark.parametrize("missing", ["observation_space", "action_space"])

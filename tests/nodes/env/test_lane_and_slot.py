@@ -62,15 +62,6 @@ def test_episodes_modules_and_batches_know_lane_and_slot(where: Any) -> None:
             assert set(batch["lane"].tolist()) == {0, 1, 2}
 
 
-def test_episodes_of_a_fragment_name_their_lane_and_slot() -> None:
-    with Rollout(numbered(3), lanes=2, fragment_length=20, num_fragments=1, seed=0) as rollout:
-        for fragment in rollout.fragments():
-            for episode in fragment.episodes():
-                assert episode.lane == fragment.lane
-                assert [0, 2][episode.lane] + episode.slot == episode.get_observations(0)[0]
-                assert len({episode.slot for episode in fragment.episodes()}) == fragment.layout.num_slots
-
-
 def test_with_several_agents_the_slot_is_the_environments() -> None:
     seen = []
 

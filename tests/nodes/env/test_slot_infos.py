@@ -88,15 +88,6 @@ def test_every_slot_has_the_infos_that_its_own_environment_gave(mode: Any, where
             assert_same(info["v"], value)
 
 
-@pytest.mark.parametrize("where", ["threads", "rollouts"])
-def test_other_places_give_the_same(where: Any) -> None:
-    values = [value for pair in UNLIKE.values() for value in pair]
-    infos = infos_of([partial(Informs, "v", value) for value in values], where=where)
-    for slot, value in enumerate(values):
-        for info in (info for of_chunk in infos[slot] for info in of_chunk):
-            assert_same(info["v"], value)
-
-
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_keys_may_be_anything_that_a_dict_takes(mode: Any) -> None:
     keys = [1, "_t", ("a", 2), None]

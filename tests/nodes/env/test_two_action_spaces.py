@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import gymnasium as gym
@@ -298,38 +299,19 @@ AGENTS_OPTIONS: dict[str, Any] = {
 }
 
 
-def says_so_of_pairs(part: Any) -> Any:
-    return SaysSo() if part.action_space == PAIRS else []
-
-
-BY_A_PIECE = {"module": dict.fromkeys(["even", "odd", "always"]), "env_to_module_connector": says_so_of_pairs}
-
-
-@pytest.mark.parametrize(
-    ("where", "given"), [("inline", {}), ("inline", BY_A_PIECE), ("threads", {}), ("processes", {})]
-)
-def test_so_it_is_with_several_agents(where: Any, given: dict[str, Any]) -> None:
-    options = {**AGENTS_OPTIONS, **given}
-    rollout = MultiAgentRollout(PairsInTurns, num_envs=4, lanes=2, where=where, **options)
-    with rollout:
-        check_agents(list(rollout.fragments()))
-
-
-def test_so_it_is_with_several_agents_on_hosts() -> None:
-    envs = listening(RemoteEnvs)
-    with hosting(envs.addresses[0], [PairsInTurns] * 2):
-        rollout = MultiAgentRollout(envs, **AGENTS_OPTIONS)
-        with rollout:
-            check_agents(list(rollout.fragments()))
+@pytest.mark.parametrize("where", ["inline", "processes", "hosts"])
+def test_so_it_is_with_several_agents(where: Any) -> None:
+    with ExitStack() as opened:
+        if where == "hosts":
+            envs = listening(RemoteEnvs)
+            opened.enter_context(hosting(envs.addresses[0], [PairsInTurns] * 2))
+            rollout = MultiAgentRollout(envs, **AGENTS_OPTIONS)
+        else:
+            rollout = MultiAgentRollout(PairsInTurns, num_envs=4, lanes=2, where=where, **AGENTS_OPTIONS)
+        check_agents(list(opened.enter_context(rollout).fragments()))
 
 
 def test_modules_of_agents_with_the_same_spaces_choose_in_one() -> None:
     modules = {"even": Chooses, "odd": DefaultModule(OBSERVED, spaces.Box(-1, 1, (2,))), "always": None}
     with pytest.raises(ModuleError, match=r"modules choose in .*Discrete\(6\).*Box.*expected spaces of one"):
         MultiAgentRollout(PairsInTurns, **{**AGENTS_OPTIONS, "module": modules})
-
-
-def test_what_environments_of_several_agents_get_is_held_against_their_space() -> None:
-    rollout = MultiAgentRollout(PairsInTurns, **{**AGENTS_OPTIONS, "module_to_env_connector": lambda part: Narrow()})
-    with pytest.raises(ColumnError, match="column 'actions_for_env'"), rollout:
-        next(iter(rollout.fragments()))

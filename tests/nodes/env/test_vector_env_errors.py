@@ -68,17 +68,6 @@ def test_a_wrong_shape_in_every_slot_of_a_later_step_names_a_slot_and_both_shape
         run([partial(Odd, size=4, since=2)] * 2, lanes=1, where=where)
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_a_vector_reward_in_one_slot_is_named(where: Any) -> None:
-    with pytest.raises(EnvError, match=r"slot 1: its reward is an array float64\[2\], expected one number"):
-        run([Odd, partial(Odd, reward=np.ones(2), since=2)], lanes=1, where=where)
-
-
-def test_a_vector_reward_in_every_slot_is_named() -> None:
-    with pytest.raises(EnvError, match=r"slot 0: its reward is an array float64\[2\], expected one number"):
-        run([partial(Odd, reward=np.ones(2))] * 2, lanes=1)
-
-
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_in_a_vector_environment_of_ones_own_slots_are_named_as_well(mode: Any) -> None:
     def vector(**odd: Any) -> SyncVectorEnv:
@@ -248,15 +237,6 @@ def test_an_observation_of_another_kind_is_told_with_its_slot_and_what_was_expec
         run([partial(Gives, space, right, each, since) for each in (right, wrong)], lanes=1, autoreset_mode=mode)
     assert any(note.startswith("lane 0, ") for note in raised.value.__notes__)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", PLACES[1:])
-@pytest.mark.parametrize("name", ["None", "a key less"])
-def test_an_observation_of_another_kind_is_told_alike_in_other_places(name: str, where: Any) -> None:
-    space, right, wrong, told = WRONG[name]
-    with pytest.raises(EnvError, match=rf"slot 1: an observation that is not in its space: column .*{told}"):
-        run([partial(Gives, space, right, each) for each in (right, wrong)], lanes=1, where=where)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

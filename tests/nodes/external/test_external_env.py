@@ -1,8 +1,6 @@
 """Environments that step themselves: what a program plays stands in the rollout, once and as it was."""
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -190,54 +188,6 @@ def test_an_action_that_a_piece_changes_on_its_way_can_not_be_logged() -> None:
         with running(play), pytest.raises(EnvError, match="took another action than the module's"):
             with rollout_of(envs) as rollout:
                 next(rollout.fragments())
-
-
-@pytest.mark.slow
-def test_a_program_that_is_killed_leaves_truncated_episodes_and_another_goes_on() -> None:
-    envs = listening(secret=SECRET, limits=SHORT)
-    program = f"""
-import sys; sys.path[:] = {sys.path!r}
-import numpy as np
-from gymnasium import spaces
-from rollflow.nodes import ExternalEnv
-env = ExternalEnv({str(envs.addresses[0])!r}, observation_space=spaces.Box(0, 1e6, (3,), np.float32),
-    action_space=spaces.Discrete({NUM_ACTIONS}), secret={SECRET!r}, name="game")
-name = env.start_episode()
-step = 0
-while True:
-    env.get_action(name, np.array([0, step, 0], np.float32))
-    env.log_returns(name, step)
-    step += 1
-"""
-    with rollout_of_process(program) as process, rollout_of(envs) as rollout:
-        stream = rollout.fragments()
-        fragments = [next(stream)]
-        process.kill()
-        with env_of(envs.addresses[0], name="game") as env:  # it takes the lost one's place
-            player = Player(env, 1)
-
-            def play() -> None:
-                with pytest.raises(EnvError, match="the rollout has ended"):
-                    player.play(1000)
-
-            with running(play):
-                while not any(episode for episode, *_ in transitions_of(fragments[-1:])):
-                    fragments.append(next(stream))
-                rollout.close()
-    first = [entry for entry in transitions_of(fragments) if entry[0] == 0]
-    assert [step for _, step, *_ in first] == list(range(len(first)))
-    assert first[-1][-1] or len(first) % 16 == 0  # truncated, unless it was lost before a fragment's first step
-    assert sum(rollout.lost.values()) <= 1
-
-
-@contextmanager
-def rollout_of_process(program: str) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen([sys.executable, "-c", program], text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_what_a_program_gets_wrong_is_said_and_disturbs_nothing() -> None:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from property_examples import examples
 
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
-from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.multi_agent.agent_part import Observed, VectorStep
 
 
@@ -155,67 +154,11 @@ def test_vector_steps_say_what_the_environments_said(
     assert all(each.closed for each in own)
 
 
-@settings(max_examples=examples(40), deadline=None)
-@given(seed=st.integers(0, 2**16), agents=st.integers(1, 5))
-def test_what_it_takes_is_what_a_multi_agent_episode_takes(seed: int, agents: int) -> None:
-    """The numbered environment keeps the conventions: episodes can be built of all it says."""
-    [own], makers = numbered_agents(1, agents=agents)
-    envs = MultiAgentEnvs(makers)
-    rng = np.random.default_rng(seed)
-    envs.reset([seed])
-    for _ in range(20):
-        envs.step(chosen_for(envs, acting_in([own], envs), rng))
-    episode = MultiAgentEpisode()
-    for told in own.log:
-        if told.env_step == 0:
-            assert episode.is_done or not episode.is_reset
-            episode = MultiAgentEpisode()
-            episode.add_env_reset(observations=told.observations)
-            continue
-        episode.add_env_step(
-            told.observations, told.actions, told.rewards, terminateds=told.terminateds, truncateds=told.truncateds
-        )
-
-
-def test_the_same_seeds_give_the_same_steps() -> None:
-    logs = []
-    for _ in range(2):
-        own, makers = numbered_agents(2)
-        envs = MultiAgentEnvs(makers)
-        envs.reset([5, 6])
-        for _ in range(20):
-            envs.step(chosen_for(envs, acting_in(own, envs), np.random.default_rng(0)))
-        logs.append([each.log for each in own])
-    assert logs[0] == logs[1]
-
-
-def test_a_reset_in_the_middle_begins_anew() -> None:
-    own, makers = numbered_agents(2)
-    envs = MultiAgentEnvs(makers)
-    envs.reset([5, 6])
-    for _ in range(3):
-        first, _ = envs.reset([7, 8])
-        seen = by_env(first, envs.parts, 2)
-        assert [dict(seen[env]) for env in range(2)] == [each.log[-1].observations for each in own]
-        envs.step(chosen_for(envs, acting_in(own, envs), np.random.default_rng(0)))
-
-
 def test_agents_with_the_same_spaces_are_one_part() -> None:
     _, makers = numbered_agents(2, agents=4, nested=2)
     envs = MultiAgentEnvs(makers)
     assert [part.agents for part in envs.parts] == [("agent 0", "agent 1"), ("agent 2", "agent 3")]
     assert envs.possible_agents == tuple(f"agent {number}" for number in range(4))
-
-
-def test_infos_come_by_environment_where_there_are_any() -> None:
-    own, makers = numbered_agents(2, at_once=True, agents=2, length=5)
-    envs = MultiAgentEnvs(makers)
-    envs.reset([1, 2])
-    for number in range(1, 3):
-        step = envs.step(chosen_for(envs, acting_in(own, envs), np.random.default_rng(0)))
-        if not len(step.ended):
-            expected = [each.log[-1].infos for each in own]
-            assert [*step.infos] == (expected if any(expected) else []), number
 
 
 def test_an_error_in_an_environment_says_which() -> None:

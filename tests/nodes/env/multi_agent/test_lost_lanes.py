@@ -107,26 +107,6 @@ class OneWaits(Endless):
         return chance == 0.5 and self.env_step == 0
 
 
-def test_what_is_open_ends_as_truncated_and_says_why() -> None:
-    drawn = Drawn(1, 1, 2, 0, 100, True, 8, 2, False, 0)
-    env = [lambda: Endless(0, agents=2, nested=0, at_once=True)]
-    _, rollout = losing(drawn, [GOES_ON] * 5 + [LOST_BEFORE] + [GOES_ON] * 20, num_fragments=2, env=env)
-    with rollout:
-        first, second = rollout.fragments()
-        assert rollout.lost == {"workers": 2}
-        assert rollout.returns.count == 0  # it is no episode's return
-        assert all(each.count == 0 for each in rollout.returns.by_module.values())
-    lost, begun = first.episodes()
-    assert (len(lost), lost.is_truncated, lost.custom_data) == (5, True, {"lost": "it broke"})
-    assert (len(begun), begun.is_done, begun.custom_data) == (3, False, {})
-    for agent, episode in lost.agent_episodes.items():
-        assert (len(episode), episode.is_truncated, episode.custom_data) == (5, True, {"lost": "it broke"}), agent
-        assert episode.get_observations()[:, 2:].tolist() == [[0, step, step] for step in range(6)]
-    assert (first.losses, second.losses) == ([(5, "it broke")], [])
-    [goes_on] = second.episodes()
-    assert (goes_on.id_, goes_on.env_t_started) == (begun.id_, 3)
-
-
 def test_an_agent_that_waits_loses_the_step_that_it_is_at() -> None:
     drawn = Drawn(1, 1, 2, 0, 100, False, 4, 1, False, 0)
     _, rollout = losing(

@@ -153,15 +153,6 @@ def test_games_at_once_are_as_stepped_by_hand(name: str, seed: int) -> None:
     assert_same_lives(in_vector_steps(make, seed, Player()), parallel_by_hand(make(), seed, Player()))
 
 
-@pytest.mark.filterwarnings("ignore:.*Illegal move")
-@pytest.mark.parametrize("seed", range(3))
-def test_an_illegal_move_ends_the_game_for_both(seed: int) -> None:
-    make = TURNS["tictactoe"]
-    lives = in_vector_steps(make, seed, Player(minds_mask=False))
-    assert_same_lives(lives, aec_by_hand(make(), seed, Player(minds_mask=False)))
-    assert sorted(life[-1][1] for life in lives.values()) == [-1, 0]
-
-
 class Relay(AECEnv):  # type: ignore[misc]  # comes without types
     """Three runners; each step earns the two others 1. `ends` says after which step whom ends, and how.
 
@@ -233,16 +224,6 @@ def test_the_flags_of_everybody_are_set_with_the_last_agents_alone() -> None:
     for agent, expected in (("a", False), ("b", False), ("a", False), ("b", True)):
         *_, terminateds, truncateds, _ = env.step({agent: 0})
         assert (terminateds["__all__"], truncateds["__all__"]) == (False, expected)
-
-
-def test_infos_of_agents_that_end_are_copies() -> None:
-    own = Relay({1: {"c": "terminated"}})
-    env = PettingZooEnv(own)
-    env.reset()
-    infos = own.infos["c"]
-    assert env.step({"a": 0})[-1] == {"c": {"at": 0}, "b": {"at": 0}}
-    assert env.step({"b": 0})[-1] == {"a": {"at": 0}}
-    assert infos is not env.step({"a": 0})[-1].get("c")
 
 
 def test_an_env_or_a_callable_makes_an_adapter_of_the_same_name() -> None:

@@ -13,14 +13,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from leftovers import nothing_left
-from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, end_waits_once, hosting, listening
+from remote_hosts import SHORT, HostProcess, RawHost, end_waits_once, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
 
 from rollflow import RemoteEnvs, Rollout
 from rollflow.nodes import EnvHost
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import Goodbye, Limits, Reset, Welcome
+from rollflow.stream.wire import Goodbye, Limits
 
 
 @pytest.mark.slow
@@ -128,30 +128,6 @@ def test_a_host_that_finds_no_gateway_gives_up_and_says_so() -> None:
         pytest.raises(WireError, match=r"gateway tcp://127.0.0.1:1 not reached for 0.2 s: "),
     ):
         host.connect("tcp://127.0.0.1:1", retry_s=0.2)
-
-
-def test_a_host_whose_gateway_is_gone_behind_a_proxy_gives_up_as_well() -> None:
-    envs = listening()
-    wire = BrokenWire(envs.addresses[0], lambda: None)
-    try:
-        with EnvHost(makers(0)) as host:
-            told: list[BaseException] = []
-
-            def serve() -> None:
-                try:
-                    host.connect(wire.address, retry_s=0.3)
-                except WireError as error:
-                    told.append(error)
-
-            serving = threading.Thread(target=serve)
-            serving.start()
-            rollout = rollout_over(envs)
-            rollout.environments.carrier.gateway._ending()  # as if it had been killed
-            serving.join()
-    finally:
-        wire.close()
-    assert "not reached for 0.3 s" in str(told[0])
-    rollout.environments.close()
 
 
 @pytest.mark.slow
@@ -290,27 +266,3 @@ def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: py
         for _ in range(4):
             next(fragments)
     assert "takes no more" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_host_whose_place_another_took_before_the_start_comes_anew_and_its_first_lanes_leave() -> None:
-    envs = listening(RemoteEnvs, hosts=2)
-    with ThreadPoolExecutor(1) as pool:
-        rollout = pool.submit(rollout_over, envs)
-        first = RawHost(envs.addresses[0])
-        first.next_of(Welcome)
-        first.sock.close()
-        other = RawHost(envs.addresses[0])  # by the same name
-        other.next_of(Welcome)
-        again = RawHost(envs.addresses[0], session=first.hello.session)
-        again.next_of(Welcome)
-        starting = pool.submit(rollout.result().start)
-        for raw in (other, again):
-            raw.answer(raw.next_of(Reset))
-            raw.flush()
-        starting.result()
-        lanes = rollout.result().environments.carrier.lanes
-        assert [lane.has_left for lane in lanes] == [True, False, False]
-        rollout.result().close()
-    other.sock.close()
-    again.sock.close()

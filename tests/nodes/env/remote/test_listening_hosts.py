@@ -2,8 +2,6 @@
 
 import logging
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,6 @@ from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.stream import EnvError
 from rollflow.stream.wire import (
     Goodbye,
-    Limits,
     Refused,
     Reset,
     Rows,
@@ -45,15 +42,6 @@ def listening_host(tmp_path: Path, **options: Any) -> Iterator[str]:
 
 def rollout_on(address: str, **options: Any) -> Rollout:
     return rollout_over(RemoteEnvs.connect(address, join_timeout=120.0), num_fragments=2, **options)
-
-
-def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path) -> None:
-    with listening_host(tmp_path) as address:
-        strangers = [RawGateway(address) for _ in range(5)]
-        with rollout_on(address) as rollout:
-            assert len(list(rollout.fragments())) == 2
-        for stranger in strangers:
-            stranger.sock.close()
 
 
 def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,45 +149,6 @@ def test_a_gateway_that_is_gone_makes_room_at_once(tmp_path: Path) -> None:
             gateway.welcome()
             gateway.ask(Reset(0, 1, (seed,), None))
             gateway.sock.close()
-
-
-@pytest.mark.slow
-def test_a_gateway_that_is_silent_makes_room_for_one_that_has_waited(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with listening_host(tmp_path) as address, ThreadPoolExecutor(1) as pool:
-        silent = RawGateway(address, Limits(heartbeat_s=0.5))
-        silent.welcome()
-        silent.ask(Reset(0, 1, (1,), None))
-        waiting = pool.submit(rollout_on, address)
-        while "is busy with another gateway" not in caplog.text:  # until then it is there: it answers pings
-            silent.connection.receive(silent.sock.recv(1 << 16), 0.0)
-            silent.flush()
-        with waiting.result() as rollout:
-            assert [fragment.lane for fragment in rollout.fragments()] == [0, 0]
-        silent.sock.close()
-
-
-@pytest.mark.slow
-def test_a_gateway_that_is_killed_and_started_again_gets_its_host_back(tmp_path: Path) -> None:
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from numbered_module import NumberedModule\n"
-        "from rollflow.nodes import RemoteEnvs, Rollout\n"
-        f"with Rollout(RemoteEnvs.connect('unix:{tmp_path}/host'), module=NumberedModule()) as rollout:\n"
-        "    for fragment in rollout.fragments():\n"
-        "        print(fragment.sequence, flush=True)\n"
-    )
-    with listening_host(tmp_path) as address:
-        first = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        assert first.stdout is not None
-        while int(first.stdout.readline()) < 2:
-            pass
-        first.kill()
-        first.communicate()
-        with rollout_on(address) as rollout:
-            assert len(list(rollout.fragments())) == 2
-            assert rollout.lost == {}
 
 
 @pytest.mark.parametrize(

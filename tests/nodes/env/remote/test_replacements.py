@@ -200,29 +200,6 @@ def test_a_host_that_is_away_is_waited_for_where_no_other_is_left(
     assert rest[-1].sequence == 39
 
 
-def test_a_host_that_comes_back_after_it_was_replaced_joins_anew(kind: Kind, tmp_path: Path) -> None:
-    envs = listening(kind.remote, hosts=2, limits=PATIENT)
-    address = envs.addresses[0]
-    wire = BrokenWire(address, lambda: None)
-    try:
-        with (
-            joining(kind, address, tmp_path, 1, "other"),
-            joining(kind, wire.address, tmp_path, 0, "victim"),
-            kind.rollout_over(envs) as rollout,
-        ):
-            fragments = iter(rollout.fragments())
-            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1})
-            wire.go_down()
-            with joining(kind, address, tmp_path, 2, "victim"):
-                remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
-                wire.is_down = False
-                remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1, 2})
-                rollout.drain()
-                list(fragments)
-    finally:
-        wire.close()
-
-
 class Hosts:
     """A registry of hosts without sockets.
 

@@ -190,20 +190,6 @@ signal.pause()
         os.killpg(program_process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_an_interrupt_while_a_server_imports_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "interrupts.py").write_text("import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nsignal.pause()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(worker_process, "_servers", {})
-    with pytest.raises(KeyboardInterrupt):
-        WorkerProcess(MODULE, 1, preload="interrupts")
-    server: Any = worker_process._servers["interrupts"]
-    assert server._forkserver_pid is None
-    assert capfd.readouterr() == ("", "")
-
-
 SCRIPT = """
 import gymnasium as gym
 from rollflow import Rollout

@@ -157,3 +157,10 @@ def test_a_module_that_can_not_be_copied_is_refused_with_the_reason() -> None:
 def test_numbers_that_are_none_are_refused_by_name(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         Rollout("CartPole-v1", **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["env_worker", "agent_worker"])
+def test_a_worker_that_only_steps_environments_needs_no_torch(module: str) -> None:
+    program = f"import sys; sys.path[:] = {sys.path!r}; import rollflow.nodes.env.workers.{module}"
+    subprocess.run([sys.executable, "-c", f"{program}; assert 'torch' not in sys.modules"], check=True)

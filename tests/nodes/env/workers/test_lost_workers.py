@@ -6,12 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import pytest
 from ending_envs import Doomed, check_chunks, lives_of, rewards_by_slot
 from hypothesis import given, settings, strategies as st
 from lane_clock import StoppedClock
-from leftovers import processes_of
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 
@@ -181,18 +179,6 @@ def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> 
     with Rollout(maker, where="processes", module=NumberedModule(), seed=0) as rollout:
         with pytest.raises(EnvError, match=told):
             next(iter(rollout.fragments()))
-
-
-def test_an_environment_that_can_not_be_made_is_refused_at_once() -> None:
-    def broken() -> gym.Env[Any, Any]:
-        raise FileNotFoundError("no simulator here")
-
-    before = processes_of()
-    with pytest.raises(EnvError, match="FileNotFoundError: no simulator here") as raised:
-        Rollout(broken, where="processes")
-    assert "in the callable for slot 0" in raised.value.__notes__
-    assert any("in a worker process" in note for note in raised.value.__notes__)
-    assert processes_of() == before
 
 
 @pytest.mark.slow

@@ -154,15 +154,6 @@ def test_nothing_is_left_of_a_process_that_is_killed(where: str, tmp_path: Path)
     program.await_end()
 
 
-@pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_nor_where_its_workers_have_been_frozen(where: str, tmp_path: Path) -> None:
-    program = started(where, 1, tmp_path)
-    for worker in program.workers:
-        worker.suspend()
-    program.process.kill()
-    program.await_end()
-
-
 def test_a_process_that_is_stopped_ends_with_the_pipe_it_watches() -> None:
     """Nothing wakes it: the one that started it is still there, so that its process group is not an orphaned one."""
     source = """
@@ -265,29 +256,3 @@ def is_alive(pid: str) -> bool:
         return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def test_a_worker_in_an_endless_loop_ends_with_its_parent(tmp_path: Path) -> None:
-    """The worker would never look at its socket again."""
-    source = PROGRAM.replace("import sys, time", "import os, sys, time\nimport gymnasium as gym").replace(
-        '"CartPole-v1"', "Endless"
-    )
-    source = source.replace(
-        "with Rollout",
-        """class Endless(gym.Env):
-    observation_space, action_space = gym.spaces.Box(-1, 1), gym.spaces.Discrete(2)
-    def reset(self, **_):
-        return self.observation_space.sample(), {}
-    def step(self, action):
-        os.write(1, b"running\\n")  # in one piece: both workers write
-        while True: pass
-
-with Rollout""",
-    )
-    program, told = running(source, "processes", "0")
-    assert told == "running"
-    workers = psutil.Process(program.pid).children(recursive=True)
-    assert workers
-    program.kill()
-    program.communicate(timeout=60)
-    assert psutil.wait_procs(workers, timeout=60)[1] == []

@@ -98,8 +98,3 @@ def test_nothing_is_raised_where_the_other_end_has_gone(ends: Ends) -> None:
     ends[2].close()
     ends[0].flush()
     ends[0].put(frame(FrameKind.TURN))
-
-
-def test_what_is_wrong_here_is_raised(ends: Ends) -> None:
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        ends[0].put(frame(FrameKind.BLOCK), 1 << 20)

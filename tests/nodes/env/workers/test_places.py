@@ -1,12 +1,13 @@
 """One meaning: environments inline, in threads and in worker processes give the same fragments."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 import gymnasium as gym
 import numpy as np
 import pytest
+from drawn_rollouts import Setting, drawn_settings, fragments_of
 from fragment_equality import assert_alike
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
@@ -16,34 +17,6 @@ from stalled_rollouts import stalling
 from rollflow import ConnectorV2, Fragment, MeanStdFilter, Rollout
 from rollflow.nodes import FlattenObservations
 from rollflow.stream import EnvError
-
-
-class Setting(NamedTuple):
-    """Random settings of a rollout."""
-
-    slots: int
-    lanes: int
-    workers: int
-    fragment_length: int
-    lookback: int
-    nested: bool
-    longest: int
-    rewrites: bool
-    seed: int
-
-
-drawn_settings = st.builds(
-    Setting,
-    slots=st.integers(1, 6),
-    lanes=st.integers(1, 4),
-    workers=st.integers(1, 2),
-    fragment_length=st.integers(1, 12),
-    lookback=st.integers(0, 6),
-    nested=st.booleans(),
-    longest=st.integers(1, 12),
-    rewrites=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-).filter(lambda drawn: drawn.lanes <= drawn.slots)
 
 
 class Sines(ConnectorV2):
@@ -65,42 +38,28 @@ class Flat(NumberedModule):
         return super()._forward({"obs": batch["obs"].reshape(len(batch["obs"]), -1)[:, :3]})
 
 
-def fragments_of(drawn: Setting, where: Any, **options: Any) -> list[Fragment]:
-    """Three fragments of every lane, in the lanes' order."""
-    makers = [
-        partial(NumberedEnv, slot, lengths=(1, drawn.longest), nested=drawn.nested) for slot in range(drawn.slots)
-    ]
-    if where in ("processes", "rollouts"):
-        options["workers"] = drawn.workers
-    with Rollout(
-        makers,
-        lanes=drawn.lanes,
-        where=where,
-        module=Flat() if drawn.rewrites else NumberedModule(),
-        fragment_length=drawn.fragment_length,
-        lookback=drawn.lookback,
-        env_to_module_connector=(lambda env: Sines()) if drawn.rewrites else None,
-        seed=drawn.seed,
-        num_fragments=3,
-        **options,
-    ) as rollout:
-        fragments = list(rollout.fragments())
-        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
-    assert rollout.lost == {}
-    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+def check_alike(drawn: Setting, where: Any, *, rewrites: bool, **options: Any) -> None:
+    """Check that a place gives the fragments that are given inline."""
+    acting = {"module": Flat() if rewrites else NumberedModule(), "lanes": drawn.lanes}
+    acting["env_to_module_connector"] = (lambda env: Sines()) if rewrites else None
+    there = fragments_of(None, drawn, where=where, **acting, **options)
+    assert_alike(there, fragments_of(None, drawn._replace(prefetch=0), **acting))
 
 
-@given(drawn=drawn_settings, where=st.sampled_from(["threads", "processes"]), prefetch=st.integers(0, 2))
+@given(drawn=drawn_settings, rewrites=st.booleans())
 @settings(max_examples=examples(20))
-def test_every_place_gives_the_same_fragments(drawn: Setting, where: str, prefetch: int) -> None:
-    assert_alike(fragments_of(drawn, where, prefetch=prefetch), fragments_of(drawn, "inline"))
+def test_threads_give_the_same_fragments(drawn: Setting, rewrites: bool) -> None:
+    check_alike(drawn, "threads", rewrites=rewrites)
 
 
-@pytest.mark.slow
-@given(drawn=drawn_settings, prefetch=st.integers(0, 2))
-@settings(max_examples=examples(8))
-def test_whole_rollouts_elsewhere_give_the_same_fragments(drawn: Setting, prefetch: int) -> None:
-    assert_alike(fragments_of(drawn, "rollouts", prefetch=prefetch), fragments_of(drawn, "inline"))
+@pytest.mark.parametrize(("where", "count"), [("processes", 10), pytest.param("rollouts", 8, marks=pytest.mark.slow)])
+def test_workers_give_the_same_fragments(where: str, count: int) -> None:
+    @given(drawn=drawn_settings, rewrites=st.booleans(), workers=st.integers(1, 2))
+    @settings(max_examples=examples(count))
+    def holds(drawn: Setting, rewrites: bool, workers: int) -> None:
+        check_alike(drawn, where, rewrites=rewrites, workers=workers)
+
+    holds()
 
 
 @pytest.mark.parametrize(

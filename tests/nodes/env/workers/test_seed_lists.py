@@ -51,66 +51,30 @@ def seeds_seen(observations: Any) -> list[int]:
     return [int(high) * 2**31 + int(low) for high, low in np.asarray(observations)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", PLACES)
-def test_every_slot_is_reset_with_the_seed_of_its_own(where: Any) -> None:
+def seeds_by_slot(kind: Any, **options: Any) -> list[int]:
+    """The seeds that four environments in two lanes were reset with."""
     seen: dict[int, list[int]] = {}
-    with Rollout(
-        Seeded,
-        num_envs=4,
-        lanes=3,
-        where=where,
-        fragment_length=2,
-        num_fragments=1,
-        seed=SEEDS,
-    ) as rollout:
+    given: dict[str, Any] = {"num_envs": 4, "lanes": 2, "module": RandomModule, "fragment_length": 2}
+    env = Seeded if kind is Rollout else SeededAgents
+    with kind(env, num_fragments=1, **given, **options) as rollout:
         for fragment in rollout.fragments():
-            seen[fragment.lane] = seeds_seen(fragment.column("obs")[0])
-    assert [seed for lane in sorted(seen) for seed in seen[lane]] == SEEDS
+            part = None if kind is Rollout else fragment.parts[0]
+            rows = fragment.column("obs")[0] if part is None else part.columns["obs"].tree[part.first_row]
+            seen[fragment.lane] = seeds_seen(rows)
+    return seen[0] + seen[1]
 
 
-@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
-def test_environments_with_several_agents_take_a_list_as_well(where: Any) -> None:
-    seen: dict[int, list[int]] = {}
-    with MultiAgentRollout(
-        SeededAgents,
-        num_envs=4,
-        lanes=2,
-        where=where,
-        module=RandomModule,
-        fragment_length=2,
-        num_fragments=1,
-        seed=SEEDS,
-    ) as rollout:
-        for fragment in rollout.fragments():
-            [part] = fragment.parts
-            seen[fragment.lane] = seeds_seen(part.columns["obs"].tree[part.first_row])
-    assert seen[0] + seen[1] == SEEDS
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("agents", [False, True])
-def test_seeds_that_follow_from_the_rollouts_fit_31_bits(where: Any, agents: bool) -> None:
+@pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
+def test_every_slot_is_reset_with_the_seed_of_its_own(kind: Any, where: Any) -> None:
+    assert seeds_by_slot(kind, where=where, seed=SEEDS) == SEEDS
+
+
+@pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
+def test_seeds_that_follow_from_the_rollouts_fit_31_bits(kind: Any) -> None:
     raw = [seed_for(3, "env", slot) for slot in range(4)]
     assert min(raw) < 2**31 < max(raw)
-    kind: Any = MultiAgentRollout if agents else Rollout
-    seen: dict[int, list[int]] = {}
-    with kind(
-        SeededAgents if agents else Seeded,
-        num_envs=4,
-        lanes=2,
-        where=where,
-        module=RandomModule,
-        fragment_length=1,
-        num_fragments=1,
-        seed=3,
-    ) as rollout:
-        for fragment in rollout.fragments():
-            [part] = fragment.parts if agents else [None]
-            rows = part.columns["obs"].tree[part.first_row] if agents else fragment.column("obs")[0]
-            seen[fragment.lane] = seeds_seen(rows)
-    assert seen[0] + seen[1] == [each % 2**31 for each in raw]
+    assert seeds_by_slot(kind, seed=3) == [each % 2**31 for each in raw]
 
 
 def test_a_list_names_the_seeds_that_one_number_would_have_given() -> None:
@@ -132,16 +96,10 @@ def test_what_else_is_drawn_follows_from_the_whole_list() -> None:
     assert actions([1, 2])[0] != actions([1, 3])[0]  # lane 0's environment has the same seed; sampling has another
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
-def test_a_list_of_another_length_is_refused(where: Any) -> None:
+@pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
+def test_a_list_of_another_length_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"seed is a list of 3, expected one whole number, or a list of 4"):
-        Rollout(Seeded, num_envs=4, lanes=2, where=where, seed=[1, 2, 3])
-
-
-def test_a_list_of_another_length_is_refused_with_several_agents() -> None:
-    with pytest.raises(ValueError, match=r"seed is a list of 3, expected one whole number, or a list of 2"):
-        MultiAgentRollout(SeededAgents, num_envs=2, module=RandomModule, seed=[1, 2, 3])
+        seeds_by_slot(kind, seed=[1, 2, 3])
 
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes"])

@@ -1,17 +1,16 @@
 """One meaning: environments with several agents on other hosts give the same fragments as in this process."""
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, makers_of
+from drawn_agents import Drawn, assert_alike, drawn_settings, fragments_of, makers_of
 from hypothesis import Phase, given, settings, strategies as st
-from lost_agents import emitted_steps, in_time
+from lost_agents import in_time
 from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples
-from remote_hosts import BrokenWire, dialled_host, hosting, listening
+from remote_hosts import BrokenWire, hosting, listening
 
 from rollflow import MultiAgentRollout, RemoteEnvs
 from rollflow.nodes import ArrayStep, EnvHost, MultiAgentEnv, MultiAgentVectorEnv, RandomModule
@@ -32,16 +31,6 @@ def test_a_host_that_dials_in_gives_the_same_fragments(drawn: Drawn) -> None:
 
 
 @pytest.mark.slow
-@given(drawn=drawn_settings, workers=st.integers(1, 2), prefetch=st.integers(0, 2))
-@settings(max_examples=examples(4), phases=[Phase.explicit, Phase.generate])
-def test_hosts_and_worker_processes_give_the_same_fragments(drawn: Drawn, workers: int, prefetch: int) -> None:
-    envs = listening()
-    with hosting(envs.addresses[0], makers_of(drawn), lanes=drawn.lanes):
-        ours = there(envs, drawn, prefetch=prefetch)
-    assert_alike(ours, fragments_of(drawn, where="processes", workers=workers))
-
-
-@pytest.mark.slow
 @given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 6000), max_size=30))
 @settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
 def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Drawn, cuts: list[int]) -> None:
@@ -54,44 +43,6 @@ def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: 
     finally:
         wire.close()
     assert_alike(ours, fragments_of(drawn))
-
-
-@pytest.mark.slow
-def test_a_connection_that_breaks_early_and_late_loses_nothing() -> None:
-    drawn = Drawn(3, 2, 4, 2, 6, False, 7, 2, True, 5)
-    envs, cuts = listening(), [2500, 900, 5000, 700]
-    wire = BrokenWire(envs.addresses[0], lambda: cuts.pop() if cuts else None)
-    try:
-        with hosting(wire.address, makers_of(drawn), lanes=drawn.lanes):
-            ours = there(envs, drawn)
-    finally:
-        wire.close()
-    assert wire.cuts >= 3
-    assert_alike(ours, fragments_of(drawn))
-
-
-def test_hosts_that_are_dialled_give_the_same_as_well(tmp_path: Path) -> None:
-    drawn = Drawn(4, 2, 3, 1, 8, False, 6, 1, True, 7)
-    addresses = [f"unix:{tmp_path}/one", f"unix:{tmp_path}/two"]
-    makers = makers_of(drawn)
-    # Both are dialled at once: which one is first is for the wire to say, so both have the same environments.
-    with (
-        dialled_host(addresses[0], makers[:2], secret="open sesame"),
-        dialled_host(addresses[1], makers[:2], secret="open sesame"),
-    ):
-        ours = there(RemoteEnvs.connect(addresses, secret="open sesame"), drawn)
-    assert_alike(ours, fragments_of(drawn, env=makers[:2] * 2))
-
-
-@pytest.mark.parametrize("way", list(WAYS))
-def test_a_drained_rollout_gives_every_step_that_was_made(way: str) -> None:
-    drawn = Drawn(3, 2, 3, 1, 9, False, 8, 1, False, 1)
-    envs = listening()
-    with hosting(envs.addresses[0], makers_of(drawn), lanes=2):
-        _, rollout = made(drawn, env=envs, lanes=None)
-        fragments = WAYS[way](rollout, 3)
-    assert len(emitted_steps(fragments)) == rollout.num_steps
-    assert rollout.lost == {}
 
 
 class Rich(MultiAgentEnv):

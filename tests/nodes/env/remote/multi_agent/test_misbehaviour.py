@@ -27,7 +27,6 @@ MAKER = partial(NumberedAgents, 0, nested=0, agents=4)
 # Two environments of four agents.
 ZEROS = np.zeros(8, np.float32)
 NOBODY = np.zeros(8, bool)
-ALL_END = np.array([True] * 4 + [False] * 4)
 
 
 def rows(request: Any, **changed: Any) -> AgentRows:
@@ -52,34 +51,10 @@ def sends(**changed: Any) -> Callable[[RawHost], None]:
 
 
 MISBEHAVIOUR: dict[str, tuple[Callable[[RawHost], None], str]] = {
-    "a NaN reward": (
-        sends(rewards=(np.full(8, np.nan, np.float32),)),
-        "step 2 of lane 1: the reward of agent slot 0 of part 0 is nan, expected a finite number",
-    ),
-    "a wrong shape": (sends(obs=(np.zeros((8, 4), np.int64),)), r"step 2 of lane 1: obs\[0\] is .*, expected"),
-    "another dtype": (sends(obs=(np.zeros((8, 5)),)), r"step 2 of lane 1: obs\[0\] is .*, expected"),
     "agents out of order": (sends(**some(1, 0)), r"step 2 of lane 1: obs\[0\]: its agent slots are \[1, 0\], expected"),
-    "an agent that there is not": (sends(**some(0, 8)), r"are \[0, 8\], expected some of 0 to 7, ascending"),
-    "nobody to act": (
-        sends(**some(0, 1)),
-        "step 2 of lane 1: the episode of slot 1 goes on, but no agent has an observation to act on",
-    ),
-    "an end that is none": (
-        sends(ended=np.array([1]), ended_truncated=np.array([True]), first_agent_slots=(None,), first_obs=(ZEROS,)),
-        r"first_obs\[0\] is .*, expected an array <i8\[8, 5\]",
-    ),
-    "an end that is not told": (
-        sends(terminateds=(ALL_END,)),
-        r"step 2 of lane 1: ended is \[\], expected \[0\], in which no agent is left",
-    ),
-    "infos of nobody": (sends(infos=([[4, {}]], [])), r"infos of agents \[4\], expected each once, of 0 to 3"),
     "rows of one agent": (
         lambda raw: raw.send(raw.rows(raw.next_of(Step))),
         "rows 2 of lane 1, expected agent_rows or failed 2 of lane 1, the answer to step",
-    ),
-    "an answer to nothing": (
-        lambda raw: raw.send(rows(Step(1, 99, None))),
-        "agent_rows 99 of lane 1: nothing above number",
     ),
 }
 
