@@ -15,7 +15,7 @@ from rollflow.stream.data.tree import Tree, map_tree, tree_at
 from rollflow.stream.fragments.fragment import ChunkIndex, Fragment, FragmentLayout, Start
 
 
-class StoredColumns(dict[str, Column]):
+class StoredColumns(Mapping[str, Column]):
     """Columns of steps, each of which is taken and made read-only when it is first looked at. Copies have all of them.
 
     steps    that they are of
@@ -23,26 +23,24 @@ class StoredColumns(dict[str, Column]):
     """
 
     def __init__(self, steps: StoredSteps, rows: Mapping[str, Ints]) -> None:
-        super().__init__()
         self.steps, self._rows = steps, rows
+        self._made: dict[str, Column] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes in the columns, once all of them are there."""
         return sum(self.steps.row_bytes(name) * len(rows) for name, rows in self._rows.items())
 
-    def __missing__(self, name: str) -> Column:
-        taken = self.steps.taken(name, self._rows[name])
-        column = Column(name, map_tree(lambda leaf: leaf[:, None], taken))
-        column.seal()
-        return self.setdefault(name, column)  # the one that stays, if another thread has made it as well
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._made:
+            taken = self.steps.taken(name, self._rows[name])
+            column = Column(name, map_tree(lambda leaf: leaf[:, None], taken))
+            column.seal()
+            self._made.setdefault(name, column)  # the one that stays, if another thread has made it as well
+        return self._made[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A column, or `default` where there is none of this name."""
-        return self[name] if name in self._rows else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -50,20 +48,8 @@ class StoredColumns(dict[str, Column]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def keys(self) -> Any:
-        """The names."""
-        return self._rows.keys()
-
-    def values(self) -> Any:
-        """All columns."""
-        return [self[name] for name in self._rows]
-
-    def items(self) -> Any:
-        """All names and columns."""
-        return [(name, self[name]) for name in self._rows]
-
     def __reduce__(self) -> Any:
-        return dict, (self.items(),)
+        return dict, (dict(self),)
 
 
 def _id_among(ids: NDArray[np.object_], slot: int, number: int) -> str:
@@ -94,7 +80,7 @@ class StoredFragment(Fragment):
         self._taken = slice(begin, end)
         rows = np.arange(first, end)
         behind = np.append(rows, min(end, block.num_rows - 1))  # an episode's own last observation is not in the column
-        columns = StoredColumns(
+        columns: Any = StoredColumns(
             block.steps, {name: behind if name == Columns.OBS else rows for name in block.steps.parts}
         )
         none = np.zeros(1, np.int64)

@@ -431,7 +431,7 @@ class Replay:
 
     def _arguments(self) -> dict[str, Any]:
         """Sizes, and the class name of the sampler: None for one without a state, as for any other such."""
-        has_state = type(self.sampler).get_state is not Sampler.get_state
+        has_state = bool(self.sampler.parts) or type(self.sampler).get_state is not Sampler.get_state
         sizes = {"capacity": self.capacity, "frames": self._storage.frames, "max_samples": self._max_samples}
         return sizes | {"sampler": type(self.sampler).__name__ if has_state else None}
 

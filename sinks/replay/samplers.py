@@ -38,8 +38,12 @@ class Draw:
 class Sampler(abc.ABC):
     """Base of samplers; a subclass overrides `draw`, and whatever else it needs.
 
+    parts    samplers that it draws by, which get what it is told
+
     A draw of a sampler of one's own is refused, by ReplayError, where a position holds no step that may be sampled.
     """
+
+    parts: Sequence["Sampler"] = ()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -54,14 +58,14 @@ class Sampler(abc.ABC):
     @property
     def has_priorities(self) -> bool:
         """True if steps have priorities, which may be updated."""
-        return False
+        return any(part.has_priorities for part in self.parts)
 
     def waits_for(self, rows: RowIndex) -> str:
         """What has to come, beside steps, before there is anything to draw, as a noun; "": nothing.
 
         Until it has come samples wait, and inserts don't.
         """
-        return ""
+        return next((text for part in self.parts if (text := part.waits_for(rows))), "")
 
     @abc.abstractmethod
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
@@ -69,29 +73,37 @@ class Sampler(abc.ABC):
 
     def begin(self, rows: RowIndex) -> None:
         """Called once, before the first insert."""
-        return None
+        for part in self.parts:
+            part.begin(rows)
 
     def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
         """Called with the positions of new steps, in ascending order, without gaps but for ends of episodes."""
-        return None
+        for part in self.parts:
+            part.note_inserted(rows, positions)
 
     def note_removed(self, rows: RowIndex, positions: Ints) -> None:
         """Called with the positions of steps that may no longer be sampled, after these have gone."""
-        return None
+        for part in self.parts:
+            part.note_removed(rows, positions)
 
     def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
         """Set the priorities of steps that are still there. Raises ReplayError for a sampler without priorities."""
-        raise ReplayError(
-            f"{type(self).__name__} has no priorities to be updated; expected Replay(sampler=Prioritized())"
-        ).see("replay")
+        able = [part for part in self.parts if part.has_priorities]
+        if not able:
+            raise ReplayError(
+                f"{type(self).__name__} has no priorities to be updated; expected Replay(sampler=Prioritized())"
+            ).see("replay")
+        for part in able:
+            part.update_priorities(rows, ids, values)
 
     def get_state(self) -> dict[str, Any]:
         """What a checkpoint needs, as plain values and arrays."""
-        return {}
+        return {"parts": [part.get_state() for part in self.parts]} if self.parts else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take the state of `get_state`."""
-        return None
+        for part, each in zip(self.parts, state.get("parts", ()), strict=True):
+            part.set_state(each)
 
 
 class Uniform(Sampler):
@@ -125,26 +137,18 @@ class Mixture(Sampler):
 
     def __init__(self, parts: Sequence[tuple[Sampler, float]]) -> None:
         try:
-            self.parts = [(sampler, float(share)) for sampler, share in parts]
+            self.parts, self._shares = [part for part, _ in parts], [float(share) for _, share in parts]
         except (TypeError, ValueError):
             raise ValueError(f"parts is {shown(parts)}, expected (sampler, share) for each") from None
-        for sampler, _ in self.parts:
-            _check_sampler("parts", sampler)
-        shares = [share for _, share in self.parts]
-        if not shares or min(shares) <= 0 or not np.isclose(sum(shares), 1.0):
-            raise ValueError(f"shares are {shares}, expected numbers above 0 that add up to 1")
-
-    @property
-    def has_priorities(self) -> bool:
-        return any(sampler.has_priorities for sampler, _ in self.parts)
-
-    def waits_for(self, rows: RowIndex) -> str:
-        return next((text for sampler, _ in self.parts if (text := sampler.waits_for(rows))), "")
+        for part in self.parts:
+            _check_sampler("parts", part)
+        if not self._shares or min(self._shares) <= 0 or not np.isclose(sum(self._shares), 1.0):
+            raise ValueError(f"shares are {self._shares}, expected numbers above 0 that add up to 1")
 
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         draws = [
-            sampler.draw(rows, size, generator)
-            for (sampler, _), size in zip(self.parts, counts_of([share for _, share in self.parts], count), strict=True)
+            part.draw(rows, size, generator)
+            for part, size in zip(self.parts, counts_of(self._shares, count), strict=True)
             if size
         ]
         if any(each.positions.ndim != 1 for each in draws):
@@ -156,33 +160,6 @@ class Mixture(Sampler):
             )
         positions = np.concatenate([each.positions for each in draws])
         return Draw(positions, positions, weights)
-
-    def begin(self, rows: RowIndex) -> None:
-        for sampler, _ in self.parts:
-            sampler.begin(rows)
-
-    def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
-        for sampler, _ in self.parts:
-            sampler.note_inserted(rows, positions)
-
-    def note_removed(self, rows: RowIndex, positions: Ints) -> None:
-        for sampler, _ in self.parts:
-            sampler.note_removed(rows, positions)
-
-    def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
-        """Set the priorities for every part that has some. Raises ReplayError where none has."""
-        able = [sampler for sampler, _ in self.parts if sampler.has_priorities]
-        if not able:
-            super().update_priorities(rows, ids, values)
-        for sampler in able:
-            sampler.update_priorities(rows, ids, values)
-
-    def get_state(self) -> dict[str, Any]:
-        return {"parts": [sampler.get_state() for sampler, _ in self.parts]}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        for (sampler, _), each in zip(self.parts, state["parts"], strict=True):
-            sampler.set_state(each)
 
 
 class Sequences(Sampler):
@@ -203,17 +180,11 @@ class Sequences(Sampler):
         self.length, self.burn_in = checked_count("length", length, 1), checked_count("burn_in", burn_in, 0)
         self.of = Uniform() if of is None else of
         _check_sampler("of", self.of)
+        self.parts = [self.of]
 
     @property
     def steps(self) -> int:
         return self.length
-
-    @property
-    def has_priorities(self) -> bool:
-        return self.of.has_priorities
-
-    def waits_for(self, rows: RowIndex) -> str:
-        return self.of.waits_for(rows)
 
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         drawn = self.of.draw(rows, count, generator)
@@ -225,24 +196,6 @@ class Sequences(Sampler):
         there = (positions >= 0) & (place < before[:, None] + self.length)
         positions = np.where(there, positions, -1)
         return replace(drawn, positions=positions, trained=there & (place >= before[:, None]))
-
-    def begin(self, rows: RowIndex) -> None:
-        self.of.begin(rows)
-
-    def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
-        self.of.note_inserted(rows, positions)
-
-    def note_removed(self, rows: RowIndex, positions: Ints) -> None:
-        self.of.note_removed(rows, positions)
-
-    def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
-        self.of.update_priorities(rows, ids, values)
-
-    def get_state(self) -> dict[str, Any]:
-        return self.of.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.of.set_state(state)
 
 
 class Episodes(Sampler):
