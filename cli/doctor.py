@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.observe.stacks import Frame, dumps_of, is_stopped, stack_in_dump, stack_lines
@@ -13,13 +13,6 @@ from rollflow.stream.observe.stacks import Frame, dumps_of, is_stopped, stack_in
 _ANSWER_S = 2.0
 _MAIN = "main thread"
 _REMEDY = "a process answers on Linux, while it runs rollflow with a stall_after; py-spy dump --pid shows any other"
-
-
-class ThreadStack(NamedTuple):
-    """A thread of another process, with its stack, innermost call first."""
-
-    name: str
-    stack: Sequence[Frame]
 
 
 def add_to(commands: Any) -> None:
@@ -75,25 +68,25 @@ def _check_process(pid: int) -> None:
         raise ValueError(f"process {pid} is another user's, expected one of yours") from None
 
 
-def _lines_of_all(threads: Sequence[ThreadStack]) -> list[str]:
-    return [line for thread in threads for line in _lines_of(thread)]
+def _lines_of_all(threads: Sequence[tuple[str, Sequence[Frame]]]) -> list[str]:
+    return [line for name, stack in threads for line in _lines_of(name, stack)]
 
 
-def _by_signal(pid: int) -> list[ThreadStack]:
-    """The threads of a process that answers the signal, the main one first; none where it does not."""
+def _by_signal(pid: int) -> list[tuple[str, Sequence[Frame]]]:
+    """(thread, its stack, innermost call first) of a process that answers the signal; the main one comes first.
+
+    Empty where it does not answer.
+    """
     dumps = dumps_of(pid, _ANSWER_S) or {}
-    return [
-        ThreadStack(_MAIN if thread == pid else f"thread {thread}", stack_in_dump(text))
-        for thread, text in dumps.items()
-    ]
+    return [(_MAIN if thread == pid else f"thread {thread}", stack_in_dump(text)) for thread, text in dumps.items()]
 
 
-def _lines_of(thread: ThreadStack) -> list[str]:
-    if not thread.stack:
-        return [f"{thread.name}: is not in Python"]
-    if not any(frame.is_own for frame in thread.stack):
-        return [f"{thread.name}: in no code of yours, at {thread.stack[0]}"]
-    return [f"{thread.name}:", *stack_lines(thread.stack)]
+def _lines_of(name: str, stack: Sequence[Frame]) -> list[str]:
+    if not stack:
+        return [f"{name}: is not in Python"]
+    if not any(frame.is_own for frame in stack):
+        return [f"{name}: in no code of yours, at {stack[0]}"]
+    return [f"{name}:", *stack_lines(stack)]
 
 
 def _descendants_of(pid: int) -> list[int]:

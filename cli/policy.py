@@ -3,7 +3,8 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import gymnasium as gym
 
@@ -84,13 +85,6 @@ def _label(piece: dict[str, Any]) -> str:
     return name.removeprefix("rollflow.")
 
 
-class Spaces(NamedTuple):
-    """The spaces of an environment."""
-
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
-
-
 def _add_adapt(actions: Any) -> None:
     """Add `adapt` to the commands of `rollflow policy`."""
     parser: argparse.ArgumentParser = actions.add_parser(
@@ -132,7 +126,7 @@ def _adapt(args: argparse.Namespace) -> int:
     return 0
 
 
-def _spaces_in(path: Path) -> Spaces:
+def _spaces_in(path: Path) -> SimpleNamespace:
     """The spaces of a saved policy, or of a JSON file. Raises PolicyError where there are none."""
     if path.suffix == ".json":
         try:
@@ -144,17 +138,17 @@ def _spaces_in(path: Path) -> Spaces:
     names = ("observation_space", "action_space")
     if not isinstance(record, dict) or not record.keys() >= set(names):
         raise PolicyError(f"{path} has no {' and '.join(names)}, expected their descriptions")
-    return Spaces(*(space_of(record[name], name) for name in names))
+    return SimpleNamespace(**{name: space_of(record[name], name) for name in names})
 
 
-def _spaces_of(name: str) -> Spaces:
+def _spaces_of(name: str) -> SimpleNamespace:
     made = arguments.environment_of(name)
     try:
         env = gym.make(made) if isinstance(made, str) else made()
     except gym.error.Error as error:
         raise ValueError(f"--env {name}: {error}") from error
     try:
-        return Spaces(env.observation_space, env.action_space)
+        return SimpleNamespace(observation_space=env.observation_space, action_space=env.action_space)
     except AttributeError as error:
         raise ValueError(f"--env {name}: {error}, expected a gymnasium environment") from None
     finally:

@@ -36,9 +36,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--num-envs", type=int, default=8, help="environments side by side, with equal shares (8)")
     parser.add_argument("--seed", type=int, help="of environments and sampling (a fresh one)")
     parser.add_argument(
-        "--explore", action="store_true", help="sample actions, even where the policy was saved without"
-    )
-    parser.add_argument(
         "--extra",
         nargs="*",
         metavar="NAME",
@@ -55,7 +52,7 @@ def add_to(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.episodes < 1 or args.num_envs < 1:
         raise ValueError(f"--episodes {args.episodes} --num-envs {args.num_envs}, expected 1 or more of each")
-    policy = Policy.load(args.policy, allow=args.allow, device=args.device, explore=args.explore or None)
+    policy = Policy.load(args.policy, allow=args.allow, device=args.device)
     env, num_envs = arguments.environment_of(args.env), min(args.num_envs, args.episodes)
     if args.video is None:
         rollout = rollout_of(policy, env, num_envs=num_envs, seed=args.seed)

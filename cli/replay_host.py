@@ -7,9 +7,9 @@ from typing import Any
 
 from rollflow import Replay
 from rollflow.cli import arguments
-from rollflow.sinks import Prioritized, ReplayHost, SamplesPerInsert
+from rollflow.sinks import ReplayHost, SamplesPerInsert
 
-_OPTIONS = ("capacity", "batch_size", "ratio", "min_size", "error_buffer", "prioritized", "seed")  # of the replay
+_OPTIONS = ("capacity", "batch_size", "ratio", "min_size")  # of the replay
 
 
 def add_to(commands: Any) -> None:
@@ -38,16 +38,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--ratio", type=float, help="steps sampled for each one inserted (any number)")
     parser.add_argument("--min-size", type=int, metavar="M", help="steps before the first sample (1)")
     parser.add_argument(
-        "--error-buffer", type=float, metavar="B", help="sampled steps by which either side may be ahead (the fewest)"
-    )
-    parser.add_argument(
-        "--prioritized", action="store_true", default=None, help="draw steps in proportion to their priorities"
-    )
-    parser.add_argument("--seed", type=int, help="of what is drawn (a fresh one)")
-    parser.add_argument(
         "--replay",
         metavar="PACKAGE.MODULE:CALLABLE",
-        help="makes the Replay, in place of the options for it",
+        help="makes the Replay, with a sampler and a rate of its own, in place of the options for it",
     )
     parser.add_argument(
         "--checkpoint",
@@ -90,9 +83,7 @@ def _replay_of(args: argparse.Namespace) -> Replay:
         if not isinstance(made, Replay):
             raise ValueError(f"--replay {args.replay} has made a {type(made).__name__}, expected a Replay")
         return made
-    of_rate = {name: given.pop(name) for name in ("ratio", "min_size", "error_buffer") if name in given}
+    of_rate = {name: given.pop(name) for name in ("ratio", "min_size") if name in given}
     if of_rate and "ratio" not in of_rate:
-        raise ValueError("--min-size and --error-buffer are of the rate, expected --ratio as well")
-    rate = SamplesPerInsert(**of_rate) if of_rate else None
-    sampler = Prioritized() if given.pop("prioritized", False) else None
-    return Replay(**{"capacity": 100_000, **given}, sampler=sampler, rate=rate)
+        raise ValueError("--min-size is of the rate, expected --ratio as well")
+    return Replay(**{"capacity": 100_000, **given}, rate=SamplesPerInsert(**of_rate) if of_rate else None)

@@ -8,7 +8,6 @@ from typing import Any, get_args
 from rollflow import MultiAgentRollout, Rollout, feed
 from rollflow.cli import arguments
 from rollflow.nodes.env.multi_agent.lane_envs import first_made
-from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.rollout.options import Where
 from rollflow.stream.graph.report import Report
 
@@ -49,10 +48,6 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--progress", action="append_const", dest="log", const="progress:", help="show how it goes, as --log progress:"
-    )
-    parser.add_argument("--log-every", type=float, default=1.0, metavar="S", help="seconds between two rows (1)")
-    parser.add_argument(
-        "--log-x", choices=get_args(Axis), default="steps", help="x axis of trackers: steps, updates or time (steps)"
     )
     parser.set_defaults(run=run, listen=None)  # None: TLS and secrets are those of a client
 
@@ -97,8 +92,6 @@ def _rollout_of(args: argparse.Namespace) -> Rollout | MultiAgentRollout:
         **setting_of(args),
         "num_fragments": args.num_fragments,
         "log": args.log,
-        "log_every": args.log_every,
-        "log_x": args.log_x,
         **arguments.acting_of(args),
     }
     first = first_made(env)

@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ MOST_MANIFEST_BYTES = 16 << 20
 _NO_DIGEST = "0" * 64
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
 _LONGEST = 60
+
+_Reader = Callable[[str, int], bytes]
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
@@ -55,14 +58,14 @@ def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
     Raises PolicyError, with the file's name, where one is missing, altered, truncated or another's.
     """
-    source = _ZipSource(path) if path.is_file() else _FolderSource(path)
-    manifest = _manifest(source.read(MANIFEST, MOST_MANIFEST_BYTES))
+    read = _reader(path)
+    manifest = _manifest(read(MANIFEST, MOST_MANIFEST_BYTES))
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not set(ARRAYS) <= set(listed) <= {*ARRAYS, *OPTIONAL}:
         raise PolicyError(
             f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}, and maybe {', '.join(OPTIONAL)}"
         )
-    files = {name: _checked(source, name, listed[name]) for name in (*ARRAYS, *OPTIONAL) if name in listed}
+    files = {name: _checked(read, name, listed[name]) for name in (*ARRAYS, *OPTIONAL) if name in listed}
     return manifest, files
 
 
@@ -163,68 +166,68 @@ def _remove(path: Path) -> None:
 # Reading
 
 
-class _FolderSource:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        if not path.is_dir():
-            raise PolicyError(f"there is no policy at {path}, expected a folder or a .zip file")
-
-    def read(self, name: str, most: int) -> bytes:
-        path = self._path / name
-        if path.is_symlink() or not path.is_file():
-            raise PolicyError(f"{name} is missing in {self._path}, expected a file")
-        size = path.stat().st_size
-        if size > most:
-            raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
-        with path.open("rb") as file:
-            return file.read(size + 1)
+def _reader(path: Path) -> _Reader:
+    """What reads a file of a policy by its name, with at most so many bytes."""
+    if path.is_dir():
+        return partial(_read_in_folder, path)
+    if not path.is_file():
+        raise PolicyError(f"there is no policy at {path}, expected a folder or a .zip file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _check_zip(path, archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, UnicodeError) as error:
+        raise _unreadable(path, error) from None
+    return partial(_read_in_zip, path)
 
 
-class _ZipSource:
-    """Zip that is read where it lies: nothing is unpacked, and no file in it may be compressed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._size = path, path.stat().st_size
-        try:
-            with zipfile.ZipFile(path) as archive:
-                self._check(archive.infolist())
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, UnicodeError) as error:
-            self._refuse(error)
-
-    def read(self, name: str, most: int) -> bytes:
-        try:
-            with zipfile.ZipFile(self._path) as archive:
-                info = archive.getinfo(name)
-                if info.file_size > most:
-                    raise PolicyError(f"{name} has {info.file_size} bytes, expected {most} at most")
-                return archive.read(info)
-        except KeyError:
-            raise PolicyError(f"{name} is missing in {self._path}, expected a file") from None
-        except PolicyError:
-            raise
-        except Exception as error:
-            self._refuse(error)
-
-    def _check(self, entries: Iterable[zipfile.ZipInfo]) -> None:
-        names = [entry.filename for entry in entries]
-        expected = {MANIFEST, CARD, *ARRAYS, *OPTIONAL}
-        if unknown := sorted(set(names) - expected):
-            raise PolicyError(f"{self._path} has {unknown[:4]}, expected {', '.join(sorted(expected))} alone")
-        if len(set(names)) < len(names):
-            raise PolicyError(f"{self._path} has a file more than once, expected each once")
-        for entry in entries:
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > self._size:
-                raise PolicyError(f"{self._path}: {entry.filename} is compressed, expected files as they are")
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        raise PolicyError(f"{self._path} can't be read as a zip: {error}") from None
+def _read_in_folder(folder: Path, name: str, most: int) -> bytes:
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        raise PolicyError(f"{name} is missing in {folder}, expected a file")
+    size = path.stat().st_size
+    if size > most:
+        raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
+    with path.open("rb") as file:
+        return file.read(size + 1)
 
 
-def _checked(source: _FolderSource | _ZipSource, name: str, entry: Any) -> bytes:
+def _read_in_zip(path: Path, name: str, most: int) -> bytes:
+    """A file of a zip that is read where it lies: nothing is unpacked, and no file in it may be compressed."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            info = archive.getinfo(name)
+            if info.file_size > most:
+                raise PolicyError(f"{name} has {info.file_size} bytes, expected {most} at most")
+            return archive.read(info)
+    except KeyError:
+        raise PolicyError(f"{name} is missing in {path}, expected a file") from None
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise _unreadable(path, error) from None
+
+
+def _check_zip(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
+    names = [entry.filename for entry in entries]
+    expected = {MANIFEST, CARD, *ARRAYS, *OPTIONAL}
+    if unknown := sorted(set(names) - expected):
+        raise PolicyError(f"{path} has {unknown[:4]}, expected {', '.join(sorted(expected))} alone")
+    if len(set(names)) < len(names):
+        raise PolicyError(f"{path} has a file more than once, expected each once")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
+            raise PolicyError(f"{path}: {entry.filename} is compressed, expected files as they are")
+
+
+def _unreadable(path: Path, error: Exception) -> PolicyError:
+    return PolicyError(f"{path} can't be read as a zip: {error}")
+
+
+def _checked(read: _Reader, name: str, entry: Any) -> bytes:
     size = entry.get("bytes") if isinstance(entry, dict) else None
     if type(size) is not int or not isinstance(entry.get("sha256"), str):
         raise PolicyError(f"{MANIFEST}: the entry of {name} is {str(entry)[:80]}, expected bytes and sha256")
-    data = source.read(name, size)
+    data = read(name, size)
     if len(data) != size:
         raise PolicyError(f"{name} has {len(data)} bytes, expected {size}: it was truncated, or is another policy's")
     if _digest(data) != entry["sha256"]:

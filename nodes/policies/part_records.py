@@ -185,25 +185,21 @@ def module_of(
     for name, space in named_spaces.items():
         if getattr(module, name, None) is None:
             setattr(module, name, space)
-    _load_weights(module, weights, where)
+    expected = module.state_dict()
+    _check_weights(expected, weights, where)
+    is_empty = any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in expected.values())
+    module.load_state_dict(weights, assign=is_empty)
     return module, initial
 
 
-def _load_weights(module: Any, weights: Mapping[str, Any], where: str) -> None:
-    expected = module.state_dict()
+def _check_weights(expected: Mapping[str, Any], weights: Mapping[str, Any], where: str) -> None:
+    """Raise PolicyError where weights are not of a module's names, shapes and dtypes."""
     missing, unused = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unused:
         raise PolicyError(f"{where}: weights are missing: {missing}, and unused: {unused}")
-    kinds = {
-        name: (_kind(weights[name]), _kind(tensor))
-        for name, tensor in expected.items()
-        if _kind(weights[name]) != _kind(tensor)
-    }
-    if kinds:
-        name, (got, wanted) = next(iter(kinds.items()))
-        raise PolicyError(f"{where}: weights '{name}' are {got}, expected {wanted}")
-    is_empty = any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in expected.values())
-    module.load_state_dict(weights, assign=is_empty)
+    for name, tensor in expected.items():
+        if (got := _kind(weights[name])) != (wanted := _kind(tensor)):
+            raise PolicyError(f"{where}: weights '{name}' are {got}, expected {wanted}")
 
 
 def _kind(value: Any) -> str:
@@ -221,7 +217,7 @@ def _made(cls: type, arguments: dict[str, Any], weights: Mapping[str, Any], wher
         with torch.device("meta"):
             module: torch.nn.Module = cls(**arguments)
         state = module.state_dict()
-        _check_shapes(state, weights, where)
+        _check_weights(state, weights, where)
         tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         # A tensor of two names would become two, and one that is in no state would stay empty.
         return module if tensors == state.keys() else cls(**arguments)
@@ -229,21 +225,6 @@ def _made(cls: type, arguments: dict[str, Any], weights: Mapping[str, Any], wher
         raise
     except Exception as error:
         raise PolicyError(f"{where}: {cls.__name__} can't be made of {sorted(arguments)}: {error}") from error
-
-
-def _check_shapes(state: Mapping[str, torch.Tensor], weights: Mapping[str, Any], where: str) -> None:
-    """Raise PolicyError where weights are missing, or have other shapes than a module's."""
-    wrong = [name for name, tensor in state.items() if name in weights and tensor.shape != weights[name].shape]
-    if wrong:
-        name = wrong[0]
-        raise PolicyError(
-            f"{where}: weights '{name}' are {list(weights[name].shape)}, expected {list(state[name].shape)}, as the "
-            "config has it"
-        )
-    if missing := sorted(state.keys() - weights.keys()):
-        raise PolicyError(
-            f"{where}: weights are missing: {missing}, and unused: {sorted(weights.keys() - state.keys())}"
-        )
 
 
 # Versions

@@ -5,7 +5,6 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -111,19 +110,3 @@ def test_a_host_that_dials_and_does_not_agree_is_told_so(files: Files, capsys: p
         assert main(["check-host", "--listen", address, *files.arguments]) == 1
     told = "it did not agree on TLS: the other end shows no certificate, expected one\n"
     assert told in capsys.readouterr().out
-
-
-def test_a_certificate_without_its_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "cert.pem").write_text("no certificate")
-    files = ["--tls-cert", str(tmp_path / "cert.pem")]
-    assert main(["check-host", "tcp://127.0.0.1:1", "--tls", *files]) == 1
-    assert f"--tls-cert {tmp_path / 'cert.pem'} with --tls-key None: " in capsys.readouterr().err
-    assert main(["check-host", "tcp://127.0.0.1:1", "--tls", "--tls-ca", "nope.pem"]) == 1
-    assert "--tls-ca nope.pem: there is no such file" in capsys.readouterr().err
-
-
-def test_what_is_said_of_tls_has_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-host", "tcp://127.0.0.1:1", "--tls-ca", "a"]) == 1
-    assert "--tls-ca without --tls, expected both" in capsys.readouterr().err
-    assert main(["check-host", "--listen", "tcp://127.0.0.1:0", "--tls"]) == 1
-    assert "--tls with --listen, expected --tls-cert as well" in capsys.readouterr().err

@@ -13,31 +13,18 @@ from time import sleep
 from typing import Any
 
 import pytest
-from command_errors import assert_one_line
 from held_envs import await_file
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 from pettingzoo.classic.tictactoe import tictactoe
 from remote_hosts import listening, serving
+from serving_process import command
 
 from rollflow import DatasetSink, MultiAgentRollout, RemoteRollouts, Rollout
 from rollflow.cli.main import main
-from rollflow.nodes import DefaultModule, EnvHost, FlattenObservations, RandomModule
+from rollflow.nodes import EnvHost, FlattenObservations, RandomModule
 from rollflow.nodes.env.remote.host_lane import HostLane
-from rollflow.stream.data.errors import EnvError
 from rollflow.stream.wire import Limits, Welcome
-
-
-@contextmanager
-def command(*arguments: str, cwd: Path | None = None) -> Iterator["subprocess.Popen[str]"]:
-    """The command in a process, killed when it is left."""
-    program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True, cwd=cwd)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.slow
@@ -60,46 +47,7 @@ def test_a_rollout_over_hosts_that_were_started_by_the_command(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_rollout_of_several_agents_over_a_host_that_was_started_by_the_command() -> None:
-    envs = listening()
-    env = ["--env", "pettingzoo.classic.tictactoe_v3:env", "--num-envs", "3"]
-    with command("env-host", *env, "--connect", str(envs.addresses[0])) as host:
-        with MultiAgentRollout(envs, module=RandomModule, fragment_length=8, num_fragments=3) as rollout:
-            assert (rollout.environments.num_lanes, rollout.environments.num_envs) == (2, 3)
-            assert rollout.environments.parts[0].agents == ("player_1", "player_2")
-            fragments = list(rollout.fragments())
-        assert host.wait() == 0
-    assert len(fragments) == 6
-
-
-@pytest.mark.slow
-def test_a_rollout_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from rollflow.nodes import DefaultModule, FlattenObservations\n"
-        "def small(obs, act):\n"
-        "    return DefaultModule(obs, act, model_config={'fcnet_hiddens': [8]})\n"
-        "def flat(env):\n"
-        "    return FlattenObservations()\n"
-    )
-    rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
-    host = ["rollout-host", "--env", "CartPole-v1", "--num-envs", "4", "--connect", f"unix:{tmp_path}/learner"]
-    host += ["--module", "mine:small", "--env-to-module", "mine:flat"]
-    with command(*host, cwd=tmp_path) as process:
-        with Rollout(
-            rollouts,
-            module=lambda obs, act: DefaultModule(obs, act, model_config={"fcnet_hiddens": [8]}),
-            env_to_module_connector=lambda env: FlattenObservations(),
-            fragment_length=8,
-            num_fragments=3,
-        ) as rollout:
-            fragments = list(rollout.fragments())
-        assert process.wait() == 0
-    assert [fragment.num_rows for fragment in fragments] == [8] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [["--num-envs", "4"], ["--num-envs", "4", "--lanes", "2", "--compile"]], ids=len)
-def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(options: list[str], tmp_path: Path) -> None:
+def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from rollflow.nodes import FlattenObservations, LambdaConnector, RandomModule\n"
         "modules = {'one': RandomModule, 'other': RandomModule}\n"
@@ -108,7 +56,8 @@ def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(opti
         "    return FlattenObservations()\n"
     )
     rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
-    host = ["rollout-host", "--env", "pettingzoo.classic.tictactoe_v3:env", *options, "--name", "sim"]
+    host = ["rollout-host", "--env", "pettingzoo.classic.tictactoe_v3:env", "--num-envs", "4"]
+    host += ["--lanes", "2", "--compile", "--name", "sim"]
     host += ["--connect", f"unix:{tmp_path}/learner", "--module", "mine:modules", "--agent-to-module", "mine:mapping"]
     with command(*host, "--env-to-module", "mine:flat", cwd=tmp_path) as process:
         with MultiAgentRollout(
@@ -123,29 +72,9 @@ def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(opti
             lanes = rollout.environments.num_lanes
             fragments = list(rollout.fragments())
         assert process.wait() == 0
-    assert lanes == (2 if "--lanes" in options else 1)
+    assert lanes == 2
     assert [fragment.num_rows for fragment in fragments] == [8] * 3 * lanes
     assert {module_id for fragment in fragments for module_id in fragment.module_ids} == {"one", "other"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--agent-to-module", "json:nothing"], "--agent-to-module json:nothing: no such callable, expected"),
-        (["--joint", "nowhere:piece"], "--joint nowhere:piece: No module named 'nowhere'"),
-        (["--env", "CartPole-v1", "--agent-to-module", "json:loads"], "agent_to_module_mapping_fn is for environments"),
-        (["--env", "CartPole-v1", "--joint", "json:loads"], "joint_connector is for environments with several agents"),
-    ],
-)
-def test_what_a_host_of_several_agents_can_not_do_is_said_in_a_line(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    env = ["--env", "pettingzoo.classic.tictactoe.tictactoe:env"]
-    assert main(["rollout-host", *env, "--connect", "unix:/x", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("rollflow: ")
-    assert told in error
-    assert error.count("\n") == 1
 
 
 def test_an_unknown_option_is_said_with_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,8 +91,8 @@ def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) 
         with DatasetSink(tmp_path / "data") as sink:
             for fragment in rollout.fragments():
                 sink(fragment)
-    command = [sys.executable, "-m", "rollflow.cli.main", "dataset", "show", str(tmp_path / "data")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "rollflow.cli.main", "dataset", "show", str(tmp_path / "data")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
@@ -178,33 +107,14 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"rollflow {version('rollflow')}\n"
 
 
-@pytest.mark.parametrize("command", ["--version", "top --help", "doctor --help"])
-def test_commands_that_only_look_do_not_wait_for_torch(command: str) -> None:
+@pytest.mark.parametrize("words", ["--version", "top --help", "doctor --help"])
+def test_commands_that_only_look_do_not_wait_for_torch(words: str) -> None:
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; import atexit; from rollflow.cli.main import main; "
         "atexit.register(lambda: print('torch' in sys.modules)); main()"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program, *command.split()], stdout=subprocess.PIPE, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", program, *words.split()], stdout=subprocess.PIPE, text=True, check=True)
     assert run.stdout.endswith("False\n")
-
-
-@pytest.mark.slow
-def test_a_host_without_the_rollouts_module_says_so(tmp_path: Path) -> None:
-    rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
-    with command("rollout-host", "--env", "CartPole-v1", "--connect", f"unix:{tmp_path}/learner") as process:
-        with Rollout(rollouts, module=lambda obs, act: Mine(obs, act), fragment_length=8) as rollout:
-            rollout.environments.carrier.join_timeout = 0.0  # type: ignore[attr-defined]  # nobody else is waited for
-            with pytest.raises(EnvError, match=r"module is Mine, and host .* was given none, expected the same"):
-                next(iter(rollout.fragments()))
-        assert process.wait() == 1
-        assert process.stderr is not None
-        assert "rollflow: the rollout's module is Mine" in process.stderr.read()
-
-
-class Mine(DefaultModule):
-    """One that a host does not have."""
 
 
 @pytest.mark.slow
@@ -251,55 +161,6 @@ def test_a_second_signal_ends_a_host_at_once(tmp_path: Path) -> None:
         assert host.wait() == 143
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--env", "NoSuch-v0", "--connect", "tcp://127.0.0.1:1"], "environment 'NoSuch-v0' can't be made"),
-        (["--env", "nosuch.module:Env", "--connect", "tcp://127.0.0.1:1"], "No module named 'nosuch'"),
-        (["--env", "CartPole-v1", "--connect", "127.0.0.1:1"], "expected 'tcp://host:port'"),
-        (["--env", "CartPole-v1", "--connect", "tcp://example.org:1"], "without a secret, expected one"),
-        (["--env", "CartPole-v1", "--connect", "tcp://127.0.0.1:1", "--retry", "0"], "not reached for 0 s"),
-        (["--env", "CartPole-v1", "--listen", "tcp://127.0.0.1:1"], "can't listen on tcp://127.0.0.1:1"),
-        (["--env", "CartPole-v1", "--connect", "unix:/x", "--secret-file", "/nowhere"], "No such file"),
-        (["--env", "CartPole-v1", "--connect", "unix:/x", "--tls-ca", "a"], "--tls-ca without --tls, expected both"),
-        (["--env", "CartPole-v1", "--listen", "unix:/x", "--tls"], "expected --tls-cert as well"),
-        (["--env", "CartPole-v1", "--connect", "unix:/x", "--num-envs", "0"], "num_envs is 0"),
-        (["--env", "CartPole-v1", "--connect", "unix:/x", "--grace", "-1"], "--grace is -1, expected seconds from 0"),
-        (["--env", "CartPole-v1", "--connect", "unix:/x", "--grace", "nan"], "--grace is nan, expected seconds from 0"),
-    ],
-)
-def test_what_can_not_be_done_is_said_in_a_line(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if os.geteuid() == 0 and "can't listen" in told:
-        arguments[-1] = "tcp://192.0.2.1:1"  # which is nobody's here
-        told = "without a secret"
-    assert main(["env-host", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert told in error
-    assert_one_line(error)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--module", "nosuch.module:Policy"], "--module nosuch.module:Policy: No module named 'nosuch'"),
-        (["--module", "json:Policy"], "--module json:Policy: no such callable, expected package.module:callable"),
-        (["--module", "a=json:Policy"], "--module a= json:Policy: no such callable, expected package.module:callable"),
-        (["--module", "json:loads", "--module", "b="], "--module json:loads: expected another ID= before each"),
-        (["--module", "a=", "--module", "a="], "--module a=: expected another ID= before each of several"),
-        (["--module", "json:loads", "--module", "json:loads"], "--module json:loads --module json:loads: expected ID="),
-        (["--env-to-module", "json"], "--env-to-module json: no such callable, expected package.module:callable"),
-        (["--env", "NoSuch-v0"], "environment 'NoSuch-v0' can't be made"),
-    ],
-)
-def test_a_rollout_host_says_as_well_what_can_not_be_done(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rollout-host", "--env", "CartPole-v1", "--connect", "unix:/x", *arguments]) == 1
-    assert capsys.readouterr().err.startswith(f"rollflow: {told}")
-
-
 @contextmanager
 def served(host: EnvHost, tmp_path: Path) -> Iterator[str]:
     """A host that listens, in a thread."""
@@ -327,13 +188,6 @@ def test_a_secret_in_a_variable_is_taken_away_with_it(
         assert main(["check-host", address, "--secret-env", "KEY"]) == 1
     error = capsys.readouterr().err
     assert error == "rollflow: --secret-env KEY: no such variable, or an empty one, expected a secret\n"
-
-
-def test_our_own_host_of_several_agents_passes_every_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(EnvHost(tictactoe.env, num_envs=3, lanes=2), tmp_path) as address:
-        assert main(["check-host", address]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[-2:] == ["ok     Fails a step in which nobody acts, and can be reset then", "all is well"]
 
 
 class ResendingHost(EnvHost):
@@ -366,14 +220,6 @@ def test_a_host_that_sends_an_answer_again_after_a_reconnection_passes_every_che
     assert host.resent == 1
 
 
-def test_environments_of_several_agents_that_number_their_episodes_are_found_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with served(EnvHost(lambda: NumberedAgents(0)), tmp_path) as address:
-        assert main(["check-host", address]) == 1
-    assert "it gave something else at step" in capsys.readouterr().out
-
-
 class Forgetful(NumberedEnv):
     """Takes no seed."""
 
@@ -391,16 +237,17 @@ class Raising(NumberedEnv):
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("envs", "told"),
     [
-        (Forgetful, "it gave something else at step"),
-        (Raising, "it failed at step 2: RuntimeError: it broke"),
+        ([lambda: Forgetful(0)], "it gave something else at step"),
+        ([lambda: Raising(0)], "it failed at step 2: RuntimeError: it broke"),
+        (lambda: NumberedAgents(0), "it gave something else at step"),  # they number their episodes
     ],
 )
 def test_wrong_environments_are_found_out(
-    env: type[NumberedEnv], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    envs: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with served(EnvHost([lambda: env(0)]), tmp_path) as address:
+    with served(EnvHost(envs), tmp_path) as address:
         assert main(["check-host", address]) == 1
     assert told in capsys.readouterr().out
 
@@ -470,23 +317,3 @@ def test_a_host_that_does_not_answer_is_found_out(
         assert main(["check-host", address, "--timeout", "0.2"]) == 1
         released.set()
     assert "it sent nothing for 0.2 s, expected rows for reset 1" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_host_that_dials_is_checked_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    address = f"unix:{tmp_path}/gateway"
-    with EnvHost("CartPole-v1") as host:
-
-        def dial() -> None:
-            while not host._is_stopped:
-                try:
-                    host.connect(address)
-                except Exception:  # it is refused many a time
-                    continue
-
-        thread = threading.Thread(target=dial)
-        thread.start()
-        assert main(["check-host", "--listen", address]) == 0
-        host.stop()
-        thread.join()
-    assert "all is well" in capsys.readouterr().out

@@ -126,22 +126,6 @@ def test_check_names_a_flipped_bit_and_goes_on(
     assert printed.endswith("2 wrong\n")
 
 
-def test_what_is_added_to_a_dataset_is_told_from_what_it_has_in_all(
-    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, out = write(tmp_path / "one", played), tmp_path / "out"
-    count = DatasetSource(one).num_episodes
-    for times in (1, 2):
-        assert main(["dataset", "filter", str(one), "--out", str(out)]) == 0
-        assert (
-            f"{count} episodes more" in (printed := capsys.readouterr().out),
-            f"; {2 * count} in all" in printed,
-        ) == (
-            True,
-            times == 2,
-        )
-
-
 def test_merge_keeps_episodes_and_runs_apart(
     played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +139,8 @@ def test_merge_keeps_episodes_and_runs_apart(
         (each.id_, len(each), each.custom_data) for path in (one, other) for each in DatasetSource(path).episodes()
     ]
     assert main(["dataset", "check", str(tmp_path / "both")]) == 0
+    assert main(["dataset", "merge", str(one), "--out", str(tmp_path / "both")]) == 0
+    assert f"; {DatasetSource(tmp_path / 'both').num_episodes} in all" in capsys.readouterr().out
     assert main(["dataset", "merge", str(one), "--out", str(tmp_path / "other" / ".." / "one")]) == 1
     assert_one_line(error := capsys.readouterr().err)
     assert "is read as well, expected another folder" in error
@@ -292,12 +278,3 @@ def test_convert_writes_what_minari_opens(
     assert main(["dataset", "check", str(tmp_path / "all/numbered/play-v3")]) == 1
     assert_one_line(error := capsys.readouterr().err)
     assert "is Minari's, expected a dataset of rollflow's own" in error
-
-
-@pytest.mark.parametrize("action", ["show", "check"])
-def test_what_is_no_dataset_is_refused_in_one_line(
-    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["dataset", action, str(tmp_path / "nothing")]) == 1
-    assert_one_line(error := capsys.readouterr().err)
-    assert f"there is no dataset at {tmp_path}/nothing" in error

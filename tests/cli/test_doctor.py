@@ -89,12 +89,6 @@ def test_a_process_that_is_stopped_is_said_to_be(capsys: Shown) -> None:
     assert f"do: kill -CONT {process.pid}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("pid", ["0", "-1", str(1 << 62)])
-def test_what_is_no_process_is_refused(pid: str, capsys: Shown) -> None:
-    assert main(["doctor", "--", pid]) == 1
-    assert capsys.readouterr().err == f"rollflow: no process has the id {pid}\n"
-
-
 _HOST = """
 import sys; sys.path[:] = {path!r}
 from functools import partial

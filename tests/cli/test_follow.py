@@ -11,11 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from command_errors import assert_one_line
 from served_policies import Echo, policy_of
 from serving_process import serving
-
-from rollflow.cli.main import main
 
 TRAINER = """
 import sys, threading
@@ -150,29 +147,3 @@ def test_weights_that_do_not_fit_and_another_secret_are_said_and_nothing_ends(tm
         assert trainer.publish(4.0, "echo/offset") == 2
         await_answer(answers, (2, 4.0))
     trainer.kill()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--follow", "udp://x"], "udp://x"),
-        (["--follow", "other=unix:/x"], "no policy 'other' is served"),
-        (["--follow", "shm:/x", "--follow-tls"], "memory is not encrypted, expected tls=None"),
-        (["--follow", "tcp://10.0.0.1:7000"], "without a secret, expected one"),
-        (["--follow-secret-file", "{tmp}/nowhere"], "--follow-secret-file"),
-        (["--follow-secret-file", "{tmp}/key"], "are for --follow ADDRESS"),
-        (["--follow", "unix:/x", "--follow-tls-ca", "x"], "--follow-tls-ca without --follow-tls, expected both"),
-        (["--follow", "unix:/x", "--follow-tls", "--follow-tls-ca", "{tmp}/x"], "--follow-tls-ca {tmp}/x: there is no"),
-    ],
-)
-@pytest.mark.usefixtures("secret")
-def test_what_can_not_be_followed_is_said_in_a_line(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    policy_of(Echo).save(tmp_path / "echo")
-    named = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
-    serve = ["serve", str(tmp_path / "echo"), "--http", "127.0.0.1:0", "--allow", "served_policies"]
-    assert main([*serve, *named]) == 1
-    error = capsys.readouterr().err
-    assert message.replace("{tmp}", str(tmp_path)) in error
-    assert_one_line(error)

@@ -87,13 +87,6 @@ def test_only_the_named_outputs_are_written(names: list[str], policy: Path, tmp_
     assert DatasetSource(tmp_path / "data").columns.keys() == always | set(names)
 
 
-def test_an_output_that_the_module_does_not_have_is_refused(
-    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command(policy, tmp_path / "data", "--extra", "mood")) == 1
-    assert "the fragment has no output 'mood', which is to be written; its outputs: " in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_video_of_each_episode_has_a_frame_for_each_observation(policy: Path, tmp_path: Path) -> None:
     av = needs("av")
@@ -189,20 +182,3 @@ def test_an_interrupt_leaves_what_was_played(policy: Path, tmp_path: Path) -> No
     assert f"{tmp_path}/data has {source.num_steps} steps more" in printed
     assert sum(map(len, source.episodes())) == source.num_steps > 0
     assert main(["dataset", "check", str(tmp_path / "data")]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (["--env", "Acrobot-v1"], "observation_space of the environments is Box("),
-        (["--policy", "nowhere"], "there is no policy at nowhere"),
-        (["--episodes", "0"], "--episodes 0 --num-envs 8, expected 1 or more of each"),
-    ],
-)
-def test_what_can_not_be_recorded_is_refused_in_one_line(
-    options: list[str], error: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command(policy, tmp_path / "data", *options)) == 1
-    assert_one_line(printed := capsys.readouterr().err)
-    assert error in printed
-    assert not (tmp_path / "data").exists()

@@ -8,17 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from command_errors import assert_one_line
 from ending_envs import Doomed
 from feeding_rollouts import graph_over, running as fed_graph
-from numbered_module import NumberedEnv, NumberedModule
+from numbered_module import NumberedModule
 from remote_rollouts import await_that
 from rich.console import Console
 
@@ -28,6 +26,8 @@ from rollflow.cli.main import main
 from rollflow.cli.run_picture import figures_line, picture
 from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.snapshot import last_errors, with_rates
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 FIGURES = {
     "time/total_timesteps": 1200,
@@ -80,20 +80,6 @@ def shown(*runs: Any, width: int = 80) -> str:
     with console.capture() as capture:
         console.print(picture([with_rates(run, None) for run in runs], "/run"))
     return capture.get()
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def running() -> Iterator[Rollout]:
-    env = [partial(NumberedEnv, 0), partial(NumberedEnv, 1)]
-    with Rollout(env, module=NumberedModule(), fragment_length=8, seed=0) as rollout:
-        next(rollout.batches())
-        yield rollout
 
 
 def test_a_panel_has_stages_edges_parties_and_the_diagnosis() -> None:
@@ -177,21 +163,6 @@ def test_without_a_run_it_says_where_it_looked(folder: Path, capsys: pytest.Capt
     assert "".join(capsys.readouterr().out.split()) == f"norunofthisuseronthismachinehasasocketin{folder}"
     assert main(["top", "--once", "--json"]) == 0
     assert capsys.readouterr().out == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["1"], r"process 1 has no run in .*runs, expected the process id of one"),
-        (["unix:/no/such.sock"], r"unix:/no/such.sock: .*No such file.*, expected a process id, or unix:/path of a"),
-        (["--every", "0"], "--every is 0, expected a number of seconds above 0"),
-    ],
-)
-def test_what_is_not_there_is_said(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert_one_line(error)
-    assert re.search(text, error), error
 
 
 def test_the_package_that_is_missing_is_named(

@@ -117,22 +117,6 @@ def test_a_run_is_traced_by_one_at_a_time(tmp_path: Path, capsys: pytest.Capture
     assert not list(tmp_path.glob("*.gz"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["1"], "process 1 has no run in "),
-        (["unix:nowhere.sock"], "unix:nowhere.sock: "),
-        ([str(os.getpid()), "0"], "SECONDS is 0, expected a number above 0"),
-        ([str(os.getpid()), "1", "--to", "/nowhere/run.trace"], "trace is '/nowhere/run.trace', expected a file"),
-    ],
-)
-def test_a_mistake_is_told_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", *arguments]) == 1
-    text = capsys.readouterr().err
-    assert_one_line(text)
-    assert text.startswith(f"rollflow: {message}")
-
-
 @pytest.mark.slow
 def test_several_runs_of_a_process_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with Rollout("CartPole-v1") as one, Rollout("CartPole-v1") as two:

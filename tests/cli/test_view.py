@@ -9,8 +9,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,28 +17,13 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from command_errors import assert_one_line
-from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow import Rollout
 from rollflow.cli import view
 from rollflow.cli.main import main
-from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.snapshot import with_rates
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def running() -> Iterator[Rollout]:
-    env = [partial(NumberedEnv, 0), partial(NumberedEnv, 1)]
-    with Rollout(env, module=NumberedModule(), fragment_length=8, seed=0) as rollout:
-        next(rollout.batches())
-        yield rollout
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 class Client:
@@ -149,20 +132,6 @@ def test_a_reader_that_waits_for_a_slow_fragment_is_nothing_to_be_alarmed_of() -
     found = view.shown(with_rates({**RUN, "diagnosis": waits}, None))
     assert not found["is_bad"]
     assert found["texts"] == ["<b>r: <b>lane"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["1"], r"process 1 has no run in .*, expected the process id of one"),
-        (["--port", "70000"], "--port is 70000, expected a free port below 65536, or 0 for any"),
-    ],
-)
-def test_what_cannot_be_done_is_said(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["view", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert_one_line(error)
-    assert re.search(text, error), error
 
 
 def test_a_port_that_is_taken_and_a_package_that_is_missing_are_named(

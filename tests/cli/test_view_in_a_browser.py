@@ -20,12 +20,11 @@ from stalled_rollouts import OPTIONS, being_read, line_of
 
 from rollflow import Graph, Rollout
 from rollflow.stream import Outlet
-from rollflow.stream.observe import run_socket
 
 webdriver = needs("selenium.webdriver")
 Service = needs("selenium.webdriver.chrome.service").Service
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("folder")]
 
 _SWITCHES = (
     "--headless",
@@ -52,12 +51,6 @@ def browser() -> Iterator[webdriver.Chrome]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with webdriver.Chrome(options=options, service=Service(driver)) as chrome:
         yield chrome
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
-    return tmp_path / "runs"
 
 
 @pytest.fixture

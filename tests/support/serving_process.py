@@ -1,28 +1,32 @@
-"""The command `rollflow serve` in a process of its own."""
+"""The command `rollflow` in a process of its own."""
 
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def command(*arguments: Any, cwd: Path | None = None) -> Iterator["subprocess.Popen[str]"]:
+    """The command in a process, killed when it is left."""
+    program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
+    words = [sys.executable, "-c", program, *map(str, arguments)]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=cwd)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The command in a process of its own, and the address at which it listens."""
-    program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        "serve",
-        *arguments,
-        *(() if "--http" in arguments else ("--http", "127.0.0.1:0")),
-        "--allow",
-        "served_policies",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
+    """`rollflow serve` in a process, and the address at which it listens."""
+    where = () if "--http" in arguments else ("--http", "127.0.0.1:0")
+    with command("serve", *arguments, *where, "--allow", "served_policies") as process:
         assert process.stderr is not None
         lines = []
         for line in process.stderr:
@@ -31,6 +35,3 @@ def serving(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
                 yield process, found[1]
                 return
         raise AssertionError("".join(lines))
-    finally:
-        process.kill()
-        process.communicate()

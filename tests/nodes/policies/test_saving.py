@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -191,21 +189,6 @@ def test_a_save_that_fails_leaves_the_policy_that_was_there(tmp_path: Path, monk
         policy.save(tmp_path / "p")
     assert contents(tmp_path / "p") == before
     assert [each.name for each in tmp_path.iterdir()] == ["p"]
-
-
-@pytest.mark.slow
-def test_a_fresh_program_without_the_training_script_acts_the_same(tmp_path: Path) -> None:
-    policy = policy_of("box", "discrete", "all", use_lstm=True)
-    policy.save(tmp_path / "p")
-    observations = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
-    np.save(tmp_path / "observations.npy", observations)
-    expected = [int(policy.act(observation)) for observation in observations]
-    script = (
-        "import numpy as np\nfrom rollflow.policy import Policy\npolicy = Policy.load('p')\n"
-        "print([int(policy.act(each)) for each in np.load('observations.npy')])"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == str(expected)
 
 
 # Every piece

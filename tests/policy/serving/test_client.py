@@ -17,15 +17,14 @@ import numpy as np
 import pytest
 import trustme
 from held_envs import await_that
-from mpe2 import simple_spread_v3
 from remote_hosts import BrokenWire
 from served_policies import ACTIONS, Echo, Held, Sums, policy_of
 from serving_process import serving
 from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import serve
 
-from rollflow import MultiAgentRollout, Policy, PolicyClient
-from rollflow.nodes import DefaultModule, ParallelPettingZooEnv
+from rollflow import Policy, PolicyClient
+from rollflow.nodes import DefaultModule
 from rollflow.policy.serving import BatchOptions, HttpServer, Shelf
 from rollflow.policy.serving.items import pack, unpack
 from rollflow.policy.serving.request import (
@@ -114,15 +113,6 @@ def test_items_of_any_space_come_back_as_the_policy_gives_them() -> None:
         assert acted[0] == local[0][0]
 
 
-def test_masked_actions_are_not_chosen_elsewhere_either() -> None:
-    mask = gym.spaces.Box(0, 1, (3,), np.int8)
-    space = gym.spaces.Dict({"observations": gym.spaces.Box(-1, 1, (2,)), "action_mask": mask})
-    policy = Policy(DefaultModule, observation_space=space, action_space=gym.spaces.Discrete(3), explore=True)
-    with served(policy) as (_, server), client_of(server.url) as client:
-        rows = {"observations": np.zeros((64, 2)), "action_mask": np.tile([0, 1, 0], (64, 1))}
-        assert set(client.act_batch(rows).tolist()) == {1}
-
-
 def test_policies_are_asked_for_by_name_as_agents_have_them() -> None:
     with served(policy_of(Echo, 1.0), policy_of(Sums, 2.0)) as (shelf, server):
         with client_of(server.url) as client:
@@ -140,6 +130,13 @@ def test_policies_are_asked_for_by_name_as_agents_have_them() -> None:
             assert client.act([3, 0]).tolist() == [3.0, 3.0]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    """A server for tests that leave it as it is."""
+    with served(policy_of(Sums), max_body=8192) as (_, server):
+        yield server
+
+
 @pytest.mark.parametrize(
     ("observation", "text"),
     [
@@ -151,8 +148,10 @@ def test_policies_are_asked_for_by_name_as_agents_have_them() -> None:
         (np.zeros(5000, np.float32), "the request has 20[0-9]* bytes, expected at most 8192"),
     ],
 )
-def test_bad_input_is_refused_by_its_field_and_nothing_is_disturbed(observation: Any, text: str) -> None:
-    with served(policy_of(Sums), max_body=8192) as (_, server), client_of(server.url) as client:
+def test_bad_input_is_refused_by_its_field_and_nothing_is_disturbed(
+    observation: Any, text: str, server: HttpServer
+) -> None:
+    with client_of(server.url) as client:
         client.act([3, 0])
         with pytest.raises(RequestError, match=text):
             client.act(observation)
@@ -196,17 +195,17 @@ def asked(connection: ClientConnection, **fields: Any) -> dict[str, Any]:
         ({"begins": [False]}, 410, "session 'x' has no memory here: it never began, or it was forgotten; expected"),
     ],
 )
-def test_the_server_looks_at_every_field(fields: dict[str, Any], status: int, text: str) -> None:
+def test_the_server_looks_at_every_field(fields: dict[str, Any], status: int, text: str, server: HttpServer) -> None:
     whole = {"policy": "a", "observations": [[1, 0]], "sessions": ["x"], "begins": [True]}
-    with served(policy_of(Sums)) as (_, server), raw(server) as connection:
+    with raw(server, text) as connection:
         answer = asked(connection, **{**whole, "id": 3, **fields})
         [refusal] = answer.get("refused", [answer])  # for each observation apart, once the request itself is sound
         assert (answer["id"], refusal["status"], refusal["error"][: len(text)]) == (3, status, text)
         assert asked(connection, **whole)["actions"].tolist() == [[1.0, 0.0]]
 
 
-def test_a_request_that_comes_again_is_answered_as_it_was_and_not_acted_on_again() -> None:
-    with served(policy_of(Sums)) as (_, server), raw(server) as first:
+def test_a_request_that_comes_again_is_answered_as_it_was_and_not_acted_on_again(server: HttpServer) -> None:
+    with raw(server) as first:
         fields = {"observation": [1, 0], "session": "x", "begins": True, "number": 0}
         assert asked(first, **fields)["action"].tolist() == [1.0, 0.0]
         with raw(server) as again:  # as if the answer had never come
@@ -272,23 +271,6 @@ def test_a_server_of_another_kind_or_version_is_none(welcome: Any, text: str) ->
 def test_an_address_that_is_none_is_named(address: str) -> None:
     with pytest.raises(WireError, match=f"address '{address}', expected 'http://host:port' or 'https://host:port'"):
         PolicyClient(address)
-
-
-def test_too_many_requests_are_refused_and_those_before_are_answered() -> None:
-    held = Held(policy_of(Sums))
-    with served(held, options=BatchOptions(max_batch=1, max_waiting=2)) as (shelf, server):
-        with client_of(server.url) as client, ThreadPoolExecutor(3) as pool:
-            first = pool.submit(client.act, [1, 0], session=0)
-            assert held.begun.acquire(timeout=30)
-            more = [pool.submit(client.act, [1, 0], session=session) for session in (1, 2)]
-            await_that(lambda: shelf.newest("a").num_waiting == 2)
-            with pytest.raises(OverloadedError, match="2 requests wait already"):
-                client.act([1, 0], session=3)
-            with pytest.raises(OverloadedError):
-                client.act_batch(np.ones((2, 2)), sessions=[3, 4])
-            held.go.release(10)
-            assert [each.result(30).tolist() for each in (first, *more)] == [[1.0, 0.0]] * 3
-            assert client.act([5, 0], session=3).tolist() == [5.0, 0.0]  # refused, it is as it was
 
 
 def test_observations_of_one_request_may_fail_apart() -> None:
@@ -438,33 +420,6 @@ def test_a_client_whose_server_is_nowhere_says_where_and_why() -> None:
     with client_of(f"http://127.0.0.1:{port}", timeout=0.3) as client:
         with pytest.raises(UnansweredError, match=f"http://127.0.0.1:{port} has not answered .*: Connection refused"):
             client.act([3, 0])
-
-
-def test_agents_act_by_a_policy_each_as_they_would_without_a_server() -> None:
-    rollout = MultiAgentRollout(
-        lambda: ParallelPettingZooEnv(simple_spread_v3.parallel_env(N=2)),
-        module={"agent_0": None, "agent_1": None},
-        agent_to_module_mapping_fn={"agent_0": "agent_0", "agent_1": "agent_1"},
-        model_config={"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6},
-        seed=1,
-    )
-    agents = ("agent_0", "agent_1")
-    local = {agent: rollout.policy(agent, explore=False) for agent in agents}
-    shelf = Shelf()
-    for agent in agents:
-        shelf.put(agent, rollout.policy(agent, explore=False), "1")
-    env = simple_spread_v3.parallel_env(N=2, max_cycles=10)
-    with HttpServer(shelf, "127.0.0.1:0") as server, PolicyClient(server.url) as client:
-        for episode in range(2):
-            observations, _ = env.reset(seed=episode)
-            for agent in agents:
-                client.reset(policy=agent)
-                local[agent].reset()
-            while env.agents:
-                actions = {agent: client.act(observations[agent], policy=agent) for agent in agents}
-                assert actions == {agent: local[agent].act(observations[agent]) for agent in agents}
-                observations, *_ = env.step(actions)
-    shelf.close()
 
 
 def test_a_client_without_websockets_names_the_extra() -> None:

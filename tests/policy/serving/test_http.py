@@ -198,18 +198,3 @@ def test_a_websocket_answers_one_message_after_the_other(server: HttpServer) -> 
         assert (refusal["status"], refusal["error"]) == (422, "observation has shape [1], expected float32[2]")
         socket.send(json.dumps({"observation": [4, 0], "session": "a"}))
         assert json.loads(socket.recv())["action"] == [7.0, 0.0]
-
-
-def test_many_clients_each_get_their_own_answers(server: HttpServer) -> None:
-    def play(session: int) -> list[float]:
-        with httpx.Client(base_url=server.url) as client:
-            return [
-                client.post(
-                    "/v1/policies/sums/act", json={"observation": [session, 0], "session": session, "begins": step == 0}
-                ).json()["action"][0]
-                for step in range(10)
-            ]
-
-    with ThreadPoolExecutor(16) as clients:
-        played = list(clients.map(play, range(16)))
-    assert played == [[float(session * (step + 1)) for step in range(10)] for session in range(16)]
