@@ -1,5 +1,6 @@
 """One meaning: environments with several agents give the same fragments inline, in threads and in worker processes."""
 
+import gc
 import threading
 from functools import partial
 from typing import Any
@@ -57,6 +58,8 @@ def test_a_drained_rollout_gives_every_step_that_was_made(way: str, where: str) 
     assert len(emitted_steps(fragments)) == rollout.num_steps
     assert rollout.lost == {}
     assert processes_of() == before
+    del fragments, rollout
+    gc.collect()
     if where == "processes":  # whole rollouts lend theirs to fragments
         assert shared_mappings() == mapped
 
