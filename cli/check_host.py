@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
             opened = _dialled(args.address, secret, tls)
         else:
             opened = _listened(args.listen, secret, tls, stack)
-        for result in check_host(opened, secret=secret, patience_s=args.timeout):
-            print(f"{'ok   ' if result.wrong is None else 'WRONG'}  {result.name}", flush=True)
-            if result.wrong is not None:
+        for name, fault in check_host(opened, secret=secret, patience_s=args.timeout):
+            print(f"{'ok   ' if fault is None else 'WRONG'}  {name}", flush=True)
+            if fault is not None:
                 wrong += 1
-                print(f"       it {result.wrong}", flush=True)
+                print(f"       it {fault}", flush=True)
     print("all is well" if not wrong else f"{wrong} wrong")
     return min(wrong, 1)
 

@@ -4,15 +4,13 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
-from rollflow.nodes.env.workers.carrier import Carried
 from rollflow.nodes.env.workers.frames import FrameKind, frame
-from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.process_environments import agents_launched, launched
-from rollflow.nodes.env.workers.worker_carrier import WorkerCarrier
+from rollflow.nodes.env.workers.worker_carrier import WorkerNode
 from rollflow.nodes.modules.weights_codec import pack_weights
 from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentReader
 from rollflow.nodes.offloaded.fragment_codec import FragmentReader
@@ -25,7 +23,7 @@ from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.graph.wakeup import Wakeup
 
 
-class WorkerRollouts(Carried, OffloadedRollouts):
+class WorkerRollouts(WorkerNode, OffloadedRollouts):
     """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
 
     newest    module id -> weights that were published last, packed; of those that were published
@@ -35,18 +33,15 @@ class WorkerRollouts(Carried, OffloadedRollouts):
     last fragment.
     """
 
-    carrier: WorkerCarrier
+    program, link_of = "rollflow.nodes.offloaded.rollout_worker", RolloutLink
     lookback: int
 
-    def __init__(self, env: Any, *, workers: int | None = None, **options: Any) -> None:
+    def __init__(self, env: Any, **options: Any) -> None:
         self.newest: dict[Any, PackedWeights] = {}
         self.states: SharedBlock | None = None
         self._publishing = threading.Lock()
         self._bell = Wakeup()  # rung when there are new weights
-        limits = LaneLimits.taken_from(options)
-        self.carrier = WorkerCarrier(self, "rollflow.nodes.offloaded.rollout_worker", RolloutLink, workers, limits)
-        with closing_on_error(self.carrier.close):
-            super().__init__(env, **options)
+        super().__init__(env, **options)
         self.carrier.call_when_woken(self._bell, self._spread)
 
     def start(self) -> Iterator[Any]:

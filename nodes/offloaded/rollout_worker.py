@@ -150,5 +150,5 @@ class RolloutServer(EnvServer):
 
 
 def main(life: int, lanes: Sequence[int]) -> None:
-    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
-    serve_all(life, [RolloutServer(socket.socket(fileno=fd)) for fd in lanes])
+    """See `serve_all`."""
+    serve_all(life, lanes, RolloutServer)

@@ -5,7 +5,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from time import monotonic
 from typing import Any
 
@@ -273,16 +273,10 @@ def _data(sock: socket.socket, what: str) -> bytes:
         raise ProtocolViolation(f"did not agree on TLS: {tls_problem(error)}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Result of one check; `wrong` says what the host did and what was expected, None: all is well."""
-
-    name: str
-    wrong: str | None
-
-
-def check_host(opened: Opened, *, secret: bytes | None = None, patience_s: float = 10.0) -> Iterator[Result]:
-    """Check a host, connection after connection: the results one by one.
+def check_host(
+    opened: Opened, *, secret: bytes | None = None, patience_s: float = 10.0
+) -> Iterator[tuple[str, str | None]]:
+    """Check a host, connection after connection: the names of checks, and what the host did wrong; None: all is well.
 
         opened        gives a new connection to it
         patience_s    how long it may take for a step or a reset
@@ -296,11 +290,11 @@ def check_host(opened: Opened, *, secret: bytes | None = None, patience_s: float
         try:
             check(dialogue)
         except (ProtocolViolation, WireError, OSError) as error:
-            yield Result(name, str(error) or type(error).__name__)
+            yield name, str(error) or type(error).__name__
             if number == 0:
                 return
         else:
-            yield Result(name, None)
+            yield name, None
 
 
 # Checks in their order, each with the words for what a host does that passes it.

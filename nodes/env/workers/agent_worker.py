@@ -4,7 +4,6 @@ Actions are read from a lane's block of shared memory, and what the environments
 the socket, where there are any; see `frames` for what else does.
 """
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock, describe
-from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
+from rollflow.nodes.env.workers.frames import Frame
 from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
 
 
@@ -32,19 +31,18 @@ class AgentServer(LaneServer):
     def _reset(self, asked: Frame) -> bytes:
         observed, infos = self._env.reset(self._seeds)
         self._block.write_first(observed)
-        return self._done({"infos": (infos, range(self._env.num_envs))})
+        return self._answered({"infos": (infos, range(self._env.num_envs))})
 
     def _step(self, asked: Frame) -> bytes:
         step = self._env.step(self._block.actions())
         self._block.write_step(step)
         infos = step.infos, range(self._env.num_envs)
-        return self._done({"infos": infos, "first_infos": (step.first_infos, step.ended.tolist())})
+        return self._answered({"infos": infos, "first_infos": (step.first_infos, step.ended.tolist())})
 
-    def _done(self, infos: dict[str, Any]) -> bytes:
-        payload = self._infos.packed(infos, self._deviations)
-        return frame_with(FrameKind.DONE, payload) if payload else frame(FrameKind.DONE)
+    def _answered(self, infos: dict[str, Any]) -> bytes:
+        return self._done(self._infos.packed(infos, self._deviations))
 
 
 def main(life: int, lanes: Sequence[int]) -> None:
-    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
-    serve_all(life, [AgentServer(socket.socket(fileno=fd)) for fd in lanes])
+    """See `serve_all`."""
+    serve_all(life, lanes, AgentServer)

@@ -110,9 +110,7 @@ class EnvLink(LaneLink):
             if "final_infos" in fields:
                 final = self._last_observations(lane, blocks), fields["final_infos"]
             lane.take_step(infos, final)
-            self.status.made_step(lane.layout.num_rows)
-        self.status.phase = LanePhase.READY
-        return True
+        return self._taken()
 
     def _laid_out(self) -> tuple[Lane, LaneBlocks]:
         lane: Lane = self.lane
@@ -179,6 +177,4 @@ class AgentLink(LaneLink):
             except Exception as error:
                 error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
                 raise
-            self.status.made_step(lane.num_rows)
-        self.status.phase = LanePhase.READY
-        return True
+        return self._taken()

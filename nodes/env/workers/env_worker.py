@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.env.env_source import LaneMaker
 from rollflow.nodes.env.stepping import Stepped, described, takes_one_seed
-from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with, lane_block
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, lane_block
 from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
@@ -45,7 +45,7 @@ class EnvServer(LaneServer):
     def _reset(self, asked: Frame) -> bytes:
         observations, infos = self._env.reset(self._seeds)
         self._blocks[asked.block][Columns.OBS].write(asked.number, observations)
-        return self._done({"infos": infos} if infos else {})
+        return self._done(self._deviations.packed({"infos": infos} if infos else {}))
 
     def _step(self, asked: Frame) -> bytes:
         columns, row = self._blocks[asked.block], asked.number
@@ -63,13 +63,9 @@ class EnvServer(LaneServer):
             for slot, item in zip(slots, final[0], strict=True):
                 columns[FINAL_OBS].write_slot(0, slot, item)
             fields["final_infos"] = final[1]
-        return self._done(fields)
-
-    def _done(self, fields: dict[str, Any]) -> bytes:
-        payload = self._deviations.packed(fields)
-        return frame_with(FrameKind.DONE, payload) if payload else frame(FrameKind.DONE)
+        return self._done(self._deviations.packed(fields))
 
 
 def main(life: int, lanes: Sequence[int]) -> None:
-    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
-    serve_all(life, [EnvServer(socket.socket(fileno=fd)) for fd in lanes])
+    """See `serve_all`."""
+    serve_all(life, lanes, EnvServer)

@@ -132,6 +132,13 @@ class LaneLink(abc.ABC):
             self._reset()
             self.status.phase, self.status.starts = LanePhase.RESETTING, self.status.starts + 1
 
+    def _taken(self) -> bool:
+        """Note that the lane has taken its reset or its step."""
+        if self.status.phase is LanePhase.STEPPING:
+            self.status.made_step(self.node.fragment_length)
+        self.status.phase = LanePhase.READY
+        return True
+
     # Answers to those, which some kinds have differently
 
     def _fields_of(self, answer: Frame, where: str = "") -> dict[str, Any]:

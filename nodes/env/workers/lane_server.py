@@ -89,6 +89,10 @@ class LaneServer(abc.ABC):
 
     # Inside
 
+    def _done(self, payload: bytes) -> bytes:
+        """The answer that a frame's work is done; b"" where there is nothing to say beside it."""
+        return frame_with(FrameKind.DONE, payload)
+
     def _do(self, asked: Frame) -> bytes:
         """Do what a frame asks for, and give the answer; b"" where there is none."""
         kind = asked.kind
@@ -196,14 +200,15 @@ def end_with_parent(fd: int) -> None:
         os.killpg(0, ending)
 
 
-def serve_all(life: int, servers: Sequence[LaneServer]) -> None:
-    """Serve all lanes in this thread, for as long as the pipe `life` is open.
+def serve_all(life: int, lanes: Sequence[int], kind: type[LaneServer]) -> None:
+    """Serve the lanes whose sockets have these descriptors, in this thread, for as long as the pipe `life` is open.
 
     It is the process's main thread, which some environments want: asyncio, signals, OpenGL. Lanes take turns in it.
     """
     become_worker("rollflow-worker")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
+    servers = [kind(socket.socket(fileno=fd)) for fd in lanes]
     if len(servers) > 1:
         _take_turns(servers)
         return

@@ -3,35 +3,26 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.env.env_source import EnvSource, lane_makers
+from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments, agent_makers
 from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
-from rollflow.nodes.env.workers.carrier import Carried
 from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks, RemoteVectorEnv
 from rollflow.nodes.env.workers.frames import lane_block
-from rollflow.nodes.env.workers.lane_supervisor import LaneLimits
-from rollflow.nodes.env.workers.worker_carrier import WorkerCarrier
+from rollflow.nodes.env.workers.worker_carrier import WorkerCarrier, WorkerNode
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.lane import Lane, LaneMemory
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 
-class ProcessEnvironments(Carried, Environments):
+class ProcessEnvironments(WorkerNode, Environments):
     """`Environments` whose lanes step in worker processes, while others are worked on: see `WorkerCarrier`.
 
     Their rows lie in shared memory. Callables are handed over by cloudpickle. Infos must be numbers, strings, arrays,
     or lists and dicts of those.
     """
 
-    carrier: WorkerCarrier
-
-    def __init__(self, env: EnvSource, *, workers: int | None = None, **options: Any) -> None:
-        limits = LaneLimits.taken_from(options)
-        self.carrier = WorkerCarrier(self, "rollflow.nodes.env.workers.env_worker", EnvLink, workers, limits)
-        with closing_on_error(self.carrier.close):
-            super().__init__(env, **options)
+    program, link_of = "rollflow.nodes.env.workers.env_worker", EnvLink
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Have the lane's worker step its environments with the actions that it brings."""
@@ -55,7 +46,7 @@ class ProcessEnvironments(Carried, Environments):
         return LaneBlocks(block, has_actions=self.chosen_space == self.action_space)
 
 
-class AgentProcesses(Carried, AgentEnvironments):
+class AgentProcesses(WorkerNode, AgentEnvironments):
     """`AgentEnvironments` whose lanes step in worker processes, while others are worked on: see `WorkerCarrier`.
 
     Callables are handed over by cloudpickle. Agents' ids must be numbers, strings or tuples of those; infos numbers,
@@ -63,13 +54,7 @@ class AgentProcesses(Carried, AgentEnvironments):
     made no step: it is one of `lost_steps`.
     """
 
-    carrier: WorkerCarrier
-
-    def __init__(self, env: Any, *, workers: int | None = None, **options: Any) -> None:
-        limits = LaneLimits.taken_from(options)
-        self.carrier = WorkerCarrier(self, "rollflow.nodes.env.workers.agent_worker", AgentLink, workers, limits)
-        with closing_on_error(self.carrier.close):
-            super().__init__(env, **options)
+    program, link_of = "rollflow.nodes.env.workers.agent_worker", AgentLink
 
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
         """Have the lane's worker step its environments with the actions that it brings."""

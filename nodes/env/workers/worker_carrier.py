@@ -12,10 +12,10 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.closing import close_all
+from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import sizes_of
 from rollflow.nodes.env.lane_source import LaneSource
-from rollflow.nodes.env.workers.carrier import L
+from rollflow.nodes.env.workers.carrier import Carried, L
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink, raised_in_worker, refusal
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneStatus, LaneSupervisor
@@ -29,6 +29,24 @@ from rollflow.stream.observe.stacks import Frame as StackFrame
 from rollflow.stream.observe.waits import Wait
 
 logger = logging.getLogger(__name__)
+
+
+class WorkerNode(Carried):
+    """A node whose lanes are in worker processes; see `WorkerCarrier`.
+
+    program    module that a worker runs
+    link_of    makes the link to a lane's worker
+    """
+
+    carrier: "WorkerCarrier"
+    program: str
+    link_of: type[LaneLink]
+
+    def __init__(self, env: Any, *, workers: int | None = None, **options: Any) -> None:
+        limits = LaneLimits.taken_from(options)
+        self.carrier = WorkerCarrier(self, self.program, self.link_of, workers, limits)
+        with closing_on_error(self.carrier.close):
+            super().__init__(env, **options)
 
 
 class WorkerCarrier:
