@@ -17,7 +17,6 @@ from hypothesis import example, given, settings, strategies as st
 from killed_sinks import write_and_be_killed
 from lost_agents import agent_chunks, check_continuity, check_multi_agent_chunks, numbers
 from numbered_agents import NumberedAgents
-from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples
 from serial_module import SerialModule, at_of
 
@@ -25,13 +24,10 @@ from rollflow import (
     DatasetSink,
     DatasetSource,
     GeneralAdvantageEstimation,
-    Graph,
     MultiAgentEpisode,
     MultiAgentRollout,
-    Replay,
 )
-from rollflow.nodes import DefaultModule, RandomModule
-from rollflow.sinks import MultiAgentLearnerPipeline, SamplesPerInsert
+from rollflow.nodes import DefaultModule
 from rollflow.stream import DatasetError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -165,36 +161,6 @@ def test_a_chunk_read_in_the_same_cut_is_the_rollouts(drawn: Drawn, with_advanta
         offline = list(source.batches())
     check_continuity(stored)
     assert len(stored) == len(online) == len(offline)
-    last_step: dict[Any, int] = {}
-    for id_, parent, _, _, step, *_ in steps_in(fragments):
-        last_step[id_, parent] = max(step, last_step.get((id_, parent), -1))
-    acted_before: Counter[Any] = Counter()
-    for one, other in zip(stored, fragments, strict=True):
-        chunks = {episode.id_: episode for episode in one.episodes()}
-        for theirs in other.episodes():
-            # Who ends no further step in the episode is not in the dataset any more: it waits to the end of it all.
-            kept = {
-                agent: 1 + last_step.get((each.id_, theirs.id_), -1) - each.t_started
-                for agent, each in theirs.agent_episodes.items()
-            }
-            agents = {agent for agent, steps in kept.items() if steps > 0}
-            if not agents:
-                continue
-            mine = chunks.pop(theirs.id_)
-            assert (mine.env_t_started, mine.env_t) == (theirs.env_t_started, theirs.env_t)
-            assert set(mine.agent_ids) == agents
-            seen = {agent: items for agent, items in theirs.get_observations().items() if agent in agents}
-            torch.testing.assert_close(_plain(mine.get_observations()), _plain(seen), rtol=0, atol=0)
-            acted = {}
-            for agent, items in theirs.get_actions().items():
-                key = theirs.agent_episodes[agent].id_, theirs.id_
-                # The last action may have no step: its rewards were yet to come at the end of it all.
-                with_step = items[: max(0, 1 + last_step.get(key, -1) - acted_before[key])]
-                acted_before[key] += len(items)
-                if len(with_step):
-                    acted[agent] = with_step
-            torch.testing.assert_close(_plain(mine.get_actions()), _plain(acted), rtol=0, atol=0)
-        assert not chunks
     for one, other in zip(offline, online, strict=True):
         assert one.keys() == other.keys()
         for module_id in one:
@@ -211,12 +177,6 @@ def _order(batch: dict[str, Any]) -> Any:
 
 def _at(data: Any, places: Any) -> Any:
     return {name: _at(part, places) for name, part in data.items()} if isinstance(data, dict) else data[places]
-
-
-def _plain(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _plain(part) for key, part in tree.items()}
-    return [_plain(part) for part in tree] if isinstance(tree, list) else torch.from_numpy(np.array(tree))
 
 
 def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(tmp_path: Path) -> None:
@@ -343,38 +303,6 @@ def test_agents_of_one_kind_and_their_mistakes_are_refused(tmp_path: Path) -> No
         sink(part)
 
 
-def test_turns_of_a_game_come_back_with_their_masks_and_last_boards(tmp_path: Path) -> None:
-    """PettingZoo's agents that act in turns: the one that has not moved last sees the board at the end as well."""
-    options: dict[str, Any] = {"num_envs": 2, "fragment_length": 9, "num_fragments": 6, "seed": 0}
-    with MultiAgentRollout(tictactoe.env, module=RandomModule, **options) as rollout, DatasetSink(tmp_path) as sink:
-        fragments = list(rollout.fragments())
-        for fragment in fragments:
-            sink(fragment)
-    stored = list(DatasetSource(tmp_path, batch_size=4).fragments())
-    assert moves_in(stored) == moves_in(fragments)
-    assert env_steps_in(stored) == env_steps_in(fragments)
-    whole = [each for each in DatasetSource(tmp_path).episodes() if "cut" not in each.custom_data]
-    assert len(whole) > 2
-    for episode in whole:
-        agents = episode.agent_episodes.values()
-        assert all(each.is_terminated for each in agents)
-        assert sum(map(len, agents)) == len(episode)
-        assert sorted(float(each.get_rewards(-1)) for each in agents) in ([-1.0, 1.0], [0.0, 0.0])
-
-
-def moves_in(fragments: Sequence[MultiAgentFragment]) -> Counter[Any]:
-    """Every move of an agent with its board before and after, by the ids of its episode and step."""
-    found: Counter[Any] = Counter()
-    for _, chunk in agent_chunks(fragments):
-        seen = chunk.get_observations()
-        boards, masks = ([row.tobytes() for row in seen[name]] for name in ("observation", "action_mask"))
-        for i in range(len(chunk)):
-            values = int(chunk.get_actions(i)), float(chunk.get_rewards(i)), boards[i], boards[i + 1], masks[i]
-            is_end = i == len(chunk) - 1 and "cut" not in chunk.custom_data
-            found[chunk.id_, chunk.agent_id, chunk.t_started + i, *values, is_end and chunk.is_done] += 1
-    return found
-
-
 def test_agents_of_lost_environments_come_back_as_truncated_with_the_reason(tmp_path: Path) -> None:
     fate: dict[str, Any] = {"fate": "kill", "step": 5, "lives": 1, "agents": 2, "nested": 0, "length": 40}
     makers = [partial(DoomedAgents, 0, tmp_path, at_once=True, **fate)]
@@ -393,29 +321,3 @@ def test_agents_of_lost_environments_come_back_as_truncated_with_the_reason(tmp_
     online = [each for fragment in fragments for each in fragment.episodes() if "lost" in each.custom_data]
     assert {each.custom_data["lost"] for each in lost} == {each.custom_data["lost"] for each in online}
     assert all("lost" in each.custom_data for each in lost[0].agent_episodes.values())
-
-
-@pytest.mark.anyio
-async def test_sinks_and_sources_of_several_agents_stand_in_graphs(tmp_path: Path, anyio_backend: str) -> None:
-    _, rollout = made(TURNS, num_fragments=3)
-    sink, replay = DatasetSink(tmp_path), Replay(4000, rate=SamplesPerInsert(1.0), batch_size=4, seed=0)
-    graph = Graph("writes")
-    graph.add(rollout=rollout, data=sink, replay=replay)
-    graph.connect("rollout.fragments", "data")
-    graph.connect("rollout.fragments", "replay")
-    graph.output("batches", "replay")
-    async with graph.run() as run_:
-        sampled = sum([len(each["rewards"]) async for batch in run_["batches"] for each in batch.values()])
-        await run_.wait()
-    assert sink.num_steps == replay.report().inserted > 0
-    assert sampled == replay.report().sampled
-    source = DatasetSource(tmp_path, batch_size=8)
-    assert source.description["runs"][0]["rollout"]["seed"] == TURNS.seed  # found in the graph
-    graph = Graph("reads")
-    graph.add(source=source, learner=MultiAgentLearnerPipeline(rollout.learner))
-    graph.connect("source.fragments", "learner")
-    graph.output("batches", "learner")
-    async with graph.run() as run_:
-        batches = [batch async for batch in run_["batches"]]
-    rows = sum(len(each["rewards"]) for batch in batches for each in batch.values())
-    assert rows == sink.num_steps

@@ -258,17 +258,6 @@ def test_a_host_that_can_not_be_is_refused(tmp_path: Path, options: dict[str, An
         pass
 
 
-def test_two_hosts_do_not_share_a_folder_for_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    with serving(Replay(64), tmp_path / "a", checkpoint=tmp_path / "replay"):
-        with pytest.raises(ReplayError, match=r"writes to .*replay, expected a folder for each"):
-            with serving(Replay(64), tmp_path / "b", checkpoint=tmp_path / "replay"):
-                pass
-    with serving(Replay(64), tmp_path / "b", checkpoint=tmp_path / "replay"):
-        pass
-
-
 def test_a_client_whose_host_is_away_says_so_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from feeding_rollouts import SHORT, FeedProcess, feeding, graph_of, graph_over, 
 from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings
 from memory_lending import file_of, files_mapped, shared_address
-from numbered_module import NumberedModule
 from numpy.typing import NDArray
 from property_examples import examples
 
@@ -99,19 +98,6 @@ def test_fragments_of_several_agents_are_those_of_the_rollout(drawn: drawn_agent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", WHERE)
-def test_fragments_are_those_of_the_rollout_wherever_it_goes(where: str, address: str) -> None:
-    drawn = Setting(4, 2, 8, 2, True, 6, 0, 5)
-    here = fragments_of(makers_of(drawn), drawn, **placed(where))
-    options = {"fragment_length": 8, "lookback": 2, "seed": 5, "num_fragments": 3, "module": NumberedModule()}
-    with trainer(address, yields="fragments") as stream:
-        rollout = Rollout(makers_of(drawn), **options, **placed(where))
-        with running(*graph_over(rollout, address)):
-            there = list(stream)
-    assert_alike(in_lanes_order(there), here)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("sends", ["fragments", "batches"])
 def test_batches_are_those_of_the_rollout(sends: str, address: str) -> None:
     options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 3, "seed": 7}
@@ -167,34 +153,6 @@ def test_what_a_trainer_keeps_stays_as_it_was_while_the_rollout_goes_on(where: s
 def rewards_at(fragment: Any) -> Any:
     """The memory that rewards of a fragment lie in."""
     return file_of(parts_of(fragment)[0].columns["rewards"].tree)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("agents", [0, 2])
-def test_memory_is_used_again_once_it_was_let_go(agents: int, address: str) -> None:
-    more = {"agents": agents, "lanes": 1}
-    with trainer(address, yields="fragments", prefetch=0) as stream, feeding(address, num_fragments=100, **more):
-        places = [rewards_at(fragment) for fragment in stream]
-    assert len(places) == 100
-    # In the making, under way, with the trainer, and those that it has let go and the rollout has not heard of: a turn
-    # of the trainer's thread may take in as many as it sends.
-    assert len(set(places)) <= 8
-
-
-@pytest.mark.slow
-def test_a_trainer_that_keeps_everything_has_copies_beyond_the_bound(address: str) -> None:
-    with Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=1, seed=3) as rollout:
-        (one,) = rollout.fragments()
-    options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 30, "seed": 3}
-    with Rollout("CartPole-v1", **options) as rollout:
-        here = list(rollout.fragments())
-    with trainer(address, yields="fragments") as stream:
-        bound = 5 * one.nbytes
-        with running(*graph_over(Rollout("CartPole-v1", **options), address, max_bytes=bound)):
-            there = list(stream)
-    assert_alike(there, here)
-    shared = [fragment for fragment in there if any(file_of(leaf) for leaf in arrays_of(fragment))]
-    assert 1 <= len(shared) <= 5
 
 
 # Whoever is killed

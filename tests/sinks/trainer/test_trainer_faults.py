@@ -14,16 +14,13 @@ import pytest
 from doctor_clock import Looking
 from feeding_rollouts import HASTY, trainer
 from held_envs import Held, await_that, let_go
-from held_parts import HeldModule, HeldPiece
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import line_of
 from stalled_runs import running
 
 from rollflow import Graph, Rollout, TrainerStream
 from rollflow.nodes.env.stepping import nothing
-from rollflow.sinks import LearnerPipeline, TrainerSink
-
-LISTENING = "tcp://127.0.0.1:9"
+from rollflow.sinks import TrainerSink
 
 
 class Fault(NamedTuple):
@@ -34,7 +31,6 @@ class Fault(NamedTuple):
     kind       of its wait
     text       pattern of what is said of it, after its name
     line       of the code that is named; None: it stands still elsewhere, or nowhere
-    is_told    whether the log says so by itself, and not only `diagnose()`
     """
 
     run: Callable[[Path], Any]
@@ -42,21 +38,13 @@ class Fault(NamedTuple):
     kind: str
     text: str
     line: Callable[[], str] | None = None
-    is_told: bool = True
 
 
-def fed(address: Any, *, sends: str = "fragments", **options: Any) -> Graph:
+def fed(address: Any, **options: Any) -> Graph:
     """A graph in which a rollout feeds the trainer at an address."""
     given = {"module": NumberedModule(), "env": lambda: NumberedEnv(0), "fragment_length": 8, "seed": 0, **options}
-    rollout = Rollout(given.pop("env"), **given)
     graph = Graph("feed")
-    sink = TrainerSink(str(address), sends=sends, rollout=rollout, limits=HASTY)
-    if sends == "fragments":
-        graph.connect(rollout.fragments, sink)
-    else:
-        graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module), sink=sink)
-        graph.connect("rollout.fragments", "learner", capacity=1)
-        graph.connect("learner", "sink", capacity=1)
+    graph.connect(Rollout(given.pop("env"), **given).fragments, TrainerSink(str(address), limits=HASTY))
     return graph
 
 
@@ -80,11 +68,6 @@ def being_read(stream: TrainerStream) -> Iterator[None]:
         finally:
             stream.expect_no_more()
         reading.result()
-
-
-@contextmanager
-def never_there(folder: Path) -> Iterator[Any]:
-    yield fed(LISTENING), LISTENING, nothing
 
 
 @contextmanager
@@ -145,61 +128,18 @@ def env_hangs(folder: Path) -> Iterator[Any]:
         )
 
 
-@contextmanager
-def module_hangs(folder: Path) -> Iterator[Any]:
-    with hasty_trainer(yields="fragments") as stream, being_read(stream):
-        yield fed(stream.address, module=HeldModule(folder), flat_forward=False), stream.address, (folder / "go").touch
-
-
-@contextmanager
-def connector_hangs(folder: Path) -> Iterator[Any]:
-    with hasty_trainer(yields="fragments") as stream, being_read(stream):
-        yield (
-            fed(stream.address, env_to_module_connector=lambda env: HeldPiece(folder)),
-            stream.address,
-            (folder / "go").touch,
-        )
-
-
-@contextmanager
-def learner_hangs_here(folder: Path) -> Iterator[Any]:
-    with hasty_trainer() as stream, being_read(stream):
-        graph = fed(stream.address, sends="batches", learner_connector=lambda *spaces: HeldPiece(folder))
-        yield graph, stream.address, (folder / "go").touch
-
-
-@contextmanager
-def others_awaited(folder: Path) -> Iterator[Any]:
-    with hasty_trainer(yields="fragments", sources=2, prefetch=0) as stream, being_read(stream):
-        yield fed(stream.address), stream.address, nothing
-
-
 TRAINER = "the trainer at {}"
 IN_STEP = partial(line_of, Held.step, "self._wait()")
-IN_MODULE = partial(line_of, HeldModule._forward, "held.call")
-IN_PIECE = partial(line_of, HeldPiece.__call__, "held.call")
 FAULTS = {
-    "it never comes": Fault(never_there, TRAINER, "away", r"has not come: .*refused"),
     "it takes nobody in": Fault(silent, TRAINER, "away", r"has not come: .*"),
     "it has failed": Fault(failed, TRAINER, "away", r"is gone: .*ValueError: out of memory"),
     "it was killed": Fault(killed, TRAINER, "away", r"is gone: .*"),
     "an environment hangs": Fault(env_hangs, "rollout/env", "call", r"is in step\(\)", IN_STEP),
-    "a module hangs": Fault(module_hangs, "rollout/module", "call", "is in a forward pass", IN_MODULE),
-    "a connector hangs": Fault(connector_hangs, "rollout/env_to_module", "call", "is in its call", IN_PIECE),
-    "a learner piece hangs here": Fault(learner_hangs_here, "learner", "call", "is in its call", IN_PIECE),
-    "it waits for other rollouts": Fault(
-        others_awaited, TRAINER, "holds back", "has what it wants for now", is_told=False
-    ),
 }
 
 
-SLOW = ("it was killed", "it takes nobody in")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FAULTS]
-)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_cause(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     with fault.run(tmp_path) as (graph, address, end_fault):
@@ -208,12 +148,7 @@ def test_a_fault_is_named_with_its_cause(name: str, tmp_path: Path) -> None:
             if fault.line is not None:  # calls before the one that hangs are awaited as well, for a moment
                 line = fault.line()
                 await_that(lambda: line in str(run.diagnose()), run.diagnose)
-            looking = Looking(run.doctor)
-            if fault.is_told:  # a first call has 30 s, from when the stages before it have come to rest
-                text = looking.until_told(600.0)
-            else:
-                assert looking.for_s(32.0) == []
-                text = str(run.diagnose())
+            text = Looking(run.doctor).until_told(600.0)  # a first call has 30 s, once the stages before it rest
     assert re.match(rf"no item for \d+\.\d s: {re.escape(party)}( \(.*?\))? {fault.text}", text), text
     if fault.line is not None:
         assert line in text, text
