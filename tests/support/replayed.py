@@ -1,5 +1,6 @@
 """Fragments of numbered environments for a replay, and what must stand in a row that is sampled from it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import gymnasium as gym
@@ -7,11 +8,19 @@ import numpy as np
 from hypothesis import strategies as st
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow import Rollout
+from rollflow import DatasetSink, Rollout
 
 Step = tuple[int, int, int]  # slot, episode, step
 
 MODES = [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP]
+
+
+def write_dataset(fragments: Iterable[Any], path: Any, **options: Any) -> DatasetSink:
+    """Write fragments to the dataset in a folder; the sink, which is closed."""
+    with DatasetSink(path, **options) as sink:
+        for fragment in fragments:
+            sink(fragment)
+    return sink
 
 
 class Played:

@@ -1,7 +1,6 @@
 """Folders of datasets of several agents: ids, modules that come later, and sinks one after the other."""
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from numbered_agents import NumberedAgents
 from pettingzoo.classic.tictactoe import tictactoe
+from replayed import write_dataset
 from serial_module import SerialModule
 
 from rollflow import DatasetSink, DatasetSource, MultiAgentRollout
@@ -16,12 +16,6 @@ from rollflow.nodes import RandomModule
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.stream import DatasetError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-
-
-def written(fragments: Sequence[MultiAgentFragment], path: Path, **options: Any) -> None:
-    with DatasetSink(path, **options) as sink:
-        for fragment in fragments:
-            sink(fragment)
 
 
 def committed(path: Path) -> Counter[str]:
@@ -35,12 +29,12 @@ def test_a_first_sink_whose_agents_have_ended_no_step_is_added_to(tmp_path: Path
     with MultiAgentRollout(tictactoe.env, module={"default_policy": RandomModule}, **options) as rollout:
         fragments = list(rollout.fragments())
     assert [each.num_steps for each in fragments[:2]] == [0, 1]
-    written(fragments[:1], tmp_path)
+    write_dataset(fragments[:1], tmp_path)
     source = DatasetSource(tmp_path)
     assert (source.num_steps, len(source.columns)) == (1, 0)
     assert sum(each.num_env_steps for each in source.fragments()) == 1
     assert len(list(source.batches())) == 1
-    written(fragments[1:], tmp_path)
+    write_dataset(fragments[1:], tmp_path)
     assert committed(tmp_path)["env_episodes"] == 2
     source = DatasetSource(tmp_path)
     assert source.num_steps == sum(each.num_env_steps for each in fragments)
@@ -95,7 +89,7 @@ def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
 ) -> None:
     """A run and a module that come at any moment between a source's look at the files and at the description."""
     one, other = of_modules("first", "second"), of_modules("first", "third")
-    written([one], tmp_path)
+    write_dataset([one], tmp_path)
     left = 0  # looks until the sink comes
     names = "read", "numbers"
     before = {name: getattr(DatasetFolder, name) for name in names}
@@ -107,7 +101,7 @@ def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
             with monkeypatch.context() as usual:
                 for each in names:
                     usual.setattr(DatasetFolder, each, before[each])
-                written([other], tmp_path)
+                write_dataset([other], tmp_path)
         return found
 
     for name in names:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from killed_sinks import write_and_be_killed
-from replayed import Played, numbers_of
+from replayed import Played, numbers_of, write_dataset
 
 from rollflow import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.dataset_sink import FileSet
@@ -57,17 +57,14 @@ def test_every_episode_that_was_committed_is_there_once_after_kills(
 ) -> None:
     path = tmp_path / "data"
     generator = np.random.default_rng(max_file_bytes)
-    with DatasetSink(path, max_file_bytes=1) as sink:
-        sink(played.fragments[0])
+    write_dataset([played.fragments[0]], path, max_file_bytes=1)
     counts = [played.fragments[0].num_steps]
     for _ in range(6):
         write_and_be_killed(played.fragments, path, max_file_bytes, int(generator.integers(1, len(played.fragments))))
         now = check(path, played)
         assert now[: len(counts)] == counts  # what was there stays as it is
         counts = now
-    with DatasetSink(path, max_file_bytes=max_file_bytes) as sink:
-        for fragment in played.fragments:
-            sink(fragment)
+    write_dataset(played.fragments, path, max_file_bytes=max_file_bytes)
     everything = sum(fragment.num_steps for fragment in played.fragments)
     assert check(path, played) == [*counts, everything]
     left = [each.name for each in path.rglob("*") if each.is_file() and each.name.startswith(".")]
@@ -75,9 +72,7 @@ def test_every_episode_that_was_committed_is_there_once_after_kills(
 
 
 def test_an_episode_whose_beginning_was_not_written_says_where_it_begins(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path) as sink:
-        for fragment in played.fragments[3:5]:
-            sink(fragment)
+    write_dataset(played.fragments[3:5], tmp_path)
     starts = {each.id_: each.t_started for each in DatasetSource(tmp_path).episodes()}
     expected = {each.id_: each.t_started for each in reversed(played.fragments[3].episodes()[:])}
     assert any(expected.values())
@@ -106,8 +101,7 @@ def test_one_sink_that_is_flushed_in_between_goes_on_with_its_episodes(played: P
 
 
 def test_files_that_were_never_committed_are_passed_over_and_removed(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path) as sink:
-        sink(played.fragments[0])
+    write_dataset([played.fragments[0]], tmp_path)
     whole = (tmp_path / "episodes/000001.parquet").read_bytes()
     left = [
         tmp_path / "steps/.000002.parquet.part",
@@ -118,8 +112,7 @@ def test_files_that_were_never_committed_are_passed_over_and_removed(played: Pla
     for path in left:
         path.write_bytes(whole)
     assert DatasetSource(tmp_path).num_steps == played.fragments[0].num_steps
-    with DatasetSink(tmp_path) as sink:
-        sink(played.fragments[0])
+    write_dataset([played.fragments[0]], tmp_path)
     assert not any(path.exists() for path in left)
     assert check(tmp_path, played) == [played.fragments[0].num_steps] * 2
 
@@ -129,8 +122,7 @@ def test_two_sinks_on_one_folder_are_refused(played: Played, tmp_path: Path) -> 
         with pytest.raises(DatasetError, match=f"another sink writes to {tmp_path}, expected one at a time"):
             DatasetSink(tmp_path)
         sink(played.fragments[0])
-    with DatasetSink(tmp_path) as other:
-        other(played.fragments[0])
+    write_dataset([played.fragments[0]], tmp_path)
     assert len(check(tmp_path, played)) == 2
 
 
@@ -157,8 +149,7 @@ def test_a_sink_whose_end_was_broken_off_is_ended_by_the_next_call(
     may_write.set()
     sink.close()
     assert sink.num_steps == played.fragments[0].num_steps
-    with DatasetSink(tmp_path) as other:
-        other(played.fragments[0])
+    write_dataset([played.fragments[0]], tmp_path)
     assert len(check(tmp_path, played)) == 2
 
 
@@ -189,7 +180,6 @@ def test_a_sink_that_is_never_closed_says_how_many_steps_are_lost(tmp_path: Path
 
 
 def test_a_sink_that_is_closed_says_nothing(played: Played, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with DatasetSink(tmp_path) as sink:
-        sink(played.fragments[0])
+    sink = write_dataset([played.fragments[0]], tmp_path)
     del sink
     assert caplog.text == ""

@@ -8,7 +8,7 @@ import minari
 import numpy as np
 import pytest
 from minari.data_collector import EpisodeBuffer
-from replayed import Played
+from replayed import Played, write_dataset
 from shapes_env import FixedModule, Shapes
 
 from rollflow import DatasetSink, DatasetSource, Rollout
@@ -104,9 +104,7 @@ def test_what_minari_has_written_is_a_source_and_can_be_written_on(tmp_path: Pat
     assert source.summary().returns.tolist() == [3, 0, 6]
     (batch,) = DatasetSource(root / "mine-v0" / "data", batch_size=8).batches()
     assert batch["actions"].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
-    with DatasetSink(tmp_path / "ours") as sink:
-        for fragment in DatasetSource(root / "mine-v0", batch_size=3).fragments():
-            sink(fragment)
+    write_dataset(DatasetSource(root / "mine-v0", batch_size=3).fragments(), tmp_path / "ours")
     for one, other in zip(DatasetSource(tmp_path / "ours").episodes(), episodes, strict=True):
         assert equal_trees(one.get_observations(), other.get_observations())
         assert one.custom_data == other.custom_data
@@ -122,8 +120,7 @@ def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_ids_and_folders_that_can_not_be_are_refused(tmp_path: Path, root: Path) -> None:
-    with DatasetSink(tmp_path / "data") as sink:
-        sink(Played(slots=1, fragments=1).fragments[0])
+    write_dataset([Played(slots=1, fragments=1).fragments[0]], tmp_path / "data")
     source = whole_episodes(tmp_path / "data")
     with pytest.raises(DatasetError, match="the id is 'mine', expected NAME-v0"):
         convert(source, "mine")
@@ -137,8 +134,7 @@ def test_ids_and_folders_that_can_not_be_are_refused(tmp_path: Path, root: Path)
 
 
 def test_what_can_not_be_read_to_its_end_leaves_nothing(tmp_path: Path, root: Path) -> None:
-    with DatasetSink(tmp_path / "data") as sink:
-        sink(Played(slots=1, fragments=1).fragments[0])
+    write_dataset([Played(slots=1, fragments=1).fragments[0]], tmp_path / "data")
     source = whole_episodes(tmp_path / "data")
 
     def fragments() -> Any:
@@ -151,8 +147,7 @@ def test_what_can_not_be_read_to_its_end_leaves_nothing(tmp_path: Path, root: Pa
 
 
 def test_without_minari_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DatasetSink(tmp_path / "data") as sink:
-        sink(Played(slots=1, fragments=1).fragments[0])
+    write_dataset([Played(slots=1, fragments=1).fragments[0]], tmp_path / "data")
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(DatasetError, match=r"pip install 'rollflow\[minari\]'"):
         convert(whole_episodes(tmp_path / "data"), "mine-v0")

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from numbered_module import NumberedModule
-from replayed import Played
+from replayed import Played, write_dataset
 from torch.utils.data import DataLoader
 
 from rollflow import DatasetSink, DatasetSource
@@ -40,9 +40,7 @@ def played() -> Played:
 @pytest.fixture
 def path(played: Played, tmp_path: Path) -> Path:
     """A dataset of several files."""
-    with DatasetSink(tmp_path / "data", max_file_bytes=10_000, metadata={"env": "numbered", "seed": 5}) as sink:
-        for fragment in played.fragments:
-            sink(fragment)
+    write_dataset(played.fragments, tmp_path / "data", max_file_bytes=10_000, metadata={"env": "numbered", "seed": 5})
     return tmp_path / "data"
 
 
@@ -178,9 +176,7 @@ def test_small_fragments_share_a_row_group_and_large_ones_have_one_each(
     least: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.sinks.datasets.dataset_sink._GROUP_BYTES", least)
-    with DatasetSink(tmp_path) as sink:
-        for fragment in played.fragments:
-            sink(fragment)
+    write_dataset(played.fragments, tmp_path)
     counts = [fragment.num_steps for fragment in played.fragments]
     for kind in ("steps", "episodes"):
         (name,) = (tmp_path / kind).glob("*.parquet")
@@ -200,9 +196,7 @@ def test_files_without_a_description_are_no_empty_dataset(path: Path) -> None:
 
 
 def test_episodes_are_chosen_by_numbers_or_by_a_mask(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path) as sink:
-        for fragment in played.fragments:
-            sink(fragment)
+    write_dataset(played.fragments, tmp_path)
     lengths = DatasetSource(tmp_path).summary().lengths
     mask = lengths > np.median(lengths)
     by_number, by_mask = (DatasetSource(tmp_path, episodes=each) for each in (np.flatnonzero(mask), mask))
@@ -213,8 +207,7 @@ def test_episodes_are_chosen_by_numbers_or_by_a_mask(played: Played, tmp_path: P
 
 
 def test_only_the_outputs_that_are_asked_for_are_written(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path, extra=("vf_preds",)) as sink:
-        sink(played.fragments[0])
+    write_dataset([played.fragments[0]], tmp_path, extra=("vf_preds",))
     (fragment,) = DatasetSource(tmp_path).fragments()
     assert set(fragment.extra_columns) == {"vf_preds", "policy_version"}
     with pytest.raises(DatasetError, match=r"has no output 'nothing', which is to be written; its outputs: .*vf_preds"):
@@ -260,8 +253,7 @@ def test_a_full_disk_is_an_error_with_the_path_and_the_count(
     with pytest.raises(DatasetError, match="No space left"):
         sink(played.fragments[2])
     assert DatasetSource(tmp_path).num_steps == counts[0]
-    with DatasetSink(tmp_path) as sink:
-        sink(played.fragments[2])
+    write_dataset([played.fragments[2]], tmp_path)
     assert DatasetSource(tmp_path).num_steps == counts[0] + counts[2]
 
 
@@ -350,9 +342,7 @@ def test_a_folder_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_committed_file_of_steps_that_is_missing_is_named(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path, max_file_bytes=1) as sink:
-        for fragment in played.fragments[:3]:
-            sink(fragment)
+    write_dataset(played.fragments[:3], tmp_path, max_file_bytes=1)
     (tmp_path / "steps" / "000002.parquet").unlink()
     for use in (DatasetSource, lambda path: DatasetSink(path)(played.fragments[3])):
         with pytest.raises(DatasetError, match=r"steps/000002.parquet is missing, expected a file for each"):
@@ -387,8 +377,7 @@ def test_the_reason_of_a_loss_is_kept(tmp_path: Path) -> None:
     chunks = fragment.chunks
     lost = int(chunks.truncated.argmax())
     fragment.custom_data[int(chunks.slot[lost]), int(chunks.number[lost])] = {"lost": "worker 0 was killed"}
-    with DatasetSink(tmp_path) as sink:
-        sink(fragment)
+    write_dataset([fragment], tmp_path)
     reasons = {episode.id_: episode.custom_data.get("lost") for episode in DatasetSource(tmp_path).episodes()}
     assert reasons == {chunk.id_: chunk.custom_data.get("lost") for chunk in fragment.episodes()}
     assert "worker 0 was killed" in reasons.values()

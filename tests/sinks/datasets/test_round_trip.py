@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
-from replayed import Played, numbers_of, plays
+from replayed import Played, numbers_of, plays, write_dataset
 from shapes_env import FixedModule, Shapes
 
 from rollflow import DatasetSink, DatasetSource, DefaultModelConfig, GeneralAdvantageEstimation, Graph, Rollout
@@ -20,13 +20,6 @@ from rollflow.nodes import RandomModule
 from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.sinks.datasets import dataset_sink, episode_block
 from rollflow.stream import GraphError
-
-
-def written(played: Played, path: Path, **options: Any) -> None:
-    with DatasetSink(path, **options) as sink:
-        for fragment in played.fragments:
-            sink(fragment)
-    assert sink.num_steps == sum(fragment.num_steps for fragment in played.fragments)
 
 
 def check_episode(episode: Any, played: Played) -> set[tuple[int, int, int]]:
@@ -67,7 +60,7 @@ def test_every_episode_is_read_once_and_whole(
     played: Played, file_bytes: int, shuffle_seed: int | None, window: int
 ) -> None:
     with TemporaryDirectory() as folder:
-        written(played, Path(folder, "data"), max_file_bytes=file_bytes)
+        write_dataset(played.fragments, Path(folder, "data"), max_file_bytes=file_bytes)
         source = DatasetSource(Path(folder, "data"), shuffle_seed=shuffle_seed, window_steps=window)
         found = [check_episode(episode, played) for episode in source.episodes()]
     everything = steps_of(played.fragments)
@@ -97,7 +90,7 @@ def test_chunks_join_with_their_lookback_and_batches_have_every_step_once(
         patch.object(dataset_sink, "_GROUP_BYTES", group_bytes),
         patch.object(episode_block, "_JOINED_BYTES", joined_bytes),
     ):
-        written(played, Path(folder, "data"))
+        write_dataset(played.fragments, Path(folder, "data"))
         fragments = list(DatasetSource(Path(folder, "data"), **options).fragments())
         batches = list(DatasetSource(Path(folder, "data"), **options).batches())
     reached: dict[tuple[int, int], int] = {}
@@ -167,9 +160,7 @@ def test_offline_batches_are_those_of_the_rollout(tmp_path: Path, use_lstm: bool
         fragments = list(rollout.fragments())
         online = [rollout.learner_pipeline.of_fragments([fragment], rollout.module) for fragment in fragments]
         module = rollout.module
-    with DatasetSink(tmp_path) as sink:
-        for fragment in fragments:
-            sink(fragment)
+    write_dataset(fragments, tmp_path)
     offline = list(DatasetSource(tmp_path, batch_size=40, module=module, learner_connector=pieces).batches())
     assert len(offline) == len(online) == 4
     del online[-1]["truncateds"], offline[-1]["truncateds"]  # the dataset's last episode is cut
@@ -206,7 +197,7 @@ async def test_sink_and_source_stand_in_graphs(tmp_path: Path, anyio_backend: st
 
 @pytest.mark.anyio
 async def test_a_trainer_elsewhere_wants_a_rollout(tmp_path: Path, anyio_backend: str) -> None:
-    written(Played(slots=1, fragments=1), tmp_path)
+    write_dataset(Played(slots=1, fragments=1).fragments, tmp_path)
     graph = Graph("sends")
     graph.add(source=DatasetSource(tmp_path), trainer=TrainerSink("unix:/nowhere"))
     graph.connect("source.fragments", "trainer")
@@ -216,8 +207,7 @@ async def test_a_trainer_elsewhere_wants_a_rollout(tmp_path: Path, anyio_backend
 
 
 def test_a_file_says_that_there_are_no_nulls_and_has_whole_numbers_as_deltas(tmp_path: Path) -> None:
-    with DatasetSink(tmp_path) as sink:
-        sink(Played(slots=2, fragments=1).fragments[0])
+    write_dataset([Played(slots=2, fragments=1).fragments[0]], tmp_path)
     [name] = (tmp_path / "steps").glob("*.parquet")
     file = pq.ParquetFile(name)
     assert not any(field.nullable for field in file.schema_arrow)
@@ -253,8 +243,7 @@ class Dotted(gym.Env[Any, Any]):
 def test_parts_that_share_a_path_are_written_and_read(tmp_path: Path) -> None:
     with Rollout(Dotted, module=RandomModule, fragment_length=16, num_fragments=1, seed=0) as rollout:
         [fragment] = rollout.fragments()
-    with DatasetSink(tmp_path) as sink:
-        sink(fragment)
+    write_dataset([fragment], tmp_path)
     [again] = DatasetSource(tmp_path).fragments()
     for name in ("a", "a.b", "x", "x.list"):
         one, other = fragment.gather("obs")[name], again.gather("obs")[name]

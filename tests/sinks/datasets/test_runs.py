@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
-from replayed import Played, plays
+from replayed import Played, plays, write_dataset
 
 from rollflow import DatasetSink, DatasetSource, Rollout
 from rollflow.stream import DatasetError
@@ -48,12 +48,8 @@ def test_what_is_written_from_a_source_is_read_as_from_it(
 ) -> None:
     path, other = tmp_path_factory.mktemp("one") / "data", tmp_path_factory.mktemp("other") / "data"
     for _ in range(2):
-        with DatasetSink(path, metadata={"by": "us"}) as sink:
-            for fragment in played.fragments:
-                sink(fragment)
-    with DatasetSink(other, metadata={"copied": True}) as sink:
-        for fragment in DatasetSource(path, batch_size=size, shuffle_seed=seed).fragments():
-            sink(fragment)
+        write_dataset(played.fragments, path, metadata={"by": "us"})
+    write_dataset(DatasetSource(path, batch_size=size, shuffle_seed=seed).fragments(), other, metadata={"copied": True})
     before, after = (
         {(int(run), each.id_): each for run, each in zip(source._store.runs, source.episodes(), strict=True)}
         for source in (DatasetSource(path), DatasetSource(other))

@@ -18,6 +18,7 @@ from killed_sinks import write_and_be_killed
 from lost_agents import agent_chunks, check_continuity, check_multi_agent_chunks, numbers
 from numbered_agents import NumberedAgents
 from property_examples import examples
+from replayed import write_dataset
 from serial_module import SerialModule, at_of
 
 from rollflow import (
@@ -35,14 +36,6 @@ TURNS = Drawn(
     envs=3, lanes=1, agents=4, nested=1, length=12, at_once=False,
     fragment_length=5, lookback=1, by_episode=True, seed=3,
 )  # fmt: skip
-
-
-def written(fragments: Sequence[MultiAgentFragment], path: Path, **options: Any) -> DatasetSink:
-    with DatasetSink(path, **options) as sink:
-        for fragment in fragments:
-            sink(fragment)
-    assert sink.num_steps == sum(fragment.num_steps for fragment in fragments)
-    return sink
 
 
 def steps_in(fragments: Sequence[MultiAgentFragment]) -> Counter[Any]:
@@ -118,11 +111,11 @@ def test_every_agents_step_is_read_once(
     }  # fmt: skip
     with TemporaryDirectory() as folder:
         path = Path(folder, "data")
-        written(fragments, path, max_file_bytes=file_bytes)
+        write_dataset(fragments, path, max_file_bytes=file_bytes)
         source = DatasetSource(path, batch_size=size, **options)
         stored = list(source.fragments())
         again = Path(folder, "again")
-        written(stored, again)
+        write_dataset(stored, again)
         copied = list(DatasetSource(again, batch_size=size, **options).fragments())
         batches = list(source.batches())
     assert steps_in(stored) == steps_in(copied) == steps_in(fragments)
@@ -152,7 +145,7 @@ def test_a_chunk_read_in_the_same_cut_is_the_rollouts(drawn: Drawn, with_advanta
         fragments = list(rollout.fragments())
         online = [rollout.learner.batch_of([fragment]) for fragment in fragments]
     with TemporaryDirectory() as folder:
-        written(fragments, Path(folder))
+        write_dataset(fragments, Path(folder))
         source = DatasetSource(
             Path(folder), batch_size=drawn.fragment_length, lookback=drawn.lookback,
             module=rollout.module, learner_connector=pieces,
@@ -184,7 +177,7 @@ def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(tm
     with rollout:
         fragments = list(rollout.fragments())
     parts = [steps_in([fragment]) for fragment in fragments]
-    written(fragments[:1], tmp_path, max_file_bytes=1)
+    write_dataset(fragments[:1], tmp_path, max_file_bytes=1)
     generator, expected = np.random.default_rng(0), [1]
     for _ in range(3):
         write_and_be_killed(fragments, tmp_path, 1, int(generator.integers(1, len(fragments))))
@@ -194,7 +187,7 @@ def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(tm
         assert counts[: len(expected)] == expected  # what was there stays as it is
         assert stored == sum((part for count in counts for part in parts[:count]), Counter())
         expected = counts
-    written(fragments, tmp_path)
+    write_dataset(fragments, tmp_path)
     source = DatasetSource(tmp_path)
     assert _fragments_of(len(expected), source, fragments) == len(fragments)
     left = [each.name for each in tmp_path.rglob("*") if each.is_file() and each.name.startswith(".")]
@@ -213,11 +206,11 @@ def test_files_that_no_file_of_environments_commits_are_passed_over_and_removed(
     _, rollout = made(TURNS, num_fragments=2)
     with rollout:
         fragments = list(rollout.fragments())
-    written(fragments, tmp_path, max_file_bytes=1)
+    write_dataset(fragments, tmp_path, max_file_bytes=1)
     (tmp_path / "env_episodes/000002.parquet").unlink()
     source = DatasetSource(tmp_path)
     assert steps_in(list(source.fragments())) == steps_in(fragments[:1])
-    written(fragments, tmp_path)
+    write_dataset(fragments, tmp_path)
     names = {each.name for each in tmp_path.rglob("*.parquet")}
     assert names == {"000001.parquet", "000002.parquet"}
     assert DatasetSource(tmp_path).num_steps == sum(each.num_env_steps for each in [fragments[0], *fragments])
@@ -231,7 +224,7 @@ def test_a_missing_fragment_in_between_ends_the_episodes_of_its_environments(tmp
     _, rollout = made(TURNS._replace(envs=1, length=30, fragment_length=3, at_once=True), num_fragments=3)
     with rollout:
         fragments = list(rollout.fragments())
-    written([fragments[0], fragments[2]], tmp_path)
+    write_dataset([fragments[0], fragments[2]], tmp_path)
     episodes = list(DatasetSource(tmp_path).episodes())
     stored = list(DatasetSource(tmp_path, batch_size=100).fragments())
     assert steps_in(stored) == steps_in([fragments[0], fragments[2]])
@@ -275,7 +268,7 @@ def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
 def test_a_state_goes_on_exactly_behind_its_place(tmp_path: Path) -> None:
     _, rollout = made(TURNS, num_fragments=4)
     with rollout:
-        written(list(rollout.fragments()), tmp_path)
+        write_dataset(list(rollout.fragments()), tmp_path)
     options: dict[str, Any] = {"batch_size": 9, "shuffle_seed": 1, "window_steps": 20, "passes": 2}
     source = DatasetSource(tmp_path, **options)
     loop, whole = source.fragments(), [steps_in([each]) for each in DatasetSource(tmp_path, **options).fragments()]
@@ -291,7 +284,7 @@ def test_agents_of_one_kind_and_their_mistakes_are_refused(tmp_path: Path) -> No
     _, rollout = made(TURNS, num_fragments=1)
     with rollout:
         (fragment,) = rollout.fragments()
-    written([fragment], tmp_path)
+    write_dataset([fragment], tmp_path)
     envs = [lambda: NumberedAgents(0, agents=1, nested=0)]
     with MultiAgentRollout(envs, module=DefaultModule, num_fragments=1, fragment_length=4, seed=0) as other:
         with DatasetSink(tmp_path) as sink:
@@ -311,7 +304,7 @@ def test_agents_of_lost_environments_come_back_as_truncated_with_the_reason(tmp_
     with MultiAgentRollout(makers, module=modules, **options) as rollout:
         fragments = list(rollout.fragments())
     assert any(fragment.losses for fragment in fragments)
-    written(fragments, tmp_path / "data")
+    write_dataset(fragments, tmp_path / "data")
     source = DatasetSource(tmp_path / "data", batch_size=100)
     stored = list(source.fragments())
     assert steps_in(stored) == steps_in(fragments)
