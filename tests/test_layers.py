@@ -17,6 +17,12 @@ MAY_IMPORT = {
 }
 FILES = {path.relative_to(ROOT) for layer in MAY_IMPORT for path in (ROOT / layer).rglob("*.py")}
 MOST_FILES = 24  # in a folder
+HOMES = {  # public name of the package itself -> the module that has it
+    alias.name: node.module
+    for node in ast.walk(ast.parse((ROOT / "rollflow/__init__.py").read_text()))
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+}
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
@@ -27,7 +33,8 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
         yield from (alias.name for alias in tree.names)
     elif isinstance(tree, ast.ImportFrom):
         module = "rollflow." if tree.level else tree.module
-        yield from (f"{module}.{alias.name}" for alias in tree.names)
+        for alias in tree.names:
+            yield f"{HOMES.get(alias.name, module) if module == 'rollflow' else module}.{alias.name}"
     for child in ast.iter_child_nodes(tree):
         yield from imported_names(child)
 
