@@ -1,7 +1,7 @@
 """Episodes of a dataset in Parquet files, read row group by row group."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -244,21 +244,19 @@ class ParquetEpisodes:
         begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
         parts = {name: [empty_tree(self._described[name], 0)] for name in names}
         groups = [(group, order[part]) for group, part in _parts(index.group[chunks[order]])]
-        with ExitStack() as files:
-            readers = [_Reader(self._folder, index, names, files) for _ in range(2)]
-            reads = [partial(readers[at % 2].table, *index.groups[group]) for at, (group, _) in enumerate(groups)]
-            with closing(in_pairs(reads)) as tables:
-                for (_, mine), table in zip(groups, tables, strict=True):
-                    rows, counts = index.row[chunks[mine]], lengths[mine]
-                    trees = [tree_of(table.column(name), self._described[name]) for name in names]
-                    total, wanted = table.num_rows, ranges(rows, counts)
-                    if 2 * len(wanted) < total:  # the rest is let go
-                        trees = [map_tree(lambda leaf, w=wanted: leaf.take(w, axis=0), tree) for tree in trees]
-                        total, rows = len(wanted), np.cumsum(counts) - counts
-                    begins[mine] = size + rows
-                    size += total
-                    for name, tree in zip(names, trees, strict=True):
-                        parts[name].append(tree)
+        reads = [partial(self._steps, names, *index.groups[group]) for group, _ in groups]
+        with closing(in_pairs(reads)) as tables:
+            for (_, mine), table in zip(groups, tables, strict=True):
+                rows, counts = index.row[chunks[mine]], lengths[mine]
+                trees = [tree_of(table.column(name), self._described[name]) for name in names]
+                total, wanted = table.num_rows, ranges(rows, counts)
+                if 2 * len(wanted) < total:  # the rest is let go
+                    trees = [map_tree(lambda leaf, w=wanted: leaf.take(w, axis=0), tree) for tree in trees]
+                    total, rows = len(wanted), np.cumsum(counts) - counts
+                begins[mine] = size + rows
+                size += total
+                for name, tree in zip(names, trees, strict=True):
+                    parts[name].append(tree)
         last_obs, initial = None, None
         if with_last:
             last_obs = self._of_chunks(LAST_OBS, self.columns[Columns.OBS], index.last[episodes])
@@ -286,6 +284,11 @@ class ParquetEpisodes:
         steps.join()
         return steps.taken(name)
 
+    def _steps(self, names: Sequence[str], number: int, group: int) -> Any:
+        """The table of a row group of steps. In any thread."""
+        with self._opened(STEPS, number) as file:
+            return file.read_row_group(group, columns=names, use_threads=False)
+
     @contextmanager
     def _opened(self, kind: str, number: int) -> Iterator[Any]:
         """A file, for reading. Raises DatasetError, with its name, where it can't be read as it was written."""
@@ -294,29 +297,6 @@ class ParquetEpisodes:
                 yield file
             except UNREADABLE as error:
                 raise damaged(self._folder.file(kind, number), error) from None
-
-
-class _Reader:
-    """Reads row groups of steps, in one thread at a time.
-
-    files    closes what it opens
-    """
-
-    def __init__(self, folder: DatasetFolder, index: EpisodeIndex, names: Sequence[str], files: ExitStack) -> None:
-        self._folder, self._index, self._names, self._files = folder, index, names, files
-        self._number = -1
-        self._file: Any = None
-
-    def table(self, number: int, group: int) -> Any:
-        """The table of a row group of a file. Raises DatasetError, with its name, where it can't be read."""
-        if number != self._number:
-            footer = self._index.footers[number][STEPS]
-            self._file = self._files.enter_context(open_file(self._folder, STEPS, number, footer))
-            self._number = number
-        try:
-            return self._file.read_row_group(group, columns=self._names, use_threads=False)
-        except UNREADABLE as error:
-            raise damaged(self._folder.file(STEPS, number), error) from None
 
 
 def _parts(values: Ints) -> Iterator[tuple[int, slice]]:

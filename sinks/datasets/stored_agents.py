@@ -203,6 +203,18 @@ class ModuleSteps:
         return until
 
 
+class AgentsRest(NamedTuple):
+    """Episodes at the end of a block, i64[K], which the next one reads again.
+
+    ordinal    number of the first episode in the order of its pass
+    row        of the first env step that no fragment has
+    """
+
+    episodes: Ints
+    ordinal: int
+    row: int
+
+
 class AgentsBlock:
     """Env steps of K environments' episodes, one behind the other; a row is a vector step of one environment.
 
@@ -212,7 +224,7 @@ class AgentsBlock:
     modules            steps of each module's agents
     """
 
-    def __init__(self, store: EnvEpisodes, episodes: Ints, ordinal: int, rest: "AgentsRest | None" = None) -> None:
+    def __init__(self, store: EnvEpisodes, episodes: Ints, ordinal: int, rest: AgentsRest | None = None) -> None:
         if rest is not None:
             episodes, ordinal = np.concatenate([rest.episodes, episodes]), rest.ordinal
         lengths = store.num_steps[episodes]
@@ -244,25 +256,12 @@ class AgentsBlock:
         at = int(np.searchsorted(self.stop, row, "right"))
         return self.ordinal + at, 0 if at == len(self.stop) else row - int(self.start[at])
 
-    def rest(self, row: int, lookback: int) -> "AgentsRest | None":
+    def rest(self, row: int, lookback: int) -> AgentsRest | None:
         """What is there from a row on; None: nothing."""
-        return AgentsRest(self, row) if row < self.num_rows else None
-
-
-class AgentsRest:
-    """Episodes at the end of a block, which the next one reads again.
-
-    num_rows    of these episodes
-    row         of the first env step that no fragment has
-    episodes    i64[K]
-    """
-
-    def __init__(self, block: AgentsBlock, row: int) -> None:
-        at = int(np.searchsorted(block.stop, row, "right"))
-        begin = int(block.start[at])
-        self.num_rows, self.row = block.num_rows - begin, row - begin
-        self.episodes: Ints = block.episodes[at:]
-        self.ordinal: int = block.ordinal + at
+        if row >= self.num_rows:
+            return None
+        at = int(np.searchsorted(self.stop, row, "right"))
+        return AgentsRest(self.episodes[at:], self.ordinal + at, row - int(self.start[at]))
 
 
 class FragmentSteps:

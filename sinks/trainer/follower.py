@@ -8,13 +8,11 @@ from typing import Any, Self
 
 from gymnasium import spaces
 
-from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.nodes.env.remote.software import software
+from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.sinks.trainer.resend_buffer import ResendBuffer
-from rollflow.sinks.trainer.uplink import TrainerLink, TrainerUplink
+from rollflow.sinks.trainer.uplink import TrainerUplink, link_to, source_hello
 from rollflow.stream import wire
 from rollflow.stream.data.space import describe_space
-from rollflow.stream.net.descriptor_transport import check_shared
 
 NOTHING = "nothing"  # what a follower sends
 
@@ -45,14 +43,9 @@ class WeightsFollower:
         name: str | None = None,
         limits: wire.Limits | None = None,
     ) -> None:
-        target = wire.parse_trainer_address(address)
-        wire.check_secret(target, secret_bytes(secret))
-        check_shared(target, tls)
-        check_tls(target, tls)
+        link = link_to(address, secret, tls, limits)
         self._take, self._name = take, socket.gethostname() if name is None else name
-        self._limits = limits or wire.Limits()
         self._session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
-        link = TrainerLink(target, self._limits, secret_bytes(secret), tls)
         self._uplink = TrainerUplink(link, self._hello, self._session, ResendBuffer(1), self._taken)
         self._uplink.start()
 
@@ -85,17 +78,5 @@ class WeightsFollower:
 
     def _hello(self) -> wire.Hello:
         space = describe_space(spaces.Discrete(1))  # nobody looks at it
-        return wire.Hello(
-            versions=(wire.VERSION, wire.VERSION),
-            role="source",
-            software=software(),
-            name=self._name,
-            nonce=secrets.token_bytes(wire.NONCE_BYTES),
-            session=self._session.token,
-            max_frame=self._limits.max_frame,
-            slots=(1,),
-            observation_space=space,
-            action_space=space,
-            autoreset="SAME_STEP",
-            metadata={"sends": NOTHING},
-        )
+        details: dict[str, Any] = {"observation_space": space, "action_space": space, "metadata": {"sends": NOTHING}}
+        return source_hello(self._uplink.link, self._session, self._name, slots=(1,), **details)

@@ -1,6 +1,5 @@
 """The rollout of a sink: held back by the trainer, seen by the sink, and given the trainer's weights."""
 
-import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any
 import gymnasium as gym
 
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import shapes_of
 from rollflow.nodes.offloaded.agent_fragment_message import message_of_agents
@@ -34,7 +32,6 @@ from rollflow.stream.data.errors import GraphError, ModuleError, shown
 from rollflow.stream.data.loss_ledger import Origin, origins_of
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.wire import NONCE_BYTES, VERSION, Hello
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
 
@@ -144,13 +141,10 @@ class RolloutEnd:
         if shares and sends == "fragments":
             rollout.environments.share()
 
-    def hello(self, session: bytes, *, name: str, max_frame: int, newest: tuple[int, bytes] | None) -> Hello:
-        """The first message of a connection to the trainer, with the rollout as it is now.
+    def hello(self, newest: tuple[int, bytes] | None) -> dict[str, Any]:
+        """What the first message of a connection to the trainer says of the rollout as it is now.
 
-        session      token of its session
-        name         of the rollout at the trainer
-        max_frame    bytes of a frame that it takes
-        newest       version and id of the newest weights that came from a trainer; None: none have
+        newest    version and id of the newest weights that came from a trainer; None: none have
         """
         lanes = self.lanes.last_items  # before the others: one that comes meanwhile has its slots among them
         environments = self.rollout.environments
@@ -161,20 +155,12 @@ class RolloutEnd:
             environments.observation_space,
             environments.chosen_space,
         )
-        return Hello(
-            versions=(VERSION, VERSION),
-            role="source",
-            software=software(),
-            name=name,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            session=session,
-            max_frame=max_frame,
-            slots=slots,
-            observation_space=describe_space(observation_space),
-            action_space=describe_space(action_space),
-            autoreset="SAME_STEP",
-            metadata=self._metadata(lanes, newest),
-        )
+        return {
+            "slots": slots,
+            "observation_space": describe_space(observation_space),
+            "action_space": describe_space(action_space),
+            "metadata": self._metadata(lanes, newest),
+        }
 
     def take_makers(self, sources: Sequence[Any], changed: Callable[[], None], *, drops: bool) -> None:
         """Know which fragments go into which train batch, if one node alone makes them of the rollout's.

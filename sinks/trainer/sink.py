@@ -12,18 +12,16 @@ from typing import Any, Literal
 import anyio
 
 from rollflow.nodes.argument_checks import check_numbers
-from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.sinks.trainer.lender import FragmentLender
+from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.sinks.trainer.messages import HAS_ENDED, AnyFragment, Batch, message_of_batch, nbytes_of
 from rollflow.sinks.trainer.resend_buffer import ResendBuffer
 from rollflow.sinks.trainer.rollout_end import AnyRollout, RolloutEnd, rollout_among
-from rollflow.sinks.trainer.uplink import TrainerLink, TrainerUplink
+from rollflow.sinks.trainer.uplink import TrainerUplink, link_to, source_hello
 from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.graph.node import ending_quietly
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.descriptor_transport import check_shared
 from rollflow.stream.observe.waits import LastError, Wait
 
 logger = logging.getLogger(__name__)
@@ -100,26 +98,23 @@ class TrainerSink:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
         check_numbers(linger=(linger, 0), retry_s=(retry_s, 0))
-        target = wire.parse_trainer_address(address)
-        wire.check_secret(target, secret_bytes(secret))
-        check_shared(target, tls)
-        check_tls(target, tls)
+        self._buffer = ResendBuffer(max_bytes)
+        link = link_to(address, secret, tls, limits, retry_s=retry_s, lends=max_bytes)
         self.name = socket.gethostname() if name is None else name
         self.lost: dict[str, int] = {}
         self.linger, self._sends = linger, sends
-        self._buffer = ResendBuffer(max_bytes)
         self._session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
-        self._lender = FragmentLender(max_bytes) if isinstance(target, wire.SharedAddress) else None
+        self._lender = link.lender
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = self._is_draining = self._is_over = self._trainer_has_ended = False
         self._failure: str | None = None
         self._watch_error: Exception | None = None
-        self._trainer_name = f"the trainer at {target}"
+        self._trainer_name = f"the trainer at {link.address}"
         self._has_own_rollout = rollout is not None  # and does not look for one in the graph
         self._connected_end = None if rollout is None else self._end_of(rollout)
         sink = weakref.proxy(self)  # it holds its uplink
         self._uplink = TrainerUplink(
-            TrainerLink(target, limits or wire.Limits(), secret_bytes(secret), tls, self._lender, retry_s),
+            link,
             lambda: sink._hello(),
             self._session,
             self._buffer,
@@ -252,8 +247,7 @@ class TrainerSink:
         )
 
     def _hello(self) -> wire.Hello:
-        most, newest = self._uplink.link.limits.max_frame, self._uplink.newest
-        return self._rollout_end.hello(self._session.token, name=self.name, max_frame=most, newest=newest)
+        return source_hello(self._uplink.link, self._session, self.name, **self._rollout_end.hello(self._uplink.newest))
 
     async def _send_all(self, items: Inlet[AnyFragment | Batch]) -> None:
         async for item in items:

@@ -1,6 +1,7 @@
 """Uplink of a rollout: its connection to a trainer, in a thread of its own; it dials again whenever that is lost."""
 
 import logging
+import secrets
 import socket
 import ssl
 import threading
@@ -9,6 +10,8 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any, NamedTuple
 
+from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
+from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.sinks.trainer.lender import FragmentLender
 from rollflow.sinks.trainer.pace_gate import StreamOrder
@@ -16,7 +19,7 @@ from rollflow.sinks.trainer.resend_buffer import ResendBuffer
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.net.descriptor_transport import DescriptorTransport
+from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
 from rollflow.stream.net.dial import problem_of
 from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.net.socket_loop import SocketLoop
@@ -48,6 +51,42 @@ class TrainerLink(NamedTuple):
     tls: ssl.SSLContext | None = None
     lender: FragmentLender | None = None
     retry_s: float | None = None
+
+
+def link_to(
+    address: str | wire.Address,
+    secret: Secret,
+    tls: ssl.SSLContext | None,
+    limits: wire.Limits | None,
+    *,
+    retry_s: float | None = None,
+    lends: int = 0,
+) -> TrainerLink:
+    """Way to the trainer at an address, with shared memory of `lends` bytes where it shares some.
+
+    Raises WireError for an invalid address, or one that needs a secret.
+    """
+    target, known = wire.parse_trainer_address(address), secret_bytes(secret)
+    wire.check_secret(target, known)
+    check_shared(target, tls)
+    check_tls(target, tls)
+    lender = FragmentLender(lends) if lends and isinstance(target, wire.SharedAddress) else None
+    return TrainerLink(target, limits or wire.Limits(), known, tls, lender, retry_s)
+
+
+def source_hello(link: TrainerLink, session: wire.SourceSession, name: str, **more: Any) -> wire.Hello:
+    """The first message to a trainer: slots, spaces and metadata are in `more`."""
+    return wire.Hello(
+        versions=(wire.VERSION, wire.VERSION),
+        role="source",
+        software=software(),
+        name=name,
+        nonce=secrets.token_bytes(wire.NONCE_BYTES),
+        session=session.token,
+        max_frame=link.limits.max_frame,
+        autoreset="SAME_STEP",
+        **more,
+    )
 
 
 class TrainerUplink:
