@@ -194,21 +194,6 @@ async def test_whole_episodes_come_from_a_graph_as_soon_as_there_are_some() -> N
     assert all(batch["seq_lens"].min() > 0 for batch in batches)
 
 
-@pytest.mark.slow
-async def test_a_thread_that_samples_beside_a_graph_lets_its_inserts_go_on() -> None:
-    replay = Replay(5000, rate=SamplesPerInsert(1.0, min_size=50), batch_size=16, seed=0)
-    rollout, graph = in_graph(replay, num_fragments=8)
-    async with graph.run() as run:  # whose batches nobody takes yet: the thread alone samples
-        with anyio.fail_after(60):
-            while replay.report().inserted < 192:
-                await wait_all_tasks_blocked()
-                if replay.may_sample():
-                    await anyio.to_thread.run_sync(replay.sample)
-        async for _ in run["batches"]:
-            pass
-    assert replay.report().inserted == rollout.num_steps == 192
-
-
 async def test_a_thread_that_inserts_beside_tasks_wakes_those_that_wait_for_steps() -> None:
     played, replay = Played(2, 1), Replay(500, rate=SamplesPerInsert(1.0), batch_size=1, seed=0)
     replay.turns.enter_loop()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
 from replayed import Played, plays, rows_of
+from shapes_env import FixedModule, Shapes
 
 from rollflow import Replay, Rollout
 from rollflow.sinks import (
@@ -28,6 +28,7 @@ from rollflow.sinks import (
     Uniform,
 )
 from rollflow.stream import ReplayError
+from rollflow.stream.data.tree import leaves_of
 
 SINGLE: list[Callable[[], Sampler]] = [
     Uniform,
@@ -249,42 +250,20 @@ def test_a_disk_without_room_for_all_rows_is_told_when_they_are_made(
     assert not list(tmp_path.iterdir())
 
 
-class Pixels(gym.Env[Any, Any]):
-    """Observations are a Tuple of bytes and half floats, counting up."""
-
-    observation_space = gym.spaces.Tuple(
-        (gym.spaces.Box(0, 255, (3, 2), np.uint8), gym.spaces.Box(0, 1, (1,), np.float16))
-    )
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, **kwargs: Any) -> Any:
-        self.count = 0
-        return self._seen(), {}
-
-    def step(self, action: Any) -> Any:
-        self.count += 1
-        return self._seen(), 0.0, self.count % 5 == 0, False, {}
-
-    def _seen(self) -> Any:
-        return np.full((3, 2), self.count, np.uint8), np.full(1, self.count / 8, np.float16)
-
-
-class TwoLogits(NumberedModule):
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"action_dist_inputs": torch.zeros(len(batch["obs"][0]), 2)}
-
-
-def test_bytes_and_half_floats_of_a_tuple_stay_what_they_are_and_stand_once() -> None:
-    replay = Replay(400, seed=0)
-    with Rollout(Pixels, module=TwoLogits(), num_envs=3, fragment_length=20, num_fragments=4, seed=0) as rollout:
-        for fragment in rollout.fragments():
-            replay.insert(fragment)
-    batch = replay.sample(64)
-    pixels, half = batch["obs"]
-    assert (pixels.dtype, half.dtype) == (torch.uint8, torch.float16)
-    assert torch.equal(pixels[:, 0, 0].half() / 8, half[:, 0])
-    assert torch.equal(batch["new_obs"][0], pixels + 1)
-    assert replay.nbytes < 400 * (6 + 2 + 8 + 4 + 1 + 1 + 8 + 8 + 4) + 64 * 8 + 1
+def test_columns_keep_their_types_and_each_observation_stands_once() -> None:
+    replay, options = Replay(400, sampler=Newest()), {"fragment_length": 20, "num_fragments": 1, "seed": 0}
+    with Rollout([Shapes], module=FixedModule(), **options) as rollout:  # type: ignore[arg-type]
+        (fragment,) = rollout.fragments()
+    replay.insert(fragment)
+    batch = replay.sample(fragment.num_steps)
+    for name in ("obs", "actions", "memory"):
+        for ours, theirs in zip(leaves_of(batch[name]), leaves_of(fragment.gather(name)), strict=True):
+            np.testing.assert_array_equal(ours.flip(0), theirs)
+            assert ours.numpy().dtype == theirs.dtype
+    kept = [name for name in fragment.columns if name != "obs"]
+    step = sum(leaf[0].nbytes for name in kept for leaf in leaves_of(fragment.gather(name)))
+    seen = sum(leaf[0].nbytes for leaf in leaves_of(fragment.gather("obs")))
+    assert replay.nbytes <= 400 * step + (400 + 64) * seen
 
 
 def test_steps_leave_after_so_many_samples() -> None:

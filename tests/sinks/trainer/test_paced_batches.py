@@ -1,13 +1,11 @@
 """Train batches that are made where the rollout is are no older than the bound, and nothing is thrown away."""
 
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, made
-from feeding_rollouts import SHORT, fed, graph_of, running, trainer, weights
+from feeding_rollouts import SHORT, fed, running, trainer, weights
 from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
@@ -18,38 +16,6 @@ from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.stream import LagError, WireError
 
 DRAWN = Drawn(3, 1, 4, 1, 9, at_once=False, fragment_length=8, lookback=1, by_episode=True, seed=11)
-
-
-def steps_taken(stream: TrainerStream, max_lag: int) -> int:
-    """Have the trainer publish behind every batch, as long as some come; the transitions in them, none too old."""
-    steps = 0
-    for batch in stream:
-        assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - max_lag
-        np.testing.assert_array_equal(batch["weight"], batch[Columns.POLICY_VERSION])
-        assert all((each.lag or 0) <= max_lag for each in stream.handed)
-        steps += len(batch[Columns.REWARDS])
-        stream.publish(weights(stream.version + 1.0))
-    return steps
-
-
-@settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
-@given(
-    max_lag=st.integers(0, 3),
-    lanes=st.integers(1, 3),
-    fragments_per_batch=st.integers(1, 4),
-    where=st.sampled_from(["inline", "threads"]),
-)
-def test_no_action_is_older_than_the_bound_and_nothing_is_lost(
-    max_lag: int, lanes: int, fragments_per_batch: int, where: Any
-) -> None:
-    with trainer(max_lag=max_lag, on_excess="pace") as stream:
-        stream.publish(weights(1.0))
-        sink = {"sends": "batches", "fragments_per_batch": fragments_per_batch}
-        graph = graph_of(stream.address, (0, 1, 2), lanes=lanes, where=where, num_fragments=8, sink=sink)
-        with running(*graph) as feed:
-            steps = steps_taken(stream, max_lag)
-    assert steps == feed.rollout.num_steps
-    assert stream.lost == {}
 
 
 @settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])

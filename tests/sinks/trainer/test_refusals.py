@@ -41,23 +41,24 @@ def test_a_secret_is_proved_by_both_ends() -> None:
             assert len(list(stream)) == 2
 
 
-def test_another_secret_is_refused_at_both_ends() -> None:
-    with trainer(secret=SECRET, join_timeout=0.01) as stream:
-        with (
-            pytest.raises(WireError, match=r"proof.mac: the rollout has another secret"),
-            feeding(stream.address, sink={"secret": "another"}, num_fragments=1) as feed,
-        ):
-            refused_by(stream, "proof.mac: the rollout has another secret")
-            feed.ended.result(60)
-
-
-def test_none_where_one_is_asked_for_is_refused() -> None:
-    with trainer(secret=SECRET, join_timeout=0.01) as stream:
-        with (
-            pytest.raises(WireError, match="the trainer asks for a secret, and this rollout has none"),
-            feeding(stream.address, num_fragments=1) as feed,
-        ):
-            refused_by(stream, "the trainer asks for a secret")
+@pytest.mark.parametrize(
+    ("at_trainer", "at_rollout", "told"),
+    [
+        ({"secret": SECRET}, {"secret": "another"}, "proof.mac: the rollout has another secret"),
+        ({"secret": SECRET}, {}, "the trainer asks for a secret, and this rollout has none"),
+        (
+            {"yields": "episodes"},
+            {"sends": "batches"},
+            "this rollout sends train batches, and the trainer has yields='episodes'",
+        ),
+    ],
+)
+def test_a_rollout_that_does_not_fit_is_refused_at_both_ends(
+    at_trainer: dict[str, Any], at_rollout: dict[str, Any], told: str
+) -> None:
+    with trainer(join_timeout=0.01, **at_trainer) as stream:
+        with pytest.raises(WireError, match=told), feeding(stream.address, sink=at_rollout, num_fragments=1) as feed:
+            refused_by(stream, told)
             feed.ended.result(60)
 
 
@@ -165,16 +166,6 @@ def test_hosts_are_no_rollouts_and_a_trainer_is_no_gateway() -> None:
                 for _ in other.fragments():
                     if feed.ended.done():
                         break
-
-
-def test_train_batches_can_not_be_taken_apart() -> None:
-    with trainer(yields="episodes", join_timeout=0.01) as stream:
-        with (
-            pytest.raises(WireError, match="this rollout sends train batches, and the trainer has yields='episodes'"),
-            feeding(stream.address, sink={"sends": "batches"}, num_fragments=1) as feed,
-        ):
-            refused_by(stream, "sends train batches")
-            feed.ended.result(60)
 
 
 @pytest.mark.slow

@@ -24,19 +24,27 @@ def arrived_at(stream: TrainerStream) -> int:
 
 
 @settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
-@given(max_lag=st.integers(0, 3), lanes=st.integers(1, 3), where=st.sampled_from(["inline", "threads"]))
+@given(
+    max_lag=st.integers(0, 3),
+    lanes=st.integers(1, 3),
+    where=st.sampled_from(["inline", "threads"]),
+    per_batch=st.sampled_from([None, 1, 2, 4]),
+)
 def test_under_pace_every_action_is_as_new_as_it_must_be_and_nothing_is_lost(
-    max_lag: int, lanes: int, where: Any
+    max_lag: int, lanes: int, where: Any, per_batch: int | None
 ) -> None:
+    """Of fragments, and of train batches of so many of them that are made where the rollout is."""
+    sink = {} if per_batch is None else {"sends": "batches", "fragments_per_batch": per_batch}
     with trainer(max_lag=max_lag, on_excess="pace") as stream:
         stream.publish(weights(1.0))
-        with feeding(stream.address, (0, 1, 2), lanes=lanes, where=where, num_fragments=8) as feed:
+        with feeding(stream.address, (0, 1, 2), lanes=lanes, where=where, num_fragments=8, sink=sink) as feed:
             steps = 0
             for batch in stream:
                 assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - max_lag
                 # What acted was what had been published under this version.
                 np.testing.assert_array_equal(batch["weight"], batch[Columns.POLICY_VERSION])
-                assert len(stream.handed) == lanes
+                assert all((each.lag or 0) <= max_lag for each in stream.handed)
+                assert len(stream.handed) == (lanes if per_batch is None else 1)
                 steps += len(batch[Columns.REWARDS])
                 stream.publish(weights(stream.version + 1.0))
     assert steps == feed.rollout.num_steps
