@@ -1,4 +1,4 @@
-"""Ten thousand altered policies: each is refused in words, or does what it did; nothing of theirs is run."""
+"""Thousands of altered policies: each is refused in words, or does what it did; nothing of theirs is run."""
 
 import json
 import random
@@ -24,7 +24,7 @@ needs("onnx", "onnxruntime", "onnxscript")
 
 SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}
 MOST_MEMORY = 2 << 30  # bytes that loading may ask for beyond what the program has
-COUNT, PARTS = 10_000, 10
+COUNT, PARTS = 3_000, 4
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors", "programs.safetensors")
 FILES = ("policy.json", "programs.json", "policy.onnx", *ARRAYS)
 FORBIDDEN_EVENTS = ("os.", "subprocess.", "socket.connect", "pickle.find_class", "ctypes.dlopen", "shutil.")
