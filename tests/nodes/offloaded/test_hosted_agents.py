@@ -8,7 +8,7 @@ import pytest
 import torch
 from drawn_agents import Drawn, assert_alike, fragments_of, made, makers_of, mapping_of, modules_of
 from ending_agent_envs import DoomedAgents
-from lost_agents import agent_chunks, check_laws, emitted_steps, in_time
+from lost_agents import agent_chunks, check_laws, in_time
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 from remote_hosts import end_waits_once, hosting, listening
@@ -58,18 +58,6 @@ def test_each_module_acts_with_the_weights_that_were_published_for_it(prefetch: 
             assert rollout.publish({"plain 0": {"weight": torch.tensor(float(number + 1))}}) == {"plain 0": number + 1}
 
 
-def test_a_drained_rollout_gives_every_step_that_was_made() -> None:
-    hosts = listening(RemoteRollouts)
-    with host_of(hosts, DRAWN), made(DRAWN, env=hosts, lanes=None, prefetch=1)[1] as rollout:
-        fragments = []
-        for fragment in rollout.fragments():
-            fragments.append(fragment)
-            if len(fragments) == 3:
-                rollout.drain()
-        assert len(emitted_steps(fragments)) == rollout.num_steps
-    assert rollout.lost == {}
-
-
 def test_environments_that_raise_on_a_host_begin_anew(tmp_path: Path) -> None:
     hosts = listening(RemoteRollouts)
     kinds: Any = {"agents": 2, "nested": 0, "at_once": True}
@@ -83,24 +71,6 @@ def test_environments_that_raise_on_a_host_begin_anew(tmp_path: Path) -> None:
         assert rollout.lost == {"workers": 2}
     assert [fragment.num_rows for fragment in fragments] == [8, 5, 8]
     assert [len(fragment.losses) for fragment in fragments] == [0, 1, 0]
-
-
-def test_a_host_that_leaves_takes_its_lanes_with_it_and_others_go_on(tmp_path: Path) -> None:
-    hosts = listening(RemoteRollouts, hosts=2)
-    envs = [[partial(DoomedAgents, slot, tmp_path, nested=0)] for slot in range(2)]
-    given: Any = {"kind": RolloutHost, "module": SerialModule()}
-    with hosting(hosts.addresses[0], envs[0], **given):
-        with hosting(hosts.addresses[0], envs[1], **given):
-            rollout = over(hosts, num_fragments=6)
-            rollout.start()
-            stream = iter(rollout.fragments())
-            fragments = [next(stream) for _ in range(4)]
-        fragments += stream
-        check_laws(rollout, fragments, tmp_path, 2)
-        rollout.close()
-    counts = sorted(sum(fragment.lane == lane for fragment in fragments) for lane in (0, 1))
-    assert counts[1] == 6
-    assert counts[0] < 6
 
 
 class Notes(ConnectorV2):

@@ -1,7 +1,6 @@
 """One meaning: whole rollouts on other hosts give the same fragments as those in worker processes."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,7 +12,7 @@ from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedModule
 from property_examples import examples
-from remote_hosts import BrokenWire, dialled_host, hosting, listening
+from remote_hosts import BrokenWire, hosting, listening
 
 from rollflow import ConnectorV2, Fragment, Graph, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
@@ -42,14 +41,6 @@ def test_a_host_that_dials_in_gives_the_fragments_that_are_made_inline(drawn: Se
     assert_alike(hosted(listening(RemoteRollouts), drawn), fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
 
 
-@pytest.mark.slow
-@given(drawn=drawn_settings, workers=st.integers(1, 2))
-@settings(max_examples=examples(2), phases=[Phase.explicit, Phase.generate])
-def test_so_it_gives_those_of_worker_processes(drawn: Setting, workers: int) -> None:
-    ours = hosted(listening(RemoteRollouts), drawn)
-    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes, where="rollouts", workers=workers))
-
-
 @given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 12_000), max_size=30))
 @settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
 def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Setting, cuts: list[int]) -> None:
@@ -61,30 +52,6 @@ def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: 
     finally:
         wire.close()
     assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
-
-
-def test_hosts_that_are_dialled_give_the_same_as_well(tmp_path: Path) -> None:
-    drawn = Setting(4, 2, 8, 1, True, 6, 1, 7)
-    addresses = [f"unix:{tmp_path}/one", f"unix:{tmp_path}/two"]
-    makers = makers_of(drawn)
-    options: Any = {"kind": RolloutHost, "module": NumberedModule()}
-    # Both are dialled at once: which one is first is for the wire to say, so both have the same environments.
-    with dialled_host(addresses[0], makers[:2], **options), dialled_host(addresses[1], makers[:2], **options):
-        ours = fragments_of(RemoteRollouts.connect(addresses), drawn)
-    assert_alike(ours, fragments_of(makers[:2] * 2, drawn, lanes=2))
-
-
-def test_secret_and_encryption_change_nothing(certificates: dict[str, Any]) -> None:
-    envs = listening(RemoteRollouts, secret="open sesame", tls=certificates["server"])
-    options: Any = {"fragment_length": 20, "num_fragments": 2, "seed": 5}
-    secret: Any = {"secret": b"open sesame", "tls": certificates["client"]}
-    with (
-        hosting(envs.addresses[0], "CartPole-v1", num_envs=2, kind=RolloutHost, **secret),
-        Rollout(envs, **options) as rollout,
-    ):
-        ours = list(rollout.fragments())
-    with Rollout("CartPole-v1", num_envs=2, **options) as inline:
-        assert_alike(ours, list(inline.fragments()))
 
 
 class Notes(ConnectorV2):

@@ -209,24 +209,6 @@ def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None
     assert lost_in(fragments) == ["RuntimeError: it broke"] * 6
 
 
-def test_between_two_failures_there_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time grows with each failure."""
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 1000.0)
-    monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor._LONGEST_DELAY_S", 3000.0)
-    now = [0.0]
-    monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor.monotonic", lambda: now[0])
-    envs = listening(RemoteRollouts, join_timeout=None)
-    with rollouts_on(envs.addresses[0], doomed(tmp_path, 0, 3)), rollout_over(envs, prefetch=1) as rollout:
-        await_that(lambda: rollout.environments.carrier.lanes)
-        [record] = rollout.environments.carrier.supervisor.lanes
-        for failures, delay in ((1, 1000.0), (2, 2000.0), (3, 3000.0)):
-            await_that(lambda due=now[0] + delay: record.due == due)
-            assert (record.failures, len(Doomed.lives(tmp_path, 0))) == (failures, failures)
-            now[0] += delay
-            rollout.environments.carrier.gateway.wake()
-        assert next(iter(rollout.fragments())).num_steps == 8
-
-
 # Environments that hang
 
 
@@ -318,31 +300,6 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
     assert fragment.num_steps == 8
     assert "is late" not in caplog.text
     assert rollout.lost == {}
-
-
-def test_one_that_freezes_soon_after_a_look_is_noticed_an_eighth_of_the_time_later(
-    tmp_path: Path, clock: LaneClock
-) -> None:
-    envs = listening(RemoteRollouts)
-    held = partial(Held, 0, tmp_path, steps=[4, 5], lengths=(100, 100))
-    try:
-        with rollouts_on(envs.addresses[0], [held]), rollout_over(envs, step_timeout=8.0, prefetch=1) as rollout:
-            for times in range(2):
-                await_held(tmp_path, 0, times)
-                await_that(lambda times=times: rollout.num_steps == 4 + times)  # as it has said
-                clock.go_on(rollout, 1.0)  # when it is looked at
-                await_that(lambda: clock.has_looked(rollout, 0))
-                if times == 0:
-                    let_go(tmp_path, 0, 0)  # it gets on, and hangs from then on
-            [remote] = rollout.environments.carrier.lanes
-            clock.go_on(rollout, 7.0)
-            await_that(lambda: clock.left(rollout, 0) == pytest.approx(1.0))
-            assert remote.status.phase is LanePhase.STEPPING
-            clock.go_on(rollout, 1.0)
-            await_that(lambda: remote.status.phase is LanePhase.LATE)
-            let_go(tmp_path, 0, 1)
-    finally:
-        let_go(tmp_path, 0, 1)
 
 
 def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(

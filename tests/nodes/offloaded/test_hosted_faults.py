@@ -1,17 +1,13 @@
 """Hosts of whole rollouts, and gateways, that are killed, frozen or cut off: every transition is accounted for."""
 
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from ending_envs import Doomed, rewards_by_slot
+from ending_envs import rewards_by_slot
 from fragment_equality import assert_alike
 from held_envs import Held, await_held, let_go
 from numbered_module import NumberedModule
@@ -31,37 +27,12 @@ from remote_rollouts import (
 
 from rollflow import Fragment, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
-from rollflow.stream import EnvError
-from rollflow.stream.wire import Limits
 
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
     monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [0, 21, 24])
-def test_a_host_that_is_killed_takes_its_fragment_with_it_and_nothing_else(step: int, tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts, hosts=2, limits=HASTY)
-    doomed = [((slot, tmp_path, "kill", step, 9), {"lengths": (100, 200)}) for slot in (0, 1)]
-    victim = HostProcess(envs.addresses[0], doomed, name="victim", env=Doomed, kind=RolloutHost)
-    try:
-        with rollouts_on(envs.addresses[0], makers(2, 3)), rollout_over(envs) as rollout:
-            fragments = iter(rollout.fragments())
-            taken = taken_until(fragments, lambda taken: len(taken) > 12)
-            rollout.drain()
-            taken += list(fragments)
-    finally:
-        victim.end()
-    # It may have made what it had no time to tell of; what it told of is lost, but for whole fragments.
-    check_laws(taken, rollout.lost, slots_lost=2 * (step % 8 + 1))
-    check_counts(taken, rollout)
-    whole = list(range(1, step - step % 8 + 1))
-    assert [rewards_by_slot(taken).get(slot, []) for slot in (0, 1)] == [whole] * 2
-    others = rewards_by_slot(taken)
-    assert len(others[2]) == len(others[3]) >= 6 * 8
 
 
 @pytest.mark.slow
@@ -104,26 +75,6 @@ def test_a_rollout_that_is_left_in_the_middle_counts_what_it_was_told_of(tmp_pat
     check_counts(taken, rollout)
 
 
-@pytest.mark.slow
-def test_a_host_that_freezes_and_wakes_goes_on_where_it_was() -> None:
-    envs = listening(RemoteRollouts, limits=Limits(heartbeat_s=0.2, grace_s=30.0))
-    host = HostProcess(envs.addresses[0], told(0, 1), kind=RolloutHost)
-    try:
-        with rollout_over(envs, num_fragments=30, prefetch=1) as rollout:
-            fragments = iter(rollout.fragments())
-            taken = [next(fragments) for _ in range(3)]
-            host.signal(signal.SIGSTOP)
-            gateway = rollout.environments.carrier.gateway
-            await_that(lambda: any(each.lost_at is not None for each in gateway.hosts.values()))
-            host.signal(signal.SIGCONT)
-            taken += list(fragments)
-        assert rollout.lost == {}
-    finally:
-        host.end()
-    with Rollout(makers(0, 1), module=NumberedModule(), fragment_length=8, seed=0, num_fragments=30) as inline:
-        assert_alike(taken, list(inline.fragments()))
-
-
 def test_a_host_that_is_cut_off_in_the_middle_of_a_fragment_has_it_when_it_comes_back(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts)
     wire = BrokenWire(envs.addresses[0], lambda: None)
@@ -147,57 +98,7 @@ def test_a_host_that_is_cut_off_in_the_middle_of_a_fragment_has_it_when_it_comes
         assert_alike(taken, list(inline.fragments()))
 
 
-@pytest.mark.slow
-def test_a_connection_cut_a_thousand_times_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
-    rng = np.random.default_rng(0)
-    envs = listening(RemoteRollouts)
-    wire = BrokenWire(envs.addresses[0], lambda: int(rng.integers(1, 9000)))
-    try:
-        with rollouts_on(wire.address, makers(0, 1, 2), lanes=2), rollout_over(envs) as rollout:
-            fragments = iter(rollout.fragments())
-            taken = taken_until(fragments, lambda taken: wire.cuts >= 1000)
-            rollout.drain()
-            taken += list(fragments)
-    finally:
-        wire.close()
-    check_laws(taken, rollout.lost, slots_lost=0)
-    assert rollout.lost == {}
-
-
 # Gateways and hosts that are started again
-
-
-def program_of(address: str) -> str:
-    return (
-        f"import sys; sys.path[:] = {sys.path!r}\n"
-        "from numbered_module import NumberedModule\n"
-        "from rollflow.nodes import RemoteRollouts, Rollout\n"
-        f"envs = RemoteRollouts.listen({address!r})\n"
-        "with Rollout(envs, module=NumberedModule(), fragment_length=8, prefetch=1) as rollout:\n"
-        "    for fragment in rollout.fragments():\n"
-        "        print(fragment.sequence, flush=True)\n"
-    )
-
-
-@pytest.mark.slow
-def test_a_gateway_that_is_killed_and_started_again_gets_its_hosts_back() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-    with rollouts_on(address, makers(0, 1, 2), lanes=2):
-        first = subprocess.Popen([sys.executable, "-c", program_of(address)], stdout=subprocess.PIPE, text=True)
-        assert first.stdout is not None
-        while int(first.stdout.readline()) < 3:
-            pass
-        first.kill()
-        first.communicate()
-        with rollout_over(RemoteRollouts.listen(address), num_fragments=4) as rollout:
-            taken = list(rollout.fragments())
-            assert rollout.num_steps == 4 * 3 * 8
-    assert rollout.lost == {}
-    for steps in rewards_by_slot(taken).values():
-        assert steps == list(range(steps[0], steps[0] + 32))
 
 
 def test_a_host_serves_one_rollout_after_the_other() -> None:
@@ -239,40 +140,6 @@ def test_a_host_that_is_started_again_is_another() -> None:
         if second is not None:
             second.end()
     assert sorted({fragment.lane for fragment in taken}) == [0, 1]
-    check_laws(taken, rollout.lost, slots_lost=8 + 1)
-    check_counts(taken, rollout)
-
-
-@pytest.mark.slow
-def test_one_that_is_dialled_and_started_again_is_another_too(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/host"
-
-    class Served:
-        """A host that is dialled, until it is stopped."""
-
-        def __init__(self, slot: int) -> None:
-            self.host = RolloutHost(makers(slot), module=NumberedModule())
-            self.listening = self.host.listening(address)
-            self.listening.__enter__()
-            self.thread = threading.Thread(target=self.host.serve)
-            self.thread.start()
-
-        def end(self) -> None:
-            self.host.stop()
-            self.thread.join()
-            self.listening.__exit__(None, None, None)
-            self.host.close()
-
-    served = Served(0)
-    with rollout_over(RemoteRollouts.connect(address)) as rollout:
-        fragments = iter(rollout.fragments())
-        taken = [next(fragments)]
-        served.end()
-        served = Served(1)
-        taken += taken_until(fragments, lambda more: 1 in slots_of(more))
-        rollout.drain()
-        taken += list(fragments)
-    served.end()
     check_laws(taken, rollout.lost, slots_lost=8 + 1)
     check_counts(taken, rollout)
 
@@ -322,34 +189,6 @@ def test_a_host_that_waits_for_others_can_say_how_far_it_is_afterwards(tmp_path:
             let_go(tmp_path, 0)
         ended.set()
         joining.join()
-
-
-@pytest.mark.slow
-def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0)) as host, rollout_over(envs) as rollout:
-        rollout.environments.carrier.join_timeout = 1.0
-        fragments = iter(rollout.fragments())
-        next(fragments)
-        host.stop()
-        with pytest.raises(EnvError, match=r"every host has left and none came within 1 s: host .*: said goodbye"):
-            list(fragments)
-
-
-@pytest.mark.slow
-def test_a_rollout_whose_hosts_are_killed_says_so_as_well(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts, limits=HASTY)
-    host = HostProcess(envs.addresses[0], told(0), name="victim", kind=RolloutHost)
-    try:
-        with rollout_over(envs) as rollout:
-            rollout.environments.carrier.join_timeout = 0.2
-            fragments = iter(rollout.fragments())
-            next(fragments)
-            host.signal(signal.SIGKILL)
-            with pytest.raises(EnvError, match=r"every host has left .*: host victim .* not back within 0.5 s"):
-                list(fragments)
-    finally:
-        host.end()
 
 
 def test_a_host_that_leaves_before_the_first_step_is_a_lane_that_has_left() -> None:

@@ -17,7 +17,6 @@ from remote_rollouts import await_that, check_counts, makers, raw_host_of, rollo
 
 from rollflow import ConnectorV2, Fragment, MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
-from rollflow.stream import ModuleError
 from rollflow.stream.wire import Weights
 
 
@@ -191,18 +190,6 @@ def test_a_tensor_of_any_dtype_is_the_same_after_its_way_over_arrays(dtype: torc
     )
 
 
-def test_wrong_weights_are_refused_where_they_are_published() -> None:
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0)), rollout_over(envs) as rollout:
-        fragments = iter(rollout.fragments())
-        next(fragments)
-        with pytest.raises(ModuleError, match=r"weights do not fit module 'NumberedModule': missing \['weight'\]"):
-            rollout.publish({"other": torch.zeros(())})
-        with pytest.raises(ModuleError, match=r"'weight' is \[2\], expected \[\]"):
-            rollout.publish({"weight": torch.zeros(2)})
-        assert next(fragments).policy_version == 0
-
-
 def test_weights_that_are_published_after_the_end_are_for_nobody() -> None:
     envs = listening(RemoteRollouts)
     with rollouts_on(envs.addresses[0], makers(0)):
@@ -268,22 +255,6 @@ def filter_of(acting: Any) -> MeanStdFilter:
 
 def hosts_of(envs: Any, count: int) -> list[Any]:
     return [rollouts_on(envs.addresses[0], "CartPole-v1", num_envs=2, **CARTS) for _ in range(count)]
-
-
-def test_what_connectors_learn_and_log_comes_together() -> None:
-    envs = listening(RemoteRollouts, hosts=2)
-    first, second = hosts_of(envs, 2)
-    options: Any = {"fragment_length": 10, "num_fragments": 3, "seed": 0}
-    with first, second, Rollout(envs, **options, **FILTERS) as rollout:
-        fragments = list(rollout.fragments())
-    [state] = [state for name, state in rollout.env_to_module.get_state().items() if "MeanStdFilter" in name]
-    assert len(state["sources"]) == 2
-    # Every observation but the one before the first step has been through the pipeline when its fragment is cut.
-    seen = 4 * (3 * 10 + 1)
-    assert sum(source["count"] for source in state["sources"].values()) == seen
-    assert filter_of(rollout).count == seen
-    assert rollout.metrics.peek("rows") == seen
-    assert len(fragments) == 6
 
 
 @pytest.fixture

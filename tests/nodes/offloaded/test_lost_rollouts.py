@@ -11,8 +11,7 @@ from ending_envs import Doomed, lives_of, rewards_by_slot
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, Rollout
-from rollflow.nodes import MetricsLogger
+from rollflow import ConnectorV2, MultiAgentRollout, Rollout
 from rollflow.stream import EnvError, RunError
 
 pytestmark = pytest.mark.slow
@@ -143,27 +142,6 @@ def test_an_error_in_a_connector_ends_the_run() -> None:
         with pytest.raises(RunError, match=told) as raised:
             next(iter(rollout.fragments()))
     assert any("in node 'env_to_module'" in note for note in raised.value.__notes__)
-
-
-class Notes(ConnectorV2):
-    def __call__(self, *, batch: Any, metrics: Any, episodes: Any, **kwargs: Any) -> Any:
-        metrics.log_value("rows", len(list(episodes)), reduce="sum")
-        return batch
-
-
-def test_what_connectors_learn_and_log_comes_together() -> None:
-    filters: Any = lambda env: [Notes(), MeanStdFilter()]  # noqa: E731
-    options: Any = {"num_envs": 4, "fragment_length": 10, "num_fragments": 3, "seed": 0}
-    with Rollout("CartPole-v1", where="rollouts", workers=2, env_to_module_connector=filters, **options) as rollout:
-        fragments = list(rollout.fragments())
-    [state] = [state for name, state in rollout.env_to_module.get_state().items() if "MeanStdFilter" in name]
-    assert len(state["sources"]) == 2
-    # Every observation but the one before the first step has been through the pipeline when its fragment is cut.
-    seen = 4 * (3 * 10 + 1)
-    assert sum(source["count"] for source in state["sources"].values()) == seen
-    assert rollout.metrics.peek("rows") == seen
-    assert isinstance(rollout.metrics, MetricsLogger)
-    assert len(fragments) == 6
 
 
 def test_new_weights_are_used_by_every_worker() -> None:

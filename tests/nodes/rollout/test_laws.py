@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from fragment_equality import assert_equal_batches
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, logits_of, numbered_envs
@@ -234,19 +235,6 @@ def test_the_same_seed_gives_the_same_fragments(drawn: Setting, count: int) -> N
     first, second = (run(made(drawn)[1], count) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert_equal_fragments(one, other)
-
-
-def assert_equal_batches(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Same columns, dtypes and numbers."""
-    assert one.keys() == other.keys()
-    for name in one:
-        parts = [batch[name] if isinstance(batch[name], dict) else {"": batch[name]} for batch in (one, other)]
-        assert parts[0].keys() == parts[1].keys()
-        for key in parts[0]:
-            assert parts[0][key].dtype == parts[1][key].dtype, name
-            torch.testing.assert_close(
-                parts[0][key], parts[1][key], rtol=0, atol=0, msg=lambda told, n=name: f"{n}: {told}"
-            )
 
 
 def assert_equal_fragments(one: Fragment, other: Fragment) -> None:

@@ -98,22 +98,16 @@ def test_a_forward_pass_that_hangs_is_what_holds_all_others_back(place: str) -> 
         await_bottleneck(rollout.report, "module")
 
 
-def test_remote_environments_that_hang_are_what_holds_all_others_back(tmp_path: Path) -> None:
-    remote = listening(RemoteEnvs)
-    with hosting(remote.addresses[0], [partial(Held, 0, tmp_path, steps=[3])]):
+@pytest.mark.parametrize(
+    ("kind", "on", "stage"), [(RemoteEnvs, hosting, "env"), (RemoteRollouts, rollouts_on, "rollouts")]
+)
+def test_what_hangs_on_a_host_is_what_holds_all_others_back(kind: Any, on: Any, stage: str, tmp_path: Path) -> None:
+    remote = listening(kind)
+    with on(remote.addresses[0], [partial(Held, 0, tmp_path, steps=[3])]):
         rollout = Rollout(remote, module=NumberedModule(), fragment_length=8, num_fragments=1, seed=0)
         with being_read(rollout, lambda: let_go(tmp_path, 0)):
             await_held(tmp_path, 0)
-            await_bottleneck(rollout.report, "env")
-
-
-def test_a_turn_that_hangs_on_a_host_is_what_holds_all_others_back(tmp_path: Path) -> None:
-    remote = listening(RemoteRollouts)
-    with rollouts_on(remote.addresses[0], [partial(Held, 0, tmp_path, steps=[3])]):
-        rollout = Rollout(remote, module=NumberedModule(), fragment_length=8, num_fragments=1, seed=0)
-        with being_read(rollout, lambda: let_go(tmp_path, 0)):
-            await_held(tmp_path, 0)
-            await_bottleneck(rollout.report, "rollouts")
+            await_bottleneck(rollout.report, stage)
 
 
 @pytest.mark.anyio

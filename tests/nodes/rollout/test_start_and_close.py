@@ -85,6 +85,8 @@ def test_before_start_and_after_close_errors_say_what_is_expected() -> None:
         next(iter(rollout.batches()))
     with pytest.raises(RunError, match="the rollout is not running, it is new: nothing to drain"):
         rollout.drain()
+    with pytest.raises(RunError, match="not running, it is new: nothing to report"):
+        rollout.report()
     rollout.start()
     with pytest.raises(RunError, match="the rollout is running: it runs once"):
         rollout.start()

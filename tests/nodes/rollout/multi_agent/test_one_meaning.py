@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from agent_logs import episodes_by_hand
 from drawn_agents import Drawn, drawn_settings, envs_of, made, run
+from fragment_equality import assert_equal_batches
 from hypothesis import given, settings, strategies as st
 from numbered_agents import NumberedAgents
 from property_examples import examples
@@ -137,8 +137,8 @@ def test_batches_are_those_of_the_agents_episodes_built_by_hand(drawn: Drawn, co
             keys = [key_of(episode) for episode in fragment.agent_episodes(module_id)]
             pipeline = rollout.learner.pipeline_of(module_id)
             expected = pipeline(rl_module=rollout.module[module_id], episodes=[by_hand[key] for key in keys])
-            assert_same_batches(batch, expected)
-            assert_same_batches(
+            assert_equal_batches(batch, expected)
+            assert_equal_batches(
                 batch,
                 pipeline(rl_module=rollout.module[module_id], episodes=list(fragment.agent_episodes(module_id))),
             )
@@ -148,17 +148,6 @@ def key_of(episode: Any) -> tuple[int, ...]:
     """Slot, agent, episode, and the agent's step at which the chunk begins."""
     at = at_of(episode.get_observations(0)) if len(episode) else at_of(episode.get_observations(-1))
     return (*(int(number) for number in at[:3]), episode.t_started, len(episode))
-
-
-def assert_same_batches(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Same columns, dtypes and numbers."""
-    assert one.keys() == other.keys()
-    for name in one:
-        parts = [batch[name] if isinstance(batch[name], dict) else {"": batch[name]} for batch in (one, other)]
-        assert parts[0].keys() == parts[1].keys()
-        for key in parts[0]:
-            assert parts[0][key].dtype == parts[1][key].dtype, name
-            torch.testing.assert_close(parts[0][key], parts[1][key], rtol=0, atol=0)
 
 
 class ByEpisodes(ConnectorV2):
