@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.env.environments import Environments
@@ -111,47 +111,16 @@ class FirstPass:
         return output
 
 
-class Replica(Protocol):
-    """Connectors and module that act in one lane, for that lane alone; it can be pickled until its stages are made.
-
-    versions     module id -> policy version of the weights that the module has
-    """
-
-    @property
-    def versions(self) -> Mapping[Any, int]: ...
-    @property
-    def modules(self) -> Mapping[Any, Any]:
-        """Module id -> the copy that acts."""
-        ...
-
-    @property
-    def named_pipelines(self) -> Sequence[tuple[str, Any]]:
-        """Pipelines of connectors, whose states are kept in step with other lanes', and their names."""
-        ...
-
-    def begin(self) -> None:
-        """Make ready to act, and to `put` weights."""
-        ...
-
-    def put(self, published: Published) -> None:
-        """Have the next pass use weights, unless newer ones are here. Raises ModuleError for those of others."""
-        ...
-
-    def stages(self, site: LaneSite, plan: LanePlan, first: FirstPass, metrics: MetricsLogger) -> LaneStages:
-        """Stages of the lane's ring; they act from the plan's first fragment on."""
-        ...
-
-    def under_way(self, lane: Any) -> int:
-        """Transitions that the lane's next vector step may end."""
-        ...
-
-
 class OneReplica:
-    """A `Replica` of one module, for environments of one agent each.
+    """Connectors and a module that act in one lane, for that lane alone, in environments of one agent each.
+
+    It can be pickled until its stages are made.
 
     module                          a copy of the module for this lane alone
     version                         of its weights; -1: they are yet to come
     env_to_module, module_to_env    connector pipelines for this lane alone
+
+    versions    module id -> policy version of the weights that the module has
     """
 
     def __init__(
@@ -164,24 +133,30 @@ class OneReplica:
 
     @property
     def modules(self) -> Mapping[Any, Any]:
+        """Module id -> the copy that acts."""
         return {DEFAULT_MODULE_ID: self._module}
 
     @property
     def named_pipelines(self) -> Sequence[tuple[str, Any]]:
+        """Pipelines of connectors, whose states are kept in step with other lanes', and their names."""
         return list(zip(PIPELINES, self._pipelines, strict=True))
 
     def begin(self) -> None:
+        """Make ready to act, and to `put` weights."""
         self._weights = LaneWeights(self._module, self.versions[DEFAULT_MODULE_ID])
 
     def put(self, published: Published) -> None:
+        """Have the next pass use weights, unless newer ones are here. Raises ModuleError for those of others."""
         assert self._weights is not None
         for version, weights in published.values():
             self._weights.put(version, weights)
 
     def under_way(self, lane: Any) -> int:
+        """Transitions that the lane's next vector step may end."""
         return int(lane.layout.num_slots)
 
     def stages(self, site: LaneSite, plan: LanePlan, first: FirstPass, metrics: MetricsLogger) -> LaneStages:
+        """Stages of the lane's ring; they act from the plan's first fragment on."""
         assert self._weights is not None
         module, (env_to_module, module_to_env) = self._module, self._pipelines
         environments = _OneLane(site, lookback=plan.lookback, **plan.env_options)
@@ -201,7 +176,7 @@ class OneReplica:
 
 
 class SeveralReplica:
-    """A `Replica` of several modules, for environments of several agents each.
+    """Connectors and modules that act in environments of several agents each; otherwise as `OneReplica`.
 
     acting    modules, their connector pipelines, and which agents they serve
     """
@@ -253,6 +228,9 @@ class SeveralReplica:
             _FirstAgentForward(acting.modules, first),
             ModuleToAgents(acting.module_to_env, metrics=metrics, threads=plan.acting["threads"]),
         )
+
+
+Replica = OneReplica | SeveralReplica
 
 
 class LaneWeights(PolicyWeights):

@@ -20,7 +20,7 @@ class LaneClock:
     def left(self, rollout: Rollout | MultiAgentRollout, lane: int) -> float:
         """Seconds that a lane has left for what it is at; 0.0 where it has nothing to do."""
         watch = rollout.environments.carrier.supervisor.deadlines  # type: ignore[attr-defined]
-        is_watched = any(lane in lanes for lanes in list(watch._looks._due.values()))
+        is_watched = any(lane in lanes for lanes in list(watch._due.values()))
         return watch._until[lane] - self._now if is_watched else 0.0
 
     def has_looked(self, rollout: Rollout, lane: int) -> bool:
