@@ -34,28 +34,37 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         folder.mkdir(parents=True, exist_ok=True)
         if there := next(folder.glob(f"slot-{slot}-episode-*.mp4"), None):
             raise DatasetError(f"{there} is there already, expected another folder for videos").see("dataset")
+        self._av = import_av()
         self._folder, self._slot, self._left, self._number = folder, slot, episodes, 0
-        self._video: _Video | None = None
+        self._file: Any = None  # in H.264, of the episode that is filmed; it gets its name once it is whole
 
     def reset(self, **options: Any) -> Any:
         """Reset the environment, and begin the video of an episode that is to be filmed."""
         made = self.env.reset(**options)
         self._drop()
         if self._number < self._left:
-            path = self._folder / f"slot-{self._slot}-episode-{self._number}.mp4"
-            self._video = _Video(path, self.env.metadata.get("render_fps") or _DEFAULT_FPS)
-            self._video.add(self.env.render())
+            self._path = self._folder / f"slot-{self._slot}-episode-{self._number}.mp4"
+            self._partial = self._path.with_name(f".{self._path.name}")
+            self._file = self._av.open(str(self._partial), "w", format="mp4")
+            fps = Fraction(self.env.metadata.get("render_fps") or _DEFAULT_FPS).limit_denominator(1000)
+            self._stream = self._file.add_stream("libx264", rate=fps)
+            self._stream.pix_fmt = "yuv420p"
+            picture = self._picture()
+            self._stream.height, self._stream.width = picture.shape[:2]
+            self._add(picture)
         self._number += 1
         return made
 
     def step(self, action: Any) -> Any:
         """Step the environment; an episode's end ends its video."""
         made = self.env.step(action)
-        if self._video is not None:
-            self._video.add(self.env.render())
+        if self._file is not None:
+            self._add(self._picture())
             if made[2] or made[3]:
-                self._video.end()
-                self._video = None
+                self._file.mux(self._stream.encode())  # the rest
+                self._file.close()
+                self._partial.replace(self._path)
+                self._file = None
         return made
 
     def close(self) -> None:
@@ -63,46 +72,20 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         self._drop()
         self.env.close()
 
-    def _drop(self) -> None:
-        if self._video is not None:
-            self._video.drop()
-            self._video = None
-
-
-class _Video:
-    """File in H.264, which has its name once it is whole.
-
-    path    of the file
-    fps     frames a second
-    """
-
-    def __init__(self, path: Path, fps: float) -> None:
-        av = import_av()
-        self._path, self._partial = path, path.with_name(f".{path.name}")
-        self._frame_of: Any = av.VideoFrame.from_ndarray
-        self._file = av.open(str(self._partial), "w", format="mp4")
-        self._stream = self._file.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
-        self._stream.pix_fmt = "yuv420p"
-        self._is_begun = False
-
-    def add(self, picture: Any) -> None:
-        """Add a picture, u8[H, W, 3]; without its last row or column where the number is odd."""
+    def _picture(self) -> Any:
+        """What is shown, u8[H, W, 3]; without its last row or column where the number is odd."""
+        picture: Any = self.env.render()
         height, width = (size - size % 2 for size in picture.shape[:2])
-        if not self._is_begun:
-            self._stream.height, self._stream.width, self._is_begun = height, width, True
-        frame = self._frame_of(np.ascontiguousarray(picture[:height, :width]), format="rgb24")
-        self._file.mux(self._stream.encode(frame))
+        return np.ascontiguousarray(picture[:height, :width])
 
-    def end(self) -> None:
-        """Write the rest, and give the file its name."""
-        self._file.mux(self._stream.encode())
-        self._file.close()
-        self._partial.replace(self._path)
+    def _add(self, picture: Any) -> None:
+        self._file.mux(self._stream.encode(self._av.VideoFrame.from_ndarray(picture, format="rgb24")))
 
-    def drop(self) -> None:
-        """Remove the file."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)  # it is made with the first frame that is coded
+    def _drop(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._partial.unlink(missing_ok=True)  # it is made with the first frame that is coded
+            self._file = None
 
 
 def import_av() -> Any:
