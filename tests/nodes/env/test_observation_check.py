@@ -47,11 +47,6 @@ def test_another_dtype_and_what_is_outside_the_space_are_said_once(
         assert told.endswith("(said once per run)")
 
 
-def test_nothing_is_said_of_observations_in_their_space(caplog: pytest.LogCaptureFixture) -> None:
-    run([partial(Sloppy, False)] * 2)
-    assert said(caplog) == []
-
-
 def test_a_later_step_is_seen_as_well(caplog: pytest.LogCaptureFixture) -> None:
     run(partial(Sloppy, late=True), lanes=1)
     _, bounds = said(caplog)
@@ -100,12 +95,6 @@ def test_rewards_flags_and_infos_are_said_once_as_well(where: Any, caplog: pytes
         "slot 1, its first step: info is None, expected a dict: it is recorded as an empty one (said once per run)",
     ):
         assert any(each.startswith("lane ") and each.endswith(text) for each in logged)
-
-
-def test_a_later_reward_is_seen_as_well(caplog: pytest.LogCaptureFixture) -> None:
-    run(partial(Careless, since=2), lanes=1)
-    [text] = said(caplog)
-    assert text.startswith("lane 0, slot 0, vector step 3: reward is nan, expected a finite number")
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

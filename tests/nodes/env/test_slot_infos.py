@@ -96,14 +96,6 @@ def test_keys_may_be_anything_that_a_dict_takes(mode: Any) -> None:
         assert infos[slot][0] == [{key: slot, "t": t} for t in range(4)]
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-def test_masked_arrays_keep_their_mask(mode: Any) -> None:
-    masked = np.ma.MaskedArray([1.0, 2.0], [True, False])
-    infos = infos_of([partial(Informs, "v", masked), partial(Informs, "v", np.ones(2))], autoreset_mode=mode)
-    for info in (info for of_chunk in infos[0] for info in of_chunk):
-        assert info["v"].mask.tolist() == [True, False]
-
-
 def test_infos_of_the_first_reset_are_copies() -> None:
     """An environment may write into the info that it gave."""
 

@@ -153,15 +153,6 @@ def test_nothing_is_left_of_a_program_that_is_killed(tmp_path: Path) -> None:
     assert psutil.wait_procs([*hosts, *filter(None, servers)], timeout=60)[1] == []
 
 
-@pytest.mark.slow
-def test_a_program_that_hosts_import_does_not_start_hosts_in_them(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM.format(guard="if True:"))
-    ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 1
-    assert "hosts fail again and again: host process-" in ran.stderr
-    assert "expected that to stand under if __name__ == '__main__'" in ran.stderr
-
-
 def test_wrong_numbers_of_hosts_are_refused() -> None:
     with pytest.raises(ValueError, match="num_hosts is 0, expected a whole number from 1 on"):
         OnProcesses(num_hosts=0)

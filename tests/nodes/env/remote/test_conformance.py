@@ -4,7 +4,6 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import anyio
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import BrokenWire, dialled_host, hosting, listening
 
-from rollflow import Fragment, RemoteEnvs, Rollout
+from rollflow import RemoteEnvs, Rollout
 
 
 @given(drawn=drawn_settings)
@@ -49,26 +48,6 @@ def test_hosts_that_are_dialled_give_the_same_as_well(tmp_path: Path) -> None:
     with dialled_host(addresses[0], makers[:2]), dialled_host(addresses[1], makers[:2]):
         ours = fragments_of(RemoteEnvs.connect(addresses), drawn)
     assert_alike(ours, fragments_of(makers[:2] * 2, drawn, lanes=2))
-
-
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_the_same_comes_out_of_an_event_loop(backend: str) -> None:
-    options: Any = {"fragment_length": 16, "num_fragments": 3, "seed": 5}
-    envs = listening()
-
-    async def gathered() -> list[Fragment]:
-        async with Rollout(envs, **options) as rollout:
-            return [fragment async for fragment in rollout.fragments()]
-
-    with hosting(envs.addresses[0], "CartPole-v1", num_envs=4, lanes=2):
-        fragments = anyio.run(gathered, backend=backend)
-    with Rollout("CartPole-v1", num_envs=4, lanes=2, **options) as inline:
-        expected = list(inline.fragments())
-
-    def key(fragment: Fragment) -> tuple[int, int]:
-        return fragment.lane, fragment.sequence
-
-    assert_alike(sorted(fragments, key=key), sorted(expected, key=key))
 
 
 def test_a_secret_and_certificates_on_both_sides(certificates: dict[str, ssl.SSLContext]) -> None:

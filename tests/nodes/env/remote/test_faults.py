@@ -159,23 +159,3 @@ def test_a_hung_simulator_is_named_and_its_episode_ended(monkeypatch: pytest.Mon
     assert "slot 0: no answer to a step within 0.3 s" in told
     others = [f for f in taken if slots_of([f]) <= {1}]
     check_laws(others, rollout.lost, slots_lost=2)
-
-
-def test_an_environment_that_raises_is_made_again_and_says_why() -> None:
-    class Breaking(NumberedEnv):
-        broken = False
-
-        def step(self, action: Any) -> Any:
-            if self.life == 10 and not Breaking.broken:
-                Breaking.broken = True
-                raise RuntimeError("it broke")
-            return super().step(action)
-
-    envs = listening()
-    with hosting(envs.addresses[0], [partial(Breaking, 0, lengths=(50, 60))]), rollout_over(envs) as rollout:
-        fragments = iter(rollout.fragments())
-        taken = taken_until(fragments, lambda taken: sum(f.num_steps for f in taken) > 40)
-    lost = [chunk.custom_data["lost"] for f in taken for chunk in f.episodes() if "lost" in chunk.custom_data]
-    assert len(lost) == 1
-    assert "RuntimeError: it broke (slot 0)" in lost[0]
-    check_laws(taken, rollout.lost, slots_lost=1 + 16)

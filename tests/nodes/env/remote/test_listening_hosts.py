@@ -15,12 +15,11 @@ import pytest
 from held_envs import LONGEST_S
 from numbered_module import NumberedModule
 from raw_gateway import PATIENT, RawGateway
-from remote_hosts import dialled_host, end_waits_once, listening
+from remote_hosts import dialled_host, listening
 from remote_rollouts import await_that, makers, rollout_over
 
-from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import RemoteEnvs, RemoteRollouts
 from rollflow.nodes import EnvHost, RolloutHost
-from rollflow.stream import EnvError
 from rollflow.stream.wire import (
     Goodbye,
     Refused,
@@ -38,10 +37,6 @@ def listening_host(tmp_path: Path, **options: Any) -> Iterator[str]:
     address = f"unix:{tmp_path}/host"
     with dialled_host(address, makers(0), **{"limits": PATIENT, **options}):
         yield address
-
-
-def rollout_on(address: str, **options: Any) -> Rollout:
-    return rollout_over(RemoteEnvs.connect(address, join_timeout=120.0), num_fragments=2, **options)
 
 
 def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,28 +57,6 @@ def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pyt
             stranger.sock.close()
         gateway.ask(Step(0, 2, ACTIONS))
         gateway.end()
-
-
-@pytest.mark.slow
-def test_a_second_rollout_is_told_that_the_host_is_busy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with listening_host(tmp_path, name="sim") as address:
-        with rollout_on(address) as first:
-            fragments = iter(first.fragments())
-            taken = [next(fragments)]
-            with (
-                monkeypatch.context() as patch,
-                pytest.raises(EnvError, match=r"0 of 1 hosts came within 60 s.*host 'sim' is busy with another gate"),
-            ):
-                end_waits_once(patch, lambda: "is refused" in caplog.text)
-                Rollout(RemoteEnvs.connect(address, join_timeout=60.0))
-            taken += fragments
-        assert len(taken) == 2
-        with rollout_on(address) as second:
-            assert [fragment.lane for fragment in second.fragments()] == [0, 0]
-    [at_host, *_] = [record for record in caplog.records if record.name.endswith("remote.host")]
-    assert "gateway: refuses: host 'sim' is busy with another gateway" in at_host.getMessage().replace("\\", "")
 
 
 def test_a_gateway_that_welcomes_a_busy_host_is_refused_and_the_other_goes_on(tmp_path: Path) -> None:

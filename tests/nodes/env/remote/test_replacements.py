@@ -4,65 +4,25 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import remote_agents
-import remote_rollouts
-from ending_agent_envs import DoomedAgents
-from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
+from remote_rollouts import await_that, makers, rollout_over, slots_of, taken_until, told
 from wire_messages import hello
 
-from rollflow import RemoteEnvs, RemoteRollouts
-from rollflow.nodes import EnvHost, RolloutHost
+from rollflow.nodes import EnvHost
 from rollflow.nodes.env.remote.gateway import Registry
-from rollflow.nodes.env.remote.host import Host
 from rollflow.nodes.env.remote.remote_host import RemoteHost
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Limits
 
 # A lost host is waited for far longer than any of these tests may take.
 PATIENT = Limits(heartbeat_s=5.0, grace_s=3600.0)
-
-
-class Kind(NamedTuple):
-    """Hosts of one kind, and rollouts over them.
-
-    told    arguments for one environment of a slot, which may write into a folder
-    """
-
-    remote: Any
-    host: type[Host]
-    env: Any
-    told: Callable[[Path, int], list[Any]]
-    rollout_over: Callable[..., Any]
-    slots_of: Callable[[Any], set[int]]
-    options: dict[str, Any]
-
-
-def _one_agent(_: Path, slot: int) -> list[Any]:
-    return remote_rollouts.told(slot)
-
-
-ONE_AGENT = (NumberedEnv, _one_agent, remote_rollouts.rollout_over, remote_rollouts.slots_of)
-SEVERAL = (DoomedAgents, remote_agents.told, remote_agents.rollout_over, remote_agents.slots_of)
-KINDS = {
-    "env": Kind(RemoteEnvs, EnvHost, *ONE_AGENT, {}),
-    "rollout": Kind(RemoteRollouts, RolloutHost, *ONE_AGENT, {"module": NumberedModule()}),
-    "agents": Kind(RemoteEnvs, EnvHost, *SEVERAL, {}),
-}
-
-
-@pytest.fixture(params=list(KINDS))
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return KINDS[request.param]
 
 
 @pytest.fixture(autouse=True)
@@ -73,24 +33,23 @@ def _short_delays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO)
 
 
-def joining(kind: Kind, address: Any, folder: Path, slot: int, name: str) -> Any:
+def joining(address: Any, slot: int, name: str) -> Any:
     """A host with one environment in a thread, until it is left."""
-    [(args, options)] = kind.told(folder, slot)
-    return hosting(address, [partial(kind.env, *args, **options)], kind=kind.host, name=name, **kind.options)
+    return hosting(address, makers(slot), name=name)
 
 
 @contextmanager
 def rollout_with_a_dead_host(
-    kind: Kind, folder: Path, rollout: Mapping[str, Any] = MappingProxyType({}), **options: Any
+    rollout: Mapping[str, Any] = MappingProxyType({}), **options: Any
 ) -> Iterator[tuple[Any, Any, Iterator[Any]]]:
     """A rollout over two hosts, 'other' and 'victim', which was killed: address, rollout and its fragments."""
-    envs = listening(kind.remote, hosts=2, limits=PATIENT, **options)
+    envs = listening(hosts=2, limits=PATIENT, **options)
     address = envs.addresses[0]
-    victim = HostProcess(address, kind.told(folder, 0), name="victim", env=kind.env, kind=kind.host)
+    victim = HostProcess(address, told(0), name="victim")
     try:
-        with joining(kind, address, folder, 1, "other"), kind.rollout_over(envs, **rollout) as made:
+        with joining(address, 1, "other"), rollout_over(envs, **rollout) as made:
             fragments = iter(made.fragments())
-            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1})
+            taken_until(fragments, lambda taken: slots_of(taken) >= {0, 1})
             victim.signal(signal.SIGKILL)
             yield address, made, fragments
     finally:
@@ -99,20 +58,18 @@ def rollout_with_a_dead_host(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["victim", "another"])
-def test_a_new_host_takes_the_place_of_a_lost_one(
-    kind: Kind, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_host_takes_the_place_of_a_lost_one(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with (
-        rollout_with_a_dead_host(kind, tmp_path) as (address, rollout, fragments),
-        joining(kind, address, tmp_path, 2, name),
+        rollout_with_a_dead_host() as (address, rollout, fragments),
+        joining(address, 2, name),
     ):
         hosts = rollout.environments.carrier.gateway.hosts
 
         def is_replaced() -> bool:  # one of another name takes the place after a while; the loop goes on meanwhile
             return sorted(host.session.hello.name for host in list(hosts.values())) == sorted(["other", name])
 
-        remote_rollouts.taken_until(fragments, lambda taken: is_replaced())
-        remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
+        taken_until(fragments, lambda taken: is_replaced())
+        taken_until(fragments, lambda taken: slots_of(taken) >= {1, 2})
         assert is_replaced()
     assert "has joined with 1 environments" in caplog.text
     assert re.search(rf"host {name} \(.*\) has joined in place of victim \(.*\), which is lost", caplog.text)
@@ -120,36 +77,35 @@ def test_a_new_host_takes_the_place_of_a_lost_one(
 
 @pytest.mark.slow
 def test_a_new_host_takes_the_place_of_a_lost_one_where_there_is_room_for_no_more(
-    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollflow.nodes.env.remote.gateway.OTHER_NAME_S", 3600.0)
     with (
-        rollout_with_a_dead_host(kind, tmp_path, max_hosts=2) as (address, _, fragments),
-        joining(kind, address, tmp_path, 2, "another"),
+        rollout_with_a_dead_host(max_hosts=2) as (address, _, fragments),
+        joining(address, 2, "another"),
     ):
-        remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
+        taken_until(fragments, lambda taken: slots_of(taken) >= {1, 2})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_the_others_go_on_beside_a_host_that_was_killed(kind: Kind, prefetch: int, tmp_path: Path) -> None:
-    with rollout_with_a_dead_host(kind, tmp_path, rollout={"prefetch": prefetch}) as (address, rollout, fragments):
-        taken = remote_rollouts.taken_until(fragments, lambda taken: len(taken) > 12)
-        assert kind.slots_of(taken[-8:]) == {1}
+def test_the_others_go_on_beside_a_host_that_was_killed(prefetch: int) -> None:
+    with rollout_with_a_dead_host(rollout={"prefetch": prefetch}) as (address, rollout, fragments):
+        taken = taken_until(fragments, lambda taken: len(taken) > 12)
+        assert slots_of(taken[-8:]) == {1}
         assert rollout.lost == {}  # it may still come back
-        with joining(kind, address, tmp_path, 2, "victim"):
-            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
+        with joining(address, 2, "victim"):
+            taken_until(fragments, lambda taken: slots_of(taken) >= {1, 2})
 
 
-def test_batches_have_the_lanes_of_hosts_that_are_there(tmp_path: Path) -> None:
-    kind = KINDS["env"]
-    envs = listening(kind.remote, hosts=2, limits=PATIENT)
+def test_batches_have_the_lanes_of_hosts_that_are_there() -> None:
+    envs = listening(hosts=2, limits=PATIENT)
     wire = BrokenWire(envs.addresses[0], lambda: None)
     try:
         with (
-            joining(kind, envs.addresses[0], tmp_path, 1, "other"),
-            joining(kind, wire.address, tmp_path, 0, "cut off"),
-            kind.rollout_over(envs) as rollout,
+            joining(envs.addresses[0], 1, "other"),
+            joining(wire.address, 0, "cut off"),
+            rollout_over(envs) as rollout,
         ):
             batches = rollout.batches()
             sizes = [len(next(batches)["obs"])]
@@ -169,34 +125,31 @@ def test_batches_have_the_lanes_of_hosts_that_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_is_away_is_waited_for_where_no_other_is_left(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    kind = KINDS["env"]
-    envs = listening(kind.remote, hosts=2, limits=PATIENT)
+def test_a_host_that_is_away_is_waited_for_where_no_other_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    envs = listening(hosts=2, limits=PATIENT)
     wire = BrokenWire(envs.addresses[0], lambda: None)
 
     def come_back() -> None:
-        remote_rollouts.await_that(lambda: "has left: said goodbye" in caplog.text)
+        await_that(lambda: "has left: said goodbye" in caplog.text)
         wire.is_down = False
 
     try:
         with (
-            joining(kind, wire.address, tmp_path, 0, "cut off"),
-            joining(kind, envs.addresses[0], tmp_path, 1, "leaving") as leaving,
-            kind.rollout_over(envs, num_fragments=40) as rollout,
+            joining(wire.address, 0, "cut off"),
+            joining(envs.addresses[0], 1, "leaving") as leaving,
+            rollout_over(envs, num_fragments=40) as rollout,
         ):
             fragments = iter(rollout.fragments())
-            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1})
+            taken_until(fragments, lambda taken: slots_of(taken) >= {0, 1})
             wire.go_down()
-            remote_rollouts.taken_until(fragments, lambda taken: "is away: the others go on" in caplog.text)
+            taken_until(fragments, lambda taken: "is away: the others go on" in caplog.text)
             leaving.stop()
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(come_back)
                 rest = list(fragments)
     finally:
         wire.close()
-    assert kind.slots_of(rest[-5:]) == {0}
+    assert slots_of(rest[-5:]) == {0}
     assert rest[-1].sequence == 39
 
 

@@ -8,7 +8,6 @@ import pytest
 from drawn_agents import Drawn, assert_alike, drawn_settings, fragments_of, makers_of
 from hypothesis import Phase, given, settings, strategies as st
 from lost_agents import in_time
-from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples
 from remote_hosts import BrokenWire, hosting, listening
 
@@ -103,17 +102,6 @@ def test_ids_spaces_and_infos_of_every_kind_cross_the_wire() -> None:
                 np.testing.assert_equal(chunk.get_observations(), like.get_observations())
                 np.testing.assert_equal(chunk.get_infos(), like.get_infos())
                 np.testing.assert_array_equal(chunk.get_rewards(), like.get_rewards())
-
-
-def test_environments_of_petting_zoo_are_hosted_as_they_are() -> None:
-    options: Any = {"fragment_length": 6, "num_fragments": 2, "seed": 1, "module": RandomModule, "lookback": 1}
-    envs = listening()
-    with hosting(envs.addresses[0], tictactoe.env, num_envs=2, lanes=2) as host:
-        assert host.role == "agents"
-        with MultiAgentRollout(envs, **options) as rollout:
-            ours = in_time(list(rollout.fragments()))
-    with MultiAgentRollout(tictactoe.env, num_envs=2, lanes=2, **options) as inline:
-        assert_alike(ours, in_time(list(inline.fragments())))
 
 
 class Vectorized(MultiAgentVectorEnv):

@@ -1,9 +1,7 @@
 """Hosts of several agents that break the protocol, or are of another kind: they are told so, and the others go on."""
 
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from rollflow.nodes import EnvHost
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.wire import AgentRows, Proof, Reset, Step, encode
+from rollflow.stream.wire import AgentRows, Reset, Step
 
 MAKER = partial(NumberedAgents, 0, nested=0, agents=4)
 # Two environments of four agents.
@@ -129,34 +127,6 @@ def test_a_rollout_of_one_agent_refuses_a_host_of_several() -> None:
         with EnvHost(MAKER) as other, pytest.raises(WireError, match=told):
             other.connect(str(envs.addresses[0]))
         next(fragments)
-
-
-def test_agents_that_a_hello_does_not_describe_are_refused(tmp_path: Path) -> None:
-    envs = listening()
-    with hosting(envs.addresses[0], makers(tmp_path, 0)), rollout_over(envs, prefetch=1) as rollout:
-        next(iter(rollout.fragments()))
-        with EnvHost(MAKER) as pattern:
-            hello = replace(pattern._hello(), parts=(0, 0, 0, 1))
-        with socket.create_connection((envs.addresses[0].host, envs.addresses[0].port)) as sock:
-            sock.sendall(b"".join([*encode(hello), *encode(Proof(b""))]))
-            assert b"expected 0 to 0, numbered as their first agents come" in b"".join(
-                iter(lambda: sock.recv(4096), b"")
-            )
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"where": "processes"}, "where is 'processes', but remote environments are where their hosts are; leave it"),
-        ({"workers": 2}, "workers is 2, but remote environments are where their hosts are; leave it out"),
-        ({"max_batch": 3}, "max_batch is 3, expected at least 4: a lane's slots go together"),
-        ({"num_envs": 3}, "num_envs is 3 and lanes is None, expected neither: hosts say how many"),
-    ],
-)
-def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(options: dict[str, Any], told: str) -> None:
-    envs = listening()
-    with hosting(envs.addresses[0], MAKER), pytest.raises((ValueError, EnvError), match=told):
-        rollout_over(envs, **options)
 
 
 class Enumerated(NumberedAgents):
