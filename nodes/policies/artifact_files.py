@@ -1,11 +1,13 @@
 """Files of a saved policy, in a folder or a zip: written atomically, read with checksums and bounds."""
 
 import hashlib
+import io
 import json
 import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,34 +82,23 @@ def write_files(path: Path, files: Mapping[str, bytes]) -> None:
     Raises PolicyError where something else is at the path.
     """
     check_target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.parent / f".{path.name}.{os.getpid()}.new"
-    try:
-        with noted(f"while a policy was written to {path}; what was there stays"):
-            if path.suffix == ".zip":
-                _write_zip(made, files)
-                os.replace(made, path)
-            else:
-                _write_folder(made, files)
-                _replace_folder(made, path)
-    finally:
-        _remove(made)
+    if path.suffix == ".zip":
+        write_file(path, _zip_of(files))
+        return
+    with _replacing(path) as made:
+        made.mkdir()
+        for name, data in files.items():
+            _write_synced(made / name, data)
+        _replace_folder(made, path)
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file whole, or leave what was there. Raises PolicyError where a folder is at the path."""
     if path.is_dir():
         raise PolicyError(f"there is a folder at {path}, expected a file to be replaced, or nothing")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.parent / f".{path.name}.{os.getpid()}.new"
-    try:
-        with noted(f"while {path} was written; what was there stays"), made.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    with _replacing(path) as made:
+        _write_synced(made, data)
         os.replace(made, path)
-    finally:
-        _remove(made)
 
 
 def check_target(path: Path) -> None:
@@ -120,25 +111,34 @@ def check_target(path: Path) -> None:
 # Writing
 
 
-def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    _remove(folder)
-    folder.mkdir()
-    for name, data in files.items():
-        with (folder / name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A path beside another, for what is to take its place; it is gone at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.parent / f".{path.name}.{os.getpid()}.new"
+    _remove(made)
+    try:
+        with noted(f"while {path} was written; what was there stays"):
+            yield made
+    finally:
+        _remove(made)
 
 
-def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
+def _write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            for name, data in files.items():
-                info = zipfile.ZipInfo(name, _TIME)
-                info.external_attr = 0o644 << 16
-                archive.writestr(info, data)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _zip_of(files: Mapping[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in files.items():
+            info = zipfile.ZipInfo(name, _TIME)
+            info.external_attr = 0o644 << 16
+            archive.writestr(info, content)
+    return data.getvalue()
 
 
 def _replace_folder(made: Path, path: Path) -> None:

@@ -164,21 +164,6 @@ def rewards_of(rewards: Any, count: int) -> NDArray[np.float32] | None:
     return array
 
 
-def infos_of(infos: Sequence[Any] | None, count: int) -> Sequence[Any] | None:
-    """The infos of a call; None: they are empty. Raises PolicyError unless there are `count`."""
-    if infos is not None and len(infos) != count:
-        raise PolicyError(f"{len(infos)} infos for {count} sessions, expected one for each")
-    return infos
-
-
-def rewards_missing(piece: str) -> PolicyError:
-    """The error of a call without rewards where a piece of this name looks back to them."""
-    return PolicyError(
-        f"'{piece}' looks back to rewards, but none came for sessions that go on; expected the reward of "
-        "each session's action before"
-    )
-
-
 class Policy:
     """A module and the connector pieces around it, with a memory for each environment that it acts in.
 
@@ -293,7 +278,9 @@ class Policy:
         """
         observations = rows_of(observations, self.observation_space)
         ids = ids_of(observations, sessions)
-        return self._acted(observations, rewards_of(rewards, len(ids)), ids, infos_of(infos, len(ids)))
+        if infos is not None and len(infos) != len(ids):
+            raise PolicyError(f"{len(infos)} infos for {len(ids)} sessions, expected one for each")
+        return self._acted(observations, rewards_of(rewards, len(ids)), ids, infos)
 
     def reset(self, session: Hashable = DEFAULT_SESSION) -> None:
         """Begin a new episode with the session's next observation."""
@@ -506,7 +493,10 @@ class Policy:
             error.add_note(f"expected observations in {self.observation_space}, with a leading axis of {len(ids)}")
             raise
         if rewards is None and self.needs_rewards and len(lane.begins) < len(ids):
-            raise rewards_missing(self.needs_rewards)
+            raise PolicyError(
+                f"'{self.needs_rewards}' looks back to rewards, but none came for sessions that go on; expected the "
+                "reward of each session's action before"
+            )
         try:
             self.outputs = outputs = self._passed(group, observations, rewards, infos)
         except BaseException:

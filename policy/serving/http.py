@@ -37,14 +37,24 @@ from rollflow.stream.wire.address import TcpAddress, check_secret, parse_address
 TIDY_SECONDS = 5.0
 _GRACE_SECONDS = 10
 _LABELS = ("policy", "version")
-_COUNTERS: dict[str, tuple[str, Callable[[Batcher], float]]] = {
-    "rollflow_serve_actions": ("actions chosen", lambda batcher: batcher.tally.acted),
-    "rollflow_serve_failed": ("requests whose forward pass failed", lambda batcher: batcher.tally.failed),
-    "rollflow_serve_refused": ("requests refused since too many wait", lambda batcher: batcher.tally.refused),
-}
-_GAUGES: dict[str, tuple[str, Callable[[Batcher], float]]] = {
-    "rollflow_serve_waiting": ("requests that wait for a batch", lambda batcher: batcher.num_waiting),
-    "rollflow_serve_sessions": ("sessions with a memory", lambda batcher: batcher.num_sessions),
+_NUMBERS: dict[str, tuple[type, str, Callable[[Batcher], float]]] = {
+    "rollflow_serve_actions": (CounterMetricFamily, "actions chosen", lambda batcher: batcher.tally.acted),
+    "rollflow_serve_failed": (
+        CounterMetricFamily,
+        "requests whose forward pass failed",
+        lambda batcher: batcher.tally.failed,
+    ),
+    "rollflow_serve_refused": (
+        CounterMetricFamily,
+        "requests refused since too many wait",
+        lambda batcher: batcher.tally.refused,
+    ),
+    "rollflow_serve_waiting": (
+        GaugeMetricFamily,
+        "requests that wait for a batch",
+        lambda batcher: batcher.num_waiting,
+    ),
+    "rollflow_serve_sessions": (GaugeMetricFamily, "sessions with a memory", lambda batcher: batcher.num_sessions),
 }
 _HISTOGRAMS: dict[str, tuple[str, Callable[[Batcher], Histogram]]] = {
     "rollflow_serve_batch_size": ("requests in a forward pass", lambda batcher: batcher.tally.batch_sizes),
@@ -326,16 +336,11 @@ class _Counts:
             for name in self._shelf.names
             for version, batcher in self._shelf.versions(name).items()
         ]
-        for name, (text, count) in _COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=_LABELS)
+        for name, (kind, text, number) in _NUMBERS.items():
+            numbers = kind(name, text, labels=_LABELS)
             for labels, batcher in batchers:
-                counter.add_metric(labels, count(batcher))
-            yield counter
-        for name, (text, level) in _GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
-            for labels, batcher in batchers:
-                gauge.add_metric(labels, level(batcher))
-            yield gauge
+                numbers.add_metric(labels, number(batcher))
+            yield numbers
         for name, (text, values) in _HISTOGRAMS.items():
             family = HistogramMetricFamily(name, text, labels=_LABELS)
             for labels, batcher in batchers:

@@ -41,29 +41,6 @@ def item_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, ..
     return _array_from(space, value, field, lead)
 
 
-def check_items(space: gym.Space[Any], items: Tree, field: str) -> None:
-    """Raise RequestError where items of a discrete space, arrays any[N, ...] in its dtypes, lie outside of it."""
-    if isinstance(space, spaces.Dict):
-        for key, part in space.items():
-            check_items(part, items[key], f"{field}.{key}")
-        return
-    if isinstance(space, spaces.Tuple):
-        for place, part in enumerate(space):
-            check_items(part, items[place], f"{field}[{place}]")
-        return
-    if isinstance(space, spaces.Discrete):
-        outside = (items < space.start) | (items >= space.start + space.n)
-    elif isinstance(space, spaces.MultiDiscrete):
-        outside = (items < space.start) | (items >= space.start + space.nvec)
-    elif isinstance(space, spaces.MultiBinary):
-        outside = (items != 0) & (items != 1)
-    else:
-        return
-    if outside.any():
-        place = int(np.argmax(outside.reshape(len(items), -1).any(axis=1)))
-        raise RequestError(f"{field} of observation {place} is {items[place].tolist()}, expected an item of {space}")
-
-
 def plain(tree: Tree) -> Any:
     """A tree of arrays any[...] as lists and numbers, for JSON."""
     if isinstance(tree, Mapping):
@@ -106,11 +83,24 @@ def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, 
             raise RequestError(f"{field} has NaN or infinite numbers, {expected}, all of them finite")
     elif not np.array_equal(made, array):
         raise RequestError(f"{field} has numbers that are not {space.dtype}, {expected}")
-    elif lead:
-        check_items(space, made, field)
-    elif not isinstance(space, spaces.Box) and not space.contains(made[()] if not made.ndim else made):
-        raise RequestError(f"{field} is {array.tolist()}, expected an item of {space}")
+    else:
+        _check_discrete(space, made if lead else made[None], field, " of observation {}" if lead else "")
     return made[()] if not made.ndim else made
+
+
+def _check_discrete(space: gym.Space[Any], items: Any, field: str, which: str) -> None:
+    """Raise RequestError where items of a discrete space, an array any[N, ...] in its dtype, lie outside of it."""
+    if isinstance(space, spaces.Discrete):
+        outside = (items < space.start) | (items >= space.start + space.n)
+    elif isinstance(space, spaces.MultiDiscrete):
+        outside = (items < space.start) | (items >= space.start + space.nvec)
+    elif isinstance(space, spaces.MultiBinary):
+        outside = (items != 0) & (items != 1)
+    else:
+        return
+    if outside.any():
+        place = int(np.argmax(outside.reshape(len(items), -1).any(axis=1)))
+        raise RequestError(f"{field}{which.format(place)} is {items[place].tolist()}, expected an item of {space}")
 
 
 def _not_a_number(value: Any, field: str) -> tuple[str, Any]:

@@ -14,7 +14,6 @@ from hypothesis import given, strategies as st
 from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Policy
 from rollflow.nodes import (
     AdaptActions,
-    AdaptObservations,
     DefaultModule,
     FlattenObservations,
     PrevActionsPrevRewards,
@@ -309,18 +308,3 @@ def test_connectors_of_ones_own_stand_around_the_policys() -> None:
         old.adapted(NewCartPole(), [FlattenObservations()], [WithOne(ctx)])
     with pytest.raises(ConnectorError, match=r"the environment takes .*\n.*, expected shape \[2\]"):
         old.adapted(NewCartPole(), [Halved()], [AdaptActions(space=spaces.Discrete(3), fields={"action": "action"})])
-
-
-def test_a_piece_refuses_fields_that_are_not_there() -> None:
-    old, new = box((0, 1), (0, 2)), box((0, 1), (0, 2), (0, 3))
-    for fields, text in (
-        ({"observation[0]": "observation[0]"}, r"field observation\[1\] has no origin"),
-        ({"observation": "observation"}, r"has shape \[3\], expected \[2\]"),
-        ({"observation": 0.5, "speed": 1.0}, r"field speed is not in"),
-        (
-            {"observation[0]": 1.0, "observation[1]": "observation[7]"},
-            r"comes from observation\[7\], which is not there",
-        ),
-    ):
-        with pytest.raises(ConnectorError, match=text):
-            AdaptObservations(new, None, space=old, fields=fields)

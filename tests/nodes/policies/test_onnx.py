@@ -252,37 +252,39 @@ def sign(folder: Path, model: bytes) -> None:
     (folder / "policy.json").write_bytes(manifest_bytes({**manifest, "files": checksums(files)}))
 
 
-@pytest.mark.slow
-def test_a_program_with_other_weights_is_found_by_the_examples(tmp_path: Path) -> None:
-    policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
-    model = onnx.load(tmp_path / "p" / "policy.onnx")
+def with_other_weights(model: Any, folder: Path) -> None:
     weights = next(each for each in model.graph.initializer if each.dims and each.data_type == onnx.TensorProto.FLOAT)
     weights.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weights) + 0.5, weights.name))
-    sign(tmp_path / "p", model.SerializeToString())
-    with pytest.raises(PolicyError, match="the ONNX program does not do what the policy does: in actions"):
-        OnnxPolicy.load(tmp_path / "p")
 
 
-@pytest.mark.slow
-def test_a_program_of_another_policy_is_found_by_its_spaces(tmp_path: Path) -> None:
-    policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
-    policy_of("discrete", "none", False).export_onnx(tmp_path / "q.onnx")
-    sign(tmp_path / "p", (tmp_path / "q.onnx").read_bytes())
-    with pytest.raises(PolicyError, match="different observation_spaces"):
-        OnnxPolicy.load(tmp_path / "p")
-
-
-@pytest.mark.slow
-def test_weights_in_other_files_are_not_read(tmp_path: Path) -> None:
-    policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
-    model = onnx.load(tmp_path / "p" / "policy.onnx")
-    (tmp_path / "secret").write_bytes(bytes(4096))
+def with_weights_elsewhere(model: Any, folder: Path) -> None:
+    (folder / "secret").write_bytes(bytes(4096))
     for tensor in model.graph.initializer:
         if tensor.raw_data:
             onnx.external_data_helper.set_external_data(tensor, "../secret")
             tensor.ClearField("raw_data")
+
+
+def of_another_policy(model: Any, folder: Path) -> None:
+    policy_of("discrete", "none", False).export_onnx(folder / "q.onnx")
+    model.CopyFrom(onnx.load(folder / "q.onnx"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("alter", "text"),
+    [
+        (with_other_weights, "the ONNX program does not do what the policy does: in actions"),
+        (with_weights_elsewhere, "takes weights from other files"),
+        (of_another_policy, "different observation_spaces"),
+    ],
+)
+def test_a_program_that_is_not_the_policys_is_refused(alter: Any, text: str, tmp_path: Path) -> None:
+    policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
+    model = onnx.load(tmp_path / "p" / "policy.onnx")
+    alter(model, tmp_path)
     sign(tmp_path / "p", model.SerializeToString())
-    with pytest.raises(PolicyError, match="takes weights from other files"):
+    with pytest.raises(PolicyError, match=text):
         OnnxPolicy.load(tmp_path / "p")
 
 

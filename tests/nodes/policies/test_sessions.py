@@ -55,15 +55,11 @@ def test_reset_begins_another_episode() -> None:
     policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
     policy.act(ITEM, session="b")
     assert seen[-2:] == [[("a/0", 2), ("b/1", 0)], [("b/1", 1)]]
-
-
-def test_reset_holds_for_a_session_that_acts_in_other_company() -> None:
-    policy, seen = counting()
     policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
     policy.reset("b")
-    policy.act(ITEM, session="b")
+    policy.act(ITEM, session="b")  # alone, and so does the other one
     policy.act(ITEM, session="a")
-    assert seen[-2:] == [[("b/1", 0)], [("a/0", 1)]]
+    assert seen[-2:] == [[("b/2", 0)], [("a/0", 4)]]
 
 
 def test_a_session_remembers_over_any_number_of_steps() -> None:
@@ -120,15 +116,22 @@ def test_an_observation_outside_its_space_changes_nothing() -> None:
     assert seen[-2:] == [[("default/0", 1)], [("new/0", 0)]]
 
 
-def test_a_session_comes_once_in_a_call() -> None:
-    with pytest.raises(PolicyError, match="session 'a' comes more than once"):
-        policy_with().act_batch(np.stack([ITEM] * 2), sessions=["a", "a"])
-
-
-@pytest.mark.parametrize("sessions", [["a"], ["a", "b", "c"]])
-def test_there_is_an_observation_for_each_session(sessions: list[str]) -> None:
-    with pytest.raises(PolicyError, match="2 observations for"):
-        policy_with().act_batch(np.stack([ITEM] * 2), sessions=sessions)
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: policy_with().act_batch(np.stack([ITEM] * 2), sessions=["a", "a"]),
+            "session 'a' comes more than",
+        ),
+        (lambda: policy_with().act_batch(np.stack([ITEM] * 2), sessions=["a"]), "2 observations for 1 sessions"),
+        (lambda: policy_with().act_batch(np.stack([ITEM] * 2), sessions=[*"abc"]), "2 observations for 3 sessions"),
+        (lambda: policy_with().act((ITEM, {})), r"as reset\(\) and step\(\) of an environment give it; expected"),
+        (lambda: Policy(RandomModule), "observation_space is None"),
+    ],
+)
+def test_calls_that_do_not_fit_are_refused(call: Any, text: str) -> None:
+    with pytest.raises(PolicyError, match=text):
+        call()
 
 
 def test_rewards_that_a_piece_looks_back_to_have_to_come() -> None:
@@ -170,11 +173,6 @@ def test_a_session_whose_step_failed_says_that_its_memory_is_lost() -> None:
     policy.act(ITEM, session="a")
 
 
-def test_spaces_have_to_come_from_somewhere() -> None:
-    with pytest.raises(PolicyError, match="observation_space is None"):
-        Policy(RandomModule)
-
-
 def test_where_nothing_is_remembered_any_company_acts_in_one_lane() -> None:
     policy = Policy(DefaultModule, [FlattenObservations()], **SPACES)
     made: list[int] = []
@@ -203,8 +201,3 @@ def test_a_function_of_a_user_may_remember_by_the_episode() -> None:
     for ids in (["a", "b"], ["b"], ["c", "a"]):
         policy.act_batch(np.stack([ITEM] * len(ids)), sessions=ids)
     assert counts[-5:] == [1, 1, 2, 1, 2]
-
-
-def test_what_reset_gives_is_no_observation() -> None:
-    with pytest.raises(PolicyError, match=r"as reset\(\) and step\(\) of an environment give it; expected"):
-        policy_with().act((ITEM, {}))

@@ -50,67 +50,38 @@ def test_requests_of_one_session_never_share_a_pass_and_keep_their_order() -> No
     assert [first_of(answers[ticket]) for ticket in range(5)] == [1.0, 3.0, 6.0, 5.0, 10.0]
 
 
-def test_a_session_that_begins_anew_remembers_nothing() -> None:
-    front = Taking()
-    batcher = batcher_of(policy_of(Sums))
-    sums = []
-    for number, begins in [(1.0, True), (2.0, False), (7.0, True), (1.0, False)]:
-        batcher.submit(front.request(number, "a", begins=begins))
-        sums.append(first_of(front.take()["a"]))
-    batcher.close()
-    assert sums == [1.0, 3.0, 7.0, 8.0]
-
-
-def test_a_session_that_never_began_is_refused_where_it_would_remember() -> None:
-    front = Taking()
-    batcher = batcher_of(policy_of(Sums))
-    batcher.submit(front.request(1.0, "a"))
-    error = front.take()["a"]
-    batcher.close()
-    assert isinstance(error, SessionLostError)
-    assert str(error).startswith("session 'a' has no memory here: it never began, or it was forgotten; expected")
-
-
-def test_an_observation_without_a_session_has_no_memory() -> None:
-    front = Taking()
-    batcher = batcher_of(policy_of(Sums))
-    sums = []
-    for _ in range(2):
-        batcher.submit(front.request(3.0, None, ticket="alone"))
-        sums.append(first_of(front.take()["alone"]))
-    batcher.close()
-    assert sums == [3.0, 3.0]
-
-
-def test_a_request_that_comes_again_gets_the_same_answer_and_counts_once() -> None:
-    front = Taking()
-    batcher = batcher_of(policy_of(Sums))
-    answers = []
-    for number, begins in [(0, True), (0, True), (1, False), (1, False), (2, False)]:
-        batcher.submit(front.request(1.0, "a", begins=begins, asked=number))
-        answers.append(front.take()["a"])
-    batcher.submit(front.request(1.0, "a", asked=5))
-    error = front.take()["a"]
-    batcher.close()
-    assert [first_of(answer) for answer in answers] == [1.0, 1.0, 2.0, 2.0, 3.0]
-    assert isinstance(error, RequestError)
-    assert "number is 5, expected 3, or 2" in str(error)
-
-
-def test_the_session_that_is_idle_for_longest_is_forgotten_first() -> None:
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        ([(1, "a", True), (2, "a", False), (7, "a", True), (1, "a", False)], [1, 3, 7, 8]),  # an episode begins anew
+        ([(3, None, False)] * 2, [3, 3]),
+        ([(1, "a", False)], ["session 'a' has no memory here: it never began, or it was forgotten; expected"]),
+        (
+            [(1, "a", True, 0), (1, "a", True, 0), (1, "a", False, 1), (1, "a", False, 1)],
+            [1, 1, 2, 2],
+        ),  # it comes again
+        ([(1, "a", True, 0), (1, "a", False, 5)], [1, "number is 5, expected 1, or 0 to have the last answer"]),
+        # Two sessions have room: the one that is idle for longest is forgotten.
+        (
+            [*((1, each, True) for each in "abac"), (1, "a", False), (1, "b", False)],
+            [1, 1, 1, 1, 2, "session 'b' has"],
+        ),
+    ],
+)
+def test_a_session_remembers_its_episode(requests: list[Any], expected: list[Any]) -> None:
     front = Taking()
     batcher = batcher_of(policy_of(Sums), max_sessions=2)
-    for session in ("a", "b", "a", "c"):
-        batcher.submit(front.request(1.0, session, begins=True))
-        front.take()
-    assert batcher.num_sessions == 2
-    outcomes = {}
-    for session in ("a", "b"):
-        batcher.submit(front.request(1.0, session))
-        outcomes |= front.take()
+    outcomes = []
+    for number, session, begins, *asked in requests:
+        batcher.submit(front.request(number, session, begins=begins, asked=asked[0] if asked else None, ticket=0))
+        outcomes.append(front.take()[0])
     batcher.close()
-    assert first_of(outcomes["a"]) == 2.0
-    assert isinstance(outcomes["b"], SessionLostError)
+    for outcome, sum_or_error in zip(outcomes, expected, strict=True):
+        if isinstance(sum_or_error, str):
+            assert isinstance(outcome, SessionLostError | RequestError)
+            assert str(outcome).startswith(sum_or_error)
+        else:
+            assert first_of(outcome) == sum_or_error
 
 
 def test_too_many_that_wait_are_refused() -> None:
