@@ -1,7 +1,6 @@
 """`rollflow policy`: saved policies are shown, checked, compared, adapted to other environments, exported."""
 
 import argparse
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import gymnasium as gym
 from rollflow.cli import arguments
 from rollflow.nodes.policies.artifact_files import ONNX, PROGRAMS, differences, read_files
 from rollflow.nodes.policies.space_text import space_of
-from rollflow.stream.data.errors import PolicyError
 
 
 def add_to(commands: Any) -> None:
@@ -100,8 +98,7 @@ def _add_adapt(actions: Any) -> None:
         "--spaces",
         type=Path,
         metavar="PATH",
-        help="a saved policy of that environment, or a JSON file with observation_space and action_space as in "
-        "policy.json",
+        help="a saved policy of that environment",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="where the new policy is saved")
     parser.add_argument(
@@ -127,18 +124,9 @@ def _adapt(args: argparse.Namespace) -> int:
 
 
 def _spaces_in(path: Path) -> SimpleNamespace:
-    """The spaces of a saved policy, or of a JSON file. Raises PolicyError where there are none."""
-    if path.suffix == ".json":
-        try:
-            record = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise PolicyError(f"{path}: {error}, expected a JSON file") from error
-    else:
-        record, _ = read_files(path)
-    names = ("observation_space", "action_space")
-    if not isinstance(record, dict) or not record.keys() >= set(names):
-        raise PolicyError(f"{path} has no {' and '.join(names)}, expected their descriptions")
-    return SimpleNamespace(**{name: space_of(record[name], name) for name in names})
+    """The spaces of a saved policy."""
+    record, _ = read_files(path)
+    return SimpleNamespace(**{name: space_of(record[name], name) for name in ("observation_space", "action_space")})
 
 
 def _spaces_of(name: str) -> SimpleNamespace:

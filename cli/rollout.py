@@ -34,9 +34,6 @@ def add_to(commands: Any) -> None:
     arguments.add_protection(parser)
     parser.add_argument("--name", help="what the trainer calls this rollout (the machine's name)")
     parser.add_argument(
-        "--linger", type=float, default=60.0, metavar="S", help="how long the trainer may take for the last ones (60)"
-    )
-    parser.add_argument(
         "--retry", type=float, metavar="SECONDS", help="how long to dial a trainer that is away (for ever)"
     )
     arguments.add_max_frame(parser)
@@ -76,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
         "secret": arguments.secret_of(args),
         "tls": arguments.tls_of(args),
         "name": args.name,
-        "linger": args.linger,
         "retry_s": args.retry,
         "limits": arguments.limits_of(args.max_frame),
     }

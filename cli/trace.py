@@ -25,16 +25,9 @@ def add_to(commands: Any) -> None:
         "before its time. Open the file in ui.perfetto.dev or chrome://tracing.",
     )
     parser.add_argument("address", metavar="ADDRESS", help="the run: its process id, or unix:/path of its socket")
-    parser.add_argument(
-        "seconds", nargs="?", type=seconds, default=_SECONDS, metavar="SECONDS", help="how long, such as 10 or 10s (10)"
-    )
+    parser.add_argument("seconds", nargs="?", type=float, default=_SECONDS, metavar="SECONDS", help="how long (10)")
     parser.add_argument("--to", metavar="FILE", help="the file, compressed if it ends in .gz (rollflow-PID.trace.gz)")
     parser.set_defaults(run=_run)
-
-
-def seconds(text: str) -> float:
-    """A number of seconds, such as 10 or 10s. Raises ValueError for other text, where this function's name is told."""
-    return float(text.removesuffix("s"))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -57,7 +57,7 @@ def pid(runs: Path) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_a_run_in_another_process_is_traced(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(pid), "0.5s"]) == 0
+    assert main(["trace", str(pid), "0.5"]) == 0
     path = Path(f"rollflow-{pid}.trace.gz")
     assert capsys.readouterr().err == f"{path}: open it in https://ui.perfetto.dev or chrome://tracing\n"
     events = events_of(path)

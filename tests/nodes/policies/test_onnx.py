@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from altered_policies import no_change, sign
 from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
 from extras import needs
 from own_policy_parts import Gated
 
 from rollflow import ConnectorV2, EpsilonGreedy, FrameStacking, MeanStdFilter, Policy
 from rollflow.nodes import GaussianNoise, Linear, OneHotObservations, OrnsteinUhlenbeckNoise, RandomModule, Temperature
-from rollflow.nodes.policies.artifact_files import checksums, manifest_bytes, read_files
 from rollflow.policy import OnnxPolicy
 from rollflow.stream import PolicyError
 from rollflow.stream.data.tree import leaves_of, stack_trees
@@ -244,14 +244,6 @@ def test_sessions_come_once_and_are_forgotten(saved: Path) -> None:
     assert policy.sessions == ()
 
 
-def sign(folder: Path, model: bytes) -> None:
-    """Put another ONNX program into a policy, and make the checksums fit."""
-    manifest, files = read_files(folder)
-    files["policy.onnx"] = model
-    (folder / "policy.onnx").write_bytes(model)
-    (folder / "policy.json").write_bytes(manifest_bytes({**manifest, "files": checksums(files)}))
-
-
 def with_other_weights(model: Any, folder: Path) -> None:
     weights = next(each for each in model.graph.initializer if each.dims and each.data_type == onnx.TensorProto.FLOAT)
     weights.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weights) + 0.5, weights.name))
@@ -283,7 +275,8 @@ def test_a_program_that_is_not_the_policys_is_refused(alter: Any, text: str, tmp
     policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
     model = onnx.load(tmp_path / "p" / "policy.onnx")
     alter(model, tmp_path)
-    sign(tmp_path / "p", model.SerializeToString())
+    (tmp_path / "p" / "policy.onnx").write_bytes(model.SerializeToString())
+    sign(tmp_path / "p", no_change)
     with pytest.raises(PolicyError, match=text):
         OnnxPolicy.load(tmp_path / "p")
 
