@@ -3,7 +3,6 @@
 import math
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -100,8 +99,7 @@ class ReadAhead(threading.Thread, Generic[T]):
         self._read, self.is_wanted = read, True
         self._made: list[T] = []
         self._error: BaseException | None = None
-        with suppress(RuntimeError):  # the interpreter is at its end, and starts no more threads
-            self.start()
+        self.start()
 
     def run(self) -> None:
         """Read it."""
@@ -114,10 +112,7 @@ class ReadAhead(threading.Thread, Generic[T]):
 
     def result(self) -> T:
         """Wait for what was read. Raises what reading it has raised."""
-        if self.ident is None:
-            self.run()
-        else:
-            self.join()
+        self.join()
         if self._error is not None:
             raise self._error
         return self._made.pop()
@@ -125,8 +120,7 @@ class ReadAhead(threading.Thread, Generic[T]):
     def stop(self) -> None:
         """Wait until the thread has ended, which reads no further."""
         self.is_wanted = False
-        if self.ident is not None:
-            self.join()
+        self.join()
 
 
 def check_wanted() -> None:

@@ -1,14 +1,12 @@
 """Order, shares and resuming of a source; what a sink and a source refuse, and what their files look like."""
 
 import errno
-import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import weakref
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,24 +167,6 @@ def test_the_files_can_be_understood_without_rollflow(path: Path, played: Played
     assert {"python", "rollflow", "torch", "pyarrow"} <= run["versions"].keys()
     rewards = column_of(next((path / "steps").iterdir()), "rewards")
     assert (rewards.compression, "RLE_DICTIONARY" in rewards.encodings) == ("ZSTD", False)
-
-
-@pytest.mark.parametrize("least", [1, 20_000, 1 << 20])
-def test_small_fragments_share_a_row_group_and_large_ones_have_one_each(
-    least: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollflow.sinks.datasets.dataset_sink._GROUP_BYTES", least)
-    write_dataset(played.fragments, tmp_path)
-    counts = [fragment.num_steps for fragment in played.fragments]
-    for kind in ("steps", "episodes"):
-        (name,) = (tmp_path / kind).glob("*.parquet")
-        metadata = pq.ParquetFile(name).metadata
-        groups = [metadata.row_group(each).num_rows for each in range(metadata.num_row_groups)]
-        assert len(groups) == 1 if least == 1 << 20 else len(groups) <= len(counts)
-        assert (len(groups) == len(counts)) == (least == 1)
-    assert sum(pq.read_table(tmp_path / "steps").column("rewards").is_valid().to_pylist()) == sum(counts)
-    assert DatasetSource(tmp_path).num_steps == sum(counts)
-    assert sum(fragment.num_steps for fragment in DatasetSource(tmp_path).fragments()) == sum(counts)
 
 
 def test_files_without_a_description_are_no_empty_dataset(path: Path) -> None:
@@ -407,20 +387,14 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
             DatasetSource(path, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Nothing is written before it is set."""
-    event, write = threading.Event(), FileSet.write
+def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, write = threading.Event(), FileSet.write
 
     def held_back(*args: Any) -> None:
-        assert event.wait(30)
+        assert may_write.wait(30)
         write(*args)
 
     monkeypatch.setattr(FileSet, "write", held_back)
-    return event
-
-
-def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, may_write: threading.Event) -> None:
     with DatasetSink(tmp_path, queue_size=2) as sink:
         sink(played.fragments[0])
         sink(played.fragments[1])
@@ -431,16 +405,3 @@ def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, may_w
         may_write.set()
         third.join(30)
     assert sink.num_steps == sum(fragment.num_steps for fragment in played.fragments[:3])
-
-
-def test_a_small_fragment_is_copied_in_the_call(tmp_path: Path, may_write: threading.Event) -> None:
-    fragment = Played(slots=3, fragments=1, seed=5, fragment_length=8).fragments.pop()
-    steps, rewards = fragment.num_steps, weakref.ref(fragment.columns["rewards"].tree)
-    with DatasetSink(tmp_path) as sink:
-        sink(fragment)
-        del fragment
-        gc.collect()
-        is_gone = rewards() is None
-        may_write.set()
-    assert is_gone
-    assert sink.num_steps == steps

@@ -1,7 +1,5 @@
 """The next window of a dataset is read while the fragments of one are handed out."""
 
-import subprocess
-import sys
 import threading
 from functools import partial
 from itertools import count
@@ -99,21 +97,6 @@ async def test_a_graph_that_fails_leaves_no_thread(path: Path, monkeypatch: pyte
         async with graph.run() as run:
             await run.wait()
     assert readers() == []
-
-
-@pytest.mark.slow
-def test_a_program_whose_main_thread_has_ended_reads_on(path: Path) -> None:
-    program = f"""
-import threading, time
-from rollflow import DatasetSource
-source = DatasetSource({str(path)!r}, batch_size=5, window_steps=20)
-def read():
-    threading.main_thread().join()
-    print(sum(fragment.num_steps for fragment in source.fragments()) == source.num_steps)
-threading.Thread(target=read).start()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=IN_TIME_S)
-    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_what_comes_before_a_damaged_file_is_handed_out(path: Path) -> None:

@@ -88,16 +88,6 @@ def test_a_small_change_writes_the_blocks_it_is_in_and_no_others(tmp_path: Path,
     assert len(after.keys() & sizes(tmp_path / "replay").keys()) > len(after) / 2
 
 
-def test_nothing_but_the_index_is_written_for_priorities_alone(tmp_path: Path, played: Played) -> None:
-    replay = prioritized()
-    replay.insert(played.fragments[0])
-    replay.save(tmp_path / "replay")
-    before = sizes(tmp_path / "replay")
-    replay.update_priorities(replay.sample(8)["ids"], np.arange(8.0))
-    replay.save(tmp_path / "replay")
-    assert [name[:5] for name in sizes(tmp_path / "replay").keys() - before.keys()] == ["index"]
-
-
 @settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     capacity=st.integers(40, 130),

@@ -56,41 +56,6 @@ def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(
-    max_lag: int, remote: PacedHosts, tmp_path: Path
-) -> None:
-    rounds, address = remote.rounds(max_lag), f"unix:{tmp_path}/trainer"
-    with ExitStack() as hosts:
-        hosts.enter_context(remote.host(0))
-        rollout = remote.rollout()
-        second = hosts.enter_context(remote.host(1))
-        saved: dict[str, Any] | None = None
-        with running(*graph_over(rollout, address)) as feed:
-            with pytest.raises(ZeroDivisionError), TrainerStream(address, **rounds.settings()) as stream:
-                stream.publish(remote.weights(1.0))
-                saved = rounds.until(stream, lambda: {0, 1} in rounds.lanes)
-                raise ZeroDivisionError
-            # While no trainer is there, a host leaves and another one comes.
-            second.stop()
-            hosts.enter_context(remote.host(2))
-            with pytest.raises(ZeroDivisionError), TrainerStream(address, **rounds.settings()) as another:
-                another.load_state_dict(saved)
-                another.publish(remote.weights(another.version + 1.0))
-                saved = rounds.until(another, rounds.are_of(0, 2))
-                another.publish(remote.weights(another.version + 1.0))
-                raise ZeroDivisionError
-            with TrainerStream(address, **rounds.settings()) as last:
-                last.load_state_dict(saved)
-                last.publish(remote.weights(last.version + 1.0))
-                rounds.until(last, rounds.are_of(0, 2))
-                feed.drain()
-                rounds.rest(last)
-    assert last.lost == {}
-    assert rounds.steps == rollout.num_steps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag: int, remote: PacedHosts) -> None:
     rounds = remote.rounds(max_lag)
     lengths = iter([4000, 9000, 3000, 15000, 6000, 5000, 2500, 4000, 3000, 5000, 2500])
