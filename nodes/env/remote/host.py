@@ -14,8 +14,8 @@ from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self
 
-from rollflow.nodes.closing import close_all, closing_on_error, noting_in
-from rollflow.nodes.env.remote.host_lane import check_alike, end_lanes
+from rollflow.nodes.closing import Closing, close_all, closing_on_error, noting_in
+from rollflow.nodes.env.remote.host_lane import check_alike
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 _LONGEST_RETRY_S = 5.0
+_QUIET_S = 0.5  # how long a lane is waited for without a word
 _ENDING = {False: "stopped", True: "drained"}  # why it ends, by whether it was told to drain
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session"  # after which it redials
@@ -120,13 +121,23 @@ class LaneWork:
         return bool(self._place_of) and bool(not is_served or self.busy or self.session.owed)
 
     def close(self, patience_s: float, left_s: float) -> None:
-        """End the threads and close the environments: see `end_lanes`.
+        """End the threads and close the environments, but for those of a lane that is at something for too long.
 
-        left_s    seconds for a lane that is at something, where they are fewer
+        patience_s    seconds for each lane
+        left_s        seconds for a lane that is at something, where they are fewer
+
+        Raises what closing raises, once all are closed.
         """
         busy = self.busy
-        patience = [min(patience_s, left_s) if place in busy else patience_s for place in range(len(self.lanes))]
-        end_lanes(self._threads, self.lanes, patience)
+        self._threads.end()
+        closings: list[Closing] = []
+        for place, lane in enumerate(self.lanes):
+            limit_s = min(patience_s, left_s) if place in busy else patience_s
+            if not self._threads.has_ended(place, min(_QUIET_S, limit_s)):
+                logger.warning("lane %d is still at something: it is waited for, %.3g s at most", place, limit_s)
+            if self._threads.has_ended(place, limit_s):
+                closings.append((f"the environments of lane {place}", lane.env.close))
+        close_all(closings)
 
     def _do(self, place: int, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
         answer: Answer | None

@@ -1,7 +1,6 @@
 """Lanes of a host: environments of one agent or of several that are stepped, in a thread, as requests come."""
 
 import abc
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.closing import Closing, close_all, closing_on_error
+from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import LaneMaker
 from rollflow.nodes.env.multi_agent.agent_environments import lane_makers
 from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
@@ -18,16 +17,12 @@ from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, described
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
-from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.space import describe_space, row_of, space_of
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.multi_agent.agent_part import Observed
 from rollflow.stream.wire import AgentRows, Reset, Rows, Step
 
-logger = logging.getLogger(__name__)
-
-_QUIET_S = 0.5  # how long a lane is waited for without a word
 _WORDS = {
     "observation_space": "observation space",
     "action_space": "action space",
@@ -54,23 +49,6 @@ def check_alike(lanes: Sequence[Any]) -> None:
             if mine != first[name]:
                 text, other = (space_of(each) if name.endswith("space") else each for each in (mine, first[name]))
                 raise EnvError(f"lane {place}: its {_WORDS[name]} is {text}, expected that of lane 0, {other}")
-
-
-def end_lanes(threads: LaneThreads, lanes: Sequence[Any], patience: Sequence[float]) -> None:
-    """End threads and close their environments, but for those of a lane that is at something for too long.
-
-    patience    seconds for each lane
-
-    Raises what closing raises, once all are closed.
-    """
-    threads.end()
-    closings: list[Closing] = []
-    for place, (lane, patience_s) in enumerate(zip(lanes, patience, strict=True)):
-        if not threads.has_ended(place, min(_QUIET_S, patience_s)):
-            logger.warning("lane %d is still at something: it is waited for, %.3g s at most", place, patience_s)
-        if threads.has_ended(place, patience_s):
-            closings.append((f"the environments of lane {place}", lane.env.close))
-    close_all(closings)
 
 
 class ServedEnvironments(abc.ABC):

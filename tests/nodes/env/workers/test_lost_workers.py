@@ -14,8 +14,6 @@ from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 
 from rollflow import Rollout
-from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
-from rollflow.nodes.env.workers.watch import Activity
 from rollflow.stream import EnvError
 
 
@@ -155,22 +153,6 @@ def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Pa
     assert made[1] == 3  # it is killed twice; the second time the others in its process may not be made yet
     assert {made[0], made[2]} <= {2, 3}
     assert 0 <= missing <= lost <= 3 * 2
-
-
-def test_the_delay_before_a_lane_is_made_again_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.1)
-    monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor.monotonic", lambda: now[0])
-    supervisor = LaneSupervisor(LaneLimits(max_failures=10), lambda lane: (0, Activity.STEP))
-    lane = supervisor.add(LanePhase.READY)
-    delays = []
-    for _ in range(10):
-        now[0] += 1000.0
-        supervisor.fail(lane)
-        delays.append(lane.due - now[0])
-    assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0])
-    supervisor.fail(lane)
-    assert lane.phase is LanePhase.ASIDE
 
 
 def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
