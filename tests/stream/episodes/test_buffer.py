@@ -63,23 +63,6 @@ def test_indices_are_read_from_the_end_and_into_the_lookback(form: str, indices:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("indices", "expected"),
-    [
-        (-1, 11),
-        (-2, 10),
-        (0, 12),
-        ([-2, 0, -1], [10, 12, 11]),
-        (slice(-2, 2), [10, 11, 12, 13]),
-        (slice(-1, None), [11, 12, 13, 14, 15, 16]),
-        (slice(1, -3, -1), [13, 12, 11, 10]),
-    ],
-)
-def test_negative_indices_may_mean_the_lookback(form: str, indices: Any, expected: Any) -> None:
-    assert plain(letters(form).get(indices, neg_index_as_lookback=True)) == expected
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
     ("indices", "lookback", "expected"),
     [
         (5, False, 0),
@@ -174,45 +157,6 @@ def test_one_hot_goes_leaf_by_leaf_and_a_filled_item_is_full_of_the_fill(form: s
 def test_one_hot_without_a_space_is_refused() -> None:
     with pytest.raises(ValueError, match="one_hot_discrete on 'actions' needs a space"):
         letters("list").get(0, one_hot_discrete=True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("indices", "lookback", "new", "expected"),
-    [
-        (0, False, 99, [10, 11, 99, 13, 14, 15, 16]),
-        (-7, False, 99, [99, 11, 12, 13, 14, 15, 16]),
-        (-1, True, 99, [10, 99, 12, 13, 14, 15, 16]),
-        (None, False, [1, 2, 3, 4, 5], [10, 11, 1, 2, 3, 4, 5]),
-        ([0, -1], False, [1, 2], [10, 11, 1, 13, 14, 15, 2]),
-        (slice(1, 3), False, [1, 2], [10, 11, 12, 1, 2, 15, 16]),
-        (slice(-2, 1), True, [1, 2, 3], [1, 2, 3, 13, 14, 15, 16]),
-        (slice(None, None, -2), False, [1, 2, 3], [10, 11, 3, 13, 2, 15, 1]),
-    ],
-)
-def test_setters_read_indices_as_getters_do(form: str, indices: Any, lookback: bool, new: Any, expected: Any) -> None:
-    buffer = letters(form)
-    given = np.array(new) if form == "numpy" and isinstance(new, list) else new
-    buffer.set(given, indices, neg_index_as_lookback=lookback)
-    assert plain(buffer.items(slice(0, 7))) == expected
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("indices", "new", "told"),
-    [
-        (slice(0, 2), [1], "1 new items for 2 places"),
-        (None, [1, 2, 3, 4, 5, 6], "6 new items for 5 places"),
-        ([0], [1, 2], "2 new items for 1 places"),
-        (5, 1, "index 5 of 'actions' is outside -7 … 4"),
-        (slice(3, 7), [1, 2, 3, 4], "4 new items for 2 places"),
-    ],
-)
-def test_setters_refuse_what_does_not_fit(form: str, indices: Any, new: Any, told: str) -> None:
-    buffer = letters(form)
-    with pytest.raises(EpisodeIndexError, match=told):
-        buffer.set(new, indices)
-    assert plain(buffer.items(slice(0, 7))) == list(range(10, 17))
 
 
 def test_an_item_of_another_shape_is_refused_by_arrays() -> None:

@@ -141,12 +141,6 @@ def test_both_clocks_start_where_told() -> None:
     assert [(each.t_started, each.t) for each in episode.agent_episodes.values()] == [(7, 9), (0, 0), (0, 0)]
 
 
-def test_what_is_given_is_the_same_as_what_is_added() -> None:
-    given = MultiAgentEpisode(**columns(), len_lookback_buffer=0)
-    for name in ("observations", "actions", "rewards"):
-        assert getattr(given, f"get_{name}")() == getattr(gapped(), f"get_{name}")()
-
-
 def test_an_agent_that_does_not_act_on_an_observation_has_ended_with_it() -> None:
     episode = MultiAgentEpisode(
         observations=[{"a": 0, "b": 0, "c": 0}, {"a": 1, "b": 1}, {"a": 2}],
@@ -636,19 +630,6 @@ def test_a_slice_of_arrays_is_one_of_arrays() -> None:
     part = gapped().to_numpy()[1:3]
     assert part.is_numpy
     assert isinstance(part.get_observations()["a"], np.ndarray)
-
-
-@pytest.mark.parametrize("numpy", [False, True], ids=["lists", "arrays"])
-@pytest.mark.parametrize("at", range(4))
-def test_slices_joined_again_are_whole(at: int, numpy: bool) -> None:
-    episode = gapped().to_numpy() if numpy else gapped()
-    head = episode[:at]
-    head.concat_episode(episode[at:])
-    assert (len(head), head.agent_steps(), list(head.agent_episodes)) == (3, 4, ["a", "b", "c"])
-    assert head.agent_episodes["b"].get_rewards() == [1.0]
-    assert head.get_rewards(-1) == {"a": 1.0, "b": 0.5}
-    assert head.is_numpy == numpy
-    assert (len(episode), episode.agent_steps()) == (3, 4)
 
 
 def test_only_the_next_chunk_of_the_same_episode_joins() -> None:

@@ -288,17 +288,6 @@ def test_the_lookback_is_a_number_of_steps(wanted: Any, told: str) -> None:
         SingleAgentEpisode("e", observations=[0, 1], actions=[0], rewards=[0.0], len_lookback_buffer=wanted)
 
 
-def test_the_last_rewards_are_read_into_the_lookback() -> None:
-    chunk = filled(4).cut(3)
-    chunk.add_env_step(5, 104, 4.5, extra_model_outputs={"logp": -4})
-    assert chunk.get_rewards(slice(-5, None)) == [1.5, 2.5, 3.5, 4.5]
-    assert chunk.get_rewards(slice(-5, None), fill=0.0) == [0.0, 1.5, 2.5, 3.5, 4.5]
-    assert [chunk.get_rewards(slice(t - 2, t + 1), neg_index_as_lookback=True, fill=0.0) for t in (-2, 0)] == [
-        [0.0, 1.5, 2.5],
-        [2.5, 3.5, 4.5],
-    ]
-
-
 @pytest.mark.parametrize("form", ["list", "numpy"])
 def test_a_cut_begins_with_the_last_observation_and_looks_back(form: str) -> None:
     episode = filled(5) if form == "list" else filled(5).to_numpy()
@@ -317,14 +306,6 @@ def test_a_cut_begins_with_the_last_observation_and_looks_back(form: str) -> Non
     assert list(chunk.get_observations(slice(-2, 1), neg_index_as_lookback=True)) == [3, 4, 5]
 
 
-def test_a_cut_looks_back_no_further_than_there_is() -> None:
-    assert filled(2).cut(10).rewards.lookback == 2
-    assert filled(2).cut().rewards.lookback == 0
-    twice = filled(3).cut(2)
-    twice.add_env_step(4, 103, 3.5, {"at": 4}, extra_model_outputs={"logp": -3})
-    assert twice.cut(10).rewards.lookback == 3
-
-
 def test_a_cut_is_refused_after_the_end_and_for_a_negative_lookback() -> None:
     with pytest.raises(EpisodeError, match="cut after its end at step 2"):
         filled(2, terminated=True).cut()
@@ -338,32 +319,6 @@ def test_custom_data_is_copied_by_a_cut() -> None:
     chunk = episode.cut()
     chunk.custom_data["seen"].append(2)
     assert episode.custom_data == {"seen": [1]}
-
-
-def test_slices_are_by_steps_and_keep_the_end_only_where_they_reach_it() -> None:
-    episode = filled(5, terminated=True)
-    middle = episode[1:3]
-    assert (middle.t_started, middle.t, middle.get_observations(), middle.get_actions()) == (
-        1,
-        3,
-        [1, 2, 3],
-        [101, 102],
-    )
-    assert not middle.is_done
-    assert episode[3:].is_terminated
-    assert (episode[-2:].t_started, episode[-100:2].t_started, len(episode[9:])) == (3, 0, 0)
-    assert len(episode[3:1]) == 0
-    looking = episode.slice(slice(3, 4), len_lookback_buffer=2)
-    assert (len(looking), looking.rewards.lookback, looking.get_actions([-3, -2, -1])) == (1, 2, [101, 102, 103])
-
-
-def test_slices_of_an_episode_with_a_lookback_have_one_too() -> None:
-    episode = filled(7).cut(2)
-    for t in range(7, 12):
-        episode.add_env_step(t + 1, 100 + t, t + 0.5, {"at": t + 1}, extra_model_outputs={"logp": -t})
-    part = episode[-4:2]
-    assert (len(part), part.t_started, part.rewards.lookback) == (1, 8, 2)
-    assert part.get_actions([-3, -2, -1]) == [106, 107, 108]
 
 
 def test_an_episode_is_sliced_not_indexed() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rollflow.stream import Inlet, Outlet
-from rollflow.stream.graph.channel import CHECKPOINT_EVERY, CHECKPOINT_NS, Channel, SourceStop
+from rollflow.stream.graph.channel import CHECKPOINT_EVERY, CHECKPOINT_NS, Channel
 from rollflow.stream.graph.meter import NodeMeter
 
 
@@ -192,24 +192,3 @@ async def test_ends_that_never_wait_still_pass_through_the_event_loop(
             await inlet.receive()
             received += 1
     assert (sent, received) == (count, count)
-
-
-@pytest.mark.anyio
-async def test_a_stopped_source_is_cancelled_once_no_send_is_under_way() -> None:
-    channel: Channel[int] = Channel("c", 1)
-    inlet: Inlet[int] = Inlet([channel], NodeMeter("taker"))
-    with anyio.fail_after(10), anyio.CancelScope() as scope:
-        stop = SourceStop(scope)
-        outlet: Outlet[int] = Outlet([channel], NodeMeter("source"), stop)
-        async with anyio.create_task_group() as tasks:
-            for number in range(3):
-                tasks.start_soon(outlet.send, number)
-            await anyio.wait_all_tasks_blocked()
-            stop.request()
-            assert not scope.cancel_called
-            seen = {await inlet.receive(), await inlet.receive()}
-            assert not scope.cancel_called
-            seen.add(await inlet.receive())
-            await anyio.wait_all_tasks_blocked()
-    assert scope.cancelled_caught
-    assert seen == {0, 1, 2}

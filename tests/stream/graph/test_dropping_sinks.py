@@ -11,7 +11,6 @@ import pytest
 from rollflow import Graph
 from rollflow.stream import GraphError, Inlet, Outlet
 from rollflow.stream.graph.meter import NodeMeter
-from rollflow.stream.graph.port import is_only_way
 from rollflow.stream.graph.report import report_of
 
 LONGEST_S = 60.0
@@ -211,11 +210,3 @@ def test_a_graph_that_is_entered_by_a_plain_with_is_told_how() -> None:
     with pytest.raises(GraphError, match=r"graph 'mine' was entered by 'with'.* expected 'async with graph.run\(\)"):
         with graph.run():
             raise AssertionError
-
-
-def test_a_graph_may_have_the_name_of_a_node() -> None:
-    graph = Graph("source")
-    graph.add(source=numbers)
-    graph.output("out", "source")
-    edge = graph.outputs["out"]
-    assert is_only_way(edge, [edge])

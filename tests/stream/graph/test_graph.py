@@ -219,13 +219,6 @@ def test_an_unconnected_inlet_is_named() -> None:
         graph.validate()
 
 
-def test_an_unconnected_outlet_is_named() -> None:
-    graph = chained()
-    graph.add(other=numbers)
-    with pytest.raises(GraphError, match=r"outlet 'other.out' is connected to nothing"):
-        graph.validate()
-
-
 def test_a_cycle_is_named_all_round() -> None:
     graph = Graph()
     graph.add(ring=Ring(), a=double, b=double)
@@ -312,16 +305,6 @@ def test_two_ports_are_connected_once() -> None:
 def test_a_name_with_a_dot_is_refused() -> None:
     with pytest.raises(GraphError, match=r"node 'a.b': a '.' stands between a node and its port"):
         Graph().add_node("a.b", double)
-
-
-def test_an_output_is_no_node_though_the_graph_bears_a_nodes_name() -> None:
-    graph = Graph("show")
-    graph.add(source=numbers, text=to_text, show=show)
-    graph.connect("source", "text")
-    graph.connect("text", "show")
-    graph.output("text", "text")
-    assert "text.out ──(capacity 1, block)──▶ output 'text'" in graph.explain()
-    assert '(["text"])' in graph.mermaid()
 
 
 @pytest.mark.parametrize("direction", ["input", "output"])

@@ -83,11 +83,6 @@ def test_a_callable_without_a_signature_is_refused() -> None:
         read_node("x", str)
 
 
-def test_an_unknown_place_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"node 'x': where is 'gpu', expected 'inline' or 'thread'"):
-        read_node("x", show, "gpu")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("given", "taken", "fits"),
     [

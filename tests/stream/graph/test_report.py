@@ -1,11 +1,7 @@
 import json
-from typing import Any
 
-import anyio
 import pytest
 
-from rollflow import Graph
-from rollflow.stream import Inlet, Outlet
 from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution
 from rollflow.stream.graph.report import node_report, report_of
 
@@ -105,34 +101,3 @@ def test_a_part_of_a_stage_may_be_shown_by_itself() -> None:
     assert report.moved("caller", part, None).bottleneck == "learner_pipeline"
     idle = node_report(10**9, meter("learner_pipeline", 0, items=0))
     assert [node.name for node in report.moved("caller", idle, None).nodes] == ["env", "caller"]
-
-
-@pytest.mark.anyio
-async def test_who_is_fed_by_dropping_edges_holds_nobody_back() -> None:
-    done = anyio.Event()
-
-    async def source(out: Outlet[int]) -> None:
-        for number in range(20):
-            await out.send(number)
-            sum(range(20_000))
-
-    class Busy:
-        async def run(self, items: Inlet[int], out: Outlet[int]) -> None:
-            await out.send(await items.receive())
-            await done.wait()
-
-    graph = Graph()
-    graph.add(source=source, fast=lambda item: None, slow=Busy())
-    graph.add_node("after", lambda item: sum(range(10**6)), where="thread")
-    graph.connect("source", "fast", capacity=2)
-    graph.connect("source", "slow", capacity=1, overflow="latest")
-    graph.connect("slow", "after", capacity=1)
-    graph.output("nothing", "fast")
-    graph.output("sums", "after")
-    assert graph.harmless() == {"slow", "after"}
-    async with graph.run() as run:
-        sums: list[Any] = [await run["sums"].receive()]
-        await anyio.wait_all_tasks_blocked()
-        assert run.report().bottleneck in ("source", "caller")
-        done.set()
-    assert len(sums) == 1

@@ -136,15 +136,6 @@ def test_the_file_of_a_worker_does_not_grow_with_every_question() -> None:
     assert all(text.startswith(texts[0][:16]) for text in texts)
 
 
-@pytest.mark.slow
-def test_a_second_question_gets_an_answer_of_its_own() -> None:
-    with answering_dumps():
-        first, second = dumps_of(HERE, 2.0), dumps_of(HERE, 2.0)
-    assert first
-    assert second
-    assert first.keys() == second.keys()
-
-
 def test_a_signal_that_somebody_else_uses_is_left_to_him() -> None:
     came: list[int] = []
     before = signal.signal(DUMP_SIGNAL, lambda number, frame: came.append(number))

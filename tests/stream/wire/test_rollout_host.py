@@ -150,28 +150,6 @@ def test_a_lane_whose_turn_failed_gets_its_next_turn_and_no_reset() -> None:
     assert isinstance(decode(taken_from(ends.host)), Fragment)
 
 
-def test_a_cut_comes_while_its_turn_is_being_done_and_the_turn_is_answered() -> None:
-    ends, turn = turning()
-    ends.gateway.tell(Cut(0, 1))
-    (cut,) = ends.to_host()
-    assert isinstance(cut, Cut)
-    assert (cut.lane, cut.number) == (0, 1)
-    assert ends.host.answer(turn, fragment(turn))
-    assert [type(event) for event in ends.to_gateway()] == [Fragment]
-
-
-def test_a_cut_of_a_turn_that_was_answered_meanwhile_is_dropped() -> None:
-    ends, turn = turning()
-    ends.gateway.tell(Cut(0, 1))
-    assert ends.host.answer(turn, fragment(turn))
-    assert ends.to_host() == []
-    ends.to_gateway()
-    ends.gateway.ask(Turn(0, 2))
-    ends.to_host()
-    assert ends.host.receive(frame_as(Cut(0, 1)), 1.0) == []
-    assert ends.host.is_open
-
-
 @pytest.mark.parametrize(
     ("cut", "told"),
     [
@@ -205,27 +183,6 @@ def test_a_cut_of_a_turn_that_was_answered_is_not_sent() -> None:
     assert taken_from(ends.gateway) == b""
     ends.gateway.tell(Cut(0, 2))
     assert taken_from(ends.gateway) == frame_as(Cut(0, 2))
-
-
-def test_a_cut_that_was_lost_is_not_sent_by_the_next_connection_and_may_be_said_again() -> None:
-    ends, turn = turning()
-    ends.gateway.tell(Cut(0, 1))
-    taken_from(ends.gateway)  # which the host does not get
-    again = welcomed_back(ends)
-    assert [type(event) for event in again.to_host()] == [Welcome]  # the turn is known
-    again.gateway.tell(Cut(0, 1))
-    assert [type(event) for event in again.to_host()] == [Cut]
-    assert again.host.answer(turn, fragment(turn))
-    assert [type(event) for event in again.to_gateway()] == [Fragment]
-
-
-def test_a_cut_of_a_turn_that_is_asked_again_comes_behind_it() -> None:
-    ends = rollout_ends()
-    ends.gateway.ask(Turn(0, 1))
-    taken_from(ends.gateway)  # which the host does not get
-    again = welcomed_back(ends)
-    again.gateway.tell(Cut(0, 1))
-    assert [type(event) for event in again.to_host()] == [Welcome, Turn, Cut]
 
 
 class TurnsAndCuts(RuleBasedStateMachine):
