@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.stream.data.errors import RunError
-from rollflow.stream.observe.stacks import Frame, dumps_of, is_stopped, stack_in_dump, stack_lines
+from rollflow.stream.observe.stacks import StackFrame, dumps_of, is_stopped, stack_in_dump, stack_lines
 
 _ANSWER_S = 2.0
 _MAIN = "main thread"
@@ -68,11 +68,11 @@ def _check_process(pid: int) -> None:
         raise ValueError(f"process {pid} is another user's, expected one of yours") from None
 
 
-def _lines_of_all(threads: Sequence[tuple[str, Sequence[Frame]]]) -> list[str]:
+def _lines_of_all(threads: Sequence[tuple[str, Sequence[StackFrame]]]) -> list[str]:
     return [line for name, stack in threads for line in _lines_of(name, stack)]
 
 
-def _by_signal(pid: int) -> list[tuple[str, Sequence[Frame]]]:
+def _by_signal(pid: int) -> list[tuple[str, Sequence[StackFrame]]]:
     """(thread, its stack, innermost call first) of a process that answers the signal; the main one comes first.
 
     Empty where it does not answer.
@@ -81,7 +81,7 @@ def _by_signal(pid: int) -> list[tuple[str, Sequence[Frame]]]:
     return [(_MAIN if thread == pid else f"thread {thread}", stack_in_dump(text)) for thread, text in dumps.items()]
 
 
-def _lines_of(name: str, stack: Sequence[Frame]) -> list[str]:
+def _lines_of(name: str, stack: Sequence[StackFrame]) -> list[str]:
     if not stack:
         return [f"{name}: is not in Python"]
     if not any(frame.is_own for frame in stack):

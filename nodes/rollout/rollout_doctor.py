@@ -18,8 +18,8 @@ from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.run_socket import RunSocket
 from rollflow.stream.observe.stacks import stack_of_thread
 from rollflow.stream.observe.trace import FragmentName
-from rollflow.stream.observe.waits import READER, Exit, Look, Sign, Wait
-from rollflow.stream.observe.watch import StallRules, Watcher
+from rollflow.stream.observe.waits import CALLER, Exit, Look, Sign, Wait
+from rollflow.stream.observe.watch import StallRules, StallThread
 
 _KEPT = 101  # times of the reader, of which the median is told
 
@@ -69,7 +69,7 @@ class RolloutDoctor:
         self.rules = rules
         self._learner, self._signs = learner, WeakMethod(signs)
         self._drive: Watched | None = None
-        self._watcher = Watcher(self, rules, self._end_stalled)
+        self._watcher = StallThread(self, rules, self._end_stalled)
         self._tracing, self._trace_to = Tracing(self._traceable), trace_to
         self._socket = RunSocket(snapshot, self._tracing.serve)
         self.reader_times = CallTimes()
@@ -120,14 +120,14 @@ class RolloutDoctor:
         if look is None:
             return None
         look = replace(
-            look, noun="fragment", reader=tuple(took / 1e9 for took in list(self.reader_times.recent)[-_KEPT:])
+            look, noun="fragment", caller=tuple(took / 1e9 for took in list(self.reader_times.recent)[-_KEPT:])
         )
-        since, reader = self._learner.works_since, look.waits[READER]
+        since, reader = self._learner.works_since, look.waits[CALLER]
         if since is None:
             got = self._works_since
             age_s = (clock() - got) / 1e9 if got and reader.kind == "works" else 0.0
             reader = replace(reader, age_s=age_s, stack=partial(stack_of_thread, self._reader))
-            return replace(look, waits={**look.waits, READER: reader})
+            return replace(look, waits={**look.waits, CALLER: reader})
         learner = Wait(
             self._learner.name,
             "call",
@@ -139,8 +139,8 @@ class RolloutDoctor:
             stack=partial(stack_of_thread, self._reader),
         )
         reader = replace(reader, kind="waits", doing="waits", on=(learner.name,), mark=since)
-        exits = tuple(Exit(READER, each.items, waits=True) if each.party == READER else each for each in look.exits)
-        return replace(look, exits=exits, waits={**look.waits, READER: reader, learner.name: learner})
+        exits = tuple(Exit(CALLER, each.items, waits=True) if each.party == CALLER else each for each in look.exits)
+        return replace(look, exits=exits, waits={**look.waits, CALLER: reader, learner.name: learner})
 
     def signs(self) -> Sequence[Sign]:
         """Silent faults of the rollout."""

@@ -8,7 +8,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from rollflow.policy.serving.request import (
     Acted,
     ActRequest,
     ClosedError,
+    Front,
     Outcome,
     OverloadedError,
     RequestError,
@@ -333,12 +334,12 @@ class Batcher:
         fresh = [place for place, outcome in enumerate(outcomes) if outcome is None]
         for place, outcome in zip(fresh, self._act([batch[place] for place in fresh]), strict=True):
             outcomes[place] = outcome
-        answers: dict[Callable[..., None], list[tuple[Any, Outcome]]] = {}
+        fronts: dict[Front, list[tuple[Any, Outcome]]] = {}
         for request, outcome in zip(batch, outcomes, strict=True):
-            answers.setdefault(request.deliver, []).append((request.ticket, outcome))
+            fronts.setdefault(request.front, []).append((request.ticket, outcome))
         self.tally.note_batch(len(fresh), monotonic() - begun)
-        for deliver, answered in answers.items():
-            deliver(answered)
+        for front, answers in fronts.items():
+            front.deliver(answers)
 
     def _act(self, batch: list[ActRequest]) -> list[Outcome]:
         if not batch:

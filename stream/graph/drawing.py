@@ -4,9 +4,9 @@ from inspect import getattr_static
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rollflow.stream.graph.report import CALLER, LEARNER, Report
+from rollflow.stream.graph.report import LEARNER, Report
 from rollflow.stream.observe.diagnosis import Diagnosis
-from rollflow.stream.observe.waits import READER, LastError, Look
+from rollflow.stream.observe.waits import CALLER, LastError, Look
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
@@ -118,10 +118,10 @@ def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: D
         edges += [_chained(source, target) for source, target in pairwise(readers)]
     parties = [
         {
-            "name": _as_reported(wait.name),
+            "name": wait.name,
             "kind": wait.kind,
             "doing": wait.doing,
-            "on": [_as_reported(name) for name in wait.on],
+            "on": list(wait.on),
             "age_s": wait.age_s,
         }
         for wait in (() if look is None else look.waits.values())
@@ -138,11 +138,6 @@ def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: D
 
 def _chained(source: str, target: str) -> dict[str, Any]:
     return {"source": source, "target": target, "port": "out", "feedback": False, "is_output": False}
-
-
-def _as_reported(party: str) -> str:
-    """The name of a party, as the report has it."""
-    return CALLER if party == READER else party
 
 
 def _last_error(node: Any) -> LastError | None:

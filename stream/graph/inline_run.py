@@ -12,11 +12,11 @@ from rollflow.stream.graph.chain import CallMark, Chain
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.node import close_nodes
-from rollflow.stream.graph.report import CALLER, Report, report_of
+from rollflow.stream.graph.report import Report, report_of
 from rollflow.stream.graph.run_doctor import look_of_inline_run
 from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.observe.waits import Look
+from rollflow.stream.observe.waits import CALLER, Look
 
 
 class InlineRun:

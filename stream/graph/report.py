@@ -6,8 +6,9 @@ from typing import Any
 
 from rollflow.stream.graph.meter import CallStats, CallTimes, EdgeMeter, NodeMeter
 from rollflow.stream.observe.svg import preformatted, table
+from rollflow.stream.observe.waits import CALLER
 
-CALLER, LEARNER = "caller", "learner_pipeline"
+LEARNER = "learner_pipeline"
 NOTHING: Mapping[str, Any] = {}
 _WIDTHS = 10, 7, 7, 8, 7, 8, 8  # of a table's columns behind the names; the last one is as wide as it is
 MOSTLY_IDLE = 0.1  # share of the time, of all stages together, below which none is what the others wait for

@@ -29,11 +29,12 @@ from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet,
 from rollflow.stream.graph.meter import NodeMeter, WaitAttribution, clock
 from rollflow.stream.graph.node import close_nodes, ending_quietly, note_node
 from rollflow.stream.graph.port import Edge, NodeSpec, Port, is_only_way
-from rollflow.stream.graph.report import CALLER, Report, report_of
+from rollflow.stream.graph.report import Report, report_of
 from rollflow.stream.graph.run_doctor import RunDoctor
 from rollflow.stream.graph.seeding import fresh_seed, generator_for
 from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.trace import check_trace
+from rollflow.stream.observe.waits import CALLER
 from rollflow.stream.observe.watch import StallRules
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.run_socket import RunSocket
 from rollflow.stream.observe.stacks import debugged, stack_lines, stack_of_coroutine, stack_of_thread
-from rollflow.stream.observe.waits import READER, Exit, Kind, Limit, Look, Sign, Wait, by_name
-from rollflow.stream.observe.watch import StallRules, Watcher
+from rollflow.stream.observe.waits import CALLER, Exit, Kind, Limit, Look, Sign, Wait, by_name
+from rollflow.stream.observe.watch import StallRules, StallThread
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.channel import Channel
@@ -52,7 +52,7 @@ class RunDoctor:
     def __init__(self, run: "Run", rules: StallRules, *, watches: bool) -> None:
         self._run: Run = weakref.proxy(run)  # it holds its doctor
         self._rules, self._watches = rules, watches
-        self._watcher = Watcher(self, rules, self.end_stalled)
+        self._watcher = StallThread(self, rules, self.end_stalled)
         self.trace_to: str | PathLike[str] | None = None
         self._tracing = Tracing(self._with_reader)
         self._socket = RunSocket(self.snapshot, self._tracing.serve)
@@ -200,7 +200,7 @@ def look_of_inline_run(run: "InlineRun") -> Look:
     caller, chain = run.caller, run.chain
     is_waiting = caller.is_waiting or run.is_starting
     reader = _reader(caller, is_waiting, [_name_of(chain)])
-    return Look((Exit(READER, caller.items, is_waiting),), by_name([reader, *chain_waits(chain, run.meters_by_name)]))
+    return Look((Exit(CALLER, caller.items, is_waiting),), by_name([reader, *chain_waits(chain, run.meters_by_name)]))
 
 
 def look_of_run(run: "Run") -> Look:
@@ -224,7 +224,7 @@ def look_of_run(run: "Run") -> Look:
         doing = f"waits for an item of {', '.join(f'{run.graph.name}.{name}' for name in awaited)}"
         on = [_task(edge.source[0], tasks) for edge in awaited.values()]
         waits.append(_reader(run.caller, run.caller.is_waiting, on, doing))
-        exits.append(Exit(READER, run.caller.items, run.caller.is_waiting))
+        exits.append(Exit(CALLER, run.caller.items, run.caller.is_waiting))
     return Look(tuple(exits), by_name(waits))
 
 
@@ -337,7 +337,7 @@ def _full_from(run: "Run", names: Sequence[str], tasks: dict[str, str]) -> list[
     found = []
     for edge, channel in run.channels.items():
         if edge.source[0] in names and _has_no_room(channel):
-            found.append((READER if edge.is_output else _task(edge.target[0], tasks), edge.name))
+            found.append((CALLER if edge.is_output else _task(edge.target[0], tasks), edge.name))
     return found
 
 
@@ -347,7 +347,7 @@ def _to_read(full: Sequence[tuple[str, str]]) -> str:
     full    (task, edge) of the edges that have no room
     """
     for task, edge in full:
-        if task == READER:
+        if task == CALLER:
             outlet, _, output = edge.partition(" → ")
             name = output.rpartition(".")[2]
             return (
@@ -364,9 +364,9 @@ def _has_no_room(channel: "Channel[Any]") -> bool:
 def _reader(caller: NodeMeter, is_waiting: bool, on: Sequence[str], doing: str = "waits") -> Wait:
     mark = caller.items, caller.is_waiting
     if is_waiting:
-        return Wait(READER, "waits", doing, on=tuple(on), mark=mark, calls=caller.items)
+        return Wait(CALLER, "waits", doing, on=tuple(on), mark=mark, calls=caller.items)
     doing = "works on what it was given" if caller.items else "has not asked for an item yet"
-    return Wait(READER, "works", doing, mark=mark, calls=caller.items)
+    return Wait(CALLER, "works", doing, mark=mark, calls=caller.items)
 
 
 def _task(name: str, tasks: dict[str, str]) -> str:

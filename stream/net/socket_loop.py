@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
-from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet
+from rollflow.stream.net.sockets import ListeningSockets, Peer, PeerSet
 from rollflow.stream.wire import Address, ConnectionBroken, Event, Message
 
 P = TypeVar("P", bound=Peer[Any])
@@ -97,7 +97,7 @@ class SocketLoop(Generic[P]):
         self._listened: list[socket.socket] = []
         self._caller: Greeter[P] | None = None  # of what is dialled
         self.peers: PeerSet[P] = PeerSet(self._poll)
-        self._acceptor = Acceptor(self._poll)
+        self._acceptor = ListeningSockets(self._poll)
         self.dialler = Dialler([], self._poll)
 
     def listen(self, sockets: Sequence[socket.socket], greeter: Greeter[P]) -> None:
@@ -110,7 +110,7 @@ class SocketLoop(Generic[P]):
     def stop_listening(self) -> None:
         """Accept no more; the sockets are others' to close."""
         self._acceptor.close()
-        self._acceptor = Acceptor(self._poll)
+        self._acceptor = ListeningSockets(self._poll)
 
     def dial(self, addresses: Sequence[Address], greeter: Greeter[P]) -> None:
         """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""

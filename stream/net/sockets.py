@@ -141,7 +141,7 @@ def check_descriptors(connections: int) -> None:
         )
 
 
-class Acceptor:
+class ListeningSockets:
     """Sockets that are listened on.
 
     poll    waits for them
@@ -191,7 +191,7 @@ class Acceptor:
             self._poll.register(fd, select.POLLIN)
 
     def close(self) -> None:
-        """Wait for them no more; they are others' to close."""
+        """Unregister the sockets. Their owner closes them."""
         for fd in self._listening.keys() - self._paused.keys():
             self._poll.unregister(fd)
 

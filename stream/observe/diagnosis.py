@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollflow.stream.data.errors import HELP_PAGES
-from rollflow.stream.observe.stacks import Frame, stack_lines
-from rollflow.stream.observe.waits import READER, Look, Sign, Wait, Way
+from rollflow.stream.observe.stacks import StackFrame, stack_lines
+from rollflow.stream.observe.waits import CALLER, Look, Sign, Wait, Way
 
 _REMEDIES = {
     "call": "look at the line above: it has to return; on_stall='raise' breaks off what the main thread is in alone",
@@ -22,14 +22,14 @@ _DEADLOCK = "give one of these edges more capacity, or have a node take items be
 class Diagnosis:
     """What a run waits for at one time. `str(diagnosis)` is the text.
 
-    state       "flows", "waits" for less than what a stall takes, "stalled", "reader works", or "not running"
+    state       "flows", "waits" for less than what a stall takes, "stalled", "caller works", or "not running"
     noun        word for what leaves the graph
     waited_s    seconds for which nothing has left while a consumer waits
     way         parties from the consumer to the final blocker; empty: nobody waits
     stood_s     seconds for which the final blocker has not got on
     is_closed   whether the way is closed: a deadlock
     stack       of the blocker's thread, innermost call first; empty: not known
-    reader_s    seconds for which the reader has had each of its last items
+    caller_s    seconds for which the caller has had each of its last items
     notes       silent faults, in words: what flows, and can't be right
     """
 
@@ -39,8 +39,8 @@ class Diagnosis:
     way: tuple[Wait, ...] = ()
     stood_s: float = 0.0
     is_closed: bool = False
-    stack: tuple[Frame, ...] = ()
-    reader_s: tuple[float, ...] = ()
+    stack: tuple[StackFrame, ...] = ()
+    caller_s: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,8 +68,8 @@ class Diagnosis:
 
     def _first_line(self) -> str:
         blocker = self.blocker
-        if self.state == "reader works" or (blocker is not None and blocker.kind == "works"):
-            return self._of_reader()
+        if self.state == "caller works" or (blocker is not None and blocker.kind == "works"):
+            return self._of_caller()
         if blocker is None:
             return {"not running": "it is not running"}.get(self.state, f"it flows: nobody waits for {_a(self.noun)}")
         begin = f"no {self.noun} for {self.waited_s:.1f} s: "
@@ -80,14 +80,14 @@ class Diagnosis:
         others = list(dict.fromkeys(wait.party for wait in self.way[:-1] if not wait.is_part))
         return f"{text}; {_listed(others)} for it" if others else text
 
-    def _of_reader(self) -> str:
-        usual = f" (the median was {median(self.reader_s):.1f} s)" if self.reader_s else ""
+    def _of_caller(self) -> str:
+        usual = f" (the median was {median(self.caller_s):.1f} s)" if self.caller_s else ""
         blocker = self.blocker
-        if blocker is not None and blocker.party != READER:
+        if blocker is not None and blocker.party != CALLER:
             return (
                 f"no {self.noun} for {self.waited_s:.1f} s: {blocker.name} {blocker.doing} since {self.stood_s:.1f} s"
             )
-        return f"the reader works: it has had its {self.noun} for {self.stood_s:.1f} s{usual}"
+        return f"the caller works: it has had its {self.noun} for {self.stood_s:.1f} s{usual}"
 
 
 def diagnosed(
@@ -98,14 +98,14 @@ def diagnosed(
         return Diagnosis("not running")
     notes = tuple(sign.text for sign in signs)
     if way is None:
-        reader = look.waits.get(READER)
-        if reader is not None and reader.kind == "works" and reader.calls:
-            state = "reader works"
-            return Diagnosis(state, look.noun, 0.0, (), reader.age_s, reader_s=look.reader, notes=notes)
-        return Diagnosis("flows", look.noun, reader_s=look.reader, notes=notes)
+        caller = look.waits.get(CALLER)
+        if caller is not None and caller.kind == "works" and caller.calls:
+            state = "caller works"
+            return Diagnosis(state, look.noun, 0.0, (), caller.age_s, caller_s=look.caller, notes=notes)
+        return Diagnosis("flows", look.noun, caller_s=look.caller, notes=notes)
     blocker = way.blocker
-    state = "stalled" if is_stalled else "reader works" if blocker.party == READER else "waits"
-    return Diagnosis(state, look.noun, waited_s, way.waits, stood_s, way.is_closed, blocker.stack(), look.reader, notes)
+    state = "stalled" if is_stalled else "caller works" if blocker.party == CALLER else "waits"
+    return Diagnosis(state, look.noun, waited_s, way.waits, stood_s, way.is_closed, blocker.stack(), look.caller, notes)
 
 
 def _listed(names: list[str]) -> str:

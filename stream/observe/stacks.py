@@ -32,7 +32,7 @@ _OWN = tuple(str(_HERE / layer) for layer in ("stream", "nodes", "sinks", "polic
 _DUMPED = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """One call on a stack; line 0: not known."""
 
     file: str
@@ -56,19 +56,19 @@ class Frame(NamedTuple):
         return f"{self.file}:{self.line} in {self.name}{f': {self.text}' if self.text else ''}"
 
 
-def stack_of_thread(ident: int) -> tuple[Frame, ...]:
+def stack_of_thread(ident: int) -> tuple[StackFrame, ...]:
     """The stack of a thread of this process, innermost call first; empty: the thread has ended."""
     frame: FrameType | None = sys._current_frames().get(ident)
-    found: list[Frame] = []
+    found: list[StackFrame] = []
     while frame is not None:
         found.append(_frame_of(frame))
         frame = frame.f_back
     return tuple(found)
 
 
-def stack_of_coroutine(coroutine: Any) -> tuple[Frame, ...]:
+def stack_of_coroutine(coroutine: Any) -> tuple[StackFrame, ...]:
     """Where a coroutine waits, innermost call first; empty: it has ended, or is running right now."""
-    found: list[Frame] = []
+    found: list[StackFrame] = []
     while coroutine is not None and not getattr(coroutine, "cr_running", False):
         frame = next((getattr(coroutine, name, None) for name in ("cr_frame", "gi_frame", "ag_frame")), None)
         if frame is not None:
@@ -77,15 +77,15 @@ def stack_of_coroutine(coroutine: Any) -> tuple[Frame, ...]:
     return tuple(reversed(found))
 
 
-def stack_in_dump(text: str) -> tuple[Frame, ...]:
+def stack_in_dump(text: str) -> tuple[StackFrame, ...]:
     """The stack in what `faulthandler` has written of one thread, innermost call first."""
     found = [match for line in text.splitlines() if (match := _DUMPED.match(line))]
     return tuple(
-        Frame(each["file"], int(each["line"]) if each["line"].isdigit() else 0, each["name"]) for each in found
+        StackFrame(each["file"], int(each["line"]) if each["line"].isdigit() else 0, each["name"]) for each in found
     )
 
 
-def stack_lines(stack: Sequence[Frame]) -> list[str]:
+def stack_lines(stack: Sequence[StackFrame]) -> list[str]:
     """Lines of a message: the user's innermost calls first, then the call that the thread is in, if that is another."""
     own = [frame for frame in stack if frame.is_own][:MOST_FRAMES]
     if not own:
@@ -96,7 +96,7 @@ def stack_lines(stack: Sequence[Frame]) -> list[str]:
     return lines
 
 
-def debugged(stacks: Iterable[Sequence[Frame]]) -> bool:
+def debugged(stacks: Iterable[Sequence[StackFrame]]) -> bool:
     """True if a debugger holds one of these stacks."""
     return any(name in frame.file for stack in stacks for frame in stack for name in _DEBUGGERS)
 
@@ -117,9 +117,9 @@ def is_debugged_now() -> bool:
     return found is not None and found[1] != "0"
 
 
-def _frame_of(frame: FrameType) -> Frame:
+def _frame_of(frame: FrameType) -> StackFrame:
     code: CodeType = frame.f_code
-    return Frame(code.co_filename, frame.f_lineno or 0, code.co_qualname)
+    return StackFrame(code.co_filename, frame.f_lineno or 0, code.co_qualname)
 
 
 fcntl = system_module("fcntl")

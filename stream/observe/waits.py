@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from rollflow.stream.observe.stacks import Frame
+from rollflow.stream.observe.stacks import StackFrame
 
-READER = "the reader"
+CALLER = "caller"
+"""The code that reads the outputs of a run."""
 Kind = Literal["call", "works", "holds back", "away", "lost", "waits"]
 """What a party does.
 
 call          it is in a call that is expected to end soon: a step, a forward pass, a piece
-works         it has work of its own, as a sink or the reader has: no stall by itself
+works         it has work of its own, as a sink or the caller has: no stall by itself
 holds back    it holds the others back on purpose, as a slow trainer does: no stall either
 away          it is not there: a trainer or host that has not come
 lost          it was lost, and begins anew later
@@ -23,7 +24,7 @@ waits         for others, which are in `on`
 Limit = Literal["reset", "compile", "sink"]
 
 
-def no_stack() -> tuple[Frame, ...]:
+def no_stack() -> tuple[StackFrame, ...]:
     """The stack of a party that has none here."""
     return ()
 
@@ -56,21 +57,13 @@ class Wait:
     where: str = ""
     limit: Limit | None = None
     remedy: str = ""
-    stack: Callable[[], tuple[Frame, ...]] = field(default=no_stack, compare=False)
+    stack: Callable[[], tuple[StackFrame, ...]] = field(default=no_stack, compare=False)
     is_part: bool = False
 
     @property
     def name(self) -> str:
         """The party and its place: no other wait of a look has the same."""
         return f"{self.party} ({self.where})" if self.where else self.party
-
-
-class AtWork(Protocol):
-    """A node that says what it is at, for the doctor. From any thread, without waiting for any."""
-
-    def at_work(self, name: str) -> Iterable["Wait"]:
-        """What the node of this name works on, or waits for beyond the graph, right now."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +102,13 @@ class Look:
     """All parties of a run at one time.
 
     noun     word for what leaves the graph
-    reader   seconds for which the reader has had each of its last items; empty: not known
+    caller   seconds for which the caller has had each of its last items; empty: not known
     """
 
     exits: tuple[Exit, ...]
     waits: Mapping[str, Wait]
     noun: str = "item"
-    reader: tuple[float, ...] = ()
+    caller: tuple[float, ...] = ()
 
 
 class Probe(Protocol):

@@ -5,10 +5,10 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rollflow.stream.data.errors import StallError
 from rollflow.stream.observe.diagnosis import Diagnosis, diagnosed
@@ -30,36 +30,20 @@ _NO_STALL = ("works", "holds back")
 _DEBUGGER_LOOKS = 4  # for a debugger, within `after`
 
 
-class Clock(Protocol):
-    """Source of time."""
-
-    def now(self) -> float:
-        """Seconds since some moment."""
-        ...
-
-
-class SystemClock:
-    """The clock of this machine, which stands still while the machine is suspended."""
-
-    def now(self) -> float:
-        """Seconds since some moment."""
-        return monotonic()
-
-
 @dataclass(frozen=True, slots=True)
 class StallRules:
     """When and how the doctor speaks.
 
         after       seconds for which nothing leaves the graph; None: the doctor is off
         on_stall    "log", or "raise": the run ends with a StallError
-        clock       source of time
+        clock       gives seconds since some moment; the default stands still while the machine is suspended
 
     Raises ValueError for a number of seconds that is not above 0, and another word.
     """
 
     after: float | None = 5.0
     on_stall: OnStall = "log"
-    clock: Clock = field(default_factory=SystemClock)
+    clock: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
         after = self.after
@@ -174,11 +158,11 @@ class StallWatch:
 
     def look(self) -> tuple[list[str], Diagnosis | None]:
         """Look once: texts to be logged, and the diagnosis of a stall where one is told for the first time."""
-        now = self._rules.clock.now()
+        now = self._rules.clock()
         if self._last is not None and self._rules.is_late(now - self._last):
             self._begin_anew()
         found = self._look_at(now)
-        self._last = self._rules.clock.now()  # to ask a worker, a host or a trainer takes its time
+        self._last = self._rules.clock()  # to ask a worker, a host or a trainer takes its time
         return found
 
     def finish(self) -> list[str]:
@@ -187,7 +171,7 @@ class StallWatch:
 
     def diagnose(self) -> Diagnosis:
         """Diagnosis of the run right now, with the silent faults that the last look found. From any thread."""
-        look, now = self._probe.look(), self._rules.clock.now()
+        look, now = self._probe.look(), self._rules.clock()
         way = None if look is None else self._way(look)
         if look is None or way is None:
             return diagnosed(look, None, 0.0, 0.0, self._signs, is_stalled=False)
@@ -291,7 +275,7 @@ class StallWatch:
     def _over(self, how: str) -> list[str]:
         """The line that says how a stall is over, where one was told."""
         told, self._told = self._told, None
-        return [] if told is None else [f"{how}: it stood still for {self._rules.clock.now() - told.since:.1f} s"]
+        return [] if told is None else [f"{how}: it stood still for {self._rules.clock() - told.since:.1f} s"]
 
 
 def _due(times: int) -> float:
@@ -304,7 +288,7 @@ def _due(times: int) -> float:
 logger = logging.getLogger("rollflow.doctor")
 
 
-class Watcher:
+class StallThread:
     """Looks at a run from a daemon thread, and logs what it finds, from `start` to `stop`.
 
     probe    gives the looks
@@ -319,7 +303,7 @@ class Watcher:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._answering = ExitStack()
-        self._watch = StallWatch(_WeakProbe(probe), rules)
+        self._watch = StallWatch(weakref.proxy(probe), rules)
 
     def start(self) -> None:
         """Start the thread, where the rules want one."""
@@ -343,23 +327,6 @@ class Watcher:
         return self._watch.diagnose()
 
 
-class _WeakProbe:
-    """A probe that is held weakly."""
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = weakref.ref(probe)
-
-    def look(self) -> Look | None:
-        """The look of the probe; None: it is gone."""
-        probe = self._probe()
-        return None if probe is None else probe.look()
-
-    def signs(self) -> Sequence[Sign]:
-        """The silent faults of the probe; none where it is gone."""
-        probe = self._probe()
-        return () if probe is None else probe.signs()
-
-
 def _work(
     watch: StallWatch,
     rules: StallRules,
@@ -370,6 +337,8 @@ def _work(
     while not stopping.wait(rules.look_s) and probe() is not None:
         try:
             texts, stall = watch.look()
+        except ReferenceError:  # the run is gone
+            break
         except Exception:  # the run goes on without its doctor
             logger.exception("the stall doctor has failed, and looks no more")
             return

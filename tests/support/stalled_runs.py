@@ -13,7 +13,13 @@ from held_envs import LONGEST_S, await_that
 
 from rollflow import Graph
 from rollflow.nodes.env.stepping import nothing
+from rollflow.stream import Outlet
 from rollflow.stream.graph.run import Run
+
+
+async def numbers(out: Outlet[int]) -> None:
+    for number in range(100):
+        await out.send(number)
 
 
 async def run_until_over(graph: Graph, runs: list[Run], is_over: threading.Event) -> None:

@@ -25,7 +25,7 @@ from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.system import require
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.observe.stacks import Frame as StackFrame
+from rollflow.stream.observe.stacks import StackFrame
 from rollflow.stream.observe.waits import Wait
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,14 @@ from typing import Any
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.data.system import at_fork
-from rollflow.stream.observe.stacks import DUMP_SIGNAL, Frame, is_stopped, stack_in_dump, thread_dump, worker_dump_file
+from rollflow.stream.observe.stacks import (
+    DUMP_SIGNAL,
+    StackFrame,
+    is_stopped,
+    stack_in_dump,
+    thread_dump,
+    worker_dump_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +170,7 @@ class WorkerProcess:
             self._process.wait()
         self._let_go()
 
-    def stack_of(self, thread: int) -> tuple[Frame, ...]:
+    def stack_of(self, thread: int) -> tuple[StackFrame, ...]:
         """The stack of one of its threads, by the native id; empty: it did not answer. From any thread.
 
         To be called only once it runs: a signal that comes before would end it.

@@ -142,7 +142,7 @@ def test_what_a_reader_does_after_the_last_batch_is_not_the_runs(place: str) -> 
         after = rollout.report()
         assert {node.name: node.busy_s for node in after.nodes} == {node.name: node.busy_s for node in before.nodes}
         told = str(rollout.diagnose())
-        assert told.startswith(("it is not running", "the reader works: it has had its fragment for 0.0 s"))
+        assert told.startswith(("it is not running", "the caller works: it has had its fragment for 0.0 s"))
 
 
 @pytest.mark.anyio

@@ -55,7 +55,7 @@ def test_a_snapshot_has_what_the_rollout_says_of_itself(place: str, folder: Path
         assert set(STAGES) - {"env"} <= found["nodes"].keys()
         assert found["nodes"]["caller"]["items"] > 0
         assert found["bottleneck"] is None or found["bottleneck"] in found["nodes"]
-        assert found["diagnosis"]["state"] == "reader works"
+        assert found["diagnosis"]["state"] == "caller works"
         assert "caller" in [party["name"] for party in found["parties"]]
         inside = {name for task in found["tasks"] for name in task}
         assert {edge["source"] for edge in found["edges"]} <= inside

@@ -51,9 +51,7 @@ def test_a_step_that_hangs_is_named_with_its_place_and_its_line(place: str, tmp_
         await_held(tmp_path, 0)
         await_blocker(rollout, "rollouts" if place == "rollouts" else "env")
         lines = Looking(rollout._doctor).until_told(6.5).splitlines()
-        is_one = (
-            r"no fragment for \d\.\d s: " + PLACES[place] + r" is in step\(\) since \d\.\d s; .*the reader waits?.*"
-        )
+        is_one = r"no fragment for \d\.\d s: " + PLACES[place] + r" is in step\(\) since \d\.\d s; .*caller waits?.*"
         assert re.fullmatch(is_one, lines[0]), lines[0]
         assert any(line_of(Held.step, "self._wait()") in line for line in lines[1:-1]), lines
         assert lines[1].startswith(f"  at {held_envs.__file__}:")
@@ -179,9 +177,9 @@ def test_a_reader_that_holds_its_batch_is_no_stall_and_diagnose_says_for_how_lon
         looking = Looking(rollout._doctor)
         assert looking.for_s(3600.0) == []
         diagnosis = rollout.diagnose()
-        assert diagnosis.state == "reader works"
+        assert diagnosis.state == "caller works"
         assert re.fullmatch(
-            r"the reader works: it has had its fragment for \d+\.\d s \(the median was \d+\.\d s\)", str(diagnosis)
+            r"the caller works: it has had its fragment for \d+\.\d s \(the median was \d+\.\d s\)", str(diagnosis)
         )
 
 
@@ -391,6 +389,6 @@ async def test_another_task_that_holds_up_the_event_loop_of_a_rollout_is_named(
             await anext(fragments)
     text = next(record.getMessage() for record in caplog.records if told in record.getMessage())
     first, *more = text.splitlines()
-    assert re.fullmatch(rf"no fragment for \d+\.\d s: {told}\d+\.\d s; the reader waits for it", first)
+    assert re.fullmatch(rf"no fragment for \d+\.\d s: {told}\d+\.\d s; caller waits for it", first)
     assert any(line_of(holds, "await_that(") in line for line in more), text
     assert "await there, or do it in a thread" in more[-1]

@@ -12,7 +12,7 @@ from time import monotonic
 import pytest
 
 from rollflow.stream.net import transport
-from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet, check_descriptors, refusal_level
+from rollflow.stream.net.sockets import ListeningSockets, Peer, PeerSet, check_descriptors, refusal_level
 from rollflow.stream.net.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
 
@@ -120,7 +120,7 @@ def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
     with Exhausted() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        entrance = Acceptor(poll)
+        entrance = ListeningSockets(poll)
         entrance.add([listener])
         with socket.create_connection(listener.getsockname()):
             assert [fd for fd, _ in poll.poll()] == [listener.fileno()]

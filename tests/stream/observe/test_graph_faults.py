@@ -13,18 +13,13 @@ import pytest
 from doctor_clock import Looking
 from held_envs import await_that
 from stalled_rollouts import line_of
-from stalled_runs import looked_at
+from stalled_runs import looked_at, numbers
 
 from rollflow import Graph
 from rollflow.stream import Inlet, Outlet
 
 LONGEST_S = 60.0
 pytestmark = pytest.mark.anyio
-
-
-async def numbers(out: Outlet[int]) -> None:
-    for number in range(100):
-        await out.send(number)
 
 
 async def test_a_reader_of_one_output_while_the_other_is_full_is_a_deadlock_with_the_reader_in_it() -> None:
@@ -46,7 +41,7 @@ async def test_a_reader_of_one_output_while_the_other_is_full_is_a_deadlock_with
         tasks.start_soon(read)
         text = await looked_at(run, lambda looking: looking.until_told(6.0), "both")
         tasks.cancel_scope.cancel()
-    deadlock = "the reader waits for an item of graph.right; both waits for room in both.left → graph.left"
+    deadlock = "caller waits for an item of graph.right; both waits for room in both.left → graph.left"
     assert f": deadlock: {deadlock}" in text
     read = "do: read output 'left' as well, in a task of its own: async for item in run['left']; or connect 'both.left'"
     assert read in text

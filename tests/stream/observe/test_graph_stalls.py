@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 from doctor_clock import Looking
 from stalled_rollouts import line_of
-from stalled_runs import looked_at
+from stalled_runs import looked_at, numbers
 
 from rollflow import Graph
 from rollflow.stream import Inlet, Outlet, StallError
@@ -21,11 +21,6 @@ from rollflow.stream.graph.run import Run
 
 LONGEST_S = 60.0
 pytestmark = pytest.mark.anyio
-
-
-async def numbers(out: Outlet[int]) -> None:
-    for number in range(100):
-        await out.send(number)
 
 
 async def test_a_lock_that_a_node_in_a_thread_takes_is_named_with_its_line() -> None:
@@ -57,7 +52,7 @@ async def test_a_lock_that_a_node_in_a_thread_takes_is_named_with_its_line() -> 
             lock.acquire()
     assert text.startswith("no item for 5.")
     assert ": locked is in its call since 5." in text
-    assert "the reader waits for it" in text
+    assert "caller waits for it" in text
     assert f"  at {line_of(locked, 'with lock:')}" in text
 
 
@@ -174,7 +169,7 @@ async def test_a_reader_that_does_not_ask_is_no_stall() -> None:
         assert await run["out"].receive() == 0
         looking = Looking(run.doctor)
         assert looking.for_s(3600.0) == []
-        assert run.diagnose().state == "reader works"
+        assert run.diagnose().state == "caller works"
         assert await run["out"].receive() == 1
 
 
@@ -208,7 +203,7 @@ async def test_a_gate_that_does_not_open_is_named_with_what_it_waits_for() -> No
         text = await looked_at(run, lambda looking: looking.until_told(6.0), "the trainer at tcp://there:1")
         tasks.cancel_scope.cancel()
     assert "the trainer at tcp://there:1 has not come since 5." in text
-    assert "counting … after and the reader wait" in text or "the reader and counting … after wait for it" in text
+    assert "counting … after and caller wait" in text or "caller and counting … after wait for it" in text
     assert "do: start it, or look at its address and its log" in text
 
 

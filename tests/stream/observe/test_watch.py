@@ -7,14 +7,14 @@ import pytest
 from doctor_clock import Looking, ToldClock
 from hypothesis import given, strategies as st
 
-from rollflow.stream.observe.stacks import Frame
-from rollflow.stream.observe.waits import READER, Exit, Look, Sign, Wait, by_name, way_from
+from rollflow.stream.observe.stacks import StackFrame
+from rollflow.stream.observe.waits import CALLER, Exit, Look, Sign, Wait, by_name, way_from
 from rollflow.stream.observe.watch import LongCalls, StallRules, StallWatch
 
 
 def reader(items: int = 0, *, waits: bool = True, on: tuple[str, ...] = ("env",)) -> Wait:
     kind: Any = "waits" if waits else "works"
-    return Wait(READER, kind, "waits", on=on if waits else (), mark=(items, waits), calls=items)
+    return Wait(CALLER, kind, "waits", on=on if waits else (), mark=(items, waits), calls=items)
 
 
 class Told:
@@ -29,7 +29,7 @@ class Told:
         if not self.is_running:
             return None
         waits = by_name([reader(self.items, waits=self.is_waiting), *self.waits])
-        return Look((Exit(READER, self.items, self.is_waiting),), waits, noun="fragment")
+        return Look((Exit(CALLER, self.items, self.is_waiting),), waits, noun="fragment")
 
     def signs(self) -> tuple[Sign, ...]:
         return self.notes
@@ -46,7 +46,7 @@ def test_a_step_that_lasts_is_told_once_it_has_lasted_for_stall_after() -> None:
     looking = Looking(Told(*on_lane(STEP)))
     assert looking.for_s(4.5) == []
     assert looking.until_told(5.5).splitlines() == [
-        "no fragment for 5.0 s: env (lane 2) is in step() since 5.0 s; the reader waits for it",
+        "no fragment for 5.0 s: env (lane 2) is in step() since 5.0 s; caller waits for it",
         "do: have it return; see docs/how_to/find_what_holds_back.md#when-it-stands-still",
     ]
 
@@ -54,13 +54,17 @@ def test_a_step_that_lasts_is_told_once_it_has_lasted_for_stall_after() -> None:
 def test_a_stack_begins_with_the_users_own_code_and_ends_in_the_call_it_is_in(tmp_path: Any) -> None:
     source = tmp_path / "sim.py"
     source.write_text("import threading\nlock.acquire()\n")
-    stack = Frame(threading_file(), 10, "Lock.acquire"), Frame(str(source), 2, "Sim.step"), Frame(__file__, 1, "main")
+    stack = (
+        StackFrame(threading_file(), 10, "Lock.acquire"),
+        StackFrame(str(source), 2, "Sim.step"),
+        StackFrame(__file__, 1, "main"),
+    )
     text = Looking(Told(*on_lane(replace(STEP, stack=lambda: stack)))).until_told(9.0)
     assert text.splitlines()[1:4] == [
         f"  at {source}:2 in Sim.step: lock.acquire()",
         f'  by {__file__}:1 in main: """The rules of the stall doctor, on looks that are made up and a clock that '
         'stands still."""',
-        f"  which is now in {Frame(threading_file(), 10, 'Lock.acquire')}",
+        f"  which is now in {StackFrame(threading_file(), 10, 'Lock.acquire')}",
     ]
 
 
@@ -98,7 +102,7 @@ def test_a_reader_that_works_is_no_stall_however_long() -> None:
     probe = Told(*on_lane(STEP), items=3, is_waiting=False)
     looking = Looking(probe)
     assert looking.for_s(3600.0) == []
-    assert looking.watch.diagnose().state == "reader works"
+    assert looking.watch.diagnose().state == "caller works"
 
 
 @pytest.mark.slow
@@ -145,9 +149,9 @@ def test_a_watcher_that_comes_late_begins_anew() -> None:
 
 
 def test_a_stack_that_takes_its_time_does_not_make_the_next_look_late() -> None:
-    def stack() -> tuple[Frame, ...]:
+    def stack() -> tuple[StackFrame, ...]:
         looking.clock.time += 1.6
-        return (Frame("train.py", 3, "step"),)
+        return (StackFrame("train.py", 3, "step"),)
 
     looking = Looking(Told(*on_lane(replace(STEP, stack=stack))))
     assert "train.py:3 in step" in looking.until_told(5.5)
@@ -173,15 +177,15 @@ def test_the_final_blocker_is_followed_to_and_a_closed_way_is_a_deadlock() -> No
             Wait("b", "waits", "waits for room in b → a", on=("a",)),
         ]
     )
-    way = way_from(READER, waits)
+    way = way_from(CALLER, waits)
     assert way is not None
     assert way.is_closed
     assert [wait.party for wait in way.waits] == ["a", "b"]
     waits["b"] = replace(waits["b"], on=("a", "c"))
     waits["c"] = Wait("c", "call", "is in its call")
-    open_way = way_from(READER, waits)
+    open_way = way_from(CALLER, waits)
     assert open_way is not None
-    assert [wait.party for wait in open_way.waits] == [READER, "a", "b", "c"]
+    assert [wait.party for wait in open_way.waits] == [CALLER, "a", "b", "c"]
 
 
 def test_a_stall_that_ends_with_the_run_is_over() -> None:
