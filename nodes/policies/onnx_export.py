@@ -225,7 +225,7 @@ def _made_leaf(rule: LeafRule, items: Tree) -> Tensor:
     if rule.bounds is not None:
         low, high = map(torch.from_numpy, rule.bounds)
         rows = torch.minimum(torch.maximum(rows.double(), low), high)
-    if rule.rounds and rows.is_floating_point():
+    if rule.target.is_whole and rows.is_floating_point():
         space = rule.target.space
         rows = nearest_whole(rows, whole_bounds_of(space)) if isinstance(space, spaces.Box) else rows.round()
     like = torch.from_numpy(np.zeros(0, rule.target.space.dtype))

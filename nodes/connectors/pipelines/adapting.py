@@ -45,11 +45,6 @@ class LeafRule:
     constants: NDArray[np.float64]
     bounds: NDArray[np.float64] | None
 
-    @property
-    def rounds(self) -> bool:
-        """True if the leaf is of whole numbers."""
-        return self.target.is_whole
-
     def made(self, items: Tree, lead: tuple[int, ...]) -> NDArray[Any]:
         """The leaf's array any[*lead, *shape] for items of the other space."""
         parts = [np.asarray(leaf.found(items)).reshape((*lead, leaf.size)) for leaf in self.sources]
@@ -63,10 +58,10 @@ class LeafRule:
         if self.bounds is not None:
             rows = np.clip(rows, *self.bounds)
         rows, space = rows.reshape((*lead, *self.target.shape)), self.target.space
-        if self.rounds and isinstance(space, spaces.Box):
+        if self.target.is_whole and isinstance(space, spaces.Box):
             made: NDArray[Any] = nearest(space, rows) if rows.dtype.kind == "f" else items_in(space, rows)
             return made
-        if self.rounds and rows.dtype.kind == "f":
+        if self.target.is_whole and rows.dtype.kind == "f":
             rows = np.rint(rows)
         return rows.astype(space.dtype, copy=False)
 
@@ -291,7 +286,7 @@ def _misfits_of_values(rules: Iterable[LeafRule]) -> Iterator[str]:
         filled = np.zeros(rule.target.size, np.bool_) if rule.filled is None else rule.filled
         is_outside = filled & ~((low <= rule.constants) & (rule.constants <= high))
         yield from (f"{own} can't hold {value:g}" for value in rule.constants[is_outside])
-        if rule.rounds and rule.sources:
+        if rule.target.is_whole and rule.sources:
             ends = np.concatenate([leaf.bounds() for leaf in rule.sources], axis=-1)
             ends = ends if rule.index is None else ends[:, rule.index]
             ends = ends if rule.scale is None else np.sort(ends * rule.scale[0] + rule.scale[1], axis=0)
