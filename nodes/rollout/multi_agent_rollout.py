@@ -28,13 +28,11 @@ from rollflow.nodes.stages.acting import sampling_data
 from rollflow.nodes.stages.agent_learner import AgentLagBound, AgentLearner
 from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.connector_builders import lookback_for
-from rollflow.nodes.stages.credits import LaneGate
 from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import OnExcess
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
-from rollflow.stream.graph.graph import Graph
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.observe.watch import OnStall, StallRules
@@ -360,17 +358,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         """Module id -> the version published last; 0 before any."""
         return self._modules.versions()
 
-    def explain(self) -> str:
-        """Text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
-        self._make_lanes()
-        text = self._execution.explain(self._credits)
-        return f"{text}\n{self.placement}" if self.placement else text
-
     # What every rollout has
-
-    def _ring(self, gate: LaneGate | None) -> Graph:
-        self._make_lanes()
-        return self._execution.ring(gate)
 
     def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
         return self.learner.batch_of(fragments)
@@ -393,7 +381,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 "modules that there were; expected that before the run, or where='processes' or RemoteEnvs"
             )
 
-    def _make_lanes(self) -> None:
+    def _prepare_lanes(self) -> None:
         """Have lanes for the pipelines as they are: they may have been edited."""
         if self.environments.is_started:
             return

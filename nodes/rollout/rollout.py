@@ -33,13 +33,11 @@ from rollflow.nodes.rollout.race import trial_of
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import Acting, acting_for, seed_lane
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
-from rollflow.nodes.stages.credits import LaneGate
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound, OnExcess
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.graph.graph import Graph
 from rollflow.stream.observe.waits import Sign
 from rollflow.stream.observe.watch import OnStall, StallRules
 
@@ -291,12 +289,6 @@ class Rollout(RolloutLoop[Fragment]):
             pipeline.refuse_edits_while_run_by(self)
         return acting
 
-    def explain(self) -> str:
-        """A text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
-        self._prepare_lanes()
-        text = self._execution.explain(self._gate() or self._credits)
-        return f"{text}\n{self.placement}" if self.placement else text
-
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
 
@@ -353,10 +345,6 @@ class Rollout(RolloutLoop[Fragment]):
         return self.policy().evaluate(env_to_evaluate(env, self._env, may_be_id=True), episodes, **options)
 
     # What every rollout has
-
-    def _ring(self, gate: LaneGate | None) -> Graph:
-        self._prepare_lanes()
-        return self._execution.ring(gate)
 
     def _begin_at(self, versions: Mapping[Any, int]) -> None:
         if versions.keys() != {""}:

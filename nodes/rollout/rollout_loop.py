@@ -58,6 +58,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     """
 
     _execution: Execution
+    placement: str
 
     def __init__(
         self,
@@ -91,9 +92,20 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     # Parts of a rollout
 
-    @abc.abstractmethod
+    def explain(self) -> str:
+        """A text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
+        self._prepare_lanes()
+        text = self._execution.explain(self._gate() or self._credits)
+        return f"{text}\n{self.placement}" if self.placement else text
+
     def _ring(self, gate: LaneGate | None) -> Graph:
         """The ring, with the output `fragments`; the gate lets a lane go on to its next step."""
+        self._prepare_lanes()
+        return self._execution.ring(gate)
+
+    @abc.abstractmethod
+    def _prepare_lanes(self) -> None:
+        """Have lanes for the pipelines as they are: they may have been edited."""
 
     @abc.abstractmethod
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
