@@ -250,14 +250,6 @@ class MetricsLogger:
             seconds = perf_counter() - began
             self._log(_path_of(key), seconds, Reduction.of(reduce, window, ema_coeff, clear_on_reduce))
 
-    def set_value(self, key: Key, value: Any) -> None:
-        """Replace all values of a name that is logged already by one value."""
-        number = number_of(_path_of(key), value)
-        with self._lock:
-            statistic = self._of(key)
-            statistic.clear()
-            statistic.push(number)
-
     def peek(self, key: Key, default: Any = _MISSING) -> Any:
         """Reduced value of a name, or a dict of all names under it; nothing is cleared.
 
@@ -272,7 +264,8 @@ class MetricsLogger:
             if under:
                 return _nested({rest: each.value() for rest, each in under.items()})
             if default is _MISSING:
-                raise self._unknown(path)
+                names = ", ".join(map(name_of, self._statistics)) or "none"
+                raise KeyError(f"{name_of(path)} was never logged; names: {names}")
             return default
 
     def reduce(self) -> dict[str, Any]:
@@ -283,12 +276,6 @@ class MetricsLogger:
                 if statistic.reduction.clear_on_reduce:
                     statistic.clear()
             return reduced
-
-    def delete(self, key: Key) -> None:
-        """Forget one name. Raises KeyError for one that was never logged."""
-        with self._lock:
-            self._of(key)
-            del self._statistics[_path_of(key)]
 
     def reset(self) -> None:
         """Forget everything."""
@@ -354,16 +341,6 @@ class MetricsLogger:
         for name, value in values.items():
             log = self._log_all if isinstance(value, Mapping) else self._log
             log((*path, name), value, reduction)
-
-    def _of(self, key: Key) -> Statistic:
-        path = _path_of(key)
-        if path not in self._statistics:
-            raise self._unknown(path)
-        return self._statistics[path]
-
-    def _unknown(self, path: tuple[str, ...]) -> KeyError:
-        names = ", ".join(map(name_of, self._statistics)) or "none"
-        return KeyError(f"{name_of(path)} was never logged; names: {names}")
 
 
 def _path_of(key: Key) -> tuple[str, ...]:

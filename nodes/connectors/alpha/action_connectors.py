@@ -5,7 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.connectors.alpha.connector import ActionConnector, ActionConnectorDataType, register_connector
+from rollflow.nodes.connectors.alpha.connector import (
+    ActionConnector,
+    ActionConnectorDataType,
+    array_of,
+    register_connector,
+    without_params,
+)
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.connectors.spaces import Space
 from rollflow.stream.data.columns import Columns
@@ -24,14 +30,13 @@ class ConvertToNumpyConnector(ActionConnector):
 
     def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
         actions, states, fetches = ac_data.output
-        output = (map_tree(_array_of, actions), [map_tree(_array_of, state) for state in states], fetches)
+        output = (map_tree(array_of, actions), [map_tree(array_of, state) for state in states], fetches)
         return ActionConnectorDataType(ac_data.env_id, ac_data.agent_id, ac_data.input_dict, output)
 
     def action_space_after(self, action_space: Space) -> Space:
         return action_space
 
-    def to_state(self) -> tuple[str, Any]:
-        return "ConvertToNumpyConnector", None
+    to_state = without_params
 
 
 class _BoundedActions(ActionConnector):
@@ -56,8 +61,7 @@ class _BoundedActions(ActionConnector):
     def action_space_after(self, action_space: Space) -> Space:
         return action_space
 
-    def to_state(self) -> tuple[str, Any]:
-        return type(self).__name__, None
+    to_state = without_params
 
 
 class NormalizeActionsConnector(_BoundedActions):
@@ -79,8 +83,7 @@ class ImmutableActionsConnector(ActionConnector):
     def action_space_after(self, action_space: Space) -> Space:
         return action_space
 
-    def to_state(self) -> tuple[str, Any]:
-        return "ImmutableActionsConnector", None
+    to_state = without_params
 
 
 def _read_only(actions: Tree) -> Any:
@@ -93,10 +96,6 @@ def _read_only(actions: Tree) -> Any:
     if isinstance(actions, list | tuple):
         return tuple(map(_read_only, actions))
     return actions
-
-
-def _array_of(leaf: Any) -> Any:
-    return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf
 
 
 register_connector("ConvertToNumpyConnector", ConvertToNumpyConnector)

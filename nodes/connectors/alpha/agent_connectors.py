@@ -4,7 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -20,6 +20,7 @@ from rollflow.nodes.connectors.alpha.connector import (
     SampleBatch,
     register_connector,
     sample_of,
+    without_params,
 )
 from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter
 from rollflow.nodes.connectors.spaces import Space
@@ -65,8 +66,7 @@ class ObsPreprocessorConnector(AgentConnector):
         self._check(observation_space)
         return spaces.Box(-np.inf, np.inf, (flat_size(observation_space),), np.float32)
 
-    def to_state(self) -> tuple[str, Any]:
-        return "ObsPreprocessorConnector", None
+    to_state = without_params
 
     def _flat(self, space: Space, observation: Any) -> Any:
         self._check(space)
@@ -123,8 +123,7 @@ class FlattenDataAgentConnector(AgentConnector):
             return value
         return np.concatenate([leaf.reshape(*leaf.shape[:leading], -1) for leaf in leaves], axis=-1)
 
-    def to_state(self) -> tuple[str, Any]:
-        return "FlattenDataAgentConnector", None
+    to_state = without_params
 
 
 class ClipRewardAgentConnector(AgentConnector):
@@ -163,8 +162,7 @@ class EnvSamplingAgentConnector(AgentConnector):
     def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
         return ac_data
 
-    def to_state(self) -> tuple[str, Any]:
-        return "EnvSamplingAgentConnector", None
+    to_state = without_params
 
 
 class StateBufferConnector(AgentConnector):
@@ -202,8 +200,7 @@ class StateBufferConnector(AgentConnector):
     def observation_space_after(self, observation_space: Space) -> Space:
         return observation_space
 
-    def to_state(self) -> tuple[str, Any]:
-        return "StateBufferConnector", None
+    to_state = without_params
 
 
 register_connector("ObsPreprocessorConnector", ObsPreprocessorConnector)
@@ -294,8 +291,7 @@ class ViewRequirementAgentConnector(AgentConnector):
     def observation_space_after(self, observation_space: Space) -> Space:
         return observation_space
 
-    def to_state(self) -> tuple[str, Any]:
-        return "ViewRequirementAgentConnector", None
+    to_state = without_params
 
     def _checked_views(self) -> dict[str, ViewRequirement]:
         if self._views is not None:
@@ -411,31 +407,12 @@ class MeanStdObservationFilterAgentConnector(AgentConnector):
         made: Space = piece.recompute_output_observation_space(space, space)
         return made
 
-    # Copies
-
-    def apply_changes(self, other: Self, with_buffer: bool = False) -> None:
-        """Count what another filter has counted, besides what this one has."""
-        state = self.merge_states([other.learnt_state()])
-        if state:
-            self.take_learnt_state(state)
-
-    def copy(self) -> Self:
-        """A copy that counts as another filter."""
-        return self.copied()
-
-    def sync(self, other: Self) -> None:
-        """Go on from another filter's statistics."""
-        self.reset_state()
-        state = other.learnt_state()
-        if state:
-            self.take_learnt_state(state)
+    # State
 
     def reset_state(self) -> None:
         """Forget all statistics."""
         if self._filter is not None:
             self._filter.reset_state()
-
-    # State
 
     def to_state(self) -> tuple[str, Any]:
         options = {"demean": self.demean, "destd": self.destd, "clip": self.clip}
@@ -498,16 +475,10 @@ class MeanStdObservationFilterAgentConnector(AgentConnector):
 
 
 class ConcurrentMeanStdObservationFilterAgentConnector(MeanStdObservationFilterAgentConnector):
-    """`MeanStdObservationFilterAgentConnector` that several threads may call, synchronize and save at once."""
+    """`MeanStdObservationFilterAgentConnector` that several threads may call, merge and save at once."""
 
-    def __init__(
-        self,
-        ctx: ConnectorContext | None = None,
-        demean: bool = True,
-        destd: bool = True,
-        clip: float | None = 10.0,
-    ) -> None:
-        super().__init__(ctx, demean, destd, clip)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._lock = threading.RLock()
 
     def __call__(self, acd_list: list[AgentConnectorDataType]) -> list[AgentConnectorDataType]:

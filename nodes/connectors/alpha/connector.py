@@ -91,11 +91,6 @@ class AgentConnectorsOutput:
     sample_batch: SampleBatch
     for_training: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def for_action(self) -> SampleBatch:
-        """The input of the policy, by its older name in RLlib."""
-        return self.sample_batch
-
 
 @dataclass(slots=True)
 class ActionConnectorDataType:
@@ -221,7 +216,7 @@ class ConnectorContext:
         """The context of a policy, or of an RLModule: its spaces, its states, and the rest as far as it has it."""
         states = policy.get_initial_state() if callable(getattr(policy, "get_initial_state", None)) else None
         config = getattr(policy, "config", None)
-        leaves = [] if states is None else [_array_of(leaf) for leaf in leaves_of(states)]
+        leaves = [] if states is None else [array_of(leaf) for leaf in leaves_of(states)]
         return cls(
             config=config if isinstance(config, Mapping) else {},
             initial_states=leaves,
@@ -361,7 +356,13 @@ class ActionConnector(Connector):
         return space_after_actions(self.copied(), action_space)
 
 
-def _array_of(leaf: Any) -> Any:
+def without_params(connector: Connector) -> tuple[str, Any]:
+    """`to_state` of a connector without params: the class's name, by which it is registered."""
+    return type(connector).__name__, None
+
+
+def array_of(leaf: Any) -> Any:
+    """The array of a tensor; anything else as it is."""
     return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf
 
 
@@ -445,12 +446,7 @@ def register_lambda_agent_connector(name: str, fn: Callable[[Any], Any]) -> type
                 )
             return AgentConnectorDataType(env_id, agent_id, dict(returned))
 
-        def to_state(self) -> tuple[str, Any]:
-            return name, None
-
-        @classmethod
-        def from_state(cls, ctx: ConnectorContext, params: Any) -> AgentConnector:
-            return cls(ctx)
+        to_state = without_params
 
     return _registered(name, fn, LambdaAgentConnector)
 
@@ -475,12 +471,7 @@ def register_lambda_action_connector(name: str, fn: Callable[[Any, Any, Any], Po
                 )
             return ActionConnectorDataType(ac_data.env_id, ac_data.agent_id, ac_data.input_dict, returned)
 
-        def to_state(self) -> tuple[str, Any]:
-            return name, None
-
-        @classmethod
-        def from_state(cls, ctx: ConnectorContext, params: Any) -> ActionConnector:
-            return cls(ctx)
+        to_state = without_params
 
     return _registered(name, fn, LambdaActionConnector)
 

@@ -29,6 +29,7 @@ from rollflow.nodes.connectors.alpha.connector import (
     ConnectorContext,
     PolicyOutputType,
     SampleBatch,
+    array_of,
 )
 from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
@@ -132,7 +133,7 @@ class ConnectorPolicy:
 
         Raises ConnectorError for a recurrent module's input without its states.
         """
-        batch = {name: _tensors(value) for name, value in input_dict.items() if _is_numeric(value)}
+        batch = {name: map_tree(_tensor, value) for name, value in input_dict.items() if _is_numeric(value)}
         stateful = is_stateful(self.module)
         if stateful:
             self._add_states(batch, input_dict)
@@ -145,8 +146,8 @@ class ConnectorPolicy:
             if stateful:
                 output = {name: map_tree(lambda leaf: leaf[:, 0], column) for name, column in output.items()}
             output = self._get_actions(rl_module=self.module, batch=output, episodes=[], explore=explore)
-        made = {name: map_tree(_array_of, column) for name, column in output.items()}
-        return made.pop(Columns.ACTIONS), [_array_of(state) for state in states], made
+        made = {name: map_tree(array_of, column) for name, column in output.items()}
+        return made.pop(Columns.ACTIONS), [array_of(state) for state in states], made
 
     def _add_states(self, batch: dict[str, Any], input_dict: dict[str, Any]) -> None:
         initial = self.module.get_initial_state()
@@ -226,29 +227,19 @@ def _acted(policy: Any, each: AgentConnectorDataType, explore: bool | None) -> P
     actions, states, fetches = (map_tree(lambda leaf: leaf[0], part) for part in batched)
     output: PolicyOutputType = (actions, states, fetches)
     policy.agent_connectors.on_policy_output(
-        ActionConnectorDataType(each.env_id, each.agent_id, data.raw_dict, (_copied(actions), states, fetches))
+        ActionConnectorDataType(
+            each.env_id, each.agent_id, data.raw_dict, (map_tree(np.array, actions), states, fetches)
+        )
     )
     chosen = ActionConnectorDataType(each.env_id, each.agent_id, data.raw_dict, output)
     left: PolicyOutputType = policy.action_connectors(chosen).output
     return left
 
 
-def _copied(actions: Any) -> Any:
-    return map_tree(np.array, actions)
-
-
 def _is_numeric(value: Any) -> bool:
     return all(np.asarray(leaf).dtype.kind in "biuf" for leaf in leaves_of(value))
-
-
-def _tensors(value: Any) -> Any:
-    return map_tree(_tensor, value)
 
 
 def _tensor(leaf: Any) -> torch.Tensor:
     tensor = torch.as_tensor(np.array(leaf))
     return tensor.float() if tensor.dtype is torch.float64 else tensor
-
-
-def _array_of(leaf: Any) -> Any:
-    return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf

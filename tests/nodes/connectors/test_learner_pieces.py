@@ -238,18 +238,6 @@ def test_off_policy_targets_by_hand(case: str) -> None:
     assert given == (pytest.approx(targets), pytest.approx(advantages))
 
 
-def test_on_policy_targets_are_the_n_step_returns_and_differ_off_policy() -> None:
-    fragments, module = fragments_of(slots=3, fragment_length=9, num_fragments=2)
-    chunks = FragmentEpisodes(fragments)
-    targets = VTrace(gamma=0.9)(rl_module=module, batch={}, episodes=chunks)["value_targets"]
-    steps = NStepReturns(n_step=9, gamma=0.9)(rl_module=module, batch={}, episodes=chunks)
-    values = module.compute_values({"obs": torch.from_numpy(steps["new_obs"])}).numpy()
-    expected = steps["rewards"] + 0.9 ** steps["n_step"] * values * ~steps["terminateds"]
-    np.testing.assert_allclose(targets, expected, rtol=1e-4)
-    other = VTrace(gamma=0.9)(rl_module=Off(action_space=module.action_space), batch={}, episodes=chunks)
-    assert not np.allclose(other["value_targets"], expected, rtol=1e-2)
-
-
 def test_observations_that_another_piece_made_are_taken_from_it() -> None:
     doubled = {"obs": np.array([0, 2, 4])}
     piece, chunks = VTrace(gamma=0.5), [episode([1, 2, 4])]

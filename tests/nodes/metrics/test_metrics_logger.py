@@ -65,20 +65,13 @@ def test_names_nest() -> None:
     assert metrics.reduce() == {"learner": {"loss": {"policy": 1.0, "value": 2.0}, "lr": 3.0, "steps": 5}}
     assert metrics.peek(("learner", "loss")) == {"policy": 1.0, "value": 2.0}
     assert ("learner", "lr") in metrics
+    assert ("learner", "rate") not in metrics
     assert metrics.keys()[0] == ("learner", "loss", "policy")
-    metrics.delete(("learner", "lr"))
-    assert ("learner", "lr") not in metrics
 
 
 def test_arrays_and_tensors_of_one_number_are_numbers() -> None:
     metrics = logged([np.float32(1.5), np.array(2), torch.tensor([3.0]), True], reduce=None)
     assert metrics.peek("x") == [1.5, 2, 3.0, 1.0]
-
-
-def test_a_value_may_be_set() -> None:
-    metrics = logged([1.0, 2.0], window=5)
-    metrics.set_value("x", 7.0)
-    assert metrics.peek("x") == 7.0
 
 
 def test_time_is_logged_also_when_the_block_raises() -> None:
@@ -226,17 +219,12 @@ def test_a_name_has_one_way_to_be_reduced() -> None:
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(MetricsError, match=r"'x' was given .*, expected one number"):
         logged([value])
-    metrics = logged([1])
-    with pytest.raises(MetricsError, match=r"'x' was given .*, expected one number"):
-        metrics.set_value("x", value)
-    assert metrics.peek("x") == 1
 
 
 def test_unknown_names_are_told_with_those_that_there_are() -> None:
     metrics = logged([1])
-    for ask in (metrics.peek, metrics.delete, lambda key: metrics.set_value(key, 1)):
-        with pytest.raises(KeyError, match="'y' was never logged; names: 'x'"):
-            ask("y")
+    with pytest.raises(KeyError, match="'y' was never logged; names: 'x'"):
+        metrics.peek("y")
     assert metrics.peek("y", 0) == 0
     with pytest.raises(MetricsError, match=r"a state with \['x'\], expected 'statistics'"):
         metrics.set_state({"x": 1})

@@ -134,7 +134,6 @@ def test_for_training_is_empty_in_evaluation() -> None:
     data = [AgentConnectorDataType("e", "a", {"new_obs": np.ones(3, np.float32)})]
     output = pipeline(data)[0].data
     assert (output.for_training, output.raw_dict["new_obs"].tolist()) == ({}, [1.0] * 3)
-    assert output.for_action is output.sample_batch
 
 
 def test_a_policy_plays_cartpole_without_its_training_code() -> None:
