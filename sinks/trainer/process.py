@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import anyio
@@ -25,9 +26,12 @@ from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S, WorkerProcess, core_count
 from rollflow.sinks.trainer.stream import TrainerStream
 from rollflow.stream.data.errors import RunError, shown
+from rollflow.stream.data.system import system_module
 
 logger = logging.getLogger(__name__)
 
+fcntl = system_module("fcntl")
+_PREFIX, _LOCK = "rollflow-", ".rollflow-sockets"  # of folders, and of the locked file in each
 _STREAM_OPTIONS = tuple(inspect.signature(TrainerStream).parameters)[1:]  # all but the address
 
 
@@ -82,14 +86,14 @@ class TrainerProcess:
         if self._worker is not None:
             raise RunError("the trainer has been started: it runs once, make another one")
         function, args, options = self._job
-        self._folder = tempfile.mkdtemp(prefix="rollflow-")
-        self.address = f"{self._transport}:{self._folder}/trainer"
+        self._folder = OwnFolder()
+        self.address = f"{self._transport}:{self._folder.path}/trainer"
         threads = None if "OMP_NUM_THREADS" in os.environ else core_count()  # None: torch's default
         try:
             job = cloudpickle.dumps((function, args, self.address, options, threads))
             self._worker = WorkerProcess("rollflow.sinks.trainer.process", 1)
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
             raise
         self.pid = self._worker.pid
         with suppress(OSError):  # the child is gone, which `watch` and `__exit__` notice
@@ -109,7 +113,7 @@ class TrainerProcess:
             worker.has_ended(CLOSE_TIMEOUT_S)
         finally:
             worker.kill()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
         if error is None and self._error is not None:
             raise self._error
 
@@ -214,3 +218,48 @@ def _run(
         finally:
             with lock:
                 has_left = True
+
+
+class OwnFolder:
+    """Temporary folder of this process and those that it forks; `close` removes it.
+
+    Making one also removes folders of processes that were killed. Each owner holds a lock on a file in its folder. The
+    system releases it when the last owner has ended, in whatever way.
+
+    path    of the folder
+    """
+
+    def __init__(self) -> None:
+        _remove_left()
+        self._lock: int | None = None
+        while self._lock is None:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            self._lock = _locked(self.path / _LOCK)
+
+    def close(self) -> None:
+        """Remove the folder with all its contents; a second call does nothing."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def _locked(path: Path) -> int | None:
+    """Descriptor of a new, locked file; None if another process has removed the file before it was locked."""
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if path.exists():
+        return fd
+    os.close(fd)
+    return None
+
+
+def _remove_left() -> None:
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError):  # it has an owner, or was removed meanwhile
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(fd)
