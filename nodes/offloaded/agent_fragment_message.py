@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
-from rollflow.nodes.offloaded.fragment_checks import MOST, check_columns, check_ends, check_rest, check_whole
+from rollflow.nodes.offloaded.fragment_checks import (
+    MOST,
+    check_array,
+    check_columns,
+    check_ends,
+    check_rest,
+    check_whole,
+    wrong,
+)
 from rollflow.nodes.offloaded.fragment_codec import complete, described
 from rollflow.nodes.offloaded.fragment_message import formed, forms_of, index_of
 from rollflow.stream import wire
@@ -104,7 +112,7 @@ def agents_of_message(message: wire.Fragment, spaces: Sequence[PartSpaces]) -> M
         if not all(
             is_whole(env) and is_whole(at) and isinstance(data, dict) for (env, at), data in custom_data.items()
         ):
-            raise _wrong(f"custom_data is {shown(rest['custom_data'])}, expected maps by environment and episode")
+            raise wrong(f"custom_data is {shown(rest['custom_data'])}, expected maps by environment and episode")
         fragment = MultiAgentFragment(
             message.lane,
             rest["sequence"],
@@ -204,13 +212,13 @@ def _plain_infos(infos: Any) -> list[Any]:
 
 def _layout_in(entries: Any, parts: int) -> Plain:
     if not isinstance(entries, dict) or not isinstance(entries["episodes"], str):
-        raise _wrong(f"layout is {shown(entries)}, expected a map")
+        raise wrong(f"layout is {shown(entries)}, expected a map")
     check_whole("layout.num_envs", entries["num_envs"], 1, _MOST_SLOTS)
     check_whole("layout.num_rows", entries["num_rows"], 0, _MOST_ROWS)
     check_whole("layout.lookback", entries["lookback"], 0, _MOST_ROWS)
     _check_list("layout.agents", entries["agents"], parts)
     if not all(isinstance(prefix, str) for prefix in entries["agents"]):
-        raise _wrong(f"layout.agents is {shown(entries['agents'])}, expected strings")
+        raise wrong(f"layout.agents is {shown(entries['agents'])}, expected strings")
     return entries
 
 
@@ -218,17 +226,17 @@ def _clock_in(rest: Mapping[str, Any], num_envs: int, num_rows: int) -> EnvClock
     first, started, numbers = rest["first"], rest["started"], rest["numbers"]
     check_whole("first", first, 0, MOST)
     last = first + num_rows
-    _check_array("started", started, np.int64, (num_envs,), 0, first)
+    check_array("started", started, np.int64, (num_envs,), 0, first)
     ends, losses = rest["ends"], [(step, reason) for step, reason in rest.get("losses", ())]
     was_lost_before = bool(losses) and losses[0][0] == first  # then the episodes lost have the number before the first
-    _check_array("numbers", numbers, np.int64, (num_envs,), -1 if was_lost_before else 0, MOST)
+    check_array("numbers", numbers, np.int64, (num_envs,), -1 if was_lost_before else 0, MOST)
     clock = EnvClock(first, started, numbers)
-    _check_array("ends", ends, np.int64, (len(ends), 4), 0, MOST)
+    check_array("ends", ends, np.int64, (len(ends), 4), 0, MOST)
     steps, envs = ends[:, 0], ends[:, 1]
     if (steps[1:] < steps[:-1]).any() or (len(ends) and (steps[0] < first or steps[-1] > last)):
-        raise _wrong(f"ends are {shown(ends)}, expected vector steps from {first} to {last} in their order")
+        raise wrong(f"ends are {shown(ends)}, expected vector steps from {first} to {last} in their order")
     if (envs >= num_envs).any() or (ends[:, 2:] > 1).any():
-        raise _wrong(f"ends are {shown(ends)}, expected environments below {num_envs}, and flags")
+        raise wrong(f"ends are {shown(ends)}, expected environments below {num_envs}, and flags")
     begin = 0
     while begin < len(ends):
         alike = (ends[begin:, [0, 3]] == ends[begin, [0, 3]]).all(axis=1)
@@ -236,16 +244,16 @@ def _clock_in(rest: Mapping[str, Any], num_envs: int, num_rows: int) -> EnvClock
         if ends[begin, 3]:
             count = num_envs
             if not losses or losses[0][0] != ends[begin, 0] or not isinstance(losses[0][1], str):
-                raise _wrong(f"losses are {shown(rest.get('losses'))}, expected a vector step and a reason for each")
+                raise wrong(f"losses are {shown(rest.get('losses'))}, expected a vector step and a reason for each")
             if not np.array_equal(envs[begin : begin + count], np.arange(count)):
-                raise _wrong(f"ends are {shown(ends)}, expected all environments where they were lost")
+                raise wrong(f"ends are {shown(ends)}, expected all environments where they were lost")
             clock.lose(*losses.pop(0))
         else:
             chosen = slice(begin, begin + count)
             clock.end(envs[chosen], int(steps[begin]), ends[chosen, 2].astype(np.bool_))
         begin += count
     if losses:
-        raise _wrong(f"losses are {shown(rest['losses'])}, expected only those that ended episodes")
+        raise wrong(f"losses are {shown(rest['losses'])}, expected only those that ended episodes")
     return clock
 
 
@@ -275,8 +283,8 @@ def _part_in(
     entries = _with_agent_infos(entries, own)
     end, step, slots = own.lookback + rows, clock.first + message.rest["num_rows"], own.num_slots
     times, modules = message.columns[CLOCK][index], message.columns[MODULE_OF][index]
-    _check_array(CLOCK, times, np.int64, (end + 1, slots), 0, step)
-    _check_array(MODULE_OF, modules, np.int16, (end + spare, slots), 0, max(0, len(entries["module_ids"]) - 1))
+    check_array(CLOCK, times, np.int64, (end + 1, slots), 0, step)
+    check_array(MODULE_OF, modules, np.int16, (end + spare, slots), 0, max(0, len(entries["module_ids"]) - 1))
     fragment = AgentFragment(
         own,
         message.lane,
@@ -302,7 +310,7 @@ def _with_agent_infos(entries: Plain, layout: FragmentLayout) -> Plain:
     if entries.get("infos") is not None:
         entries["infos"] = [_agent_infos(each, layout) for each in entries["infos"]]
         if len(entries["infos"]) > layout.lookback + entries["num_rows"] + 1:
-            raise _wrong(f"infos of {len(entries['infos'])} rows, expected at most one more than there are")
+            raise wrong(f"infos of {len(entries['infos'])} rows, expected at most one more than there are")
     if finals is not None and finals["infos"] is not None:
         _check_list("finals: infos", finals["infos"], len(finals["rows"]))
         entries["finals"] = {**finals, "infos": [_agent_infos(each, layout) for each in finals["infos"]]}
@@ -314,7 +322,7 @@ def _agent_infos(pairs: Any, layout: FragmentLayout) -> AgentInfos:
     for slot, info in pairs:
         check_whole("infos: slot", slot, 0, layout.num_slots - 1)
         if not isinstance(info, dict):
-            raise _wrong(f"infos: {shown(info)}, expected a map")
+            raise wrong(f"infos: {shown(info)}, expected a map")
         infos.of_slots[slot] = info
     return infos
 
@@ -326,27 +334,27 @@ def _restore_slots(fragment: AgentFragment, entries: Mapping[str, Any], last: in
     """
     slots, first, rows = fragment.layout.num_slots, fragment.first_row, entries["num_rows"]
     stops, ends = entries["stops"], entries["ends"]
-    _check_array("stops", stops, np.int64, (slots,), first, first + rows)
+    check_array("stops", stops, np.int64, (slots,), first, first + rows)
     if int(stops.max()) != first + rows:
-        raise _wrong(f"stops are {shown(stops)}, expected the last at {first + rows}")
+        raise wrong(f"stops are {shown(stops)}, expected the last at {first + rows}")
     for name in ("acts", "waits"):
-        _check_array(name, entries[name], np.bool_, (slots,), 0, 1)
+        check_array(name, entries[name], np.bool_, (slots,), 0, 1)
         setattr(fragment, name, entries[name])
-    _check_array("received", entries["received"], np.float32, (slots,))
-    _check_array("serves", entries["serves"], np.int16, (slots,), 0, max(0, len(entries["module_ids"]) - 1))
+    check_array("received", entries["received"], np.float32, (slots,))
+    check_array("serves", entries["serves"], np.int16, (slots,), 0, max(0, len(entries["module_ids"]) - 1))
     if (entries["waits"] & (stops >= fragment.layout.lookback + fragment.layout.num_rows)).any():
-        raise _wrong("an agent that has made all steps waits for an observation, expected none")
+        raise wrong("an agent that has made all steps waits for an observation, expected none")
     fragment.received, fragment.serves = entries["received"], entries["serves"]
     fragment.restore_stops(stops)
     is_there = np.arange(first + 1, first + rows + 1)[:, None] < stops + (entries["acts"] | entries["waits"])
     if (is_there & (np.diff(fragment.clock[first:], axis=0) < 0)).any():
-        raise _wrong("clock goes back, expected vector steps in their order")
-    _check_array("ends", ends, np.int64, (len(ends), 3), 0, MOST)
+        raise wrong("clock goes back, expected vector steps in their order")
+    check_array("ends", ends, np.int64, (len(ends), 3), 0, MOST)
     fragment.ends = {(row, slot): step for row, slot, step in ends.tolist()}
     if (early := entries.get("early")) is not None:
-        _check_array("early", early, np.float64, (len(early), 3))
+        check_array("early", early, np.float64, (len(early), 3))
         if not np.isfinite(early).all() or ((early[:, :2] < [1, 0]) | (early[:, :2] > [last, slots - 1])).any():
-            raise _wrong(f"early is {shown(early)}, expected vector steps up to {last}, agent slots, and rewards")
+            raise wrong(f"early is {shown(early)}, expected vector steps up to {last}, agent slots, and rewards")
         fragment.early = [(int(vector_step), int(slot), reward) for vector_step, slot, reward in early.tolist()]
 
 
@@ -354,40 +362,26 @@ def _restore_modules(fragment: AgentFragment, entries: Mapping[str, Any], ids: E
     """Take over who served the agents, and in which episodes. Raises WireError where that is not known of a chunk."""
     module_ids, outputs, parents = entries["module_ids"], entries["outputs"], entries["parents"]
     if not isinstance(module_ids, list) or not all(isinstance(each, str | None) for each in module_ids):
-        raise _wrong(f"module_ids is {shown(module_ids)}, expected a list of strings")
+        raise wrong(f"module_ids is {shown(module_ids)}, expected a list of strings")
     for module_id, names in outputs.items():
         if not isinstance(module_id, str) or not set(names.values()) <= fragment.columns.keys():
-            raise _wrong(f"outputs of module {shown(module_id)} are {shown(names)}, expected names of columns")
+            raise wrong(f"outputs of module {shown(module_id)} are {shown(names)}, expected names of columns")
     fragment.module_ids, fragment.outputs = tuple(module_ids), outputs
-    _check_array("parents", parents, np.int64, (len(parents), 3), 0, MOST)
+    check_array("parents", parents, np.int64, (len(parents), 3), 0, MOST)
     agents = len(fragment.part.agents)
     fragment.parents = {(slot, number): ids(slot // agents, of_env) for slot, number, of_env in parents.tolist()}
     chunks = fragment.chunks
     acted = {module_ids[place] for place in np.unique(fragment.chunk_modules).tolist()}
     waiting = {module_ids[place] for place in np.unique(fragment.serves[fragment.waits]).tolist()}
     if not (acted | waiting) <= outputs.keys():
-        raise _wrong(f"modules {sorted(map(str, acted | waiting))} acted, expected some of {sorted(outputs)}")
+        raise wrong(f"modules {sorted(map(str, acted | waiting))} acted, expected some of {sorted(outputs)}")
     keys = list(zip(chunks.slot.tolist(), chunks.number.tolist(), strict=True))
     done = np.flatnonzero(chunks.terminated | chunks.truncated)
     last_rows = zip((chunks.stop[done] - 1).tolist(), chunks.slot[done].tolist(), strict=True)
     if not set(keys) <= fragment.parents.keys() or not set(last_rows) <= fragment.ends.keys():
-        raise _wrong("parents or ends of some chunks are missing, expected those of all")
+        raise wrong("parents or ends of some chunks are missing, expected those of all")
 
 
 def _check_list(name: str, value: Any, count: int) -> None:
     if not isinstance(value, list | tuple) or len(value) != count:
-        raise _wrong(f"{name} is {shown(value)}, expected a list of {count} parts")
-
-
-def _check_array(
-    name: str, value: Any, dtype: Any, shape: tuple[int, ...], least: int | None = None, most: int = MOST
-) -> None:
-    """Raise WireError for what is no such array, of numbers in a range."""
-    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.shape != shape:
-        raise _wrong(f"{name} is {shown(value)}, expected {np.dtype(dtype)}{list(shape)}")
-    if least is not None and np.count_nonzero((value < least) | (value > most)):
-        raise _wrong(f"{name} is {shown(value)}, expected numbers from {least} to {most}")
-
-
-def _wrong(text: str) -> WireError:
-    return WireError(text, "fragment")
+        raise wrong(f"{name} is {shown(value)}, expected a list of {count} parts")

@@ -38,7 +38,7 @@ def check_columns(
         expected = most + (1 if name == Columns.OBS else spare)
         for leaf in leaves_of(column.tree):
             if leaf.shape[:2] != (expected, slots):
-                raise _wrong(f"{name} is {_shown(leaf)}, expected [{expected}, {slots}, …]")
+                raise wrong(f"{name} is {_shown(leaf)}, expected [{expected}, {slots}, …]")
     for name, dtype in _KNOWN.items():
         _check_rows(name, columns[name].tree, dtype, (slots,))
     for name, of in ((Columns.OBS, space), (Columns.ACTIONS, layout.action_space)):
@@ -59,34 +59,34 @@ def form_of(columns: Mapping[str, Column]) -> dict[str, Tree]:
 def check_form(form: Mapping[str, Tree], known: Mapping[str, Tree]) -> None:
     """Raise WireError where columns are others, or of another form, than in the fragments before."""
     if form.keys() != known.keys():
-        raise _wrong(f"columns are {sorted(form)}, expected {sorted(known)}, as in others")
+        raise wrong(f"columns are {sorted(form)}, expected {sorted(known)}, as in others")
     for name, each in form.items():
         if each != known[name]:
-            raise _wrong(f"a row of {name} is {shown(each)} in each slot, expected {shown(known[name])}, as in others")
+            raise wrong(f"a row of {name} is {shown(each)} in each slot, expected {shown(known[name])}, as in others")
 
 
 def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space: gym.Space[Any]) -> None:
     """Raise WireError where what there is to say beside the columns is not of a fragment of so many rows."""
     first, last, slots = layout.lookback, layout.lookback + rows, layout.num_slots
     check_whole("sequence", rest["sequence"], 0, MOST)
-    _check_indices("episode_start", rest["episode_start"], -MOST, first + 1, slots)
+    check_array("episode_start", rest["episode_start"], np.int64, (slots,), -MOST, first + 1)
     losses = rest.get("losses", ())
-    _check_indices("episode_number", rest["episode_number"], -1 if losses else 0, MOST, slots)
+    check_array("episode_number", rest["episode_number"], np.int64, (slots,), -1 if losses else 0)
     if losses:
         _check_losses(losses, rest["episode_number"], first, last)
     for slot, number, data in rest.get("custom_data", ()):
         check_whole("custom_data: slot", slot, 0, slots - 1)
         check_whole("custom_data: episode", number, -1, MOST)
         if not isinstance(data, dict):
-            raise _wrong(f"custom_data is {shown(data)}, expected a map")
+            raise wrong(f"custom_data is {shown(data)}, expected a map")
     if rest.get("infos") is not None:
         _check_infos("infos", rest["infos"], last + 1, slots)
     if rest.get("finals") is not None:
         _check_finals(rest["finals"], first, last, slots, space)
     for rows_of, slots_of, states in rest.get("starts", ()):
         count = len(rows_of)
-        _check_indices("starts: rows", rows_of, first, last, count)
-        _check_indices("starts: slots", slots_of, 0, slots - 1, count)
+        check_array("starts: rows", rows_of, np.int64, (count,), first, last)
+        check_array("starts: slots", slots_of, np.int64, (count,), 0, slots - 1)
         map_tree(partial(_check_states, count), states)
 
 
@@ -99,13 +99,23 @@ def check_ends(fragment: Fragment) -> None:
     for final in fragment.finals:
         for slot in final.slots.tolist():
             if (final.row + 1, slot) not in ends:
-                raise _wrong(f"finals: no episode of slot {slot} ends in row {final.row}, expected one")
+                raise wrong(f"finals: no episode of slot {slot} ends in row {final.row}, expected one")
 
 
 def check_whole(name: str, value: Any, least: int, most: int) -> None:
     """Raise WireError for what is no whole number in this range."""
     if not is_whole(value) or not least <= value <= most:
-        raise _wrong(f"{name} is {shown(value)}, expected a whole number from {least} to {most}")
+        raise wrong(f"{name} is {shown(value)}, expected a whole number from {least} to {most}")
+
+
+def check_array(
+    name: str, value: Any, dtype: Any, shape: tuple[int, ...], least: int | None = None, most: int = MOST
+) -> None:
+    """Raise WireError for what is no such array, of numbers in a range."""
+    if not isinstance(value, np.ndarray) or value.dtype != dtype or value.shape != shape:
+        raise wrong(f"{name} is {shown(value)}, expected {np.dtype(dtype)}{list(shape)}")
+    if least is not None and np.count_nonzero((value < least) | (value > most)):
+        raise wrong(f"{name} is {shown(value)}, expected numbers from {least} to {most}")
 
 
 def _form(leaf: NDArray[Any]) -> str:
@@ -119,7 +129,7 @@ def _named(dtype: np.dtype[Any]) -> str:
 
 def _check_states(count: int, leaf: Any) -> None:
     if not isinstance(leaf, np.ndarray) or leaf.shape[:1] != (count,):
-        raise _wrong(f"starts: states are {_shown(leaf)}, expected [{count}, …]")
+        raise wrong(f"starts: states are {_shown(leaf)}, expected [{count}, …]")
 
 
 def _check_losses(losses: Any, numbers: NDArray[np.int64], first: int, last: int) -> None:
@@ -127,61 +137,53 @@ def _check_losses(losses: Any, numbers: NDArray[np.int64], first: int, last: int
     least = np.zeros(slots, np.int64)
     for row, lost, cut, reason in losses:
         check_whole("losses: row", row, first, last)
-        _check_indices("losses: slots", lost, 0, slots - 1)
-        _check_indices("losses: cut", cut, 0, slots - 1)
+        check_array("losses: slots", lost, np.int64, (len(lost),), 0, slots - 1)
+        check_array("losses: cut", cut, np.int64, (len(cut),), 0, slots - 1)
         if not isinstance(reason, str):
-            raise _wrong(f"losses: the reason is {shown(reason)}, expected a string")
+            raise wrong(f"losses: the reason is {shown(reason)}, expected a string")
         if row == first:
             least[lost] = -1  # what was lost before it may have been nothing
     if np.count_nonzero(numbers < least):
-        raise _wrong(f"episode_number is {shown(numbers)}, expected numbers from 0 to {MOST}")
+        raise wrong(f"episode_number is {shown(numbers)}, expected numbers from 0 to {MOST}")
 
 
 def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, space: gym.Space[Any]) -> None:
     rows, counts, who = finals["rows"], finals["counts"], finals["slots"]
     if not isinstance(rows, list) or not isinstance(counts, list) or len(rows) != len(counts):
-        raise _wrong(f"finals: rows are {shown(rows)} and counts {shown(counts)}, expected lists of one length")
+        raise wrong(f"finals: rows are {shown(rows)} and counts {shown(counts)}, expected lists of one length")
     for row, count in zip(rows, counts, strict=True):
         check_whole("finals: row", row, first, last - 1)
         check_whole("finals: count", count, 1, slots)
-    _check_indices("finals: slots", who, 0, slots - 1, sum(counts))
+    check_array("finals: slots", who, np.int64, (sum(counts),), 0, slots - 1)
     map_tree(partial(_check_items, "finals"), finals["observations"], row_of(space, sum(counts)))
     if finals["infos"] is not None:
         _check_infos("finals: infos", finals["infos"], len(rows), slots)
         if len(finals["infos"]) != len(rows):
-            raise _wrong(f"finals: infos of {len(finals['infos'])} rows, expected {len(rows)}")
+            raise wrong(f"finals: infos of {len(finals['infos'])} rows, expected {len(rows)}")
 
 
 def _check_infos(name: str, infos: Any, most: int, slots: int) -> None:
     if not isinstance(infos, list) or len(infos) > most:
-        raise _wrong(f"{name} is {shown(infos)}, expected a list of at most {most} maps")
+        raise wrong(f"{name} is {shown(infos)}, expected a list of at most {most} maps")
     for each in infos:
         if not isinstance(each, Mapping):
-            raise _wrong(f"{name}: {shown(each)}, expected a map")
+            raise wrong(f"{name}: {shown(each)}, expected a map")
         check_infos(each, slots, name)
 
 
 def _check_rows(name: str, leaf: Any, dtype: Any, shape: tuple[int, ...]) -> None:
     if not isinstance(leaf, np.ndarray) or leaf.dtype != dtype or leaf.shape[1:] != shape:
         found = _shown(leaf) if isinstance(leaf, np.ndarray) else shown(leaf)
-        raise _wrong(f"{name} is {found}, expected rows of {np.dtype(dtype)}{list(shape)}")
+        raise wrong(f"{name} is {found}, expected rows of {np.dtype(dtype)}{list(shape)}")
 
 
 def _check_items(name: str, leaf: Any, like: NDArray[Any]) -> None:
     if not isinstance(leaf, np.ndarray) or leaf.dtype != like.dtype or leaf.shape != like.shape:
-        raise _wrong(f"{name}: observations are {shown(leaf)}, expected {_shown(like)}")
+        raise wrong(f"{name}: observations are {shown(leaf)}, expected {_shown(like)}")
 
 
-def _check_indices(name: str, values: Any, least: int, most: int, count: int | None = None) -> None:
-    """Raise WireError for what is no array of so many whole numbers in this range."""
-    is_array = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
-    if not is_array or (count is not None and len(values) != count):
-        raise _wrong(f"{name} is {shown(values)}, expected int64[{'…' if count is None else count}]")
-    if np.count_nonzero((values < least) | (values > most)):
-        raise _wrong(f"{name} is {shown(values)}, expected numbers from {least} to {most}")
-
-
-def _wrong(text: str) -> WireError:
+def wrong(text: str) -> WireError:
+    """The error of a fragment that makes no sense."""
     return WireError(text, "fragment")
 
 

@@ -8,7 +8,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from rollflow.policy.serving.request import (
     Acted,
     ActRequest,
     ClosedError,
-    Front,
     Outcome,
     OverloadedError,
     RequestError,
@@ -334,12 +333,12 @@ class Batcher:
         fresh = [place for place, outcome in enumerate(outcomes) if outcome is None]
         for place, outcome in zip(fresh, self._act([batch[place] for place in fresh]), strict=True):
             outcomes[place] = outcome
-        fronts: dict[Front, list[tuple[Any, Outcome]]] = {}
+        answers: dict[Callable[..., None], list[tuple[Any, Outcome]]] = {}
         for request, outcome in zip(batch, outcomes, strict=True):
-            fronts.setdefault(request.front, []).append((request.ticket, outcome))
+            answers.setdefault(request.deliver, []).append((request.ticket, outcome))
         self.tally.note_batch(len(fresh), monotonic() - begun)
-        for front, answers in fronts.items():
-            front.deliver(answers)
+        for deliver, answered in answers.items():
+            deliver(answered)
 
     def _act(self, batch: list[ActRequest]) -> list[Outcome]:
         if not batch:

@@ -109,7 +109,7 @@ class AsyncFront:
             raise RequestError(f"'number' is {shown(number)}, expected a whole number from 0 on")
         owned = session if session is None or client is None else OwnSession(client, session)
         reward = math.nan if reward is None else float(reward)
-        return ActRequest(owned, observation, reward, begins, number, self, self._loop.create_future())
+        return ActRequest(owned, observation, reward, begins, number, self.deliver, self._loop.create_future())
 
     @staticmethod
     def _set(outcomes: Sequence[tuple[asyncio.Future[Acted], Acted | Exception]]) -> None:

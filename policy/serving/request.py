@@ -1,7 +1,7 @@
 """Requests for an action and their answers, and the errors that a server gives instead."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.data.tree import Tree
@@ -92,8 +92,8 @@ class ActRequest(NamedTuple):
     begins         True: a new episode begins with this observation
     number         of the request in its session, from 0 on; None: not counted. The number that came last gets the
                    same answer again, without another pass: a client may ask twice where its connection broke
-    front          where the answer goes
-    ticket         by which the front knows the request
+    deliver        takes (ticket, outcome) of some requests; called from another thread, once for each batch
+    ticket         by which `deliver` knows the request
     """
 
     session: Hashable
@@ -101,7 +101,7 @@ class ActRequest(NamedTuple):
     reward: float
     begins: bool
     number: int | None
-    front: "Front"
+    deliver: "Callable[[Sequence[tuple[Any, Outcome]]], None]"
     ticket: Any
 
 
@@ -121,11 +121,3 @@ class Acted(NamedTuple):
 
 
 Outcome = Acted | Exception
-
-
-class Front(Protocol):
-    """A way in, such as HTTP, that takes its requests' answers."""
-
-    def deliver(self, outcomes: Sequence[tuple[Any, Outcome]]) -> None:
-        """Take answers to some tickets; called from another thread, once for each batch."""
-        ...

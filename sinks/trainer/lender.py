@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -151,10 +151,10 @@ class FragmentLender:
         loans = self._loans_for(size)
         if loans is None:
             return None
-        places = self._placed(leaves, is_batch=is_batch(message))
-        columns_at = _packed(spec, tuple(places.leaves))
-        blocks = tuple([loans.number_of(block, self._descriptor_of(block)) for block in places.blocks])
-        loans.lend(blocks, places.roots, size)
+        places, shared, roots = self._placed(leaves, is_batch=is_batch(message))
+        columns_at = _packed(spec, tuple(places))
+        blocks = tuple([loans.number_of(block, self._descriptor_of(block)) for block in shared])
+        loans.lend(blocks, roots, size)
         return wire.Lent(message.lane, message.number, blocks, columns_at, message.rest)
 
     def _copies_of(
@@ -170,22 +170,48 @@ class FragmentLender:
             np.copyto(np.ndarray(leaf.shape, leaf.dtype, root, leaf.offset), array)
         return self._pools[size].blocks[index], root, leaves
 
-    def _placed(self, leaves: list[NDArray[Any]], *, is_batch: bool) -> "_Places":
-        """The places of arrays `any[...]`; those outside of shared blocks are copied into one."""
-        places, copied = _Places(self._descriptors), []
+    def _placed(
+        self, leaves: list[NDArray[Any]], *, is_batch: bool
+    ) -> tuple[list[wire.LentLeaf], list[SharedBlock], list[NDArray[Any]]]:
+        """The places of arrays `any[...]`; those outside of shared blocks are copied into one.
+
+        Also gives the blocks, and the array over each that keeps it from being written again.
+        """
+        places, blocks, roots = list[wire.LentLeaf](), list[SharedBlock](), list[NDArray[Any]]()
+        copied: list[int] = []
+
+        def number_of(block: SharedBlock, root: NDArray[Any]) -> int:
+            """The index of a block, one that is added if it was not there."""
+            if block not in blocks:
+                blocks.append(block)
+                roots.append(root)
+            return blocks.index(block)
+
+        def place_of(leaf: NDArray[Any]) -> wire.LentLeaf | None:
+            """The place of an array in a block that others see; None where it lies in none."""
+            root = root_of(leaf)
+            is_last = bool(roots) and roots[-1] is root  # as a rule all lie in one
+            block = blocks[-1] if is_last else block_under(root)
+            if block is None or not (is_last or block in self._descriptors):
+                return None
+            offset = address_of(leaf) - block.address
+            return None if offset % 8 else wire.LentLeaf(leaf.dtype, leaf.shape, number_of(block, root), offset)
+
         for index, leaf in enumerate(leaves):
             # A train batch may be written to by the trainer, and would come as something else if it were sent again.
             if not leaf.nbytes:
-                places.leaves.append(wire.LentLeaf(leaf.dtype, leaf.shape, 0, 0))
-            elif is_batch or not _is_plain(leaf) or not places.has_put(leaf):
+                places.append(wire.LentLeaf(leaf.dtype, leaf.shape, 0, 0))
+            elif is_batch or not _is_plain(leaf) or (place := place_of(leaf)) is None:
                 copied.append(index)
-                places.leaves.append(_NOWHERE)
+                places.append(_NOWHERE)
+            else:
+                places.append(place)
         if copied:
             block, root, copies = self._copies_of([leaves[index] for index in copied])
-            number = places.number_of(block, root)
+            number = number_of(block, root)
             for index, copy in zip(copied, copies, strict=True):
-                places.leaves[index] = copy._replace(block=number)
-        return places
+                places[index] = copy._replace(block=number)
+        return places, blocks, roots
 
 
 class _Loans:
@@ -245,42 +271,6 @@ class _Loans:
         """True if no process is left that could read what was lent."""
         self._their_life.clear()
         return self._life.is_hung_up()
-
-
-class _Places:
-    """Places of the arrays of one fragment.
-
-    seen    blocks that others see
-
-    leaves           place of each array
-    blocks, roots    the blocks, and the array over each that keeps it from being written again
-    """
-
-    def __init__(self, seen: Container[SharedBlock]) -> None:
-        self.leaves: list[wire.LentLeaf] = []
-        self.blocks: list[SharedBlock] = []
-        self.roots: list[NDArray[Any]] = []
-        self._seen = seen
-
-    def has_put(self, leaf: NDArray[Any]) -> bool:
-        """Note the place of an array in a block that others see; False where it lies in none."""
-        root = root_of(leaf)
-        is_last = bool(self.roots) and self.roots[-1] is root  # as a rule all lie in one
-        block = self.blocks[-1] if is_last else block_under(root)
-        if block is None or not (is_last or block in self._seen):
-            return False
-        offset = address_of(leaf) - block.address
-        if offset % 8:
-            return False
-        self.leaves.append(wire.LentLeaf(leaf.dtype, leaf.shape, self.number_of(block, root), offset))
-        return True
-
-    def number_of(self, block: SharedBlock, root: NDArray[Any]) -> int:
-        """The index of a block, one that is added if it was not there."""
-        if block not in self.blocks:
-            self.blocks.append(block)
-            self.roots.append(root)
-        return self.blocks.index(block)
 
 
 def _is_plain(array: NDArray[Any]) -> bool:

@@ -91,7 +91,7 @@ class Taking:
         """A request with one observation, whose ticket is its session by default."""
         observation = np.array([number, 0.0], np.float32)
         return ActRequest(
-            session, observation, float("nan"), begins, asked, self, session if ticket is None else ticket
+            session, observation, float("nan"), begins, asked, self.deliver, session if ticket is None else ticket
         )
 
 

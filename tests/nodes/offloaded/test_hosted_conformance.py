@@ -167,31 +167,3 @@ def test_a_drained_graph_hands_on_every_step(backend: str) -> None:
         graph.output("batches", "learner.batches", capacity=2)
         assert anyio.run(run_through, graph, backend=backend) == rollout.num_steps
     assert rollout.lost == {}
-
-
-class Sines(ConnectorV2):
-    """Rewrites observations into another dtype and shape."""
-
-    def recompute_output_observation_space(self, observation_space: Any, action_space: Any) -> Any:
-        return gym.spaces.Box(-1, 1, (2, 3), np.float32)
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        for episode in episodes:
-            at = episode.get_observations(-1)
-            episode.set_observations(new_data=np.sin([at, 2 * at]).astype(np.float32), at_indices=-1)
-        return batch
-
-
-class Flat(NumberedModule):
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return super()._forward({"obs": batch["obs"].reshape(len(batch["obs"]), -1)[:, :3]})
-
-
-def test_observations_that_connectors_rewrite_come_as_they_are_left() -> None:
-    drawn = Setting(3, 1, 8, 2, False, 5, 0, 3)
-    rewriting: Any = {"env_to_module_connector": lambda env: Sines()}
-    envs = listening(RemoteRollouts)
-    with hosting(envs.addresses[0], makers_of(drawn), kind=RolloutHost, module=Flat(), **rewriting):
-        ours = fragments_of(envs, drawn, module=Flat(), **rewriting)
-    assert ours[0].column("obs").dtype == np.float32
-    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=1, module=Flat(), **rewriting))

@@ -24,7 +24,6 @@ from remote_rollouts import (
     raw_host_of,
     rollout_over,
     rollouts_on,
-    told,
 )
 
 from rollflow import Fragment, RemoteRollouts, Rollout
@@ -171,22 +170,6 @@ def test_one_that_does_not_come_back_is_waited_for_no_longer_than_it_has(tmp_pat
         host.end()
     assert rollout.num_steps == 0
     assert rollout.lost == {"workers": 10 + 2}
-
-
-@pytest.mark.slow
-def test_a_host_that_is_frozen_is_not_waited_for() -> None:
-    envs = listening(RemoteRollouts, limits=HASTY)
-    host = HostProcess(envs.addresses[0], told(0, 1), kind=RolloutHost)
-    try:
-        with rollout_over(envs, step_timeout=None, reset_timeout=None, prefetch=1) as rollout:
-            fragments = iter(rollout.fragments())
-            taken = [next(fragments)]
-            host.signal(signal.SIGSTOP)
-            taken += drained(rollout)
-        check_laws(taken, rollout.lost, slots_lost=2 * (8 + 1))
-        check_counts(taken, rollout)
-    finally:
-        host.end()
 
 
 def test_a_first_reset_is_not_waited_for(tmp_path: Path) -> None:

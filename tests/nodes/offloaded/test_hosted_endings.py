@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -144,20 +143,6 @@ def test_a_rollout_that_is_left_ends_the_fragments_of_its_hosts(tmp_path: Path) 
         await_that(lambda: not jobs.qsize() and host._lanes[0].env.envs[0].life == 5)
     check_counts([], rollout)
     assert host._lanes[0].env.envs[0].life == 5
-
-
-@pytest.mark.slow
-def test_leaving_waits_for_no_environment_that_hangs(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts)
-    try:
-        with rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=[2])]):
-            began = time.monotonic()
-            with rollout_over(envs, step_timeout=None, prefetch=1):
-                await_held(tmp_path, 0)
-            assert time.monotonic() - began < LONGEST_S / 2
-            let_go(tmp_path, 0)
-    finally:
-        let_go(tmp_path, 0)
 
 
 PROGRAM = """

@@ -143,19 +143,6 @@ def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, for
     assert (times_made(tmp_path, 0), node.lost_steps) == (2, 0)
 
 
-def test_no_time_is_set_where_steps_may_take_for_ever(tmp_path: Path, forward: Forward, closing: Any) -> None:
-    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[0]), step_timeout=None, reset_timeout=None))
-    [lane] = node.start()
-    node(lane)
-    await_held(tmp_path, 0)
-    list(node.completed())
-    assert node.patience is None
-    forward(100.0)
-    assert list(node.completed()) == []
-    let_go(tmp_path, 0)
-    assert come_back(node) == [lane]
-
-
 def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
     closing: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,28 +174,6 @@ def test_one_that_is_given_up_and_then_killed_comes_back_once(closing: Any) -> N
     assert list(node.carrier._process_lost(0)) == []
     assert list(node.completed()) == [lane]
     assert (node.in_flight, lane.is_set_aside) == (0, True)
-
-
-def test_a_worker_that_freezes_soon_after_a_look_is_noticed_little_later(
-    tmp_path: Path, forward: Forward, closing: Any
-) -> None:
-    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[7, 8]), step_timeout=8.0))
-    [lane] = node.start()
-    node(lane)
-    come_back(node)
-    node(lane)
-    await_held(tmp_path, 0)
-    for _ in range(2):  # it is looked at, and gets on after that
-        forward(1.0)
-        list(node.completed())
-    let_go(tmp_path, 0)
-    await_held(tmp_path, 0, 1)
-    for _ in range(8):
-        forward(1.0)
-        assert list(node.completed()) == []
-    forward(1.0)
-    assert list(node.completed()) == [lane]
-    assert lane.fragment.num_rows == 3
 
 
 class HangsInForward(NumberedModule):

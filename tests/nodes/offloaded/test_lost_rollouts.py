@@ -94,16 +94,6 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert "lane 1 is set aside, lost 6 times in a row" in caplog.text
 
 
-@pytest.mark.parametrize("fate", ["kill", "raise"])
-def test_one_that_never_gives_a_whole_fragment_is_set_aside_as_well(tmp_path: Path, fate: str) -> None:
-    makers = [partial(Doomed, slot, tmp_path, fate, 5, 100 * (slot == 1), lengths=(9, 9)) for slot in range(2)]
-    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 30, "seed": 0, "lanes": 2}
-    with Rollout(makers, where="rollouts", workers=2 if fate == "kill" else 1, **options) as rollout:
-        fragments = list(rollout.fragments())
-    assert [fragment.num_rows for fragment in fragments if fragment.lane == 1] == [5] * 6
-    assert sum(fragment.lane == 0 for fragment in fragments) == 30
-
-
 def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
     told = r"every lane was lost 6 times in a row, the last time by: lane 0: process \d+ was killed by SIGKILL"
     maker = partial(Doomed, 0, tmp_path, "kill", 0, 100)

@@ -215,22 +215,18 @@ def run(env: Any, *, several: bool = False, **options: Any) -> list[Any]:
         return list(rollout.fragments())
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("dtype", NUMBERS)
-def test_each_piece_is_given_what_its_predecessor_gave(dtype: str, chain: str, nested: bool) -> None:
-    env = partial(Ends, dtype, nested=nested)
-    fragments = run(env, module=Sees, env_to_module_connector=partial(pieces_of, chain))
+@pytest.mark.parametrize("dtype", ["uint16", "int64", "float64", "bool"])  # `test_values` draws the others
+def test_each_piece_is_given_what_its_predecessor_gave(dtype: str, chain: str, nested: bool, several: bool) -> None:
+    if several:
+        check_agents(run(partial(SeveralEnds, dtype, nested=nested), **agents(chain)), dtype, nested=nested)
+        return
+    fragments = run(partial(Ends, dtype, nested=nested), module=Sees, env_to_module_connector=partial(pieces_of, chain))
     chunks = [chunk for fragment in fragments for chunk in fragment.episodes()]
     assert sum(check_chunk(chunk, dtype, nested=nested) for chunk in chunks) == 30
     assert any(chunk.is_terminated for chunk in chunks)  # whose last observations are the environment's as well
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("dtype", ["uint16", "int64", "float64", "bool"])
-def test_so_it_is_with_several_agents(dtype: str, chain: str, nested: bool) -> None:
-    check_agents(run(partial(SeveralEnds, dtype, nested=nested), **agents(chain)), dtype, nested=nested)
 
 
 def agents(chain: str) -> dict[str, Any]:
@@ -488,17 +484,14 @@ def check_echo(chunk: Any) -> int:
     return len(chunk)
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("kind", ACTION_SPACES)
-def test_the_environment_gets_what_is_recorded_in_its_spaces_types(kind: str) -> None:
-    fragments = run(partial(Echo, kind), module=GivesWider)
-    assert sum(check_echo(chunk) for fragment in fragments for chunk in fragment.episodes()) == 30
-
-
-@pytest.mark.parametrize("kind", ACTION_SPACES)
-def test_so_several_agents_get_theirs(kind: str) -> None:
-    fragments = run(partial(Echoes, kind), module=GivesWider, several=True)
-    chunks = [chunk for each in fragments for module_id in each.module_ids for chunk in each.agent_episodes(module_id)]
-    assert sum(check_echo(chunk) for chunk in chunks) == 60
+def test_the_environment_gets_what_is_recorded_in_its_spaces_types(kind: str, several: bool) -> None:
+    fragments = run(partial(Echoes if several else Echo, kind), module=GivesWider, several=several)
+    chunks = [
+        each for part in fragments for each in (part.agent_episodes("default_policy") if several else part.episodes())
+    ]
+    assert sum(map(check_echo, chunks)) == 30 * (1 + several)
 
 
 class Draws(RLModule):

@@ -56,20 +56,16 @@ def test_a_reset_that_hangs_is_named_with_its_line(where: str, tmp_path: Path) -
     assert line_of(Held.reset, "self._wait()") in text, text
 
 
-@pytest.mark.slow
-def test_a_forward_pass_that_hangs_in_a_worker_is_named_with_its_line(tmp_path: Path) -> None:
-    rollout = Rollout(lambda: NumberedEnv(0), module=HeldModule(tmp_path), where="rollouts", **IN_WORKERS)
+@pytest.mark.parametrize("node", ["env_to_module", pytest.param("module", marks=pytest.mark.slow)])
+def test_a_stage_that_hangs_in_a_worker_is_named_with_its_line(node: str, tmp_path: Path) -> None:
+    options: Any = {"module": NumberedModule(), "env_to_module_connector": lambda env: HeldPiece(tmp_path)}
+    if node == "module":
+        options = {"module": HeldModule(tmp_path)}
+    rollout = Rollout(lambda: NumberedEnv(0), where="rollouts", **options, **IN_WORKERS)
     text = told_of(rollout, tmp_path, "rollouts")
-    assert re.search(rf"rollouts {WORKER} is in node 'module' since 5\.", text), text
-    assert line_of(HeldModule._forward, "held.call") in text, text
-
-
-def test_a_connector_that_hangs_in_a_worker_is_named_with_its_line(tmp_path: Path) -> None:
-    connector: Any = {"env_to_module_connector": lambda env: HeldPiece(tmp_path)}
-    rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), where="rollouts", **connector, **IN_WORKERS)
-    text = told_of(rollout, tmp_path, "rollouts")
-    assert re.search(rf"rollouts {WORKER} is in node 'env_to_module' since 5\.", text), text
-    assert line_of(HeldPiece.__call__, "held.call") in text, text
+    assert re.search(rf"rollouts {WORKER} is in node '{node}' since 5\.", text), text
+    held: Any = HeldModule._forward if node == "module" else HeldPiece.__call__
+    assert line_of(held, "held.call") in text, text
 
 
 @pytest.mark.parametrize("where", ["processes", "rollouts"])

@@ -132,17 +132,11 @@ def test_pieces_rewrite_every_observation_once(drawn: Drawn, count: int, piece: 
     assert sorted(emitted) == sorted((step.at, step.next_at) for env in envs for step in steps_of(env.log)[0])
 
 
-class MarksJointly(ConnectorV2):
+class MarksJointly(MarksAsFloats):
     """Marks as floats what all agents of an environment are shown together."""
 
     def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> Any:
         return gym.spaces.Dict({agent: gym.spaces.Box(0, 2**31, (5,), np.float64) for agent in in_obs.spaces})
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            numbers = at_of(marked(episode.get_observations(-1))).astype(np.float64)
-            episode.set_observations(new_data=numbers, at_indices=-1)
-        return batch
 
 
 @few
