@@ -15,8 +15,6 @@ from feeding_rollouts import fed, trainer
 from rollflow import DatasetSink, DatasetSource, MultiAgentRollout, Replay, RLModule, Rollout
 from rollflow.nodes import MultiAgentEnv
 from rollflow.sinks import Newest, Sequences
-from rollflow.sinks.datasets.fragment_tables import tables_of
-from rollflow.stream import DatasetError, ReplayError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 
 SEEN, CHOSEN, LENGTH = gym.spaces.Box(0, 99, (2,)), gym.spaces.Discrete(2), 6
@@ -225,21 +223,6 @@ def written(folder: Path, made: Any) -> None:
         with made:
             for fragment in made.fragments():
                 sink(fragment)
-
-
-def test_files_of_earlier_versions_need_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tables_then(rows: Any) -> Any:
-        steps, episodes = tables_of(rows)
-        return steps, episodes.drop_columns(["state_in"])
-
-    with monkeypatch.context() as patched:
-        patched.setattr("rollflow.sinks.datasets.dataset_sink.tables_of", tables_then)
-        written(tmp_path / "set", rollout())
-    with pytest.raises(ReplayError, match="does not record the state before its episodes' first steps"):
-        check_fragments(list(DatasetSource(tmp_path / "set").fragments()))
-    with pytest.raises(DatasetError, match="the state before an episode's first step is not recorded"):
-        written(tmp_path / "other", DatasetSource(tmp_path / "set"))
-    check_fragments(list(DatasetSource(tmp_path / "set", module=Remembers(SEEN, CHOSEN)).fragments()))
 
 
 @pytest.mark.parametrize("several", [False, True])
