@@ -26,7 +26,6 @@ ALWAYS = {
     "view": "",
 }
 TICTACTOE = "--env pettingzoo.classic.tictactoe.tictactoe:env"
-HERE = str(os.getpid())
 
 WRONG = [
     # environments
@@ -105,8 +104,8 @@ WRONG = [
     ("top", "unix:/no/such.sock", "expected a process id, or unix:/path of a"),
     ("top", "--every 0", "--every is 0, expected a number of seconds above 0"),
     ("trace", "unix:nowhere.sock", "unix:nowhere.sock: "),
-    ("trace", f"{HERE} 0", "SECONDS is 0, expected a number above 0"),
-    ("trace", f"{HERE} 1 --to /nowhere/run.trace", "trace is '/nowhere/run.trace', expected a file"),
+    ("trace", "{pid} 0", "SECONDS is 0, expected a number above 0"),
+    ("trace", "{pid} 1 --to /nowhere/run.trace", "trace is '/nowhere/run.trace', expected a file"),
     ("view", "1", "process 1 has no run in {tmp}/runs, expected the process id of one"),
 ]
 
@@ -130,8 +129,8 @@ def test_what_can_not_be_done_is_said_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(run_socket.FOLDER, str(folder / "runs"))
-    words = f"{command} {ALWAYS[command]} {arguments}".replace("{tmp}", str(folder)).split()
-    assert main(words) == 1
+    words = f"{command} {ALWAYS[command]} {arguments}".replace("{tmp}", str(folder)).replace("{pid}", str(os.getpid()))
+    assert main(words.split()) == 1
     error = capsys.readouterr().err
     assert told.replace("{tmp}", str(folder)) in error
     assert_one_line(error)
