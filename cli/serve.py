@@ -9,13 +9,15 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollflow.cli import arguments
-from rollflow.policy.serving.shelf import Shelf
 from rollflow.sinks import WeightsFollower
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.wire import parse_trainer_address
+
+if TYPE_CHECKING:
+    from rollflow.policy.serving import Shelf
 
 logger = logging.getLogger(__name__)
 PREFIX = "follow-"
@@ -43,13 +45,6 @@ def add_to(commands: Any) -> None:
     arguments.add_secret(parser, "the secret that clients show; asked for off loopback")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="this server's certificate: listen with TLS")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, where it is in a file of its own")
-    parser.add_argument(
-        "--canary",
-        action="append",
-        default=[],
-        metavar="NAME=PATH:SHARE",
-        help="another version of a policy, for a share of what begins, such as 0.1",
-    )
     _add_follow(parser)
     arguments.add_allow(parser)
     parser.add_argument("--device", help="of the forward passes, such as cuda")
@@ -65,16 +60,13 @@ def _run(args: argparse.Namespace) -> int:
     needed = "starlette", "uvicorn", "websockets", "prometheus_client"
     if missing := [name for name in needed if not importlib.util.find_spec(name)]:
         raise ValueError(f"serving takes the package {missing[0]}: pip install rollflow[serve]")
-    from rollflow.policy.serving import BatchOptions, HttpServer, WatchedPolicy, Watcher
+    from rollflow.policy.serving import BatchOptions, HttpServer, Shelf, WatchedPolicy, Watcher
 
     shelf = Shelf(BatchOptions(args.max_batch, args.max_wait / 1000, args.max_waiting))
     watched: list[WatchedPolicy] = []
     for text in args.policies:
         name, path = _named(text)
         watched.append(WatchedPolicy(shelf, name, path, allow=args.allow, device=args.device))
-    for text in args.canary:
-        name, path, share = _canary(text)
-        watched.append(WatchedPolicy(shelf, name, path, share=share, allow=args.allow, device=args.device))
     followed = following(shelf, args)
     with ExitStack() as stack:
         stack.callback(shelf.close)
@@ -98,14 +90,6 @@ def _named(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _canary(text: str) -> tuple[str, str, float]:
-    named, _, share = text.rpartition(":")
-    try:
-        return *_named(named), float(share)
-    except ValueError:
-        raise ValueError(f"--canary {text!r}, expected NAME=PATH:SHARE, such as pole=new-policy:0.1") from None
-
-
 def _add_follow(parser: argparse.ArgumentParser) -> None:
     """Add the options of `rollflow serve` that name trainers to follow."""
     parser.add_argument(
@@ -119,7 +103,7 @@ def _add_follow(parser: argparse.ArgumentParser) -> None:
     arguments.add_protection(parser, PREFIX)
 
 
-def following(shelf: Shelf, args: argparse.Namespace) -> list["Following"]:
+def following(shelf: "Shelf", args: argparse.Namespace) -> list["Following"]:
     """One `Following` for each `--follow`. Raises ValueError and RollflowError if one is invalid."""
     secret, tls = arguments.secret_of(args, PREFIX), arguments.tls_of(args, PREFIX, listens=False)
     if not args.follow and (secret is not None or tls is not None):
@@ -141,7 +125,7 @@ class Following:
     """
 
     def __init__(
-        self, shelf: Shelf, name: str | None, address: str, secret: str | None, tls: ssl.SSLContext | None
+        self, shelf: "Shelf", name: str | None, address: str, secret: str | None, tls: ssl.SSLContext | None
     ) -> None:
         self._shelf, self._name, self._address = shelf, name, address
         self._options: dict[str, Any] = {"secret": secret, "tls": tls}

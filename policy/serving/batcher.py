@@ -6,13 +6,13 @@ With them are a policy's sessions, and the counts of what it did.
 import logging
 import math
 import threading
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rollflow.nodes.policies.policy import has_memory
 from rollflow.policy.serving.request import (
@@ -28,39 +28,38 @@ from rollflow.stream.data.tree import stack_trees, tree_at
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 30.0
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_LABELS = ("policy", "version")
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_METERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "actions": (Counter, "actions chosen", {}),
+    "failed": (Counter, "requests whose forward pass failed", {}),
+    "refused": (Counter, "requests refused since too many wait", {}),
+    "waiting": (Gauge, "requests that wait for a batch", {}),
+    "sessions": (Gauge, "sessions with a memory", {}),
+    "batch_size": (Histogram, "requests in a forward pass", {"buckets": _BATCH_SIZES}),
+    "batch_seconds": (Histogram, "time of a forward pass", {"buckets": _SECONDS}),
+}
 
 
-class Histogram:
-    """Values by bucket, with their sum; written by one thread.
-
-    bounds    upper bounds of the buckets, ascending; a value above all of them counts in the last, `+Inf`
-    """
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.buckets = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.buckets[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-
-class Tally:
-    """What one version of a served policy has done."""
+class Meters:
+    """What the policies of a shelf have done, by policy and version, for Prometheus."""
 
     def __init__(self) -> None:
-        self.acted = self.failed = self.refused = 0
-        self.batch_sizes, self.batch_seconds = Histogram(BATCH_SIZES), Histogram(SECONDS)
+        self.registry = CollectorRegistry()
+        self._all = {
+            name: kind(f"rollflow_serve_{name}", text, labelnames=_LABELS, registry=self.registry, **options)
+            for name, (kind, text, options) in _METERS.items()
+        }
 
-    def note_batch(self, size: int, seconds: float) -> None:
-        """Count a forward pass over `size` requests."""
-        self.acted += size
-        self.batch_sizes.add(size)
-        self.batch_seconds.add(seconds)
+    def of(self, *labels: str) -> dict[str, Any]:
+        """The meters of one version of a policy, by name."""
+        return {name: meter.labels(*labels) for name, meter in self._all.items()}
+
+    def remove(self, *labels: str) -> None:
+        """Remove the meters of a version that is over."""
+        for meter in self._all.values():
+            meter.remove(*labels)
 
 
 class _Record:
@@ -209,17 +208,17 @@ class Batcher:
     """Acts for one version of a policy on requests from any thread.
 
         policy     has `act_batch(observations, rewards, sessions)`, `reset`, `forget` and `publish`
+        name       by which clients ask for the policy
         version    name of the artifact's version, for answers
         options    of the batches
-
-    tally          counts
+        meters     of the shelf
 
     Two requests of one session never stand in one batch: the later one waits, so that a session's requests are acted on
     in their order.
     """
 
-    def __init__(self, policy: Any, version: str, options: BatchOptions) -> None:
-        self.policy, self.version, self.tally = policy, version, Tally()
+    def __init__(self, policy: Any, name: str, version: str, options: BatchOptions, meters: Meters) -> None:
+        self.policy, self.name, self.version = policy, name, version
         self._options = options
         self._book = SessionBook(policy, options.max_sessions, options.idle_after)
         self._waiting: deque[ActRequest] = deque()
@@ -227,13 +226,11 @@ class Batcher:
         self._acting = threading.Lock()
         self._is_closing = False
         self._weights = 0
+        self.meters, self._meters = meters, meters.of(name, version)
+        self._meters["waiting"].set_function(lambda: len(self._waiting))
+        self._meters["sessions"].set_function(lambda: self.num_sessions)
         self._thread = threading.Thread(target=self._run, name=f"rollflow batches of {version}", daemon=True)
         self._thread.start()
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for a batch."""
-        return len(self._waiting)
 
     @property
     def num_sessions(self) -> int:
@@ -263,7 +260,7 @@ class Batcher:
             if self._is_closing:
                 raise ClosedError(f"version '{self.version}' is being closed; ask again")
             if len(self._waiting) >= self._options.max_waiting:
-                self.tally.refused += 1
+                self._meters["refused"].inc()
                 raise OverloadedError(f"{self._options.max_waiting} requests wait already; ask again later")
             self._waiting.append(request)
             if len(self._waiting) == 1 or len(self._waiting) >= self._options.max_batch:
@@ -295,6 +292,7 @@ class Batcher:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(_CLOSE_SECONDS)
+        self.meters.remove(self.name, self.version)
 
     # In the thread
 
@@ -336,7 +334,9 @@ class Batcher:
         answers: dict[Callable[..., None], list[tuple[Any, Outcome]]] = {}
         for request, outcome in zip(batch, outcomes, strict=True):
             answers.setdefault(request.deliver, []).append((request.ticket, outcome))
-        self.tally.note_batch(len(fresh), monotonic() - begun)
+        self._meters["actions"].inc(len(fresh))
+        self._meters["batch_size"].observe(len(fresh))
+        self._meters["batch_seconds"].observe(monotonic() - begun)
         for deliver, answered in answers.items():
             deliver(answered)
 
@@ -355,7 +355,7 @@ class Batcher:
                 )
         except Exception as error:
             _log.exception("a batch of %d failed; its sessions are lost", len(batch))
-            self.tally.failed += len(batch)
+            self._meters["failed"].inc(len(batch))
             self._book.lose(batch)
             return [error] * len(batch)
         made: list[Outcome] = [

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from rollflow.nodes.policies.space_text import described
-from rollflow.policy.serving.items import item_from, pack, plain, schema_of, unpack
+from rollflow.policy.serving.items import item_from, pack, plain, unpack
 from rollflow.policy.serving.request import (
     PROTOCOL,
     Acted,
@@ -207,11 +207,7 @@ class Conversation:
             raise RequestError(f"'client' is {shown(client)}, expected a text that is this client's alone")
         self._client = client
         self._clients[client] = self
-        policies = {}
-        for name in self._shelf.names:
-            policy = self._shelf.newest(name).policy
-            spaces = {each: described(getattr(policy, each)) for each in ("observation_space", "action_space")}
-            policies[name] = {**description_of(self._shelf, name), **spaces}
+        policies = {name: description_of(self._shelf, name) for name in self._shelf.names}
         return {"hello": PROTOCOL, "max_bytes": self._limit, "policies": policies}
 
     def _name(self, name: Any) -> str:
@@ -225,14 +221,14 @@ class Conversation:
 
 
 def description_of(shelf: Shelf, name: str) -> dict[str, Any]:
-    """A served policy in plain values: versions, spaces as JSON schemas, and whether sessions have a memory."""
+    """A served policy in plain values: versions, spaces, and whether sessions have a memory."""
     newest = shelf.newest(name)
     return {
         "name": name,
         "version": newest.version,
         "versions": list(shelf.versions(name)),
-        "observation": schema_of(newest.policy.observation_space),
-        "action": schema_of(newest.policy.action_space),
+        "observation_space": described(newest.policy.observation_space),
+        "action_space": described(newest.policy.action_space),
         "has_memory": newest.has_memory,
     }
 

@@ -4,14 +4,13 @@ import asyncio
 import hmac
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
@@ -19,7 +18,6 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
-from rollflow.policy.serving.batcher import Batcher, Histogram
 from rollflow.policy.serving.front import (
     AsyncFront,
     Conversation,
@@ -36,40 +34,6 @@ from rollflow.stream.wire.address import TcpAddress, check_secret, parse_address
 
 TIDY_SECONDS = 5.0
 _GRACE_SECONDS = 10
-_LABELS = ("policy", "version")
-_NUMBERS: dict[str, tuple[type, str, Callable[[Batcher], float]]] = {
-    "rollflow_serve_actions": (CounterMetricFamily, "actions chosen", lambda batcher: batcher.tally.acted),
-    "rollflow_serve_failed": (
-        CounterMetricFamily,
-        "requests whose forward pass failed",
-        lambda batcher: batcher.tally.failed,
-    ),
-    "rollflow_serve_refused": (
-        CounterMetricFamily,
-        "requests refused since too many wait",
-        lambda batcher: batcher.tally.refused,
-    ),
-    "rollflow_serve_waiting": (
-        GaugeMetricFamily,
-        "requests that wait for a batch",
-        lambda batcher: batcher.num_waiting,
-    ),
-    "rollflow_serve_sessions": (GaugeMetricFamily, "sessions with a memory", lambda batcher: batcher.num_sessions),
-}
-_HISTOGRAMS: dict[str, tuple[str, Callable[[Batcher], Histogram]]] = {
-    "rollflow_serve_batch_size": ("requests in a forward pass", lambda batcher: batcher.tally.batch_sizes),
-    "rollflow_serve_batch_seconds": ("time of a forward pass", lambda batcher: batcher.tally.batch_seconds),
-}
-_STATUSES = {
-    "401": "the secret is missing or wrong",
-    "404": "no policy of this name or version is served",
-    "410": "the session has no memory here; begin it anew",
-    "413": "the request is too large",
-    "422": "a field is malformed; the text names it",
-    "429": "too many requests wait; ask again later",
-    "500": "the policy failed",
-    "503": "the server is closing",
-}
 
 
 class HttpServer:
@@ -154,7 +118,6 @@ class HttpServer:
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._metrics),
-            Route("/openapi.json", self._answered(self._openapi)),
             Route("/v1/policies", self._answered(self._policies)),
             Route("/v1/policies/{name}", self._answered(self._policy)),
             Route("/v1/policies/{name}/act", self._answered(self._act), methods=["POST"]),
@@ -209,10 +172,7 @@ class HttpServer:
         return Response("ready\n" if ready else "no policy yet\n", 200 if ready else 503, media_type="text/plain")
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(exposition(self._shelf), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def _openapi(self, _: Request) -> Any:
-        return api_of(self._shelf)
+        return Response(generate_latest(self._shelf.meters.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _policies(self, _: Request) -> Any:
         return {"policies": [description_of(self._shelf, name) for name in self._shelf.names]}
@@ -271,86 +231,3 @@ def _response(request: Request, answer: Any, status: int) -> Response:
     if CONTENT_TYPE in request.headers.get("accept", ""):
         return Response(pack(answer), status, media_type=CONTENT_TYPE)
     return JSONResponse(plain(answer), status)
-
-
-def api_of(shelf: Shelf) -> dict[str, Any]:
-    """The OpenAPI document of a server, with the spaces of its policies."""
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "rollflow policies", "version": "1"},
-        "paths": {f"/v1/policies/{name}/act": {"post": _act_of(shelf, name)} for name in shelf.names},
-    }
-
-
-def _act_of(shelf: Shelf, name: str) -> dict[str, Any]:
-    described = description_of(shelf, name)
-    request = {
-        "observation": described["observation"],
-        "reward": {"type": "number", "description": "for the session's action before"},
-        "session": {"type": ["string", "integer"], "description": "whose memory acts"},
-        "begins": {"type": "boolean", "description": "true where an episode begins"},
-        "number": {"type": "integer", "minimum": 0, "description": "of the request in its session"},
-        "version": {"type": "string", "description": "of the policy"},
-    }
-    answer = {
-        "action": described["action"],
-        "version": {"type": "string"},
-        "weights": {"type": "integer"},
-        "number": {"type": ["integer", "null"]},
-    }
-    return {
-        "operationId": f"act_{name}",
-        "requestBody": {"required": True, "content": _content(request, ["observation"])},
-        "responses": {
-            "200": {"description": "the action", "content": _content(answer, list(answer))},
-            **{
-                status: {"description": text, "content": _content({"error": {"type": "string"}}, ["error"])}
-                for status, text in _STATUSES.items()
-            },
-        },
-    }
-
-
-def _content(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return {media: {"schema": schema} for media in ("application/json", "application/msgpack")}
-
-
-def exposition(shelf: Shelf) -> bytes:
-    """All counts of a shelf's policies, by name and version."""
-    registry = CollectorRegistry()
-    registry.register(_Counts(shelf))
-    return generate_latest(registry)
-
-
-class _Counts:
-    """Collector of a shelf's counts."""
-
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
-
-    def collect(self) -> Iterator[Any]:
-        """The families of metrics."""
-        batchers = [
-            ((name, version), batcher)
-            for name in self._shelf.names
-            for version, batcher in self._shelf.versions(name).items()
-        ]
-        for name, (kind, text, number) in _NUMBERS.items():
-            numbers = kind(name, text, labels=_LABELS)
-            for labels, batcher in batchers:
-                numbers.add_metric(labels, number(batcher))
-            yield numbers
-        for name, (text, values) in _HISTOGRAMS.items():
-            family = HistogramMetricFamily(name, text, labels=_LABELS)
-            for labels, batcher in batchers:
-                histogram = values(batcher)
-                family.add_metric(labels, list(_cumulated(histogram)), histogram.total)
-            yield family
-
-
-def _cumulated(histogram: Histogram) -> Iterator[tuple[str, float]]:
-    total = 0
-    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.buckets, strict=True):
-        total += count
-        yield bound, total

@@ -50,21 +50,6 @@ def plain(tree: Tree) -> Any:
     return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
 
 
-def schema_of(space: gym.Space[Any]) -> dict[str, Any]:
-    """JSON schema of an item of the space."""
-    if isinstance(space, spaces.Dict):
-        parts = {str(key): schema_of(part) for key, part in space.items()}
-        return {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
-    if isinstance(space, spaces.Tuple):
-        return {"type": "array", "prefixItems": [schema_of(part) for part in space], "minItems": len(space)}
-    schema: dict[str, Any] = {"type": "number" if space.dtype is not None and space.dtype.kind == "f" else "integer"}
-    if isinstance(space, spaces.Discrete):
-        schema |= {"minimum": int(space.start), "maximum": int(space.start + space.n - 1)}
-    for size in reversed(space.shape or ()):
-        schema = {"type": "array", "items": schema, "minItems": size, "maxItems": size}
-    return {**schema, "description": str(space)}
-
-
 def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, ...]) -> Any:
     shape = (*lead, *(space.shape or ()))
     expected = f"expected {space.dtype}{list(shape)}"

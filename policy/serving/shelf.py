@@ -3,15 +3,13 @@
 import hashlib
 import logging
 import os
-import random
 import threading
-import zlib
 from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollflow.nodes.policies.policy import Policy
-from rollflow.policy.serving.batcher import Batcher, BatchOptions
+from rollflow.policy.serving.batcher import Batcher, BatchOptions, Meters
 from rollflow.policy.serving.request import ActRequest, ClosedError, UnknownPolicyError
 from rollflow.stream.data.errors import ModuleError, PolicyError
 
@@ -24,19 +22,19 @@ class Shelf:
 
     options    of every version's batches
 
+    meters     what its policies have done, for Prometheus
+
     A session stays with the version that it began with, since its memory is there. It goes to the newest one when an
-    episode begins anew. A canary takes its share of new sessions, by the session's name. All methods may be called from
-    any thread.
+    episode begins anew. All methods may be called from any thread.
     """
 
     def __init__(self, options: BatchOptions | None = None) -> None:
-        self._options = options or BatchOptions()
+        self._options, self.meters = options or BatchOptions(), Meters()
         for name, least in (("max_batch", 1), ("max_wait", 0), ("max_waiting", 1), ("max_sessions", 1)):
             if not (value := getattr(self._options, name)) >= least:
                 raise ValueError(f"{name} is {value}, expected at least {least}")
         self._lock = threading.Lock()
         self._versions: dict[str, dict[str, Batcher]] = {}  # name -> version -> batches, the newest last
-        self._canaries: dict[str, tuple[str, float]] = {}  # name -> version and share
         self._is_closed = False
 
     @property
@@ -53,33 +51,22 @@ class Shelf:
             return dict(found)
 
     def newest(self, name: str) -> Batcher:
-        """Batches of the version that takes what begins, a canary aside. Raises UnknownPolicyError."""
-        return self._settled(self.versions(name), self._canaries.get(name, ("", 0.0))[0])
+        """Batches of the version that takes what begins. Raises UnknownPolicyError."""
+        return list(self.versions(name).values())[-1]
 
-    def put(self, name: str, policy: Any, version: str, *, share: float = 1.0) -> None:
+    def put(self, name: str, policy: Any, version: str) -> None:
         """Serve a policy; of a name that is there already, it takes what begins from now on.
-
-            share    of what begins, 0 … 1; below 1 it is a canary beside the version before, in place of another canary
 
         Older versions go on for the sessions that began with them, until `tidy` finds none.
         """
-        if not 0 < share <= 1:
-            raise ValueError(f"share is {share}, expected more than 0 and at most 1")
-        if share < 1 and name not in self._versions:
-            served = ", ".join(self.names) or "none"
-            raise ValueError(f"no policy '{name}' is served for a canary to stand beside; served: {served}")
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the server is closed")
             if version in self._versions.get(name, {}):
                 raise ValueError(f"version '{version}' of policy '{name}' is served already")
-            batcher = Batcher(policy, version, self._options)
+            batcher = Batcher(policy, name, version, self._options, self.meters)
             self._versions.setdefault(name, {})[version] = batcher
-            if share < 1:
-                self._canaries[name] = version, share
-            else:
-                self._canaries.pop(name, None)
-        _log.info("policy '%s': version %s takes %s of what begins", name, version, f"{share:.0%}")
+        _log.info("policy '%s': version %s takes what begins", name, version)
 
     def publish(self, weights: Mapping[str, Any], version: int, name: str | None = None) -> list[str]:
         """Have the newest versions of policies act with a trainer's weights; the policies' names.
@@ -88,7 +75,7 @@ class Shelf:
             version    policy version, which answers have
             name       of a policy; None: the only one, or of several those whose names are ids of modules
 
-        Canaries keep theirs. Raises UnknownPolicyError, and ModuleError for weights that are not the module's.
+        Raises UnknownPolicyError, and ModuleError for weights that are not the module's.
         """
         named = {each: _part_of(weights, each) for each in self.names if name in (None, each)}
         parts = {each: part for each, part in named.items() if part}
@@ -129,10 +116,8 @@ class Shelf:
         over: list[tuple[str, Batcher]] = []
         with self._lock:
             for name, versions in self._versions.items():
-                canary = self._canaries.get(name, ("", 0.0))[0]
-                newest = self._settled(versions, canary).version
-                for version, batcher in list(versions.items()):
-                    if not batcher.has_sessions() and version not in (newest, canary):
+                for version, batcher in list(versions.items())[:-1]:
+                    if not batcher.has_sessions():
                         over.append((name, versions.pop(version)))
         for name, batcher in over:
             batcher.close()
@@ -158,14 +143,7 @@ class Shelf:
                     if not begins:
                         return batcher
                     batcher.forget(session)  # it may begin with another version
-        canary, share = self._canaries.get(name, ("", 0.0))
-        if canary in versions and _draw(session) < share:
-            return versions[canary]
-        return self._settled(versions, canary)
-
-    @staticmethod
-    def _settled(versions: dict[str, Batcher], canary: str) -> Batcher:
-        return next(batcher for version, batcher in reversed(versions.items()) if version != canary)
+        return list(versions.values())[-1]
 
 
 def _part_of(weights: Mapping[str, Any], module_id: str) -> dict[str, Any]:
@@ -174,18 +152,12 @@ def _part_of(weights: Mapping[str, Any], module_id: str) -> dict[str, Any]:
     return {name.removeprefix(begin): value for name, value in weights.items() if name.startswith(begin)}
 
 
-def _draw(session: Hashable) -> float:
-    """A number 0 … 1 that is the same for a session each time, and random without a session."""
-    return random.random() if session is None else zlib.crc32(repr(session).encode()) / 2**32
-
-
 class WatchedPolicy:
     """A saved policy that is served, and served anew once something else was saved under its path.
 
         shelf     serves it
         name      by which clients ask for it
         path      of the artifact, a folder or a `.zip`
-        share     of what begins; below 1 it is a canary
         allow, device    as `Policy.load` takes them
 
     A path that can't be loaded is logged, and what was served before goes on.
@@ -197,11 +169,10 @@ class WatchedPolicy:
         name: str,
         path: str | os.PathLike[str],
         *,
-        share: float = 1.0,
         allow: Collection[str] = (),
         device: Any = None,
     ) -> None:
-        self._shelf, self._name, self._path, self._share = shelf, name, Path(path), share
+        self._shelf, self._name, self._path = shelf, name, Path(path)
         if not self._path.exists():
             raise PolicyError(f"there is no policy at {self._path}, expected a folder or a .zip file")
         self._options: dict[str, Any] = {"allow": allow, "device": device}
@@ -224,7 +195,7 @@ class WatchedPolicy:
     def _put(self) -> None:
         version = version_of(self._path)
         if version not in (self._shelf.versions(self._name) if self._name in self._shelf.names else ()):
-            self._shelf.put(self._name, Policy.load(self._path, **self._options), version, share=self._share)
+            self._shelf.put(self._name, Policy.load(self._path, **self._options), version)
 
     def _stamp(self) -> _Stamp | None:
         try:

@@ -69,7 +69,6 @@ WRONG = [
     ("record", "--episodes 0", "--episodes 0 --num-envs 8, expected 1 or more of each"),
     ("serve", "nowhere", "nowhere"),
     ("serve", "=x", "policy '=x', expected PATH or NAME=PATH"),
-    ("serve", "--canary echo={tmp}/echo", "expected NAME=PATH:SHARE"),
     ("serve", "--http 0.0.0.0:0", "without a secret, expected one"),
     ("serve", "--http here", "expected 'host:port' for HTTP"),
     ("serve", "--follow udp://x", "udp://x"),

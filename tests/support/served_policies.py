@@ -51,6 +51,13 @@ def policy_of(module: Any, offset: float = 0.0) -> Policy:
     return Policy(made, observation_space=OBSERVATIONS, action_space=ACTIONS)
 
 
+def value_of(shelf: Any, meter: str) -> float:
+    """The value of a meter of version "1" of policy "a", of a shelf or a batcher."""
+    value = shelf.meters.registry.get_sample_value(f"rollflow_serve_{meter}", {"policy": "a", "version": "1"})
+    assert value is not None
+    return float(value)
+
+
 class Held:
     """A policy whose batches wait until they are let go; `sizes` has those that have begun."""
 

@@ -18,7 +18,7 @@ import pytest
 import trustme
 from held_envs import await_that
 from remote_hosts import BrokenWire
-from served_policies import ACTIONS, Echo, Held, Sums, policy_of
+from served_policies import ACTIONS, Echo, Held, Sums, policy_of, value_of
 from serving_process import serving
 from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import serve
@@ -327,10 +327,10 @@ def test_a_request_that_comes_again_to_a_full_server_is_acted_on_once() -> None:
                 acted = pool.submit(client.act, [1, 0])
                 assert held.begun.acquire(timeout=30)
                 waiting = pool.submit(other.act, [2, 0])
-                await_that(lambda: shelf.newest("a").num_waiting == 1)
+                await_that(lambda: value_of(shelf, "waiting") == 1)
                 wire.go_down()
                 wire.is_down = False
-                await_that(lambda: shelf.newest("a").tally.refused >= 1)
+                await_that(lambda: value_of(shelf, "refused_total") >= 1)
                 held.go.release(10)
                 assert (acted.result(30).tolist(), waiting.result(30).tolist()) == ([1.0, 0.0], [2.0, 0.0])
                 assert client.act([5, 0]).tolist() == [6.0, 0.0]

@@ -48,24 +48,6 @@ def test_a_version_without_memory_is_over_at_once() -> None:
     shelf.close()
 
 
-def test_a_canary_takes_its_share_of_sessions_and_the_same_ones_each_time() -> None:
-    shelf, front = Shelf(), Taking()
-    shelf.put("pole", policy_of(Echo), "1")
-    shelf.put("pole", policy_of(Echo), "2", share=0.25)
-    sessions = [f"session {number}" for number in range(400)]
-    first = [asked(shelf, front, session, begins=True) for session in sessions]
-    again = [asked(shelf, front, session, begins=True) for session in sessions]
-    shelf.tidy()
-    assert first == again
-    assert 60 < first.count("2") < 140  # 100 expected, with a deviation of 8.7
-    assert shelf.newest("pole").version == "1"
-    assert asked(shelf, front, "one", version="2") == "2"
-    shelf.put("pole", policy_of(Echo), "3")
-    shelf.tidy()
-    assert list(shelf.versions("pole")) == ["3"]
-    shelf.close()
-
-
 def test_what_is_not_served_is_named() -> None:
     shelf, front = Shelf(), Taking()
     with pytest.raises(UnknownPolicyError, match="no policy 'pole' is served; served: none"):
@@ -75,10 +57,6 @@ def test_what_is_not_served_is_named() -> None:
         shelf.submit("pole", front.request(1.0), "7")
     with pytest.raises(ValueError, match="version '1' of policy 'pole' is served already"):
         shelf.put("pole", policy_of(Echo), "1")
-    with pytest.raises(ValueError, match="no policy 'cart' is served for a canary to stand beside; served: pole"):
-        shelf.put("cart", policy_of(Echo), "1", share=0.5)
-    with pytest.raises(ValueError, match="share is 0, expected more than 0"):
-        shelf.put("pole", policy_of(Echo), "2", share=0)
     shelf.close()
 
 
