@@ -6,11 +6,15 @@ import os
 import signal
 import ssl
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import hypothesis
 import pytest
 import trustme
+
+from rollflow.stream.net import backoff
 
 # How long an example takes says nothing of whether it is right.
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50)
@@ -72,6 +76,14 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patched.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("r")))
         patched.setattr(tempfile, "tempdir", os.environ["TMPDIR"])
         yield
+
+
+@pytest.fixture(autouse=True)
+def _wait_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the test's waits take the times of its marks `wait_times`, of which the nearest counts."""
+    if marks := list(request.node.iter_markers("wait_times")):
+        given = ChainMap(*(mark.kwargs for mark in marks))
+        monkeypatch.setattr(backoff, "times", replace(backoff.times, **given))
 
 
 @pytest.fixture(

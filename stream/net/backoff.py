@@ -1,16 +1,34 @@
 """Waiting: pauses before another attempt, limits, and times of log lines about something awaited."""
 
+from dataclasses import dataclass
 from time import monotonic
 
-FIRST_S = 0.1
-FIRST_WORD_S = 5.0
 _LONGEST_SILENCE_S = 300.0
 _MOST_DOUBLINGS = 16  # 2 ** failures must stay a float
 
 
+@dataclass(frozen=True, slots=True)
+class WaitTimes:
+    """Times, in seconds, after which something is attempted again, or said.
+
+    first_pause_s    before the attempt after one failure
+    first_word_s     until a log line says what is awaited
+    host_pause_s     between two attempts of a host to reach its gateway, at most
+    other_name_s     until a host of another name may take a lost one's place: as long as a host pauses at most
+    """
+
+    first_pause_s: float = 0.1
+    first_word_s: float = 5.0
+    host_pause_s: float = 5.0
+    other_name_s: float = 5.0
+
+
+times = WaitTimes()  # of all waits in this process
+
+
 def pause_s(failures: int, longest_s: float) -> float:
     """Seconds to wait after so many failures in a row: twice as long each time, up to `longest_s`."""
-    return min(FIRST_S * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s)
+    return min(times.first_pause_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s)
 
 
 class Reminder:
@@ -21,8 +39,8 @@ class Reminder:
 
     def __init__(self, since: float) -> None:
         self.since = since
-        self._interval_s = FIRST_WORD_S
-        self._due = since + FIRST_WORD_S
+        self._interval_s = times.first_word_s
+        self._due = since + self._interval_s
 
     def is_due(self, now: float) -> bool:
         """True where the line is to be written now; the next one is due after twice as long."""

@@ -17,6 +17,7 @@ from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost
 from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import require
+from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
@@ -42,7 +43,6 @@ from rollflow.stream.wire.codec.spaces import read_space
 logger = logging.getLogger(__name__)
 
 REDIAL_S = 1.0  # a live host dials at once, and again after 0.1 s
-OTHER_NAME_S = 5.0  # as long as a host pauses at most before it dials again
 # Role of a host -> remote hosts of a rollout that take it, and what such a host is.
 _WANTED = {
     "env": ("RemoteEnvs of a Rollout", "EnvHost or rollflow env-host with environments of one agent"),
@@ -161,7 +161,9 @@ class Registry:
         for lost in self._lost():
             assert lost.lost_at is not None
             is_crowded = len(self.hosts) > self._max_hosts
-            newcomer = self._newcomer_since(lost, any_name=now - lost.lost_at >= OTHER_NAME_S or is_crowded)
+            newcomer = self._newcomer_since(
+                lost, any_name=now - lost.lost_at >= backoff.times.other_name_s or is_crowded
+            )
             if newcomer is not None:
                 newcomer.has_place = True
                 logger.warning("host %s has joined in place of %s, which is lost", newcomer.name, lost.name)

@@ -20,6 +20,7 @@ from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls,
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.dial import problem_of
 from rollflow.stream.net.dialler import Dialled
@@ -53,7 +54,6 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 
-_LONGEST_RETRY_S = 5.0
 _QUIET_S = 0.5  # how long a lane is waited for without a word
 _ENDING = {False: "stopped", True: "drained"}  # why it ends, by whether it was told to drain
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
@@ -358,7 +358,7 @@ class Host:
             "gateway",
             target,
             retry_s=retry_s,
-            longest_pause_s=_LONGEST_RETRY_S,
+            longest_pause_s=backoff.times.host_pause_s,
             wakeup=self._wakeup,
             is_over=self._is_over,
         )

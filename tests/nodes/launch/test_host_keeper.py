@@ -12,6 +12,8 @@ from rollflow.nodes.launch.on_hosts import HostKeeper
 from rollflow.nodes.launch.process_launcher import Handle
 from rollflow.stream import EnvError
 
+pytestmark = pytest.mark.wait_times(first_pause_s=0.001)
+
 
 class Launched:
     """A launcher whose programs are names alone, which a test has end as it likes; counts the starts of each.
@@ -58,7 +60,6 @@ class Launched:
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_hosts, "LOOK_S", 0.001)
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
 
 
 @contextmanager
@@ -125,10 +126,8 @@ def test_a_host_that_ran_for_long_may_fail_as_often_as_one_that_never_did(monkey
         keeper.check(is_first=True)
 
 
-def test_what_hosts_wait_for_is_said_once_for_all(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.0)
+@pytest.mark.wait_times(first_word_s=0.0)
+def test_what_hosts_wait_for_is_said_once_for_all(caplog: pytest.LogCaptureFixture) -> None:
     launcher = Launched("one", "other")
     with kept(launcher) as keeper:
         for handle in launcher.starts:

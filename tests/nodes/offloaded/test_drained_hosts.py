@@ -23,13 +23,9 @@ from rollflow import RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01, host_pause_s=0.05)
+
 ENDLESS = 1_000_000  # steps of a fragment that is never done
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
-    monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
 
 
 def logged(remote: PacedHosts, folder: Path, *slots: int) -> list[Any]:
@@ -104,10 +100,8 @@ def test_a_fragment_ends_with_the_step_that_it_is_at(tmp_path: Path) -> None:
     assert rollout.lost == {}
 
 
-def test_a_host_whose_step_takes_too_long_ends_with_its_grace(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.01)
+@pytest.mark.wait_times(first_word_s=0.01)
+def test_a_host_whose_step_takes_too_long_ends_with_its_grace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with held_in_its_fragment(tmp_path) as (host, rollout):
         await_that(lambda: rollout.num_steps == 5)  # as it has said
         host.drain(0.1)

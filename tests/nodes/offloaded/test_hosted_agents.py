@@ -18,12 +18,9 @@ from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, RemoteEnvs, 
 from rollflow.nodes import RandomModule, RolloutHost
 from rollflow.stream import ConnectorError, EnvError, ModuleError, WireError
 
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
+
 DRAWN = Drawn(2, 1, 3, 1, 6, False, 7, 2, True, 5)
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
 
 
 def host_of(hosts: RemoteRollouts, drawn: Drawn, **options: Any) -> Any:

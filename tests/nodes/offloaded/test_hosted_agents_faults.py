@@ -19,10 +19,7 @@ from rollflow import Columns
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
+pytestmark = pytest.mark.wait_times(first_pause_s=0.001)
 
 
 def logged(remote: PacedHosts, folder: Path, *slots: int) -> list[Any]:

@@ -137,10 +137,10 @@ class Listens(RolloutHost):
         super()._take(news)
 
 
+@pytest.mark.wait_times(first_pause_s=0.001)
 @pytest.mark.slow
-def test_after_every_reconnect_settings_and_states_come_before_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_every_reconnect_settings_and_states_come_before_weights() -> None:
     """Also where the connection comes back while the rollout stands still."""
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
     envs = listening(RemoteRollouts)
     left = iter(range(6_000, 10_000_000, 1_237))
     wire = BrokenWire(envs.addresses[0], lambda: next(left))
@@ -238,10 +238,10 @@ class Clinging(NumberedEnv):
         super().close()
 
 
+@pytest.mark.wait_times(first_pause_s=0.001)
 def test_an_environment_that_has_failed_and_can_not_be_closed_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
     monkeypatch.setattr(Clinging, "has_raised", False)
     envs = listening(RemoteRollouts)
     with (

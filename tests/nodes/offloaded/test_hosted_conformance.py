@@ -1,6 +1,5 @@
 """One meaning: whole rollouts on other hosts give the same fragments as those in worker processes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -19,13 +18,7 @@ from rollflow.nodes import RolloutHost
 from rollflow.sinks import LearnerPipeline
 from rollflow.stream.testing import check
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_delays() -> Iterator[None]:
-    """Until a broken connection is dialled again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
-        yield
+pytestmark = pytest.mark.wait_times(first_pause_s=0.001)
 
 
 def hosted(envs: Any, drawn: Setting, **options: Any) -> list[Fragment]:

@@ -30,13 +30,9 @@ from rollflow import Fragment, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 from rollflow.stream.wire import Fragment as Answer, Turn
 
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01, host_pause_s=0.05)
+
 ENDLESS = 1_000_000  # steps of a fragment that is never done
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
-    monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
 
 
 def drained(rollout: Rollout, meanwhile: Callable[[], None] = lambda: None) -> list[Fragment]:

@@ -28,10 +28,7 @@ from rollflow import Fragment, RemoteRollouts, Rollout
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream import EnvError
 
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 
 
 def lost_in(fragments: list[Fragment]) -> list[str]:
@@ -302,11 +299,10 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
     assert rollout.lost == {}
 
 
+@pytest.mark.wait_times(first_pause_s=0.01, host_pause_s=0.05)
 def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, clock: LaneClock
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
-    monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
     envs = listening(RemoteRollouts)
     wire = BrokenWire(envs.addresses[0], lambda: None)
     try:

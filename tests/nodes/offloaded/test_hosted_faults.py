@@ -28,11 +28,7 @@ from remote_rollouts import (
 from rollflow import Fragment, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
-    monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01, host_pause_s=0.05)
 
 
 @pytest.mark.slow

@@ -320,9 +320,9 @@ def test_what_is_no_answer_to_a_turn_is_refused(said: Callable[[Turn], Any], exp
         others_go_on(rollout, fragments, taken)
 
 
+@pytest.mark.wait_times(first_pause_s=0.001)
 @pytest.mark.slow
-def test_one_that_fails_every_turn_leaves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
+def test_one_that_fails_every_turn_leaves(caplog: pytest.LogCaptureFixture) -> None:
     with raw_beside() as (rollout, fragments, raw):
         taken = [next(fragments)]
         for _ in range(6):

@@ -216,8 +216,8 @@ def test_what_is_too_old_is_dropped_and_counted() -> None:
     check_weights(taken)
 
 
-def test_a_connection_that_breaks_brings_back_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
+@pytest.mark.wait_times(first_pause_s=0.001)
+def test_a_connection_that_breaks_brings_back_the_newest() -> None:
     envs = listening(RemoteRollouts)
     left = iter(range(400, 100_000, 379))
     wire = BrokenWire(envs.addresses[0], lambda: next(left))
@@ -289,8 +289,8 @@ def test_a_filter_on_one_host_sees_what_it_sees_inline() -> None:
     np.testing.assert_array_equal(filter_of(rollout).mean, filter_of(inline).mean)
 
 
-def test_environments_that_are_made_anew_go_on_with_what_was_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
+@pytest.mark.wait_times(first_pause_s=0.0)
+def test_environments_that_are_made_anew_go_on_with_what_was_learnt() -> None:
 
     class Breaking(NumberedEnv):
         broken = False

@@ -18,14 +18,9 @@ from numbered_module import NumberedEnv, NumberedModule
 from rollflow import ConnectorV2, Rollout
 from rollflow.stream import EnvError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.0)]
 
 Forward = Callable[[float], None]
-
-
-@pytest.fixture(autouse=True)
-def _begun_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
 
 
 def rollouts_of(makers: Any, **options: Any) -> Any:
@@ -143,10 +138,10 @@ def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, for
     assert (times_made(tmp_path, 0), node.lost_steps) == (2, 0)
 
 
+@pytest.mark.wait_times(first_pause_s=0.0)
 def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
-    closing: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    closing: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
     node = closing(rollouts_of(partial(NumberedEnv, 0, lengths=(100, 100))))
     [lane] = node.start()
     node(lane)

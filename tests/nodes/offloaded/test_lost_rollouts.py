@@ -14,12 +14,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from rollflow import ConnectorV2, MultiAgentRollout, Rollout
 from rollflow.stream import EnvError, RunError
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]
 
 
 @pytest.mark.parametrize(("fate", "prefetch"), [("kill", 0), ("kill", 1), ("raise", 0), ("stop", 1)])

@@ -17,12 +17,7 @@ from rollflow import ConnectorV2, Fragment, Rollout
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.testing import check
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]
 
 
 class Kills(ConnectorV2):

@@ -78,13 +78,7 @@ def test_a_lane_that_is_always_ahead_does_not_make_another_too_old(where: Any, t
     assert rollout.lost == {}
 
 
-@pytest.fixture
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is tried again, is without a delay."""
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
-
-
-@pytest.mark.usefixtures("_at_once")
+@pytest.mark.wait_times(first_pause_s=0.001)
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_lane_of_a_host_that_gives_nothing_is_not_waited_for(prefetch: int) -> None:
     envs = listening(RemoteRollouts, hosts=2, limits=SHORT)

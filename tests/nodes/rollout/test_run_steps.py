@@ -18,12 +18,9 @@ from rollflow import EpsilonGreedy, MultiAgentRollout, Policy, RemoteEnvs, Remot
 from rollflow.nodes import MultiAgentEnv, RolloutHost
 from rollflow.stream import RunError
 
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
+
 ACTIONS, LENGTH, LAST = 4, 7, 25  # of an episode; steps of a first life that is fated
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
 
 
 class Ends(gym.Env[Any, Any]):

@@ -38,7 +38,6 @@ from rollflow.policy.serving.request import (
     UnknownPolicyError,
 )
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.net import backoff
 from rollflow.stream.wire import TcpAddress, parse_address
 
 SECRET = "correct horse battery stäple"
@@ -385,10 +384,8 @@ def test_a_server_that_ends_or_is_frozen_under_load_says_which_sessions_are_lost
                 assert [each.result(120) for each in ran] == [1] * 8
 
 
-def test_a_client_whose_server_stands_still_says_so_in_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backoff, "FIRST_WORD_S", 0.01)
+@pytest.mark.wait_times(first_word_s=0.01)
+def test_a_client_whose_server_stands_still_says_so_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     held = Held(policy_of(Echo))
     with served(held) as (_, server), client_of(server.url) as client, ThreadPoolExecutor(1) as pool:
         acted = pool.submit(client.act, [3, 0])

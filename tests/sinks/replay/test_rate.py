@@ -16,7 +16,6 @@ from rollflow import Graph, Replay, Rollout
 from rollflow.sinks import Episodes, SamplesPerInsert
 from rollflow.sinks.replay.rate import RateLimiter
 from rollflow.stream import ReplayError
-from rollflow.stream.net import backoff
 
 pytestmark = pytest.mark.anyio
 
@@ -132,10 +131,8 @@ def test_threads_wait_for_each_other_and_all_is_done(max_samples: int | None) ->
             replay.sample(wait_s=0.01)
 
 
-def test_a_wait_is_logged_from_some_seconds_on(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backoff, "FIRST_WORD_S", 0.01)
+@pytest.mark.wait_times(first_word_s=0.01)
+def test_a_wait_is_logged_from_some_seconds_on(caplog: pytest.LogCaptureFixture) -> None:
     replay = Replay(500, rate=SamplesPerInsert(1.0), batch_size=1, seed=0)
     with pytest.raises(ReplayError, match=r"in 0.2 s no other thread did"):
         replay.sample(wait_s=0.2)

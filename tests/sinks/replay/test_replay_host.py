@@ -26,7 +26,6 @@ from rollflow.sinks import Newest, Prioritized, ReplayClient, ReplayHost, Sample
 from rollflow.sinks.replay.host import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.net import backoff
 from rollflow.stream.net.request_clients import RequestClients
 from rollflow.stream.observe.run_socket import FOLDER, snapshots
 from rollflow.stream.wire import Limits
@@ -258,15 +257,14 @@ def test_a_host_that_can_not_be_is_refused(tmp_path: Path, options: dict[str, An
         pass
 
 
-def test_a_client_whose_host_is_away_says_so_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backoff, "FIRST_WORD_S", 0.01)
+@pytest.mark.wait_times(first_word_s=0.01)
+def test_a_client_whose_host_is_away_says_so_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ReplayClient(f"unix:{tmp_path}/nobody", timeout=0.3) as client, pytest.raises(ReplayError, match="answered"):
         client.sample()
     assert f"waiting for 0 s: the replay host at unix:{tmp_path}/nobody is away" in caplog.text
 
 
+@pytest.mark.wait_times(first_word_s=0.01)
 @pytest.mark.parametrize(
     "call",
     [
@@ -279,7 +277,6 @@ def test_a_client_whose_host_is_away_says_so_in_the_log(
 def test_a_client_whose_host_stands_still_says_so_in_the_log(
     call: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backoff, "FIRST_WORD_S", 0.01)
     called = SampleServer._called
 
     async def stand_still(self: SampleServer, client: Any, query: Any) -> Any:

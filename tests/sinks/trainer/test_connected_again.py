@@ -15,12 +15,9 @@ from remote_rollouts import await_that
 from rollflow import Rollout, feed
 from rollflow.stream.data.errors import WireError
 
+pytestmark = pytest.mark.wait_times(first_word_s=0.02)
+
 OPTIONS: dict[str, Any] = {"lanes": 1, "num_fragments": 9, "sink": {"name": "b1", "limits": SHORT}}
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.02)
 
 
 @pytest.mark.slow

@@ -24,12 +24,9 @@ from rollflow.stream.net import redialler
 from rollflow.stream.net.dial import reach
 from rollflow.stream.wire import Limits
 
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
+
 AGENTS = pytest.mark.parametrize("agents", [0, 2], ids=["one agent", "several agents"])
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
 
 
 def cut_off(cuts: Sequence[int], fragments: int, agents: int) -> tuple[list[Fragment], int]:
@@ -198,10 +195,10 @@ def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_
     assert sequences_of([*second, *third]) == {0: [0, 1, 2, 3, 4, 5]}  # the first one had not moved on
 
 
+@pytest.mark.wait_times(first_word_s=0.05)
 def test_a_rollout_with_no_trainer_keeps_what_it_has_within_bounds_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.05)
     with feeding(f"unix:{tmp_path}/trainer", sink={"linger": 0.1}) as feed:
         await_that(lambda: "has not been reached" in caplog.text or "No such file" in caplog.text)
         assert feed.rollout.num_steps == 0  # it begins with its trainer's weights

@@ -287,11 +287,9 @@ def test_somebody_else_at_the_trainers_address_is_not_taken_for_it(
                 assert sequences_of(list(stream)) == {0: [0, 1]}
 
 
+@pytest.mark.wait_times(first_word_s=0.05)
 @pytest.mark.slow
-def test_a_trainer_that_acknowledges_nothing_is_named(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.05)
+def test_a_trainer_that_acknowledges_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with trainer(yields="fragments", ack="manual", prefetch=9) as stream:
         with caplog.at_level(logging.WARNING), feeding(stream.address, lanes=1, sink={"max_bytes": 6_000}):
             fragments = iter(stream)

@@ -58,12 +58,6 @@ def rollout_that_loses_a_lane(where: Any, make: Make, folder: Path, **options: A
     return Rollout(envs, module=NumberedModule(), lanes=3, where=where, workers=1, fragment_length=8, **options)
 
 
-@pytest.fixture
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes that are lost are made again without a delay."""
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
-
-
 def rounds_without_it(stream: TrainerStream, rounds: int, *, publishes: bool = True) -> dict[int, list[int]]:
     """Go on until so many batches were of two fragments, none of lane 1: the numbers of each lane's that came."""
     taken: dict[int, list[int]] = {}
@@ -83,7 +77,7 @@ def rounds_without_it(stream: TrainerStream, rounds: int, *, publishes: bool = T
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_at_once")
+@pytest.mark.wait_times(first_pause_s=0.0)
 @pytest.mark.parametrize("how", LOST)
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -116,7 +110,7 @@ def graph_for_two(rollout: Rollout, folder: Path) -> tuple[Graph, Rollout, Train
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_at_once")
+@pytest.mark.wait_times(first_pause_s=0.0)
 @pytest.mark.parametrize("bound", [{}, PACED], ids=["free", "paced"])
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_each_of_two_trainers_is_told(where: Any, bound: dict[str, Any], tmp_path: Path) -> None:

@@ -69,10 +69,8 @@ def test_one_of_the_same_name_takes_the_place_of_one_that_was_killed(caplog: pyt
     assert "is not back within" not in caplog.text
 
 
-def test_those_that_are_lost_are_told_of_with_the_time_that_they_have(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.05)
+@pytest.mark.wait_times(first_word_s=0.05)
+def test_those_that_are_lost_are_told_of_with_the_time_that_they_have(caplog: pytest.LogCaptureFixture) -> None:
     with trainer(yields="fragments", max_lag=0, on_excess="pace") as stream:
         child = FeedChild(str(stream.address), [0, 1], sink={"name": "one"})
         fragments = iter(stream)

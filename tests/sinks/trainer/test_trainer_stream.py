@@ -159,8 +159,8 @@ def test_a_trainer_that_nobody_feeds_says_where_it_waited() -> None:
         next(iter(stream))
 
 
-def test_it_says_meanwhile_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.05)
+@pytest.mark.wait_times(first_word_s=0.05)
+def test_it_says_meanwhile_whom_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     for timeout, told in ((0.3, "0.3 s"), (None, "any time")):
         with trainer(sources=2, join_timeout=timeout) as stream, ThreadPoolExecutor() as threads:
             loop = threads.submit(list, stream)

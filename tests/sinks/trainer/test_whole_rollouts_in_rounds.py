@@ -18,14 +18,8 @@ from rollflow import RemoteRollouts
 from rollflow.nodes import RolloutHost
 
 
-@pytest.fixture
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is tried again, is without a delay."""
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_at_once")
+@pytest.mark.wait_times(first_pause_s=0.001)
 @pytest.mark.parametrize("max_lag", [0, 1])
 @pytest.mark.parametrize("agents", [0, 2])
 def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agents: int) -> None:
@@ -50,7 +44,7 @@ def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agen
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_at_once")
+@pytest.mark.wait_times(first_pause_s=0.001)
 @pytest.mark.parametrize("step", [16, 21], ids=["in its first step", "later"])
 @pytest.mark.parametrize("agents", [0, 2])
 def test_environments_that_raise_cut_a_fragment_short_and_those_that_always_do_are_waited_for_no_more(

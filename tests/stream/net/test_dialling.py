@@ -165,19 +165,20 @@ def dialled_by_a_rollout(address: str, retry_s: float) -> None:
     feed(rollout, address, secret="s", retry_s=retry_s)
 
 
+@pytest.mark.wait_times(first_word_s=0.02)
 @pytest.mark.slow
 @pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
 def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
-    dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> list[tuple[str, int]]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.02)
     names["name.test"] = fail
     given_up(0.5, dial, caplog, "Name or service not known")
 
 
+@pytest.mark.wait_times(first_word_s=0.02)
 @pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
 def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
     dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
@@ -188,7 +189,6 @@ def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
         released.wait()
         return []
 
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.02)
     monkeypatch.setattr("rollflow.stream.net.dial.REACH_S", 0.1)
     monkeypatch.setattr("rollflow.stream.net.dial.LOOK_S", 0.05)
     names["name.test"] = hang

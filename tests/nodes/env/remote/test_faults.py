@@ -75,9 +75,9 @@ def test_a_host_that_freezes_and_wakes_goes_on_where_it_was() -> None:
         np.testing.assert_array_equal(mine.column("actions"), other.column("actions"))
 
 
+@pytest.mark.wait_times(first_pause_s=0.001)
 @pytest.mark.slow
-def test_a_connection_cut_a_thousand_times_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
+def test_a_connection_cut_a_thousand_times_loses_nothing() -> None:
     rng = random.Random(0)
     envs = listening()
     wire = BrokenWire(envs.addresses[0], lambda: rng.randrange(1, 4000))

@@ -21,14 +21,14 @@ from rollflow.nodes.env.remote.remote_host import RemoteHost
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Limits
 
+pytestmark = pytest.mark.wait_times(host_pause_s=0.05, other_name_s=0.2)
+
 # A lost host is waited for far longer than any of these tests may take.
 PATIENT = Limits(heartbeat_s=5.0, grace_s=3600.0)
 
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
-    monkeypatch.setattr("rollflow.nodes.env.remote.gateway.OTHER_NAME_S", 0.2)
     monkeypatch.setattr("rollflow.nodes.env.remote.gateway.REDIAL_S", 0.1)
     caplog.set_level(logging.INFO)
 
@@ -75,11 +75,9 @@ def test_a_new_host_takes_the_place_of_a_lost_one(name: str, caplog: pytest.LogC
     assert re.search(rf"host {name} \(.*\) has joined in place of victim \(.*\), which is lost", caplog.text)
 
 
+@pytest.mark.wait_times(other_name_s=3600.0)
 @pytest.mark.slow
-def test_a_new_host_takes_the_place_of_a_lost_one_where_there_is_room_for_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.remote.gateway.OTHER_NAME_S", 3600.0)
+def test_a_new_host_takes_the_place_of_a_lost_one_where_there_is_room_for_no_more() -> None:
     with (
         rollout_with_a_dead_host(max_hosts=2) as (address, _, fragments),
         joining(address, 2, "another"),

@@ -13,12 +13,7 @@ from rollflow import RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.wire import Limits
 
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.02)
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
-    monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
+pytestmark = pytest.mark.wait_times(first_word_s=0.02, first_pause_s=0.01, host_pause_s=0.05)
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from held_envs import LONGEST_S, Held, await_held, times_made
 from numbered_module import NumberedModule
 
 from rollflow import Rollout
+from rollflow.stream.net import backoff
+from rollflow.stream.net.backoff import WaitTimes
 
 
 class Broken(Held):
@@ -47,7 +49,7 @@ def test_a_lane_that_is_to_be_made_again_comes_back_at_once(
     tmp_path: Path, where: Any, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delay = 1000.0 if waits == "lost" else 0.0
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", delay)
+    monkeypatch.setattr(backoff, "times", WaitTimes(first_pause_s=delay))
     monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor._LONGEST_DELAY_S", delay)
     options: Any = {"module": NumberedModule(), "fragment_length": 2, "prefetch": 2, "seed": 0}
     with Rollout(partial(Broken, 0, tmp_path, waits), where=where, workers=1, **options) as rollout:

@@ -12,13 +12,14 @@ from remote_hosts import hosting, listening
 from rollflow import Rollout
 from rollflow.stream import EnvError
 
+pytestmark = pytest.mark.wait_times(first_pause_s=1000.0)
+
 TOLD = r"the environments of every lane raised before they had made a step: lane 0: .*; lane 1: RuntimeError: it broke"
 
 
 @pytest.fixture(autouse=True)
 def _lanes_are_made_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a second try would not come within the test's time."""
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 1000.0)
     monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor._LONGEST_DELAY_S", 1000.0)
 
 
@@ -46,8 +47,8 @@ def test_hosts_environments_that_raise_in_their_first_step_are_reported_at_once(
     assert "RuntimeError: it broke" in note
 
 
-def test_where_another_host_goes_on_it_is_an_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
+@pytest.mark.wait_times(first_pause_s=0.0)
+def test_where_another_host_goes_on_it_is_an_accident(tmp_path: Path) -> None:
     envs = listening(hosts=2)
     with (
         hosting(envs.addresses[0], [partial(Doomed, 0, tmp_path, "raise", 0, 2)]),

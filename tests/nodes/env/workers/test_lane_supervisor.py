@@ -85,7 +85,7 @@ class Lanes(RuleBasedStateMachine):
         assert (lane.failures, lane.steps) == (before + 1, 0)
         assert (lane.phase is LanePhase.ASIDE) == (lane.failures > MOST)
         if lane.phase is LanePhase.LOST:
-            assert lane.due - self.now == pytest.approx(backoff.FIRST_S * 2**before)  # it grows
+            assert lane.due - self.now == pytest.approx(backoff.times.first_pause_s * 2**before)  # it grows
         if lane.is_waited and (lane.phase is LanePhase.ASIDE or self.supervisor.is_draining):
             self.supervisor.give_back(lane)
             self.out[lane.index] += 1
@@ -157,18 +157,17 @@ def supervisor_of(count: int, **limits: Any) -> LaneSupervisor:
     return supervisor
 
 
+@pytest.mark.wait_times(first_pause_s=0.0)
 def test_lanes_that_begin_with_another_are_not_due_once_more() -> None:
     supervisor = supervisor_of(3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backoff, "FIRST_S", 0.0)
-        for lane in supervisor.lanes:
-            supervisor.fail(lane)
-        begun = []
-        for lane in supervisor.due():
-            begun.append(lane.index)
-            for other in supervisor.lanes:  # as where they share a worker process
-                if other.phase is LanePhase.LOST:
-                    supervisor.begin(other, LanePhase.MAKING)
+    for lane in supervisor.lanes:
+        supervisor.fail(lane)
+    begun = []
+    for lane in supervisor.due():
+        begun.append(lane.index)
+        for other in supervisor.lanes:  # as where they share a worker process
+            if other.phase is LanePhase.LOST:
+                supervisor.begin(other, LanePhase.MAKING)
     assert begun == [0]
 
 

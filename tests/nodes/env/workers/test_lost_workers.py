@@ -16,10 +16,7 @@ from property_examples import examples
 from rollflow import Rollout
 from rollflow.stream import EnvError
 
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 
 
 fates = st.sampled_from(["kill", "raise", "stop"])

@@ -85,12 +85,12 @@ class FailsOnce(Doomed):
             raise OSError("the port is still taken")
 
 
+@pytest.mark.wait_times(first_pause_s=0.01)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_one_that_can_not_be_made_again_at_first_is_made_later(
-    where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
     options: Any = {"module": NumberedModule(), "fragment_length": 4, "num_fragments": 3, "seed": 0}
     with Rollout(partial(FailsOnce, 0, tmp_path), where=where, workers=1, **options) as rollout:
         fragments = list(rollout.fragments())

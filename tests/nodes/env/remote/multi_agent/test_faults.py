@@ -18,10 +18,7 @@ from serial_module import SerialModule
 
 from rollflow import ConnectorV2
 
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 
 
 @pytest.mark.slow

@@ -22,12 +22,9 @@ from serial_module import SerialModule
 from rollflow import ConnectorV2, MultiAgentRollout
 from rollflow.stream import EnvError
 
+pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
+
 PLACES: list[Any] = ["processes", pytest.param("rollouts", marks=pytest.mark.slow)]  # which starts with torch each time
-
-
-@pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
 
 
 def rollout_of(makers: list[Any], **options: Any) -> MultiAgentRollout:
