@@ -68,7 +68,6 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
         "rollflow.nodes.modules.given_module": ("GivenModule",),
         "rollflow.nodes.modules.policy_weights": ("PolicyWeights",),
         "rollflow.nodes.stages.env_to_module": ("EnvToModule",),
-        "rollflow.nodes.stages.joint_forward": ("GatheringForward", "ReadyForward"),
         "rollflow.nodes.stages.module_forward": ("ModuleForward",),
         "rollflow.nodes.stages.module_to_env": ("ModuleToEnv",),
         "rollflow.nodes.stages.staleness": ("LagBound",),

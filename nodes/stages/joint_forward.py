@@ -1,20 +1,23 @@
-"""Nodes that gather ready lanes into one forward pass."""
+"""A node that gathers ready lanes into one forward pass."""
 
-from collections.abc import Iterator, Sequence
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from threading import get_ident
+from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-import anyio
-import anyio.to_thread
-
-from rollflow.stream.graph.channel import Inlet, Outlet
-from rollflow.stream.graph.meter import clock
+from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
+from rollflow.stream.graph.meter import CallTimes, clock
+from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.stacks import stack_of_thread
 from rollflow.stream.observe.waits import Wait
 
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)
+
+logger = logging.getLogger(__name__)
 
 
 class LanesForward(Protocol[L_contra]):
@@ -29,130 +32,181 @@ class LanesForward(Protocol[L_contra]):
         ...
 
 
-class ReadyForward(Generic[L]):
-    """A node that runs the module over all lanes that are ready at a time, in one pass; it waits for none.
+class JointForward(Generic[L]):
+    """A background node that runs the module over all lanes that are ready at a time, in one pass.
 
-    forward      the pass
-    max_batch    slots in one pass, at most
-    """
+        forward      the pass
+        max_batch    slots in one pass, at most
+        max_wait     seconds to wait for further lanes once one is ready
+        in_thread    run passes in a thread, so that other lanes' environments step meanwhile
 
-    patience = None
-
-    def __init__(self, forward: LanesForward[L], *, max_batch: int) -> None:
-        self._forward = forward
-        self._max_batch = max_batch
-        self._ready: list[L] = []
-
-    def __call__(self, batches: L) -> L | None:
-        """Take a lane for the next pass."""
-        self._ready.append(batches)
-        return None
-
-    @property
-    def in_flight(self) -> int:
-        """Lanes that the next pass will be over."""
-        return len(self._ready)
-
-    def fileno(self) -> int:
-        """There is nothing to wait for."""
-        return -1
-
-    def completed(self) -> Iterator[L]:
-        """The lanes after a pass over them."""
-        ready = self._ready
-        while ready:
-            slots, count = self._forward.rows(ready[0]), 1
-            # A lane's slots go together, also where one came later that has more.
-            while count < len(ready) and (slots := slots + self._forward.rows(ready[count])) <= self._max_batch:
-                count += 1
-            lanes = ready[:count]
-            self._forward.forward_lanes(lanes)
-            del ready[:count]
-            yield from lanes
-
-    def describe(self) -> str:
-        """The bound of a pass, for `explain()`."""
-        return f"up to {self._max_batch} slots a pass"
-
-
-class GatheringForward(Generic[L]):
-    """A node that waits for what lanes are ready and runs the module over all of them in one pass.
-
-    forward      the pass
-    max_batch    slots in one pass, at most
-    max_wait     seconds to wait for further lanes once one is there
-    in_thread    run the pass in a worker thread, so that other lanes' environments step meanwhile
+    call_times    of passes
     """
 
     def __init__(
         self, forward: LanesForward[L], *, max_batch: int, max_wait: float = 0.0, in_thread: bool = False
     ) -> None:
-        self._forward = forward
-        self._max_batch = max_batch
-        self._max_wait = max_wait
-        self._in_thread = in_thread
-        self._passes = 0
-        self._begun: tuple[int, int] | None = None  # when the pass under way began, in ns, and its thread
+        self.call_times = CallTimes()
+        self._forward, self._max_batch, self._max_wait = forward, max_batch, max_wait
+        self._ready: deque[L] = deque()
+        self._gathers_since = 0  # time in ns since which `_ready` gathers
+        self._is_hastened = False
+        self._bell = Wakeup() if max_wait or in_thread else None
+        self._thread = _PassThread(self._pass, self._bell) if in_thread and self._bell else None
 
-    async def run(self, batches: Inlet[L], outputs: Outlet[L]) -> None:
-        """Gather, pass, split, until no more lanes come."""
-        waiting: L | None = None  # came last, but did not fit into the pass before
-        async for first in batches:
-            waiting = first
-            while waiting is not None:
-                lanes, waiting = await self._gather(waiting, batches)
-                if self._in_thread:
-                    await anyio.to_thread.run_sync(self._pass, lanes)
-                else:
-                    self._pass(lanes)
-                for lane in lanes:
-                    await outputs.send(lane)
+    def __call__(self, batches: L) -> L | None:
+        """Take a lane for the next pass."""
+        if not self._ready and self._bell is not None:
+            self._gathers_since = clock()
+            self._bell.ring()  # the run may wait already, and has asked for `patience` before
+        self._ready.append(batches)
+        return None
 
-    def at_work(self, name: str) -> Iterator[Wait]:
-        """The pass under way."""
-        begun = self._begun
-        if begun is not None:
-            age_s, stack = (clock() - begun[0]) / 1e9, partial(stack_of_thread, begun[1])
-            calls = self._passes
-            yield Wait(name, "call", "is in a forward pass", (), begun, age_s, calls, stack=stack)
+    @property
+    def in_flight(self) -> int:
+        """Lanes that wait for a pass, or are in one."""
+        return len(self._ready) + (0 if self._thread is None else len(self._thread.lanes))
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds for which to wait for further lanes; None: the next pass waits for the one under way, or for none."""
+        if not self._ready or (self._thread is not None and self._thread.lanes):
+            return None
+        return max(self._max_wait - (clock() - self._gathers_since) / 1e9, 0.0)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once a pass in the thread is done; -1: there is nothing to wait for."""
+        return -1 if self._bell is None else self._bell.fileno()
+
+    def completed(self) -> Iterator[L]:
+        """The lanes after a pass over them."""
+        thread = self._thread
+        if self._bell is not None:
+            self._bell.silence()
+        if thread is not None:
+            yield from thread.completed()
+        while (thread is None or not thread.lanes) and (lanes := self._due()):
+            if thread is None:
+                self._pass(lanes)
+            else:
+                thread.begin(lanes)
+            for _ in lanes:
+                self._ready.popleft()
+            self._gathers_since = clock()
+            if thread is None:
+                yield from lanes
+
+    def hasten(self) -> None:
+        """Wait for no further lanes from now on."""
+        self._is_hastened = True
+
+    def _due(self) -> list[L]:
+        """The lanes of the next pass; none if it waits for further ones."""
+        lanes: list[L] = []
+        slots = 0
+        for lane in self._ready:
+            slots += self._forward.rows(lane)
+            # A lane's slots go together, also if one came later that has more.
+            if lanes and slots > self._max_batch:
+                break
+            lanes.append(lane)
+        is_full = slots >= self._max_batch
+        is_over = clock() - self._gathers_since >= self._max_wait * 1e9
+        return lanes if is_full or is_over or self._is_hastened else []
 
     def _pass(self, lanes: Sequence[L]) -> None:
-        self._begun = clock(), get_ident()
-        try:
-            self._forward.forward_lanes(lanes)
-        finally:
-            self._begun = None
-        self._passes += 1
+        began = clock()
+        self._forward.forward_lanes(lanes)
+        self.call_times.add(clock() - began)
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """The pass under way in the thread."""
+        begun = None if self._thread is None else self._thread.begun
+        if begun is not None:
+            age_s, stack = (clock() - begun[0]) / 1e9, partial(stack_of_thread, begun[1])
+            calls = len(self.call_times.recent)
+            yield Wait(name, "call", "is in a forward pass", (), begun, age_s, calls, stack=stack)
 
     def describe(self) -> str:
         """The bounds of a pass, for `explain()`."""
-        return f"up to {self._max_batch} slots a pass, waits {self._max_wait * 1e3:g} ms"
+        waits = f", waits {self._max_wait * 1e3:g} ms" if self._bell is not None else ""
+        return f"up to {self._max_batch} slots a pass{waits}"
 
-    async def _gather(self, first: L, batches: Inlet[L]) -> tuple[list[L], L | None]:
-        lanes, slots = [first], self._forward.rows(first)
-        with anyio.move_on_after(self._max_wait):
-            while slots < self._max_batch:
-                try:
-                    lane = batches.receive_nowait()
-                except anyio.WouldBlock:
-                    if self._max_wait == 0.0:
-                        break
-                    try:
-                        lane = await batches.receive()
-                    except anyio.EndOfStream:
-                        break
-                except anyio.EndOfStream:
-                    break
-                slots += self._forward.rows(lane)
-                if slots > self._max_batch:
-                    return lanes, lane
-                lanes.append(lane)
-        return lanes, None
+    def close(self) -> None:
+        """End the thread, once the pass under way is done; one that hangs is left behind, which is logged."""
+        if self._thread is not None:
+            self._thread.close()
+        if self._bell is not None:
+            self._bell.close()
+
+
+class _PassThread(Generic[L]):
+    """Does passes, one at a time, in a thread that the first one starts.
+
+    run     does a pass
+    bell    rung when one is done
+
+    lanes   of the pass that was begun, and not completed
+    begun   when it began, in ns, and the thread; None: no pass is under way
+    """
+
+    def __init__(self, run: Callable[[Sequence[L]], None], bell: Wakeup) -> None:
+        self.lanes: Sequence[L] = ()
+        self.begun: tuple[int, int] | None = None
+        self._run, self._bell = run, bell
+        self._orders: SimpleQueue[Sequence[L]] = SimpleQueue()  # an empty one ends the thread
+        self._is_done = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, lanes: Sequence[L]) -> None:
+        """Begin a pass over lanes."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rollflow forward", daemon=True)
+            self._thread.start()
+        self.lanes = lanes
+        self._orders.put(lanes)
+
+    def completed(self) -> Sequence[L]:
+        """The lanes of a pass that is done; none if it is under way. Raises what the pass has raised."""
+        if not self._is_done:
+            return ()
+        self._is_done = False
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose traceback refers to this frame
+        lanes, self.lanes = self.lanes, ()
+        return lanes
+
+    def _work(self) -> None:
+        while lanes := self._orders.get():
+            self.begun = clock(), threading.get_ident()
+            try:
+                self._run(lanes)
+            except BaseException as error:
+                self._error = error
+            del lanes  # which this frame would hold while it waits
+            self.begun = None
+            self._is_done = True
+            self._bell.ring()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is None:
+            return
+        self._orders.put(())
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("the thread of forward passes is left behind: a pass hangs after %.1f s", CLOSE_TIMEOUT_S)
+        self._error, self.lanes = None, ()
 
 
 def joint_forward(
     forward: LanesForward[L], largest: int, max_batch: int | None, max_wait: float, *, in_thread: bool
-) -> ReadyForward[L] | GatheringForward[L] | None:
+) -> JointForward[L] | None:
     """The node that does passes over several lanes; None: every lane has passes of its own.
 
         largest    slots of the largest lane
@@ -163,6 +217,4 @@ def joint_forward(
         return None
     if max_batch is not None and max_batch < largest:
         raise ValueError(f"max_batch is {max_batch}, expected at least {largest}: a lane's slots go together")
-    if not max_wait and not in_thread and max_batch is not None:
-        return ReadyForward(forward, max_batch=max_batch)
-    return GatheringForward(forward, max_batch=max_batch or largest, max_wait=max_wait, in_thread=in_thread)
+    return JointForward(forward, max_batch=max_batch or largest, max_wait=max_wait, in_thread=in_thread)

@@ -7,41 +7,29 @@ from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.workers.thread_environments import ThreadEnvironments
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
 from rollflow.nodes.stages.env_to_module import EnvToModule
-from rollflow.nodes.stages.joint_forward import GatheringForward, ReadyForward
+from rollflow.nodes.stages.joint_forward import JointForward
 from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.node import Gate
 
-STAGES = ("env", "env_to_module", "module", "module_to_env")  # of a ring whose forward pass waits for no other lanes
+STAGES = ("env", "env_to_module", "module", "module_to_env")
 
 
 def ring_of(
     environments: Environments | AgentEnvironments | ThreadEnvironments,
     prepare: EnvToModule | AgentsToModule,
-    forward: ModuleForward | AgentForward | ReadyForward[Any] | GatheringForward[Any],
+    forward: ModuleForward | AgentForward | JointForward[Any],
     act: ModuleToEnv | ModuleToAgents,
     gate: Gate | None,
 ) -> Graph:
     """The ring, with the output `fragments`; the gate lets a lane go on to its next step."""
-    lanes = environments.most_lanes
     graph = Graph("rollout")
     graph.add(env=environments, env_to_module=prepare)
     graph.add(module=forward, module_to_env=act)
-    graph.output("fragments", "env_to_module.fragments", capacity=lanes)
+    graph.output("fragments", "env_to_module.fragments", capacity=environments.most_lanes)
     graph.connect("env", "env_to_module")
-    if not isinstance(forward, GatheringForward):
-        graph.connect("env_to_module.batches", "module", gate=gate)
-        graph.connect("module", "module_to_env")
-    else:
-        # The gate stands between synchronous nodes, and the forward pass is none here.
-        graph.add(pace=_passed_on)
-        graph.connect("env_to_module.batches", "pace", gate=gate)
-        graph.connect("pace", "module", capacity=lanes)
-        graph.connect("module", "module_to_env", capacity=lanes)
+    graph.connect("env_to_module.batches", "module", gate=gate)
+    graph.connect("module", "module_to_env")
     graph.connect("module_to_env", "env", feedback=True)
     return graph
-
-
-def _passed_on(batches: Any) -> Any:
-    return batches
