@@ -1,29 +1,29 @@
-"""Drivers that run a rollout's ring: in its reader's thread or beside it, with or without event loop."""
+"""Drivers that run a rollout's ring: in its reader's thread, or in a thread of its own."""
 
 import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import anyio
-import anyio.from_thread
+import anyio.lowlevel
 
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.nodes.stages.credits import FragmentCredits
 from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.report import Report
-from rollflow.stream.graph.run import Run, RunHandle
+from rollflow.stream.graph.run_doctor import loop_held_up
 from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.observe.waits import Look
-from rollflow.stream.observe.watch import StallRules
+from rollflow.stream.observe.waits import CALLER, Look
 
 T = TypeVar("T")
 
@@ -32,70 +32,43 @@ logger = logging.getLogger(__name__)
 _NODES_CLOSE_S = 2 * CLOSE_TIMEOUT_S  # which have limits of their own, as for worker processes
 
 
-class Driver(Protocol):
-    """Runs a rollout's ring, as far as the credits let it. One thread asks for fragments; any may close it."""
+class _RingRun:
+    """A ring, and its run: what the drivers have in common. One thread asks for fragments; any may close it."""
 
-    ring: Graph
-
-    def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None: ...
+    def __init__(self, ring: Graph, credits: FragmentCredits, run: InlineRun) -> None:
+        self.ring, self._credits, self._run = ring, credits, run
+        self._stalled: StallError | None = None
+        self._is_closed = False
 
     @property
     def traceable(self) -> Traceable:
-        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
-        ...
-
-    def start(self) -> None:
-        """Begin, once; `report` may come before. Raises what a node raised."""
-        ...
-
-    def next(self) -> Any:
-        """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
-        ...
-
-    def release(self, lanes: Sequence[int]) -> None:
-        """Give back the credits of fragments, by their lanes."""
-        ...
-
-    def drain(self) -> None:
-        """Stop the environments; `next` gives what is left."""
-        ...
+        """Graph, meters and chain of the ring, for a trace."""
+        return self._run.traceable
 
     def report(self) -> Report:
         """A report of what has been counted so far."""
-        ...
+        return self._run.report()
 
     def look(self) -> Look | None:
         """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
-        ...
-
-    def end_stalled(self, error: StallError) -> None:
-        """Have `next` raise this error, as soon as it can. From any thread."""
-        ...
-
-    def close(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """End, and close the nodes."""
-        ...
+        return self._run.look()
 
 
-class InlineDriver:
+class InlineDriver(_RingRun):
     """Runs the ring in the reader's thread, whenever it asks for a fragment.
 
     A stall ends a wait for threads, workers or hosts at once. It breaks off a call in the main thread as Ctrl-C would,
     if that has Python's own handler. Any other call raises the error once it returns.
     """
 
-    def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
-        self.ring, self._credits = ring, credits
-        self._waiting: list[Any] = []
+    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
         self._interruption = Wakeup()
-        self._run = InlineRun(ring, interruption=self._interruption)
-        self._stalled: StallError | None = None
+        super().__init__(ring, credits, InlineRun(ring, interruption=self._interruption))
+        self._waiting: list[Any] = []
         self._reader = 0  # thread that drives the run now; 0: none
         self._reading = threading.Lock()  # held while `_reader` is cleared, or is broken off
         self._at_work = threading.RLock()  # held while the ring runs; `close` may come from another thread
-        self._is_closed = self._is_left = False
+        self._is_left = False
 
     def start(self) -> None:
         """Have the environments reset, and the first actions made. Raises RunError where it was closed meanwhile."""
@@ -117,6 +90,11 @@ class InlineDriver:
                     self._end()
         return self._waiting.pop(0) if self._waiting else None
 
+    async def next_async(self) -> Any:
+        """The next fragment; it holds up the event loop while the ring works."""
+        await anyio.lowlevel.checkpoint()
+        return self.next()
+
     def _drive(self, function: Callable[[], T]) -> T:
         """Call a function of the run. Raises the StallError that ends it."""
         self._reader = threading.get_ident()
@@ -135,11 +113,6 @@ class InlineDriver:
             raise self._stalled
         return result
 
-    @property
-    def traceable(self) -> Traceable:
-        """Graph, meters and chain of the ring, for a trace."""
-        return self._run.traceable
-
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes."""
         self._credits.release(lanes)
@@ -147,10 +120,6 @@ class InlineDriver:
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
         self._run.finish()
-
-    def look(self) -> Look | None:
-        """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
-        return self._run.look()
 
     def end_stalled(self, error: StallError) -> None:
         """Have `next` raise this error, as soon as it can. From any thread."""
@@ -163,10 +132,6 @@ class InlineDriver:
             raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if is_in_main_thread and raises and self._run.is_in_call:
                 signal.pthread_kill(self._reader, signal.SIGINT)
-
-    def report(self) -> Report:
-        """A report of what has been counted so far."""
-        return self._run.report()
 
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -195,20 +160,20 @@ class InlineDriver:
         self._waiting = []
 
 
-class ThreadDriver:
+class ThreadDriver(_RingRun):
     """Runs the ring in a thread of its own, so that it can go on while the reader is at work."""
 
-    def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
-        self.ring, self._credits = ring, credits
+    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
         self._bell = Wakeup()
-        self._run = InlineRun(ring, self._bell)
+        super().__init__(ring, credits, InlineRun(ring, self._bell))
         self._fragments: deque[Any] = deque()  # None: there are no more
         self._commands: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
-        self._stalled: StallError | None = None
-        self._is_closed = False
         self._has_stopped = threading.Event()
         self._arrived = threading.Event()
+        self._news: Wakeup | None = None  # for a reader in an event loop
+        self._put_at = 0  # when the last fragment came, in ns
+        self._reader = 0  # thread of the reader in an event loop
         self._thread = threading.Thread(target=self._work, name="rollflow ring", daemon=True)
 
     def start(self) -> None:
@@ -220,14 +185,36 @@ class ThreadDriver:
         caller = self._run.caller
         caller.begin_wait()
         try:
-            self._wait_for_some()
+            while not self._fragments:
+                self._arrived.wait()
+                self._arrived.clear()
         finally:
             caller.end_wait()
+        return self._take()
+
+    async def next_async(self) -> Any:
+        """The next fragment, as `next` gives it, for a reader in an event loop."""
+        caller = self._run.caller
+        news = self._news = self._news or Wakeup()
+        self._reader = threading.get_ident()
+        caller.begin_wait()
+        try:
+            await anyio.lowlevel.checkpoint()
+            news.silence()
+            while not self._fragments:
+                await anyio.wait_readable(news.fileno())
+                news.silence()
+        finally:
+            caller.end_wait()
+        return self._take()
+
+    def _take(self) -> Any:
+        caller = self._run.caller
         if self._stalled is not None:
             raise self._stalled
         fragment = self._fragments[0]
         if fragment is None:
-            caller.end_life()
+            self._run.stop_clock()
             self._raise()
             return None
         caller.begin_life()
@@ -235,19 +222,12 @@ class ThreadDriver:
         caller.items += 1
         return fragment
 
-    def _wait_for_some(self) -> None:
-        while not self._fragments:
-            self._arrived.wait()
-            self._arrived.clear()
-
     def _put(self, fragment: Any) -> None:
+        self._put_at = clock()
         self._fragments.append(fragment)
         self._arrived.set()
-
-    @property
-    def traceable(self) -> Traceable:
-        """Graph, meters and chain of the ring, for a trace."""
-        return self._run.traceable
+        if self._news is not None:
+            self._news.ring()
 
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes."""
@@ -258,17 +238,18 @@ class ThreadDriver:
         self._command(self._run.finish)
 
     def look(self) -> Look | None:
-        """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
-        return self._run.look()
+        """What every stage does right now; a reader may wait for an event loop that something holds up."""
+        look, caller = super().look(), self._run.caller
+        if look is None or not (self._reader and self._fragments and caller.is_waiting):
+            return look
+        held = loop_held_up("a task or a callback", self._put_at, caller.items, self._reader)
+        reader = replace(look.waits[CALLER], on=(held.name,))
+        return replace(look, waits={**look.waits, CALLER: reader, held.name: held})
 
     def end_stalled(self, error: StallError) -> None:
         """Have `next` raise this error, as soon as it can. From any thread."""
         self._stalled = error
         self._put(None)
-
-    def report(self) -> Report:
-        """A report of what has been counted so far."""
-        return self._run.report()
 
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -281,6 +262,7 @@ class ThreadDriver:
             return
         self._is_closed, began = True, monotonic()
         self._run.interrupt()
+        self._run.stop_clock()
         self._bell.ring()
         if self._has_stopped.wait(CLOSE_TIMEOUT_S):
             self._thread.join(_NODES_CLOSE_S)
@@ -330,129 +312,4 @@ class ThreadDriver:
             self._has_stopped.set()
 
 
-class PortalDriver:
-    """Runs the ring on an event loop in another thread, so that it can go on while the reader is at work."""
-
-    def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
-        self._credits = credits
-        self._stack = ExitStack()
-        self.ring, self._rules = ring, rules
-        self._run: Any = None
-        self._is_open = False
-
-    def start(self) -> None:
-        """Start the thread and its event loop."""
-        self.ring.validate()
-        with ExitStack() as opening:
-            self._portal = opening.enter_context(anyio.from_thread.start_blocking_portal())
-            opening.enter_context(self._portal.wrap_async_context_manager(self._running()))
-            self._stack = opening.pop_all()
-        self._is_open = True
-
-    @asynccontextmanager
-    async def _running(self) -> AsyncIterator[None]:
-        """Run the ring, of which there is a report from before its nodes begin on."""
-        async with RunHandle(self.ring, rules=self._rules) as self._run:
-            yield
-
-    def next(self) -> Any:
-        """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
-        try:
-            return self._portal.call(self._run["fragments"].receive)
-        except anyio.EndOfStream:
-            return None
-        except Exception:
-            self.close(None, None, None)  # raises what was raised there
-            raise
-
-    @property
-    def traceable(self) -> Traceable:
-        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
-        return Traceable(self.ring, (), ()) if self._run is None else self._run.doctor.traceable
-
-    def release(self, lanes: Sequence[int]) -> None:
-        """Give back the credits of fragments, by their lanes."""
-        self._portal.call(self._credits.release, lanes)
-
-    def drain(self) -> None:
-        """Stop the environments; `next` gives what is left."""
-        self._portal.call(self._run.stop)
-
-    def look(self) -> Look | None:
-        """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
-        return None if self._run is None else self._run.doctor.look()
-
-    def end_stalled(self, error: StallError) -> None:
-        """Have `next` raise this error, as soon as it can. From any thread."""
-        if self._run is not None:
-            self._run.doctor.end_stalled(error)
-
-    def report(self) -> Report:
-        """A report of what has been counted so far."""
-        if self._run is None:
-            raise RunError("the rollout's event loop has not started yet: nothing to report")
-        report: Report = self._run.report()
-        return report
-
-    def close(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Cancel what still runs, close the nodes, and end the event loop and its thread."""
-        if self._is_open:
-            self._is_open = False
-            self._stack.__exit__(kind, error, traceback)
-
-
-class AsyncDriver:
-    """Runs the ring as tasks of the event loop that the reader runs in, from `enter` to `leave`.
-
-    rules    of the stall doctor, which watches the rollout as a whole
-    """
-
-    def __init__(self, ring: Graph, rules: StallRules) -> None:
-        ring.validate()
-        self.ring = ring
-        self._handle: AbstractAsyncContextManager[Run] = RunHandle(ring, rules=rules)
-        self._run: Run | None = None
-
-    async def enter(self) -> None:
-        """Start the tasks."""
-        self._run = await self._handle.__aenter__()
-
-    async def leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        """Cancel what still runs, and close the nodes."""
-        return await self._handle.__aexit__(kind, error, traceback)
-
-    @property
-    def run(self) -> Run:
-        """The run. Raises RunError before `enter`."""
-        if self._run is None:
-            raise RunError("the rollout's tasks have not started yet: nothing to report")
-        return self._run
-
-    @property
-    def traceable(self) -> Traceable:
-        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
-        return Traceable(self.ring, (), ()) if self._run is None else self._run.doctor.traceable
-
-    async def next(self) -> Any:
-        """The next fragment. Raises anyio.EndOfStream when no more come, and what a node raised."""
-        return await self.run["fragments"].receive()
-
-    def drain(self) -> None:
-        """Stop the environments; `next` gives what is left."""
-        self.run.stop()
-
-    def report(self) -> Report:
-        """A report of what has been counted so far."""
-        return self.run.report()
-
-    def look(self) -> Look | None:
-        """What every stage does right now, for the stall doctor; None: it does not run."""
-        return None if self._run is None else self._run.doctor.look()
-
-    def end_stalled(self, error: StallError) -> None:
-        """Have the run end with this error. From any thread."""
-        self.run.doctor.end_stalled(error)
+Driver = InlineDriver | ThreadDriver

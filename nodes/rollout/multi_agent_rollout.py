@@ -269,7 +269,13 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
             super().__init__(
-                self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch, stall=flow.stall, log_to=flow.log
+                self.environments,
+                lag=lag,
+                rounds=rounds,
+                prefetch=flow.prefetch,
+                is_debugged=debug,
+                stall=flow.stall,
+                log_to=flow.log,
             )
             stages = StageOptions(options, flow.num_fragments, self.metrics, self._ledger, self.seed)
             self._execution = execution_for(self.environments, AgentsPolicy(acting, options), stages)

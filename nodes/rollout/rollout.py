@@ -150,7 +150,8 @@ class Rollout(RolloutLoop[Fragment]):
     for sinks `publish_as`, `watch`, `hold_back` and others.
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
-    or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`, with the port `fragments`. It runs once.
+    for which its stages run in a thread, or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`,
+    with the port `fragments`. It runs once.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
@@ -256,7 +257,13 @@ class Rollout(RolloutLoop[Fragment]):
             lag = LagBound(self._weights, flow.max_lag, flow.on_excess)
             rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
             super().__init__(
-                self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch, stall=flow.stall, log_to=flow.log
+                self.environments,
+                lag=lag,
+                rounds=rounds,
+                prefetch=flow.prefetch,
+                is_debugged=debug,
+                stall=flow.stall,
+                log_to=flow.log,
             )
             stages = StageOptions(forward, flow.num_fragments, self.metrics, self._ledger, self.seed)
             acts = OnePolicy(acting, self._weights, forward)

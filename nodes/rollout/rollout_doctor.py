@@ -5,12 +5,12 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakMethod
 
+from rollflow.nodes.rollout.drivers import Driver
 from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.drawing import run_snapshot
-from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.tracing import Traceable, Tracing
@@ -22,28 +22,6 @@ from rollflow.stream.observe.waits import CALLER, Exit, Look, Sign, Wait
 from rollflow.stream.observe.watch import StallRules, StallThread
 
 _KEPT = 101  # times of the reader, of which the median is told
-
-
-class Watched(Protocol):
-    """A driver, as the doctor sees it.
-
-    ring    the graph that it runs
-    """
-
-    ring: Graph
-
-    @property
-    def traceable(self) -> Traceable:
-        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
-        ...
-
-    def look(self) -> Look | None:
-        """What every stage does right now; None: it does not run."""
-        ...
-
-    def end_stalled(self, error: StallError) -> None:
-        """Have the run end with this error. From any thread."""
-        ...
 
 
 class RolloutDoctor:
@@ -68,7 +46,7 @@ class RolloutDoctor:
     ) -> None:
         self.rules = rules
         self._learner, self._signs = learner, WeakMethod(signs)
-        self._drive: Watched | None = None
+        self._drive: Driver | None = None
         self._watcher = StallThread(self, rules, self._end_stalled)
         self._tracing, self._trace_to = Tracing(self._traceable), trace_to
         self._socket = RunSocket(snapshot, self._tracing.serve)
@@ -78,7 +56,7 @@ class RolloutDoctor:
         self._reader = 0  # its thread
         self._held: tuple[int, int, list[FragmentName]] | None = None  # given, busy time of the learner then, what
 
-    def begin(self, drive: Watched) -> None:
+    def begin(self, drive: Driver) -> None:
         """Watch a driver, from before its start on."""
         self._drive, self._reader = drive, get_ident()
         self._tracing.begin(self._trace_to)
@@ -100,7 +78,7 @@ class RolloutDoctor:
         self._reader, self._works_since = get_ident(), 0
         if self._tracing.fragments is not None:
             self._trace_update()
-            self._tracing.follow()  # in a thread or a task of its own, the ring has its meters by now
+            self._tracing.follow()  # in a thread of its own, the ring has its meters by now
 
     def reader_gets(self, fragments: Iterable[Any]) -> None:
         """Take note that the reader gets a round of these fragments."""

@@ -20,7 +20,7 @@ from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
-from rollflow.nodes.rollout.drivers import AsyncDriver, Driver, InlineDriver, PortalDriver, ThreadDriver
+from rollflow.nodes.rollout.drivers import Driver, InlineDriver, ThreadDriver
 from rollflow.nodes.rollout.execution import Execution
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.stages.credits import AllGates, LaneGate, credits_of
@@ -30,7 +30,6 @@ from rollflow.stream.data.errors import GraphError, RunError, shown
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.graph import Graph
-from rollflow.stream.graph.inline_run import can_run_inline
 from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.node import Gate
 from rollflow.stream.graph.report import LEARNER, Report, node_report
@@ -67,6 +66,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         lag: LagBound,
         rounds: FragmentRounds[F],
         prefetch: int,
+        is_debugged: bool,
         stall: StallRules,
         log_to: LogOptions,
     ) -> None:
@@ -77,12 +77,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
         self._steps_before = 0  # of an earlier run, which this one goes on with
         self._credits, self._lane_counts = credits_of(environments, lag, rounds, prefetch)
-        self._runs_ahead = prefetch > 0
+        self._runs_ahead, self._is_debugged = prefetch > 0, is_debugged
         self._is_in_graph = False  # once a graph has taken it apart: no gate or node may be added then
         self._gates: list[Gate] = []  # of a graph, which hold it back
         self._watching: list[Callable[[Any], None]] = []  # nodes of a graph, which see its fragments
         self._drive: Driver | None = None
-        self._async_drive: AsyncDriver | None = None
+        self._is_async = False  # entered by 'async with'
         self._state = "new"
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter(LEARNER)
@@ -175,17 +175,16 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     # The loop
 
     def __enter__(self) -> Self:
+        self._enter(ThreadDriver if self._runs_ahead else InlineDriver)
+        return self
+
+    def _enter(self, driver: type[Driver]) -> None:
         self._begin()
         with self._ending_on_error():
             self.log.begin()
-            ring = self._ring(self._credits)
-            drive: type[Driver] = PortalDriver
-            if can_run_inline(ring):
-                drive = ThreadDriver if self._runs_ahead else InlineDriver
-            self._drive = drive(ring, self._credits, self._doctor.rules)
+            self._drive = driver(self._ring(self._credits), self._credits)
             self._doctor.begin(self._drive)
             self._drive.start()
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         with holding_interrupts(error):
@@ -214,7 +213,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         was never started closes its environments. Raises what the run raised and no loop has, and RunError where an
         `async with` or a graph's run is to close it.
         """
-        if self._state == "running" and self._async_drive is not None:
+        if self._state == "running" and self._is_async:
             raise RunError(
                 "the rollout is running, entered by 'async with', which closes it: expected its block to end"
             )
@@ -237,22 +236,16 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         return run_html(repr(self), self.snapshot())
 
     async def __aenter__(self) -> Self:
-        self._begin()
-        with self._ending_on_error():
-            self.log.begin()
-            self._async_drive = AsyncDriver(self._ring(self._credits), self._doctor.rules)
-            self._doctor.begin(self._async_drive)
-            await self._async_drive.enter()
+        self._is_async = True
+        self._enter(InlineDriver if self._is_debugged else ThreadDriver)
         return self
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
-        assert self._async_drive is not None
-        self._doctor.end()
-        try:
-            return await self._async_drive.leave(kind, error, traceback)
-        finally:
-            with anyio.CancelScope(shield=True):  # other tasks go on while a log is written to its end
-                await anyio.to_thread.run_sync(self._end, error)
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if self._is_debugged:
+            self.__exit__(kind, error, traceback)
+            return
+        with anyio.CancelScope(shield=True):  # other tasks go on meanwhile
+            await anyio.to_thread.run_sync(self.__exit__, kind, error, traceback)
 
     def fragments(self, *, complete_episodes: bool = False, progress: bool = False) -> RolloutIterator[F]:
         """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.
@@ -315,9 +308,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """
         if self._state != "running":
             raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
-        drive = self._drive or self._async_drive
-        assert drive is not None
-        drive.drain()
+        assert self._drive is not None
+        self._drive.drain()
 
     def report(self) -> Report:
         """A report of what every stage has counted so far, and of the one that holds the others back.
@@ -325,9 +317,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself. Raises RunError
         when the rollout is not running, or is a node of a graph: the graph's run has the report then.
         """
-        drive = self._drive or self._async_drive
-        if drive is not None:
-            report, learner = drive.report(), self._learner_meter
+        if self._drive is not None:
+            report, learner = self._drive.report(), self._learner_meter
             part = node_report(int(report.elapsed_s * 1e9), learner, slowest_piece=self._slowest_learner_piece())
             return self._execution.with_stages(report.moved(CALLER, part, self._doctor.reader_times.read()))
         if self._is_in_graph:
@@ -451,10 +442,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def interrupt(self, error: BaseException) -> None:
         """End the run, which KeyboardInterrupt or the like has broken off, and note on it what is lost."""
         self._interrupted_by = type(error).__name__
-        if self._async_drive is None:
-            self.__exit__(type(error), error, error.__traceback__)
-        else:  # the block's end cancels the tasks
-            self._async_drive.drain()
+        self.__exit__(type(error), error, error.__traceback__)
         error.add_note(self._told_interrupt())
 
     def _told_interrupt(self) -> str:
@@ -467,10 +455,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def next_round(self, *, is_first: bool) -> bool:
         """Have the next round of a loop ready to be handed out; False if no more fragments come."""
-        drive, rounds = self._drive, self._rounds
-        if drive is None or (is_first and self._state != "running"):
-            raise self._not_entered("with Rollout(...) as rollout: around it, or rollout.start()")
-        self._doctor.reader_asks()
+        drive, rounds = (
+            self._entered(is_first, "with Rollout(...) as rollout: around it, or rollout.start()"),
+            self._rounds,
+        )
         if not rounds.is_gathered or rounds.is_empty:
             with self._raising_when_closed():
                 rounds.gather(drive.next, drive.release)
@@ -478,13 +466,22 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     async def next_round_async(self, *, is_first: bool) -> bool:
         """Have the next round ready, as `next_round` does, in an event loop."""
-        drive, rounds = self._async_drive, self._rounds
-        if drive is None or (is_first and (self._state != "running" or self._interrupted_by)):
-            raise self._not_entered("async with Rollout(...) as rollout: around it")
-        self._doctor.reader_asks()
+        drive, rounds = (
+            self._entered(is_first, "async with Rollout(...) as rollout: around it", is_async=True),
+            self._rounds,
+        )
         if not rounds.is_gathered or rounds.is_empty:
-            await rounds.gather_async(drive.next, self._credits.release)
+            with self._raising_when_closed():
+                await rounds.gather_async(drive.next_async, drive.release)
         return self._is_round_ready()
+
+    def _entered(self, is_first: bool, expected: str, *, is_async: bool = False) -> Driver:
+        """The driver, of which the reader asks for the next round. Raises RunError if it isn't entered as expected."""
+        drive = self._drive
+        if drive is None or self._is_async is not is_async or (is_first and self._state != "running"):
+            raise self._not_entered(expected)
+        self._doctor.reader_asks()
+        return drive
 
     def _is_round_ready(self) -> bool:
         self._warn_of_notes()
@@ -503,7 +500,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             ).see("interrupted")
         if self._state == "closed":
             return RunError("the rollout is closed; expected a new one, Rollout(...), for another loop")
-        entered = "by 'async with'" if self._drive is None else "by 'with' or start()"
+        entered = "by 'async with'" if self._is_async else "by 'with' or start()"
         state = f"running, entered {entered}" if self._state == "running" else self._state
         return RunError(f"the rollout is {state}; this loop expects: {expected}")
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
@@ -183,33 +184,41 @@ class FragmentRounds(Generic[F]):
 
         Raises what `take` raises, and RunError after it has raised.
         """
+        self._begin(release)
+        while not self.is_full:
+            with self._noting_failure():
+                fragment = take()
+            if fragment is None:
+                break
+            self.take(fragment, release)
+        self.is_gathered = True
+
+    async def gather_async(
+        self, take: Callable[[], Awaitable[F | NoFragment | None]], release: Callable[[Sequence[int]], None]
+    ) -> None:
+        """Take the fragments of a round, as `gather` does, in an event loop."""
+        self._begin(release)
+        while not self.is_full:
+            with self._noting_failure():
+                fragment = await take()
+            if fragment is None:
+                break
+            self.take(fragment, release)
+        self.is_gathered = True
+
+    def _begin(self, release: Callable[[Sequence[int]], None]) -> None:
         if self._failure is not None:
             raise RunError(f"the rollout can't go on: {self._failure}; expected another one to be made")
         if self.is_empty:
             self.give_back(release)
-        while not self.is_full and (fragment := self._next(take)) is not None:
-            self.take(fragment, release)
-        self.is_gathered = True
 
-    def _next(self, take: Callable[[], F | NoFragment | None]) -> F | NoFragment | None:
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
         try:
-            return take()
+            yield
         except Exception as error:
             self._failure, self.error = f"it has failed with {type(error).__name__}: {error}", error
             raise
-
-    async def gather_async(
-        self, receive: Callable[[], Awaitable[F | NoFragment]], release: Callable[[Sequence[int]], None]
-    ) -> None:
-        """Take the fragments of a round in an event loop; `receive` raises `anyio.EndOfStream` where no more come."""
-        if self.is_empty:
-            self.give_back(release)
-        while not self.is_full:
-            try:
-                self.take(await receive(), release)
-            except anyio.EndOfStream:
-                break
-        self.is_gathered = True
 
     @property
     def incomplete_steps(self) -> int:

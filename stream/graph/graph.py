@@ -329,7 +329,7 @@ class Graph:
             trace          file for a trace of the run; compressed where it ends in .gz; None: none
         """
         self.validate()
-        return RunHandle(self, seed, StallRules(stall_after, on_stall), watches=True, trace=trace)
+        return RunHandle(self, seed, StallRules(stall_after, on_stall), trace=trace)
 
     # Inside
 

@@ -102,7 +102,7 @@ class InlineRun:
         if outputs or not self.has_ended:
             self.caller.begin_life()
         else:
-            self._end()
+            self.stop_clock()
         return outputs
 
     def next_outputs_unmetered(self) -> list[tuple[str, Any]]:
@@ -208,15 +208,19 @@ class InlineRun:
         """Call every node's `close()`, and let go of all items. A second call does nothing."""
         if self._state != "closed":
             self._state = "closed"
-            self._end()
+            if self._bell is None:
+                self.stop_clock()
             self._failure = self._steps = None  # an error's traceback refers to this run
             try:
                 close_nodes(self.graph)
             finally:
                 self._chain.close()
 
-    def _end(self) -> None:
-        """Count no more; what the caller does from now on is none of this run's."""
+    def stop_clock(self) -> None:
+        """Count no more; what the caller does from now on is none of this run's.
+
+        A thread that has a bell leaves this to the reader of its outputs, who may be behind.
+        """
         if self._ended_at is None:
             self._ended_at = clock()
             self.caller.end_life()

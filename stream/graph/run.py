@@ -53,11 +53,9 @@ class Run:
     stops the sources, and lets all items reach their sinks.
     """
 
-    def __init__(
-        self, graph: "Graph", seed: int | None = None, rules: StallRules | None = None, *, watches: bool = False
-    ) -> None:
+    def __init__(self, graph: "Graph", seed: int | None, rules: StallRules) -> None:
         self.graph = graph
-        self.doctor = RunDoctor(self, rules or StallRules(after=None), watches=watches)
+        self.doctor = RunDoctor(self, rules)
         self.thread = 0  # of the event loop
         self.at: dict[str, Any] = {}  # node -> its coroutine, or the thread of its last call
         self._live: set[str] = set()  # first nodes of the tasks that have not ended
@@ -463,26 +461,19 @@ def _outcome(function: Callable[..., Any], *args: Any) -> Iterator[tuple[Any, Ex
 class RunHandle(AbstractAsyncContextManager[Run]):
     """Runs a graph until the block is left. A node's error is raised unchanged, with the node's name in a note.
 
-    rules      of the stall doctor; None: it is off
-    watches    whether the run has a stall doctor of its own, beside who may watch it otherwise
-    trace      file for a trace; None: none
+    rules    of the stall doctor
+    trace    file for a trace; None: none
 
     Warns if it is never entered, since nothing would have run.
     """
 
     def __init__(
-        self,
-        graph: "Graph",
-        seed: int | None = None,
-        rules: StallRules | None = None,
-        *,
-        watches: bool = False,
-        trace: str | PathLike[str] | None = None,
+        self, graph: "Graph", seed: int | None, rules: StallRules, *, trace: str | PathLike[str] | None
     ) -> None:
         self._name, self._is_entered = graph.name, True  # a trace that is refused is enough to be told
         check_trace(trace)
         self._is_entered = False
-        self._block = _running(graph, seed, rules, watches=watches, trace=trace)
+        self._block = _running(graph, seed, rules, trace)
 
     async def __aenter__(self) -> Run:
         self._is_entered = True
@@ -512,9 +503,9 @@ class RunHandle(AbstractAsyncContextManager[Run]):
 
 @asynccontextmanager
 async def _running(
-    graph: "Graph", seed: int | None, rules: StallRules | None, *, watches: bool, trace: str | PathLike[str] | None
+    graph: "Graph", seed: int | None, rules: StallRules, trace: str | PathLike[str] | None
 ) -> AsyncIterator[Run]:
-    run = Run(graph, seed, rules, watches=watches)
+    run = Run(graph, seed, rules)
     run.doctor.trace_to = trace
     failure: BaseException | None = None
     try:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 _LOOKS = 3  # that find no sign of life: one alone may come late itself
-_LOOP = "the event loop"
 _REMEDY = "all its tasks stand still; await there, or do it in a thread, by anyio.to_thread.run_sync"
 _BRIEF_S = 0.1  # that a call between two waits for background nodes lasts at most
 
@@ -44,14 +43,12 @@ class RunDoctor:
 
     run        that is watched
     rules      when and how it speaks
-    watches    whether it has a thread that looks, and a socket; without them it only ends the run when it is asked to
-
     trace_to   file for a trace, to be set before the start; None: there is one only when it is asked for
     """
 
-    def __init__(self, run: "Run", rules: StallRules, *, watches: bool) -> None:
+    def __init__(self, run: "Run", rules: StallRules) -> None:
         self._run: Run = weakref.proxy(run)  # it holds its doctor
-        self._rules, self._watches = rules, watches
+        self._rules = rules
         self._watcher = StallThread(self, rules, self.end_stalled)
         self.trace_to: str | PathLike[str] | None = None
         self._tracing = Tracing(self._with_reader)
@@ -69,9 +66,8 @@ class RunDoctor:
             self._bell = Wakeup()
             tasks.start_soon(ending_quietly, partial(self._answer, self._bell))
         self._tracing.begin(self.trace_to)
-        if self._watches:
-            self._watcher.start()
-            self._socket.start()
+        self._watcher.start()
+        self._socket.start()
 
     def stop(self) -> None:
         """End the thread. Once the tasks have ended."""
@@ -159,22 +155,13 @@ class RunDoctor:
 
     def _behind_loop(self, look: Look) -> Look:
         """The look of a run whose event loop is held up: whoever waits at an exit waits for that."""
-        held = Wait(
-            _LOOP,
-            "call",
-            f"is held up by {self._holder}",
-            mark=self._asked_at,
-            age_s=(clock() - self._asked_at) / 1e9,
-            calls=self._answered,
-            remedy=_REMEDY,
-            stack=partial(stack_of_thread, self._run.thread),
-        )
+        held = loop_held_up(self._holder, self._asked_at, self._answered, self._run.thread)
         behind = {
-            each.party: replace(look.waits[each.party], on=(_LOOP,))
+            each.party: replace(look.waits[each.party], on=(held.name,))
             for each in look.exits
             if each.waits and look.waits[each.party].kind == "waits"
         }
-        return replace(look, waits={**look.waits, **behind, _LOOP: held})
+        return replace(look, waits={**look.waits, **behind, held.name: held})
 
     def _signs_of_loop(self) -> Iterator[Sign]:
         """Code that holds up the event loop."""
@@ -193,6 +180,19 @@ class RunDoctor:
             bell.silence()
         self._run.fail(self._error)
         raise self._error
+
+
+def loop_held_up(holder: str, since: int, calls: int, thread: int) -> Wait:
+    """The wait for an event loop that something holds up.
+
+    holder    what does, in words
+    since     time of the event that it has not come to, in ns
+    calls     events that it has come to
+    thread    that it runs in
+    """
+    doing, age_s = f"is held up by {holder}", (clock() - since) / 1e9
+    stack = partial(stack_of_thread, thread)
+    return Wait("the event loop", "call", doing, mark=since, age_s=age_s, calls=calls, remedy=_REMEDY, stack=stack)
 
 
 def look_of_inline_run(run: "InlineRun") -> Look:

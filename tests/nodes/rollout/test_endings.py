@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 2},
     "gathering": {"lanes": 3, "max_batch": 12},
-    "event loop": {"lanes": 2, "forward_in_thread": True},
+    "forward in a thread": {"lanes": 2, "forward_in_thread": True},
 }
 FAILING = {
     "env": r"(environment 1, env step|lane 0, vector step)",
@@ -149,7 +149,7 @@ async def read_in_graph(rollout: Any, ending: str, scope: anyio.CancelScope) -> 
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("several", SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("way", [{}, WAYS["event loop"]], ids=["inline", "event loop"])
+@pytest.mark.parametrize("way", [{}, WAYS["forward in a thread"]], ids=["inline", "forward in a thread"])
 @pytest.mark.parametrize("reading", [read_async, read_in_graph], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("ending", [*ENDINGS, "cancelled"])
 async def test_no_task_is_left_and_every_environment_is_closed(

@@ -135,7 +135,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "threads": {"where": "threads", "lanes": 3},
     "one pass for all": {"where": "threads", "lanes": 3, "max_batch": 4},
     "ahead": {"prefetch": 2},
-    "event loop": {"where": "threads", "lanes": 3, "forward_in_thread": True},
+    "forward in a thread": {"where": "threads", "lanes": 3, "forward_in_thread": True},
 }
 IN_READER = ("learner", "hook")  # points in the reader's thread, wherever the rest is
 
@@ -208,7 +208,7 @@ def test_it_ends_the_run_at_once_and_counts_what_is_lost(
     point: str, way: str, kind: str, press_in_reader: Raise
 ) -> None:
     is_elsewhere = point not in IN_READER and (
-        way in ("ahead", "event loop") or (way in WAYS and "where" in WAYS[way] and point in POINTS[:3])
+        way in ("ahead", "forward in a thread") or (way in WAYS and "where" in WAYS[way] and point in POINTS[:3])
     )
     gathering = threading.Event()
     interrupts = Interrupts(PRESS, 21 if point in POINTS[:5] else 3)
@@ -332,7 +332,7 @@ def waiting(place: str) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", ["threads", "ahead", "event loop", "processes", "rollouts", "hosts", "rollouts on hosts"]
+    "place", ["threads", "ahead", "forward in a thread", "processes", "rollouts", "hosts", "rollouts on hosts"]
 )
 def test_it_ends_a_wait(place: str, press_in_reader: Raise, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.env.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)  # of a long fragment
@@ -407,10 +407,10 @@ def test_in_an_evaluation_it_closes_the_environments() -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("form", ["async for", "graph"])
-@pytest.mark.parametrize("way", ["inline", "threads", "event loop"])
+@pytest.mark.parametrize("way", ["inline", "threads", "forward in a thread"])
 @pytest.mark.parametrize("point", ["before the step", "forward", "learner"])
 def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, backend: str) -> None:
-    is_elsewhere = (point == "before the step" and way != "inline") or (point == "forward" and way == "event loop")
+    is_elsewhere = point != "learner" and (form == "async for" or way != "inline")
     press = partial(os.kill, os.getpid(), signal.SIGINT) if is_elsewhere else PRESS
     interrupts = Interrupts(press, 3 if point == "learner" else 21)
     rollout, envs = one_agent(point, interrupts, **WAYS[way])
@@ -442,7 +442,7 @@ def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, b
         next(rollout.fragments())
 
 
-@pytest.mark.parametrize("way", ["inline", "ahead", "event loop"])
+@pytest.mark.parametrize("way", ["inline", "ahead", "forward in a thread"])
 def test_after_an_error_it_says_that_it_can_not_go_on(way: str) -> None:
     def fail() -> None:
         raise ZeroDivisionError("no more")

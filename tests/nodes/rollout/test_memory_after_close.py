@@ -28,7 +28,7 @@ from rollflow.stream.graph.run import Run
 PLACES: list[dict[str, Any]] = [
     {"where": "inline"},
     {"where": "inline", "prefetch": 1},  # in a thread
-    {"where": "inline", "lanes": 2, "max_batch": 4},  # on an event loop in a thread
+    {"where": "inline", "lanes": 2, "max_batch": 4},
     {"where": "threads", "lanes": 2},
     {"where": "processes", "workers": 1},
     {"where": "rollouts", "workers": 1},

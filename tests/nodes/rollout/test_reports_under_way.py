@@ -22,7 +22,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 1},
     "threads": {"where": "threads"},
-    "event loop": {"where": "threads", "forward_in_thread": True},
+    "forward in a thread": {"where": "threads", "forward_in_thread": True},
     "processes": {"where": "processes", "workers": 1},
     "rollouts": {"where": "rollouts", "workers": 1},
 }
@@ -86,7 +86,7 @@ class HeldModule(NumberedModule):
         return super()._forward(batch, **kwargs)
 
 
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "event loop"])
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "forward in a thread"])
 def test_a_forward_pass_that_hangs_is_what_holds_all_others_back(place: str) -> None:
     env = NumberedEnv(0)
     module = HeldModule(env.observation_space, env.action_space)

@@ -22,7 +22,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 1},
     "threads": {"where": "threads"},
-    "event loop": {"where": "threads", "forward_in_thread": True},
+    "forward in a thread": {"where": "threads", "forward_in_thread": True},
     "processes": {"where": "processes", "workers": 1},
     "rollouts": {"where": "rollouts", "workers": 1},
 }

@@ -29,7 +29,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 1},
     "threads": {"where": "threads"},
-    "event loop": {"where": "threads", "forward_in_thread": True},
+    "forward in a thread": {"where": "threads", "forward_in_thread": True},
     "processes": {"where": "processes", "workers": 1},
     "rollouts": {"where": "rollouts", "workers": 1},
 }
@@ -37,7 +37,7 @@ PLACES = {
     "inline": r"env \(lane 0\)",
     "ahead": r"env \(lane 0\)",
     "threads": r"env \(lane 0, in its thread\)",
-    "event loop": r"env \(lane 0, in its thread\)",
+    "forward in a thread": r"env \(lane 0, in its thread\)",
     "processes": r"env \(lane 0, worker 0, pid \d+\)",
     "rollouts": r"rollouts \(lane 0, worker 0, pid \d+\)",
 }
@@ -108,7 +108,7 @@ class Locked(NumberedModule):
         return super()._forward(batch, **kwargs)
 
 
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "event loop"])
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "forward in a thread"])
 def test_a_lock_in_a_module_is_named_with_its_line(place: str) -> None:
     module = Locked()
     rollout = Rollout(lambda: NumberedEnv(0), module=module, flat_forward=False, **OPTIONS, **ANYWHERE[place])
@@ -261,7 +261,7 @@ def test_the_log_says_it_by_itself_and_once_more_when_it_goes_on(place: str, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["ahead", "threads", "event loop", "processes", "rollouts"])
+@pytest.mark.parametrize("place", ["ahead", "threads", "forward in a thread", "processes", "rollouts"])
 def test_a_run_that_stands_still_is_ended_where_it_is_asked_for(place: str, tmp_path: Path) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
     options = OPTIONS | {"stall_after": 0.3, "on_stall": "raise"}
@@ -375,10 +375,7 @@ async def test_another_task_that_holds_up_the_event_loop_of_a_rollout_is_named(
     rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **options, **ANYWHERE[place])
     told = "the event loop is held up by a task or a callback since "
 
-    async def holds() -> None:
-        run = rollout._async_drive.run
-        while not (run["fragments"].is_awaited and run.doctor._answered):
-            await anyio.lowlevel.checkpoint()
+    async def holds() -> None:  # from when the reader waits on
         await_that(lambda: told in caplog.text)
 
     async with rollout, anyio.create_task_group() as tasks:

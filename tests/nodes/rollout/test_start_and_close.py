@@ -34,7 +34,7 @@ def rollout_of(count: int = 2, **options: Any) -> tuple[list[Any], Rollout]:
 @pytest.mark.parametrize(
     "options",
     [{}, {"prefetch": 1}, {"where": "threads"}, {"max_batch": 2, "max_wait": 0.01, "lanes": 2}],
-    ids=["inline", "ahead", "threads", "event loop"],
+    ids=["inline", "ahead", "threads", "joint passes"],
 )
 def test_what_start_begins_close_ends(options: Any) -> None:
     join_loop_workers()
@@ -180,7 +180,7 @@ DRIVERS: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 1},
     "threads": {"where": "threads"},
-    "event loop": {"max_batch": 2, "max_wait": 0.01, "lanes": 2},
+    "joint passes": {"max_batch": 2, "max_wait": 0.01, "lanes": 2},
 }
 
 

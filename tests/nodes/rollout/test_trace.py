@@ -30,7 +30,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "prefetch": {"lanes": 2, "prefetch": 1},
     "threads": {"where": "threads", "lanes": 2},
     "processes": {"where": "processes", "workers": 2},
-    "event loop": {"lanes": 2, "max_batch": 4, "forward_in_thread": True},
+    "forward in a thread": {"lanes": 2, "max_batch": 4, "forward_in_thread": True},
     "rollouts": {"where": "rollouts", "workers": 2},
 }
 KILLED = """

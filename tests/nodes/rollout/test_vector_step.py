@@ -66,7 +66,8 @@ def calls_of_a_fragment(num_envs: int, observations: gym.Space[Any], actions: gy
             calls[argument.__qualname__] += 1
 
     env = Vectorized(num_envs, observations, actions)
-    with Rollout(env, module=Policy(), fragment_length=40, seed=0) as rollout:
+    # The stall doctor would have fragments looked at now and then.
+    with Rollout(env, module=Policy(), fragment_length=40, seed=0, stall_after=None) as rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
         gc.disable()  # a collection in the middle would call what has nothing to do with it
