@@ -26,7 +26,7 @@ from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sock
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.replay import Batch, Replay
+from rollflow.sinks.replay.replay import Batch, Replay, first_error
 from rollflow.sinks.replay.sampled_steps import IDS
 from rollflow.sinks.trainer.messages import arrays_of
 from rollflow.sinks.trainer.stream import TrainerStream
@@ -306,10 +306,7 @@ class ReplayHost:
                         scope.cancel()
                         await anyio.lowlevel.checkpoint()
         except ExceptionGroup as group:
-            error: Exception = group
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
+            raise first_error(group) from None
 
     async def _serve_with(self, task_status: TaskStatus[anyio.Event]) -> None:
         """Serve with the stream open, until the host is to leave; write a last checkpoint."""

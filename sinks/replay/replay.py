@@ -5,10 +5,9 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import chain, repeat
 from math import inf
 from pathlib import Path
@@ -136,33 +135,11 @@ class Turns:
             self._waited[side] += monotonic() - wait[1]
 
 
-async def run_both(*parts: Callable[[], Awaitable[None]], beside: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the parts side by side, and `beside` until they have ended.
-
-    What one of them raises ends the others, and is raised as it is, in no group.
-    """
-    raised: Exception | None = None
-    left = len(parts)
-    async with anyio.create_task_group() as tasks:
-
-        async def work(part: Callable[[], Awaitable[None]]) -> None:
-            nonlocal raised, left
-            try:
-                await part()
-            except Exception as error:
-                raised = error
-            left -= 1
-            if raised is not None or not left:
-                tasks.cancel_scope.cancel()
-
-        tasks.start_soon(ending_quietly, beside)
-        for part in parts:
-            tasks.start_soon(ending_quietly, partial(work, part))
-    try:
-        if raised is not None:
-            raise raised
-    finally:
-        del raised  # whose traceback refers to this frame
+def first_error(error: Exception) -> Exception:
+    """The first error in a group of errors, however deep; another error as it is."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class Replay:
@@ -374,7 +351,14 @@ class Replay:
                     return
                 await batches.send(self.sample())
 
-        await run_both(insert_all, send_all, beside=self.turns.relay)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for beside in (self.turns.relay, insert_all):
+                    tasks.start_soon(ending_quietly, beside)
+                await send_all()  # which ends behind the last insert
+                tasks.cancel_scope.cancel()
+        except ExceptionGroup as group:
+            raise first_error(group) from None
 
     # Checkpoints
 

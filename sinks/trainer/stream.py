@@ -115,7 +115,7 @@ class TrainerStream:
         self.metrics = MetricsLogger() if metrics is None else metrics
         self._item_maker = ItemMaker(yields, learner_connector, module, self.metrics)
         self._staleness = StalenessBound(max_lag, on_excess)
-        self._join_timeout, self._expected = join_timeout, sources or 0
+        self._join_timeout = join_timeout
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
         self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
         self._items: Iterator[LoopItem] = iter(())
@@ -144,7 +144,7 @@ class TrainerStream:
         if self._state != "new":
             raise RunError(f"the stream is {self._state}: it runs once, make another one")
         try:
-            self._listener.sockets = listen_on(self.address, self._expected)
+            self._listener.sockets = listen_on(self.address)
         except EnvError as error:
             raise RunError(str(error)) from error
         if not isinstance(self.address, SharedAddress):

@@ -1,26 +1,31 @@
 """Loop that owns the sockets of one end of a wire: it accepts, dials, reads, writes and keeps time."""
 
+import logging
 import os
 import select
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
-from rollflow.stream.net.sockets import ListeningSockets, Peer, PeerSet
-from rollflow.stream.wire import Address, ConnectionBroken, Event, Message
+from rollflow.stream.net.sockets import Peer, PeerSet
+from rollflow.stream.wire import Address, ConnectionBroken, Event, Message, TcpAddress
 
 P = TypeVar("P", bound=Peer[Any])
 Handled = TypeVar("Handled", bound=Peer[Any], contravariant=True)
 Greeted = TypeVar("Greeted", bound=Peer[Any], covariant=True)
 
 
+logger = logging.getLogger(__name__)
+
 _MANY, _LOOK_S = 64, 2e-5
+_PAUSE_S = 0.25  # until it is tried again whether there are descriptors for more connections
 
 
 def look_s(count: int) -> float:
@@ -36,7 +41,7 @@ def _give_up_all() -> None:
 
     Open there, they would keep the address taken and connections alive after the loop's process has ended.
     """
-    fds = [each.fileno() for loop in list(_listening) for each in (*loop._listened, *loop.peers)]
+    fds = [each.fileno() for loop in list(_listening) for each in (*loop._listened.values(), *loop.peers)]
     for fd in [each for each in fds if each >= 0]:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, fd, inheritable=False)
@@ -94,23 +99,25 @@ class SocketLoop(Generic[P]):
         self._poll.register(self.wakeup.fileno(), select.POLLIN)
         self._max_strangers, self._looks_at = max_strangers, 0.0
         self._greeters: dict[int, Greeter[P]] = {}  # by descriptors that are listened on
-        self._listened: list[socket.socket] = []
+        self._listened: dict[int, socket.socket] = {}
+        self._paused: dict[int, float] = {}  # those of them that are not waited for, until when
         self._caller: Greeter[P] | None = None  # of what is dialled
         self.peers: PeerSet[P] = PeerSet(self._poll)
-        self._acceptor = ListeningSockets(self._poll)
         self.dialler = Dialler([], self._poll)
 
     def listen(self, sockets: Sequence[socket.socket], greeter: Greeter[P]) -> None:
         """Accept by sockets that are listened on, also beside others. A process that is forked off gives them up."""
-        self._acceptor.add(sockets)
-        self._listened += sockets
         _listening.add(self)
-        self._greeters |= {sock.fileno(): greeter for sock in sockets}
+        for sock in sockets:
+            self._listened[sock.fileno()], self._greeters[sock.fileno()] = sock, greeter
+            self._poll.register(sock.fileno(), select.POLLIN)
 
     def stop_listening(self) -> None:
         """Accept no more; the sockets are others' to close."""
-        self._acceptor.close()
-        self._acceptor = ListeningSockets(self._poll)
+        for fd in self._greeters.keys() - self._paused.keys():
+            self._poll.unregister(fd)
+        self._greeters.clear()
+        self._paused.clear()
 
     def dial(self, addresses: Sequence[Address], greeter: Greeter[P]) -> None:
         """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""
@@ -157,7 +164,8 @@ class SocketLoop(Generic[P]):
         """`wait` until the first of these times, on the clock `monotonic`, and until `tick` is due at the latest."""
         with self.lock:
             deadlines = [peer.connection.next_deadline() for peer in self.peers]
-        due = min((time for time in (*times, *deadlines, self._acceptor.due) if time is not None), default=None)
+        times = (*times, *deadlines, *self._paused.values())
+        due = min((time for time in times if time is not None), default=None)
         return self.wait(None if due is None else max(0.0, due - monotonic()))
 
     def serve(self, ready: Iterable[tuple[int, int]], now: float) -> None:
@@ -173,7 +181,7 @@ class SocketLoop(Generic[P]):
                     self.peers.write(peer)
             elif fd == self.wakeup.fileno():
                 self.wakeup.silence()
-            elif fd in self._acceptor:
+            elif fd in self._greeters:
                 self._accept(fd, now)
             elif fd in self.dialler and (reached := self.dialler.serve(fd, now)) is not None:
                 sock, dialled = reached
@@ -196,7 +204,9 @@ class SocketLoop(Generic[P]):
                 self._take(peer, events, now)
                 with self.lock:
                     self.peers.write(peer)
-        self._acceptor.listen_again(now)
+        for fd in [fd for fd, due in self._paused.items() if due <= now]:
+            del self._paused[fd]
+            self._poll.register(fd, select.POLLIN)
         self.dialler.tick(now)
 
     def close(self) -> None:
@@ -222,12 +232,25 @@ class SocketLoop(Generic[P]):
             self.drop(peer)
 
     def _accept(self, fd: int, now: float) -> None:
-        accepted = self._acceptor.accept(fd, now)
-        if accepted is None:
+        """Take a connection by a descriptor that is listened on, unless there is none, or none can be taken now."""
+        try:
+            sock, where = self._listened[fd].accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptors left, as a rule: to be tried again, but not at once
+            logger.warning("a connection can't be taken: %s", error)
+            if self._listened[fd].fileno() >= 0:
+                self._poll.unregister(fd)
+                self._paused[fd] = now + _PAUSE_S
+                return
+            del self._greeters[fd]  # its owner has closed it
+            with suppress(OSError):  # an epoll has forgotten it already
+                self._poll.unregister(fd)
             return
         with self.lock:
             crowded_out = self.peers.crowd_out(self._max_strangers)
         if crowded_out is not None:
             assert crowded_out.connection.error is not None
             self.fail(crowded_out, crowded_out.connection.error, now)
-        self.add(self._greeters[fd].greet(*accepted, now, None))
+        name = str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else "a Unix socket"
+        self.add(self._greeters[fd].greet(sock, name, now, None))

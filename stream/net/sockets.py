@@ -1,25 +1,15 @@
-"""Peers, which are connections with their sockets, and sockets that accept more of them."""
+"""Peers, which are connections with their sockets."""
 
 import logging
 import select
-import socket
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from rollflow.stream.data.system import system_module
 from rollflow.stream.net.dialler import Dialled, SocketPoll
 from rollflow.stream.net.transport import Transport
-from rollflow.stream.wire import Connection, ConnectionPhase, TcpAddress
+from rollflow.stream.wire import Connection, ConnectionPhase
 
-resource = system_module("resource")
-
-logger = logging.getLogger(__name__)
-
-_PAUSE_S = 0.25  # until it is tried again whether there are descriptors for more connections
-_SPARE = 64  # descriptors besides connections
 _MOST_QUOTED = 300  # characters of what the other end says
 
 C = TypeVar("C", bound=Connection)
@@ -49,13 +39,12 @@ P = TypeVar("P", bound=Peer[Any])
 
 
 class PeerSet(Generic[P]):
-    """Peers, oldest first. Once there is a set, rollflow's warnings carry the time: see `add_times`.
+    """Peers, oldest first.
 
     poll    waits for their sockets
     """
 
     def __init__(self, poll: SocketPoll) -> None:
-        add_times()
         self._poll = poll
         self._by_fd: dict[int, P] = {}
         self._by_connection: dict[int, P] = {}
@@ -126,76 +115,6 @@ class PeerSet(Generic[P]):
             peer.transport.close()
 
 
-def check_descriptors(connections: int) -> None:
-    """Warn where so many connections are expected, and this process may not have as many descriptors."""
-    try:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    except OSError:  # this system has no such limit
-        return
-    if most < connections + _SPARE:
-        logger.warning(
-            "%d connections are expected, and this process may have %d descriptors; expected %d or more: ulimit -n",
-            connections,
-            most,
-            connections + _SPARE,
-        )
-
-
-class ListeningSockets:
-    """Sockets that are listened on.
-
-    poll    waits for them
-    """
-
-    def __init__(self, poll: SocketPoll) -> None:
-        self._listening: dict[int, socket.socket] = {}
-        self._paused: dict[int, float] = {}  # descriptor -> until when it is not waited for
-        self._poll = poll
-
-    def add(self, sockets: Sequence[socket.socket]) -> None:
-        """Accept by more sockets."""
-        for sock in sockets:
-            self._listening[sock.fileno()] = sock
-            self._poll.register(sock.fileno(), select.POLLIN)
-
-    def __contains__(self, fd: int) -> bool:
-        return fd in self._listening
-
-    @property
-    def due(self) -> float | None:
-        """Time at which `listen_again` is to be called; None: it need not be."""
-        return min(self._paused.values(), default=None)
-
-    def accept(self, fd: int, now: float) -> tuple[socket.socket, str] | None:
-        """A connected socket, and where its other end is; None: there is none, or none can be taken now."""
-        try:
-            sock, where = self._listening[fd].accept()
-        except BlockingIOError:
-            return None
-        except OSError as error:  # no descriptors left, as a rule: to be tried again, but not at once
-            logger.warning("a connection can't be taken: %s", error)
-            if self._listening[fd].fileno() < 0:  # its owner has closed it
-                del self._listening[fd]
-                with suppress(OSError):  # an epoll has forgotten it already
-                    self._poll.unregister(fd)
-                return None
-            self._poll.unregister(fd)
-            self._paused[fd] = now + _PAUSE_S
-            return None
-        return sock, str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else "a Unix socket"
-
-    def listen_again(self, now: float) -> None:
-        """Wait again for sockets that could not accept for a while."""
-        for fd in [fd for fd, due in self._paused.items() if due <= now]:
-            del self._paused[fd]
-            self._poll.register(fd, select.POLLIN)
-
-    def close(self) -> None:
-        """Unregister the sockets. Their owner closes them."""
-        for fd in self._listening.keys() - self._paused.keys():
-            self._poll.unregister(fd)
-
-
 def quoted(text: object) -> str:
     """An error text as part of a log line: escaped and cut, for the text may be a stranger's."""
     return "".join(
@@ -211,30 +130,3 @@ def refusal_level(connection: Connection) -> int:
     """
     is_probe = connection.is_new and connection.error is not None and connection.error.code == "lost"
     return logging.DEBUG if is_probe else logging.WARNING
-
-
-class LastResort(logging.Handler):
-    """Handler that writes warnings to stderr, with the time, while nobody else handles them.
-
-    Python's own last resort writes them without the time. `logging.basicConfig` puts both out of work.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless the program has handlers of its own."""
-        if logging.getLogger().handlers or len(logging.getLogger("rollflow").handlers) > 1:
-            return
-        try:
-            sys.stderr.write(f"{self.format(record)}\n")
-        except Exception:
-            self.handleError(record)
-
-
-def add_times() -> None:
-    """Have rollflow's warnings carry the time in a program that has set up no log; done once."""
-    log = logging.getLogger("rollflow")
-    if not any(isinstance(handler, LastResort) for handler in log.handlers):
-        log.addHandler(LastResort())

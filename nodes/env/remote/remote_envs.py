@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Self
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, WireError
-from rollflow.stream.net.sockets import check_descriptors
 from rollflow.stream.net.transport import check_server_tls
 from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
 
@@ -81,7 +80,7 @@ class RemoteHosts:
             for text in addresses:
                 address = parse_address(text)
                 check_secret(address, secret_bytes(secret))
-                sockets += listen_on(address, hosts)
+                sockets += listen_on(address)
             return cls(
                 sockets=sockets,
                 addresses=[address_of(sock) for sock in sockets],
@@ -179,9 +178,8 @@ def secret_bytes(secret: Secret) -> bytes | None:
     return secret.strip().encode() if isinstance(secret, str) else secret
 
 
-def listen_on(address: Address, connections: int = 0) -> list[socket.socket]:
-    """Sockets that listen on an address, for about so many connections. Raises EnvError where that can't be."""
-    check_descriptors(connections)
+def listen_on(address: Address) -> list[socket.socket]:
+    """Sockets that listen on an address. Raises EnvError where that can't be."""
     try:
         sockets = [_unix_listener(address)] if isinstance(address, UnixAddress) else _tcp_listeners(address)
     except OSError as error:

@@ -153,6 +153,33 @@ def test_the_oldest_stranger_fails_where_too_many_come(looped: Looped) -> None:
         assert looped.loop.wait(0) == []
 
 
+class Exhausted(socket.socket):
+    is_exhausted = True
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.is_exhausted:
+            raise OSError(24, "Too many open files")
+        return super().accept()
+
+
+def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
+    looped: Looped, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Exhausted() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        looped.loop.listen([listener], looped.owner)
+        with socket.create_connection(listener.getsockname()):
+            looped.serve(7.0)
+            listener.is_exhausted = False
+            looped.loop.tick(7.0)
+            assert looped.loop.wait(0) == []
+            looped.loop.tick(8.0)
+            looped.serve(8.0)
+            assert len(list(looped.loop.peers)) == 3
+    assert "a connection can't be taken: [Errno 24] Too many open files" in caplog.text
+
+
 def test_a_wait_ends_when_something_is_due_or_another_thread_wakes_it(looped: Looped) -> None:
     for peer in looped.peers:
         peer.connection._quiet_since = monotonic() + 1e3

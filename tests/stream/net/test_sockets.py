@@ -1,7 +1,6 @@
 """Connections and their sockets: what is waited for, who is let in."""
 
 import logging
-import resource
 import select
 import socket
 import ssl
@@ -12,7 +11,7 @@ from time import monotonic
 import pytest
 
 from rollflow.stream.net import transport
-from rollflow.stream.net.sockets import ListeningSockets, Peer, PeerSet, check_descriptors, refusal_level
+from rollflow.stream.net.sockets import Peer, PeerSet, refusal_level
 from rollflow.stream.net.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
 
@@ -105,42 +104,6 @@ def test_the_other_end_has_only_so_much_time_to_close() -> None:
     there.close()
 
 
-def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Exhausted(socket.socket):
-        is_exhausted = True
-
-        def accept(self) -> tuple[socket.socket, object]:
-            if self.is_exhausted:
-                raise OSError(24, "Too many open files")
-            return super().accept()
-
-    poll = select.epoll()
-    with Exhausted() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        entrance = ListeningSockets(poll)
-        entrance.add([listener])
-        with socket.create_connection(listener.getsockname()):
-            assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
-            assert entrance.accept(listener.fileno(), 7.0) is None
-            assert poll.poll(0) == []
-            listener.is_exhausted = False
-            entrance.listen_again(7.0)
-            assert poll.poll(0) == []
-            assert entrance.due is not None
-            entrance.listen_again(entrance.due)
-            assert entrance.due is None
-            assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
-            arrived = entrance.accept(listener.fileno(), 8.0)
-            assert arrived is not None
-            assert arrived[1].startswith("tcp://127.0.0.1:")
-            arrived[0].close()
-    poll.close()
-    assert "a connection can't be taken: [Errno 24] Too many open files" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("ends", "level"),
     [
@@ -155,13 +118,3 @@ def test_a_look_whether_somebody_listens_is_no_warning(ends: Callable[[Connectio
     end = End(Limits(), 0.0, 1 << 20)
     ends(end)
     assert refusal_level(end) == level
-
-
-def test_more_connections_than_a_process_may_have_are_told_of_before_they_come(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    check_descriptors(960)
-    assert not caplog.text
-    check_descriptors(1000)
-    assert "1000 connections are expected, and this process may have 1024 descriptors; expected 1064" in caplog.text
