@@ -81,8 +81,10 @@ class OnePolicy:
         )
         forward = ModuleForward(acting.copy, self._weights, **self.pass_options)
         largest = max(env.num_envs for env in environments.envs)
-        joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.in_thread)
-        act = ModuleToEnv(acting.module_to_env, env_space=environments.action_space, threads=how.threads, **context)
+        joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.forward_in_thread)
+        act = ModuleToEnv(
+            acting.module_to_env, env_space=environments.action_space, threads=how.forward_threads, **context
+        )
         return prepare, joint or forward, act
 
     def begin_lane(self, lane: Any, seed: int) -> None:
@@ -147,8 +149,8 @@ class AgentsPolicy:
         forward = AgentForward(self._modules)
         agents = sum(len(part.agents) for part in environments.parts)
         largest = max(envs.num_envs for envs in environments.envs) * agents
-        joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.in_thread)
-        act = ModuleToAgents(acting.module_to_env, metrics=options.metrics, threads=how.threads)
+        joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.forward_in_thread)
+        act = ModuleToAgents(acting.module_to_env, metrics=options.metrics, threads=how.forward_threads)
         return prepare, joint or forward, act
 
     def begin_lane(self, lane: Any, seed: int) -> None:

@@ -1,15 +1,14 @@
 """Environments with several agents, modules and connectors as one node, and as a plain loop over train batches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from os import PathLike
 from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.argument_checks import check_flags, check_numbers, seeds_of
+from rollflow.nodes.argument_checks import check_flags, check_numbers
 from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.logs.destinations import Log, LogOptions
+from rollflow.nodes.logs.destinations import Log
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
@@ -19,10 +18,9 @@ from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
 from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
 from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
 from rollflow.nodes.policies.policy import Policy
-from rollflow.nodes.rollout.execution import AgentsPolicy, StageOptions, execution_for
-from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place
-from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place, with_hosts
-from rollflow.nodes.rollout.race import trial_of_several
+from rollflow.nodes.rollout.execution import AgentsPolicy
+from rollflow.nodes.rollout.options import Pieces, Place, options_of
+from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import sampling_data
 from rollflow.nodes.stages.agent_learner import AgentLagBound, AgentLearner
@@ -35,7 +33,7 @@ from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.observe.watch import OnStall, StallRules
+from rollflow.stream.observe.watch import OnStall
 
 
 class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
@@ -179,67 +177,14 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         trace: str | PathLike[str] | None = None,
         debug: bool = False,
     ) -> None:
+        arguments = dict(locals())
         check_flags(debug=debug)
         check_numbers(num_envs=(num_envs, 1), lanes=(lanes, 1))
-        self.seed, slot_seeds = seeds_of(seed)
-        envs = EnvOptions(
-            num_envs=num_envs,
-            lanes=lanes,
-            where=where,
-            workers=workers,
-            step_timeout=step_timeout,
-            reset_timeout=reset_timeout,
-            fragment_length=fragment_length,
-            seed=self.seed,
-            slot_seeds=slot_seeds,
-        )
-        options = ForwardOptions(
-            explore=explore,
-            flat=flat_forward,
-            compiled=compile_forward,
-            threads=forward_threads,
-            max_batch=max_batch,
-            max_wait=max_wait,
-            in_thread=forward_in_thread,
-            device=device,
-        )
-        flow = FlowOptions(
-            lookback=lookback,
-            num_fragments=num_fragments,
-            prefetch=prefetch,
-            max_lag=max_lag,
-            on_excess=on_excess,
-            stall=StallRules(stall_after, on_stall),
-            log=LogOptions(log, log_every, log_x, num_fragments, trace),
-        )
-        if debug:
-            envs, options, flow = envs.debugged(), options.debugged(), flow.debugged()
+        envs, options, flow = options_of(arguments)
+        self.seed = arguments["seed"] = envs.seed
         self.metrics = MetricsLogger() if metrics is None else metrics
-        connectors = {
-            "joint_connector": joint_connector,
-            "env_to_module_connector": env_to_module_connector,
-            "module_to_env_connector": module_to_env_connector,
-        }
-        make_trial = partial(
-            trial_of_several,
-            MultiAgentRollout,
-            module,
-            connectors,
-            agent_to_module_mapping_fn=agent_to_module_mapping_fn,
-            model_config=model_config,
-            lookback=lookback,
-            seed=self.seed,
-            explore=explore,
-            flat_forward=flat_forward,
-            forward_threads=forward_threads,
-            device=device,
-            stall_after=None,
-            **envs.timeouts,
-        )
-        named = connectors | {"agent_to_module_mapping_fn": agent_to_module_mapping_fn}
-        hosted, envs, options = with_hosts(env, envs, options, module, named)
-        self.environments, self.placement = place(
-            hosted, envs, options, flow, places=SEVERAL_AGENTS, metrics=metrics, make_trial=make_trial
+        self.environments, self.placement, options = place(
+            env, envs, options, flow, rollout=MultiAgentRollout, places=SEVERAL_AGENTS, arguments=arguments
         )
         with closing_on_error(self.environments.close):
             acting = agents_acting_for(
@@ -247,7 +192,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 self.environments.envs[0],
                 module=module,
                 mapping=agent_to_module_mapping_fn,
-                **connectors,
+                joint_connector=joint_connector,
+                env_to_module_connector=env_to_module_connector,
+                module_to_env_connector=module_to_env_connector,
                 model_config=model_config,
                 device=options.device,
                 seed=self.seed,
@@ -268,18 +215,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             self.returns = AgentReturns(self.module.__contains__)
             lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
-            super().__init__(
-                self.environments,
-                lag=lag,
-                rounds=rounds,
-                prefetch=flow.prefetch,
-                is_debugged=debug,
-                stall=flow.stall,
-                log_to=flow.log,
-            )
-            stages = StageOptions(options, flow.num_fragments, self.metrics, self._ledger, self.seed)
-            self._execution = execution_for(self.environments, AgentsPolicy(acting, options), stages)
-            self._follow_lanes(*self._execution.counting)
+            super().__init__(self.environments, lag, rounds, flow)
+            self._act_by(AgentsPolicy(acting, options), options)
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; returns their versions.

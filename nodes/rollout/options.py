@@ -1,12 +1,10 @@
 """Options of a rollout, in frozen records that hold what belongs together and check it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-import gymnasium as gym
-
-from rollflow.nodes.argument_checks import check_flags, check_numbers, checked_count, checked_number
+from rollflow.nodes.argument_checks import check_flags, check_numbers, checked_count, checked_number, seeds_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.env.env_source import Autoreset
 from rollflow.nodes.launch.on_hosts import OnHosts
@@ -64,59 +62,64 @@ class EnvOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOptions:
-    """Options of forward passes while acting; see `Rollout`, whose keywords some fields shorten.
+    """Options of forward passes while acting; see `Rollout`.
 
-    explore      True or False; of several modules also a dict, module id -> True or False
-    flat         `flat_forward`
-    compiled     `compile_forward`
-    threads      `forward_threads`
-    in_thread    `forward_in_thread`
-    is_debugged     whether `debug` was asked for
+    explore        True or False; of several modules also a dict, module id -> True or False
+    is_debugged    whether `debug` was asked for
 
-    Raises ValueError for what is no number, or neither True nor False, and for `flat` beside `compiled`.
+    Raises ValueError for what is no number, or neither True nor False, and for both `flat_forward` and
+    `compile_forward`.
     """
 
     explore: Any = True
-    flat: bool | None = None
-    compiled: bool | Mapping[str, Any] = False
-    threads: int | None = 1
+    flat_forward: bool | None = None
+    compile_forward: bool | Mapping[str, Any] = False
+    forward_threads: int | None = 1
     max_batch: int | None = None
     max_wait: float = 0.0
-    in_thread: bool = False
+    forward_in_thread: bool = False
     device: Any = None
     is_debugged: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(max_batch=(self.max_batch, 1), forward_threads=(self.threads, 1))
+        check_numbers(max_batch=(self.max_batch, 1), forward_threads=(self.forward_threads, 1))
         checked_number("max_wait", self.max_wait, least=0, noun="seconds")
-        check_flags(forward_in_thread=self.in_thread, flat_forward=self.flat is not None and self.flat)
-        if not isinstance(self.compiled, bool | Mapping):
+        check_flags(
+            forward_in_thread=self.forward_in_thread, flat_forward=self.flat_forward is not None and self.flat_forward
+        )
+        if not isinstance(self.compile_forward, bool | Mapping):
             raise ValueError(
-                f"compile_forward is {self.compiled!r}, expected True, False or a dict of torch.compile's options"
+                f"compile_forward is {self.compile_forward!r}, expected True, False or a dict of torch.compile's "
+                "options"
             )
-        if self.flat and self.compiled is not False:
+        if self.flat_forward and self.compile_forward is not False:
             raise ValueError("flat_forward and compile_forward are two ways of doing a pass, expected one of them")
 
     def debugged(self) -> "ForwardOptions":
         """These options with the module's own passes, lane by lane, in the loop's thread."""
-        return replace(
-            self, flat=False, compiled=False, max_batch=None, max_wait=0.0, in_thread=False, is_debugged=True
-        )
+        apart = ForwardOptions(explore=self.explore, forward_threads=self.forward_threads, device=self.device)
+        return replace(apart, flat_forward=False, is_debugged=True)
 
     @property
     def joins_lanes(self) -> bool:
         """True where a forward pass may be over several lanes, or beside the lanes' steps."""
-        return self.max_batch is not None or self.max_wait > 0 or self.in_thread
+        return self.max_batch is not None or self.max_wait > 0 or self.forward_in_thread
 
     def of_passes(self, module: Any) -> dict[str, Any]:
-        """Keywords of `ModuleForward` for a module; where `flat` is None, passes of a `DefaultModule` alone are."""
-        compiled = compile_options(self.compiled)
-        flat = type(module) is DefaultModule and compiled is None if self.flat is None else self.flat
-        return {"explore": self.explore, "flat": flat, "threads": self.threads, "compiled": compiled}
+        """Keywords of `ModuleForward` for a module. `flat_forward=None` is for flat passes of a `DefaultModule`."""
+        compiled = compile_options(self.compile_forward)
+        flat = self.flat_forward
+        if flat is None:
+            flat = type(module) is DefaultModule and compiled is None
+        return {"explore": self.explore, "flat": flat, "threads": self.forward_threads, "compiled": compiled}
 
     def of_several(self) -> dict[str, Any]:
         """Keywords of forward passes for a `ModuleSet`, which sees to the rest of them module by module."""
-        return {"flat": self.flat, "threads": self.threads, "compiled": compile_options(self.compiled)}
+        return {
+            "flat": self.flat_forward,
+            "threads": self.forward_threads,
+            "compiled": compile_options(self.compile_forward),
+        }
 
     def check_offloaded(self, metrics: Any, *, is_remote: bool) -> None:
         """Raise ValueError for what whole rollouts elsewhere can't do: on other hosts, or in worker processes.
@@ -128,7 +131,10 @@ class ForwardOptions:
                 "debug is for what runs in this process, and RemoteRollouts act on the hosts; expected RemoteEnvs, or "
                 "environments here"
             )
-        for name, is_given in (("compile_forward", self.compiled is not False), ("device", self.device is not None)):
+        for name, is_given in (
+            ("compile_forward", self.compile_forward is not False),
+            ("device", self.device is not None),
+        ):
             if is_remote and is_given:
                 raise ValueError(
                     f"{name} is for forward passes here, and RemoteRollouts do theirs on the hosts; expected it to be "
@@ -143,23 +149,6 @@ class ForwardOptions:
             raise ValueError(
                 f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyOptions:
-    """The module that acts, and functions that make the connector pieces around it; see `Rollout`."""
-
-    module: Any = None
-    model_config: Any = None
-    env_to_module_connector: Callable[[Any], Pieces] | None = None
-    module_to_env_connector: Callable[[Any], Pieces] | None = None
-    learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None
-
-    @property
-    def acting_connectors(self) -> dict[str, Any]:
-        """Functions that make the pieces that act, by their arguments' names."""
-        names = "env_to_module_connector", "module_to_env_connector"
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,3 +176,18 @@ class FlowOptions:
     def debugged(self) -> "FlowOptions":
         """These options without running ahead, which takes a thread."""
         return replace(self, prefetch=0)
+
+
+def options_of(arguments: Mapping[str, Any]) -> tuple[EnvOptions, ForwardOptions, FlowOptions]:
+    """The options among the arguments of a rollout; with `debug` everything is inline. Raises ValueError as they do."""
+    seed, slot_seeds = seeds_of(arguments["seed"])
+    of_log = (arguments[name] for name in ("log", "log_every", "log_x", "num_fragments", "trace"))
+    values = dict(arguments, seed=seed, slot_seeds=slot_seeds, log=LogOptions(*of_log))
+    values["stall"] = StallRules(arguments["stall_after"], arguments["on_stall"])
+
+    def among(options: Any) -> Any:
+        names = {each.name for each in fields(options)} & values.keys()
+        return options(**{name: values[name] for name in names})
+
+    envs, forward, flow = among(EnvOptions), among(ForwardOptions), among(FlowOptions)
+    return (envs.debugged(), forward.debugged(), flow.debugged()) if arguments["debug"] else (envs, forward, flow)

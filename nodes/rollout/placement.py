@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 from gymnasium.envs.registration import EnvSpec
@@ -22,7 +23,7 @@ from rollflow.nodes.launch.on_hosts import OnHosts, import_path
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Where
-from rollflow.nodes.rollout.race import Trial, race, workers_in
+from rollflow.nodes.rollout.race import Trial, race, trial_of, workers_in
 from rollflow.stream.data.errors import EnvError, ModuleError
 
 
@@ -57,30 +58,35 @@ def place(
     forward: ForwardOptions,
     flow: FlowOptions,
     *,
+    rollout: type,
     places: Places,
-    metrics: Any,
-    make_trial: Callable[[], Trial],
-) -> tuple[Any, str]:
-    """The node that steps the environments, and under `where="auto"` why it is where it is, else "".
+    arguments: Mapping[str, Any],
+) -> tuple[Any, str, ForwardOptions]:
+    """The node that steps the environments, under `where="auto"` why it is where it is, else "", and what is left.
 
-    places        nodes that step environments of this kind
-    metrics       what pieces log into; None: a `MetricsLogger`
-    make_trial    gives what makes an inline Rollout of some environments, to be tried
+    rollout      class of the rollout
+    places       nodes that step environments of this kind
+    arguments    of the rollout, by name; `seed` is one number
 
-    Raises ValueError for options that don't go with the place, and what making environments raises.
+    What is left are the options of passes, without those that hosts were given which are started here. Raises EnvError,
+    ModuleError or ValueError for options that don't go with the place, and what making environments raises.
     """
-    reason = ""
+    reason, metrics = "", arguments["metrics"]
+    if isinstance(envs.where, OnHosts) and not isinstance(env, RemoteHosts):
+        env = envs.where.start(_command(env, envs, forward, arguments))
+        envs = replace(envs, where="inline", num_envs=None, lanes=None)
+        forward = replace(forward, device=None, compile_forward=False)
     if envs.where == "auto" and not isinstance(env, RemoteHosts):
-        envs, reason = _chosen_place(env, envs, forward, flow, metrics, places, make_trial)
+        envs, reason = _chosen_place(env, envs, forward, flow, metrics, places, partial(trial_of, rollout, arguments))
     if isinstance(env, RemoteRollouts):
         with closing_on_error(env.close):
             forward.check_offloaded(metrics, is_remote=True)
     elif envs.where == "rollouts":
         forward.check_offloaded(metrics, is_remote=False)
-    return environments_for(env, envs, places), reason
+    return _environments_for(env, envs, places), reason, forward
 
 
-def environments_for(env: Any, envs: EnvOptions, places: Places) -> Any:
+def _environments_for(env: Any, envs: EnvOptions, places: Places) -> Any:
     """The node that steps the environments, in as many lanes as suit the place where `lanes` is None.
 
     Raises ValueError for another `where`, for `workers` where there are none, and for a list of seeds where hosts say
@@ -164,25 +170,11 @@ _OPTIONS = {
 }
 
 
-def with_hosts(
-    env: Any, envs: EnvOptions, forward: ForwardOptions, module: Any, makers: Mapping[str, Any]
-) -> tuple[Any, EnvOptions, ForwardOptions]:
-    """The environments on hosts that are started here, with the options that are left; else all as it was given.
-
-    module    one, or a mapping of them by id
-    makers    functions that hosts are given as well, by the argument that they were given as; None: there is none
+def _command(env: Any, envs: EnvOptions, forward: ForwardOptions, arguments: Mapping[str, Any]) -> list[str]:
+    """The command of a host, but for the address that it dials.
 
     Raises EnvError, ModuleError or ValueError for what hosts can't be given.
     """
-    if not isinstance(envs.where, OnHosts) or isinstance(env, RemoteHosts):
-        return env, envs, forward
-    hosts = envs.where.start(_command(env, envs, forward, module, makers))
-    here = replace(envs, where="inline", num_envs=None, lanes=None)
-    return hosts, here, replace(forward, device=None, compiled=False)
-
-
-def _command(env: Any, envs: EnvOptions, forward: ForwardOptions, module: Any, makers: Mapping[str, Any]) -> list[str]:
-    """The command of a host, but for the address that it dials."""
     if isinstance(env, EnvSpec):
         raise EnvError(
             f"env_kwargs of '{env.id}' can't be given to hosts that are started; expected env: a function of a module, "
@@ -190,14 +182,17 @@ def _command(env: Any, envs: EnvOptions, forward: ForwardOptions, module: Any, m
         ).see("started hosts")
     command = ["rollflow", "rollout-host", "--env", env if isinstance(env, str) else import_path(env, "env")]
     numbers = {"--num-envs": envs.num_envs, "--lanes": envs.lanes, "--device": forward.device}
-    if isinstance(forward.compiled, Mapping):
-        raise ValueError(f"compile_forward is {forward.compiled!r}, expected True or False: hosts take no options")
+    if isinstance(forward.compile_forward, Mapping):
+        raise ValueError(
+            f"compile_forward is {forward.compile_forward!r}, expected True or False: hosts take no options"
+        )
     for option, number in numbers.items():
         command += [] if number is None else [option, str(number)]
-    command += _modules(module)
-    for argument, maker in makers.items():
-        command += [] if maker is None else [_OPTIONS[argument], import_path(maker, argument)]
-    return [*command, "--compile"] if forward.compiled else command
+    command += _modules(arguments["module"])
+    for argument, option in _OPTIONS.items():
+        maker = arguments.get(argument)
+        command += [] if maker is None else [option, import_path(maker, argument)]
+    return [*command, "--compile"] if forward.compile_forward else command
 
 
 def _modules(module: Any) -> list[str]:

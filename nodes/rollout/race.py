@@ -15,13 +15,7 @@ from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.env.env_source import count_of
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.rollout.options import (
-    JOINT_PASSES,
-    EnvOptions,
-    FlowOptions,
-    ForwardOptions,
-    PolicyOptions,
-)
+from rollflow.nodes.rollout.options import JOINT_PASSES, EnvOptions, FlowOptions, ForwardOptions
 from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces
 
 logger = logging.getLogger(__name__)
@@ -32,6 +26,19 @@ PLACES = ("inline", "threads", "processes", "rollouts")  # the simplest first
 WORTH = 1.05  # how much faster than a simpler place another one must be
 _RUN_S = 0.8  # of each place, once it has started
 _FRAGMENT_S = 0.05  # of a fragment, about
+_KEPT = {  # arguments that each place has as they were given
+    "agent_to_module_mapping_fn",
+    "autoreset_mode",
+    "device",
+    "explore",
+    "flat_forward",
+    "forward_threads",
+    "lookback",
+    "model_config",
+    "reset_timeout",
+    "seed",
+    "step_timeout",
+}
 _STARTS_S = 2.0  # that the environments of one place may take to be made: of slower ones fewer are made
 
 
@@ -64,7 +71,11 @@ def race(env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions,
 
     A place that raises is ruled out.
     """
-    passes = {"max_batch": forward.max_batch, "max_wait": forward.max_wait, "forward_in_thread": forward.in_thread}
+    passes = {
+        "max_batch": forward.max_batch,
+        "max_wait": forward.max_wait,
+        "forward_in_thread": forward.forward_in_thread,
+    }
     result = Result({}, {}, {})
     slots = count_of(env, envs.num_envs)
     with generators_kept():
@@ -106,35 +117,14 @@ def workers_in(where: str, envs: EnvOptions) -> int | None:
     return envs.workers if where in ("processes", "rollouts") else None
 
 
-def trial_of(
-    rollout: type, policy: PolicyOptions, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions
-) -> Trial:
-    """Maker of rollouts of one agent with copies of the module and the pieces."""
-    return partial(
-        rollout,
-        module=copied_module(policy.module),
-        model_config=policy.model_config,
-        lookback=flow.lookback,
-        seed=envs.seed,
-        explore=forward.explore,
-        env_to_module_connector=copied_pieces(policy.env_to_module_connector),
-        module_to_env_connector=copied_pieces(policy.module_to_env_connector),
-        learner_connector=copied_pieces(policy.learner_connector),
-        flat_forward=forward.flat,
-        forward_threads=forward.threads,
-        device=forward.device,
-        autoreset_mode=envs.autoreset_mode,
-        stall_after=None,
-        **envs.timeouts,
-    )
-
-
-def trial_of_several(rollout: type, module: Any, connectors: Mapping[str, Any], **options: Any) -> Trial:
-    """Maker of rollouts of several agents, with copies of the modules and the pieces, and these `options`."""
+def trial_of(rollout: type, arguments: Mapping[str, Any]) -> Trial:
+    """Maker of rollouts with these arguments, with copies of the modules and the pieces."""
+    kept = {name: arguments[name] for name in _KEPT & arguments.keys()}
+    pieces = {name: copied_pieces(each) for name, each in arguments.items() if name.endswith("_connector")}
+    module = arguments["module"]
     several = isinstance(module, Mapping)
     copies = {each: copied_module(one) for each, one in module.items()} if several else copied_module(module)
-    pieces = {name: copied_pieces(connector) for name, connector in connectors.items()}
-    return partial(rollout, module=copies, **pieces, **options)
+    return partial(rollout, module=copies, stall_after=None, **kept, **pieces)
 
 
 def _first(env: Any, slots: int) -> Any:

@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.argument_checks import check_flags, seeds_of
+from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
@@ -19,19 +18,18 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import (
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.logs.destinations import Log, LogOptions
+from rollflow.nodes.logs.destinations import Log
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
-from rollflow.nodes.rollout.execution import OnePolicy, StageOptions, execution_for
-from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place, PolicyOptions
-from rollflow.nodes.rollout.placement import ONE_AGENT, place, with_hosts
-from rollflow.nodes.rollout.race import trial_of
+from rollflow.nodes.rollout.execution import OnePolicy
+from rollflow.nodes.rollout.options import Pieces, Place, options_of
+from rollflow.nodes.rollout.placement import ONE_AGENT, place
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
-from rollflow.nodes.stages.acting import Acting, acting_for, seed_lane
+from rollflow.nodes.stages.acting import acting_for, seed_lane
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound, OnExcess
@@ -39,7 +37,7 @@ from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.observe.waits import Sign
-from rollflow.stream.observe.watch import OnStall, StallRules
+from rollflow.stream.observe.watch import OnStall
 
 _BATCHES = 10  # after which a module that was changed should have been published
 _EPISODES = 100
@@ -197,104 +195,46 @@ class Rollout(RolloutLoop[Fragment]):
         trace: str | os.PathLike[str] | None = None,
         debug: bool = False,
     ) -> None:
+        arguments = dict(locals())
         check_flags(explore=explore, debug=debug)
-        self.env_kwargs = dict(env_kwargs or {})
-        env = with_kwargs(env, env_kwargs)
-        self.seed, slot_seeds = seeds_of(seed)
-        envs = EnvOptions(
-            num_envs=num_envs,
-            lanes=lanes,
-            where=where,
-            autoreset_mode=autoreset_mode,
-            workers=workers,
-            step_timeout=step_timeout,
-            reset_timeout=reset_timeout,
-            fragment_length=fragment_length,
-            seed=self.seed,
-            slot_seeds=slot_seeds,
-        )
-        policy = PolicyOptions(
-            module=module,
-            model_config=model_config,
-            env_to_module_connector=env_to_module_connector,
-            module_to_env_connector=module_to_env_connector,
-            learner_connector=learner_connector,
-        )
-        forward = ForwardOptions(
-            explore=explore,
-            flat=flat_forward,
-            compiled=compile_forward,
-            threads=forward_threads,
-            max_batch=max_batch,
-            max_wait=max_wait,
-            in_thread=forward_in_thread,
-            device=device,
-        )
-        flow = FlowOptions(
-            lookback=lookback,
-            num_fragments=num_fragments,
-            prefetch=prefetch,
-            max_lag=max_lag,
-            on_excess=on_excess,
-            stall=StallRules(stall_after, on_stall),
-            log=LogOptions(log, log_every, log_x, num_fragments, trace),
-        )
-        if debug:
-            envs, forward, flow = envs.debugged(), forward.debugged(), flow.debugged()
-        make_trial = partial(trial_of, Rollout, policy, envs, forward, flow)
-        self._env = env
-        hosted, envs, forward = with_hosts(env, envs, forward, policy.module, policy.acting_connectors)
-        self.environments, self.placement = place(
-            hosted, envs, forward, flow, places=ONE_AGENT, metrics=metrics, make_trial=make_trial
+        self.env_kwargs, self._env = dict(env_kwargs or {}), with_kwargs(env, env_kwargs)
+        envs, forward, flow = options_of(arguments)
+        self.seed = arguments["seed"] = envs.seed
+        self.environments, self.placement, forward = place(
+            self._env, envs, forward, flow, rollout=Rollout, places=ONE_AGENT, arguments=arguments
         )
         self.returns = EpisodeReturns()
         self.metrics = MetricsLogger() if metrics is None else metrics
         with closing_on_error(self.environments.close):
-            self._acting = acting = self._make_pipelines(policy, flow.lookback, forward.device)
+            self._acting = acting = acting_for(
+                self.environments.envs[0],
+                (self.environments.observation_space, self.environments.action_space),
+                module=module,
+                model_config=model_config,
+                env_to_module_connector=env_to_module_connector,
+                module_to_env_connector=module_to_env_connector,
+                device=forward.device,
+                seed=self.seed,
+            )
+            self.environments.set_chosen_space(acting.spaces[1])
+            self.module, self._makes_module = acting.module, module is None
+            self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
+            pieces = pieces_given(learner_connector, "learner_connector", *acting.spaces)
+            self.has_learner_pieces = bool(pieces)  # beside the default ones
+            is_stateful = acting.is_stateful
+            self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, stateful=is_stateful)
+            self._lookback = lookback
+            self._set_lookback()
+            for pipeline in self._pipelines():
+                pipeline.refuse_edits_while_run_by(self)
             if debug:
                 self.env_to_module.fuses = self.module_to_env.fuses = False
             self._weights = PolicyWeights(acting.copy)
-            lag = LagBound(self._weights, flow.max_lag, flow.on_excess)
+            lag = LagBound(self._weights, max_lag, on_excess)
             rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
-            super().__init__(
-                self.environments,
-                lag=lag,
-                rounds=rounds,
-                prefetch=flow.prefetch,
-                is_debugged=debug,
-                stall=flow.stall,
-                log_to=flow.log,
-            )
-            stages = StageOptions(forward, flow.num_fragments, self.metrics, self._ledger, self.seed)
-            acts = OnePolicy(acting, self._weights, forward)
-            self._execution = execution_for(self.environments, acts, stages)
-            self._follow_lanes(*self._execution.counting, begin=self._execution.begin_lane)
+            super().__init__(self.environments, lag, rounds, flow)
+            self._act_by(OnePolicy(acting, self._weights, forward), forward)
             self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
-
-    def _make_pipelines(self, policy: PolicyOptions, lookback: int | None, device: Any) -> Acting:
-        """Make the module, the copy of it that acts, and the connector pipelines."""
-        environments = self.environments
-        acting = acting_for(
-            environments.envs[0],
-            (environments.observation_space, environments.action_space),
-            module=policy.module,
-            model_config=policy.model_config,
-            env_to_module_connector=policy.env_to_module_connector,
-            module_to_env_connector=policy.module_to_env_connector,
-            device=device,
-            seed=self.seed,
-        )
-        environments.set_chosen_space(acting.spaces[1])
-        self.module, self.env_to_module, self.module_to_env = acting.module, acting.env_to_module, acting.module_to_env
-        self._makes_module = policy.module is None
-        pieces = pieces_given(policy.learner_connector, "learner_connector", *acting.spaces)
-        self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, stateful=acting.is_stateful)
-        self.has_learner_pieces = bool(pieces)  # beside the default ones
-        self._lookback, self._is_stateful = lookback, acting.is_stateful
-        self._set_lookback()
-        for pipeline in self._pipelines():
-            pipeline.refuse_edits_while_run_by(self)
-        return acting
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
@@ -390,7 +330,9 @@ class Rollout(RolloutLoop[Fragment]):
             self._set_lookback()  # the pipelines may have been edited
 
     def _set_lookback(self) -> None:
-        self.environments.set_lookback(lookback_for(self._lookback, self._pipelines(), stateful=self._is_stateful))
+        self.environments.set_lookback(
+            lookback_for(self._lookback, self._pipelines(), stateful=self._acting.is_stateful)
+        )
         for lane in self.environments.lanes:
             seed_lane(lane, self.seed)
 

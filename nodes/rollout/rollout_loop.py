@@ -21,7 +21,8 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, ThreadDriver
-from rollflow.nodes.rollout.execution import Execution
+from rollflow.nodes.rollout.execution import ActingPolicy, StageOptions, execution_for
+from rollflow.nodes.rollout.options import FlowOptions, ForwardOptions
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.stages.credits import AllGates, LaneGate, credits_of
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
@@ -38,7 +39,6 @@ from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.graph_picture import run_html
 from rollflow.stream.observe.trace import FragmentTrace
 from rollflow.stream.observe.waits import CALLER, Sign
-from rollflow.stream.observe.watch import StallRules
 
 F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")
@@ -51,33 +51,22 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     environments    the node that steps the environments
     lag             how old a fragment may be
     rounds          takes fragments and hands them out
-    prefetch        rounds that it may run ahead of its reader, in a thread; 0: it stands still while the reader works
-    stall           rules of the stall doctor
-    log_to          options of the log, which is `log`
+    flow            rounds that it may run ahead of its reader, in a thread, or 0; rules of the stall doctor; the log
     """
 
-    _execution: Execution
     placement: str
+    metrics: Any
+    seed: int
 
-    def __init__(
-        self,
-        environments: Any,
-        *,
-        lag: LagBound,
-        rounds: FragmentRounds[F],
-        prefetch: int,
-        is_debugged: bool,
-        stall: StallRules,
-        log_to: LogOptions,
-    ) -> None:
-        self.environments, self.lag, self.stall = environments, lag, stall
+    def __init__(self, environments: Any, lag: LagBound, rounds: FragmentRounds[F], flow: FlowOptions) -> None:
+        self.environments, self.lag, self.stall = environments, lag, flow.stall
         self._rounds, self.hooks = rounds, rounds.hooks
         self._ledger = Ledger()  # of fragments in a graph
         self._ended_by: str | None = None  # the cause, of a loop
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
         self._steps_before = 0  # of an earlier run, which this one goes on with
-        self._credits, self._lane_counts = credits_of(environments, lag, rounds, prefetch)
-        self._runs_ahead, self._is_debugged = prefetch > 0, is_debugged
+        self._credits, self._lane_counts = credits_of(environments, lag, rounds, flow.prefetch)
+        self._flow = flow
         self._is_in_graph = False  # once a graph has taken it apart: no gate or node may be added then
         self._gates: list[Gate] = []  # of a graph, which hold it back
         self._watching: list[Callable[[Any], None]] = []  # nodes of a graph, which see its fragments
@@ -87,8 +76,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
-        self._doctor = RolloutDoctor(stall, self._learner_meter, self.signs, self.snapshot, log_to.trace)
-        self.log = RolloutLog(self, rounds.note, log_to)
+        self._doctor = RolloutDoctor(flow.stall, self._learner_meter, self.signs, self.snapshot, flow.log.trace)
+        self.log = RolloutLog(self, rounds.note, flow.log)
 
     # Parts of a rollout
 
@@ -143,9 +132,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def _slowest_learner_piece(self) -> str:
         """Name of the piece that took most of the time of the learner pipeline."""
 
-    def _follow_lanes(self, *stages: Any, begin: Callable[[Any], None] | None = None) -> None:
-        """Have stages that count lanes know of those that hosts bring and take; `begin` makes ready one that comes."""
-        self._lane_counts.follow(stages, begin)
+    def _act_by(self, policy: ActingPolicy, forward: ForwardOptions) -> None:
+        """Make the stages; those that count lanes get to know of those that hosts bring and take."""
+        self._is_debugged = forward.is_debugged
+        stages = StageOptions(forward, self._flow.num_fragments, self.metrics, self._ledger, self.seed)
+        self._execution = execution_for(self.environments, policy, stages)
+        self._lane_counts.follow(self._execution.counting, self._execution.begin_lane)
 
     # The graph
 
@@ -175,7 +167,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     # The loop
 
     def __enter__(self) -> Self:
-        self._enter(ThreadDriver if self._runs_ahead else InlineDriver)
+        self._enter(ThreadDriver if self._flow.prefetch else InlineDriver)
         return self
 
     def _enter(self, driver: type[Driver]) -> None:

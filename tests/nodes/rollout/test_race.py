@@ -89,7 +89,7 @@ def test_what_is_asked_for_is_tried_and_made(options: dict[str, Any], monkeypatc
 
         return trial
 
-    monkeypatch.setattr("rollflow.nodes.rollout.rollout.trial_of", recording)
+    monkeypatch.setattr("rollflow.nodes.rollout.placement.trial_of", recording)
     told = placement(Given, prefetch=1, fragment_length=8, **options)
     _, *raced = tried
     assert [how["where"] for how in raced] == list(HERE)
