@@ -49,13 +49,13 @@ class InlineRun:
                 f"graph '{graph.name}' needs an event loop: expected synchronous, inline, chained nodes alone"
             )
         self.graph = graph
-        self.meters_by_name = self._meters = graph.meters()
+        self.meters_by_name = graph.meters()
         self.caller = NodeMeter(CALLER)
-        self.meters = list(self._meters.values())
-        self.chain = self._chain = Chain(graph, graph.flow_order(), self._meters, mark)
+        self.meters = list(self.meters_by_name.values())
+        self.chain = Chain(graph, graph.flow_order(), self.meters_by_name, mark)
         self.is_starting = False
         self._failure: BaseException | None = None
-        self._waiter = Waiter(self._chain.background, *(each for each in (bell, interruption) if each is not None))
+        self._waiter = Waiter(self.chain.background, *(each for each in (bell, interruption) if each is not None))
         self._bell, self._interruption = bell, interruption
         self._state = "new"
         self._is_interrupted = False
@@ -68,11 +68,11 @@ class InlineRun:
             raise RunError(f"graph '{self.graph.name}' has been run before; a run is for once")
         self._state = "running"
         self._began = clock()
-        self._chain.thread = get_ident()
+        self.chain.thread = get_ident()
         self.is_starting = self._bell is None
         try:
-            self._steps = self._chain.start()
-            while not self._chain.pending and not self._is_interrupted and self._step():
+            self._steps = self.chain.start()
+            while not self.chain.pending and not self._is_interrupted and self._step():
                 pass
         except BaseException:
             self.close()
@@ -112,7 +112,7 @@ class InlineRun:
             raise RunError(
                 f"graph '{self.graph.name}' can't go on: it has failed with {failure}; expected another one to be made"
             ) from self._failure
-        self._chain.thread = get_ident()
+        self.chain.thread = get_ident()
         try:
             return self._outputs()
         except BaseException as error:
@@ -120,7 +120,7 @@ class InlineRun:
             raise
 
     def _outputs(self) -> list[tuple[str, Any]]:
-        chain = self._chain
+        chain = self.chain
         while not chain.pending and not self._is_interrupted:
             if self._steps is not None and self._step():
                 if self._bell is not None:
@@ -149,7 +149,7 @@ class InlineRun:
     def interrupt(self) -> None:
         """Make `next_outputs` return once the nodes are done with the current item. Thread-safe."""
         self._is_interrupted = True
-        self._chain.reopened = True  # ends `pump_on`
+        self.chain.reopened = True  # ends `pump_on`
         if self._interruption is not None:
             self._interruption.ring()
 
@@ -163,7 +163,7 @@ class InlineRun:
     @property
     def has_ended(self) -> bool:
         """True if no more outputs will come."""
-        return self._state != "running" and self._steps is None and not self._chain.pending
+        return self._state != "running" and self._steps is None and not self.chain.pending
 
     def finish(self) -> None:
         """Stop the sources; `next_outputs` then returns the items that the nodes still hold."""
@@ -172,7 +172,7 @@ class InlineRun:
             self._steps = self._finish()
 
     def _finish(self) -> Iterator[None]:
-        chain = self._chain
+        chain = self.chain
         chain.give_up()
         chain.hasten()
         while chain.in_flight:
@@ -199,8 +199,8 @@ class InlineRun:
     def report(self) -> Report:
         """A report of the counts so far."""
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
-        under_way = dict([self._chain.under_way])
-        meters = [*self._meters.values(), self.caller]
+        under_way = dict([self.chain.under_way])
+        meters = [*self.meters_by_name.values(), self.caller]
         report = report_of(elapsed, meters, [], under_way=under_way, pieces=self.graph.slowest_pieces())
         return replace(report, notes=self.graph.report_notes())
 
@@ -214,7 +214,7 @@ class InlineRun:
             try:
                 close_nodes(self.graph)
             finally:
-                self._chain.close()
+                self.chain.close()
 
     def stop_clock(self) -> None:
         """Count no more; what the caller does from now on is none of this run's.
