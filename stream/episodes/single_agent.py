@@ -478,7 +478,7 @@ class SingleAgentEpisode:
             Columns.REWARDS: self.get_rewards(),
             **{key: self.get_extra_model_outputs(key) for key in self.extra_model_outputs},
         }
-        return array_table(repr(self), columns)
+        return array_table(repr(self), columns, self.get_rewards())
 
     # Inside
 

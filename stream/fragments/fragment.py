@@ -509,7 +509,8 @@ class Fragment(Traced):
         return f"<Fragment {self.sequence} of lane {self.lane}: {size}>"
 
     def _repr_html_(self) -> str:
-        return array_table(repr(self), {name: column.tree for name, column in self.columns.items()})
+        rewards = self.columns[Columns.REWARDS].tree[self.first_row : self.last_row].mean(axis=1)
+        return array_table(repr(self), {name: column.tree for name, column in self.columns.items()}, rewards)
 
     def _observations(self, slot: int, begin: int, stop: int, lookback: int, final: Any) -> LookbackBuffer:
         obs, space = self.columns[Columns.OBS], self.observation_space

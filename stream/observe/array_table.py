@@ -1,4 +1,4 @@
-"""Tables of arrays for notebooks: the name, dtype and shape of each."""
+"""Tables of arrays for notebooks: the name, dtype and shape of each, and a plot of the rewards."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,15 +6,19 @@ from typing import Any
 import numpy as np
 
 
-def array_table(title: str, columns: Mapping[str, Any]) -> str:
-    """HTML of a title and a table.
+def array_table(title: str, columns: Mapping[str, Any], rewards: Any) -> str:
+    """HTML of a title, a table and a plot.
 
     columns    name -> tree of arrays, or a list of items that are no array yet
+    rewards    f32[T], or a list of T numbers
     """
-    from rollflow.stream.observe.svg import preformatted, table  # which a policy that acts alone need not load
+    from rollflow.stream.observe import svg  # which a policy that acts alone need not load
+    from rollflow.stream.observe.svg import preformatted, table
 
     rows = [row for name, tree in columns.items() for row in _rows(name, tree)]
-    return preformatted(title) + table(("column", "dtype", "shape"), rows)
+    values = np.asarray(rewards, np.float64).tolist()
+    plotted = svg.plot(values, "rewards")
+    return f"{preformatted(title)}{table(('column', 'dtype', 'shape'), rows)}<div>rewards {plotted}</div>"
 
 
 def _rows(name: str, tree: Any) -> Iterator[tuple[str, str, str]]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from math import isfinite
+from textwrap import wrap
 
 INK = "var(--color-foreground-primary, currentColor)"
 FAINT = "var(--color-foreground-secondary, gray)"
@@ -50,6 +52,12 @@ def text(x: float, y: float, words: str, *, anchor: str = "middle", weight: str 
     return f'<text x="{x:.0f}" y="{y:.0f}" {shown}>{escape(words)}</text>'
 
 
+def paragraph(x: float, y: float, words: str, letters: int) -> tuple[str, float]:
+    """Lines of text of at most so many letters, and where the next line would be."""
+    lines = wrap(words, letters)
+    return "".join(text(x, y + LINE * number, line) for number, line in enumerate(lines)), y + LINE * len(lines)
+
+
 def box(x: float, y: float, width: float, height: float, *, dashed: bool = False, is_marked: bool = False) -> str:
     """A rectangle; a frame around others is dashed, and empty."""
     fill = "none" if dashed else PAPER
@@ -69,6 +77,28 @@ def line(path: str, *, dashed: bool = False, headed: bool = True) -> str:
     dashes = ' stroke-dasharray="5 4"' if dashed else ""
     head = ' marker-end="url(#head)"' if headed else ""
     return f'<path d="{path}" fill="none" stroke="{FAINT}" stroke-width="1.5"{dashes}{head}/>'
+
+
+def plot(values: Sequence[float], description: str, *, width: int = 240, height: int = 40) -> str:
+    """A whole picture of numbers as a line, from the first to the last one; one that is not finite is left out."""
+    finite = [(at, value) for at, value in enumerate(values) if isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(value for _, value in finite), max(value for _, value in finite)
+    across, up = width / (len(values) - 1 or 1), (height - 4) / ((high - low) or 1.0)
+    columns: dict[int, list[tuple[float, float]]] = {}  # of pixels: the lowest and the highest value of each is drawn
+    for at, value in finite:
+        columns.setdefault(int(at * across), []).append((at * across, height - 2 - (value - low) * up))
+    drawn = [point for column in columns.values() for point in sorted({min(column, key=_up), max(column, key=_up)})]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(description)}" width="{width}" '
+        f'height="{height}"><polyline points="{points}" fill="none" stroke="{BRAND}" stroke-width="1.5"/></svg>'
+    )
+
+
+def _up(point: tuple[float, float]) -> float:
+    return point[1]
 
 
 def preformatted(words: str) -> str:

@@ -98,7 +98,7 @@ def test_a_report_shows_the_figures_of_its_text() -> None:
     assert words[-1] == str(report).splitlines()[-1]
 
 
-def test_a_fragment_and_an_episode_show_their_columns() -> None:
+def test_a_fragment_and_an_episode_show_their_columns_and_rewards() -> None:
     with Rollout("CartPole-v1", num_envs=3, fragment_length=8, seed=0) as rollout:
         fragment = next(rollout.fragments())
     words = words_in(fragment._repr_html_())
@@ -109,6 +109,7 @@ def test_a_fragment_and_an_episode_show_their_columns() -> None:
     words = words_in(episode._repr_html_())
     assert words[0] == repr(episode)
     assert words[words.index("obs") :][:3] == ["obs", "float32", f"({len(episode) + 1}, 4)"]
+    assert "polyline" in episode._repr_html_()
 
 
 def test_an_episode_of_lists_and_one_of_nested_spaces_show_themselves() -> None:
@@ -128,3 +129,19 @@ def test_an_episode_of_lists_and_one_of_nested_spaces_show_themselves() -> None:
 
 def test_texts_are_no_markup() -> None:
     assert "<b>" not in preformatted("<b>") + table(("<b>",), [("<b>",)]) + svg.text(0, 0, "<b>")
+
+
+@pytest.mark.parametrize(
+    ("values", "points"),
+    [
+        ([0.0, 1.0, 0.5], "0.0,38.0 120.0,2.0 240.0,20.0"),
+        ([0.0, float("nan"), 1.0], "0.0,38.0 240.0,2.0"),
+        ([3.0], "0.0,38.0"),
+        ([2.0, 2.0], "0.0,38.0 240.0,38.0"),
+    ],
+)
+def test_a_plot_goes_from_the_first_to_the_last_and_from_the_lowest_to_the_highest(
+    values: list[float], points: str
+) -> None:
+    assert f'points="{points}"' in svg.plot(values, "rewards")
+    assert svg.plot([], "rewards") == svg.plot([float("nan")], "rewards") == ""
