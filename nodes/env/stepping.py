@@ -24,7 +24,6 @@ from rollflow.nodes.env.vector_env_errors import (
     info_given,
     kind_of,
     misfit_of,
-    naming_slots,
     refuse_misfit,
     rewards_of,
 )
@@ -37,6 +36,7 @@ from rollflow.stream.graph.seeding import env_seed_for
 
 logger = logging.getLogger(__name__)
 
+_STEP_GIVES = f"if that is step's: each environment's gives ({', '.join(STEP_GIVES)}), the info a dict"
 _RESET_GIVES = "if that is reset's: each environment's takes seed and options by name, and gives (observation, info)"
 
 
@@ -96,7 +96,7 @@ class LaneVectorEnv:
         if self._is_one_by_one:
             self._step = _one_after_the_other(cast("SyncVectorEnv", self.env), self._mode, turn, self._check.item)
         else:
-            self._step = naming_slots(_STEPS[self._mode](self.env, turn), self.env)
+            self._step = _STEPS[self._mode](self.env, turn)
         return self._is_one_by_one or self._mode is AutoresetMode.DISABLED
 
     def reset(self, seeds: Sequence[int] | None, options: Any = None) -> tuple[Tree, Mapping[str, Any]]:
@@ -110,7 +110,13 @@ class LaneVectorEnv:
 
     def step(self, actions: Tree) -> Stepped:
         """Step with actions any[N, ...]: `Stepped`, or gymnasium's tuple, which lacks `final`."""
-        stepped = self._step(actions)
+        try:
+            stepped = self._step(actions)
+        except (AttributeError, TypeError, ValueError) as error:
+            if not (self._is_one_by_one or isinstance(error, EnvError)):
+                refuse_misfit(self.env, error)
+                error.add_note(_STEP_GIVES)
+            raise
         if self._steps_made in CHECKED_STEPS:
             self._check.step(stepped[0], self._steps_made, stepped[1])
         self._steps_made += 1
