@@ -157,8 +157,8 @@ class WorkerCarrier:
         """The lanes that have been stepped, or begin anew. Raises EnvError when the last one has been set aside."""
         while self._without_step:
             yield from self._set_aside(self._without_step.popleft())
-        for key, events in self._selector.select(0):
-            yield from key.data(self, events=events)
+        for key, _ in self._selector.select(0):
+            yield from key.data(self)
         for index, text in self.supervisor.deadlines.overdue().items():
             yield from self._process_lost(self._first_of[index], self._late(self.links[index], text))
         for status in self.supervisor.due():
@@ -228,12 +228,8 @@ class WorkerCarrier:
 
     # Answers
 
-    def _heard(self, index: int, events: int) -> Iterator[Any]:
+    def _heard(self, index: int) -> Iterator[Any]:
         link = self.links[index]
-        if events & selectors.EVENT_WRITE:
-            link.send_kept()
-        if not events & selectors.EVENT_READ:
-            return
         frames = link.receive()
         if frames is None:
             yield from self._process_lost(self._first_of[index])
@@ -263,7 +259,7 @@ class WorkerCarrier:
         elif answer.kind is FrameKind.BEGUN:
             self.supervisor.begin(status, LanePhase.STEPPING)
 
-    def _has_ended(self, first: int, worker: WorkerProcess, events: int) -> Iterator[Any]:
+    def _has_ended(self, first: int, worker: WorkerProcess) -> Iterator[Any]:
         """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
         for link in self._links_of(first):
             while self._workers[first] is worker and (frames := link.receive()):
@@ -271,7 +267,7 @@ class WorkerCarrier:
         if self._workers[first] is worker:
             yield from self._process_lost(first)
 
-    def _wake(self, events: int) -> Iterator[Any]:
+    def _wake(self) -> Iterator[Any]:
         woken = None if self._woken is None else self._woken()
         if woken is not None:
             woken()
