@@ -18,7 +18,7 @@ STEP_GIVES = ("observation", "reward", "terminated", "truncated", "info")
 
 
 def refuse_misfit(env: VectorEnv[Any, Any, Any], error: Exception) -> None:
-    """Raise EnvError where `error` came from an observation that one slot of a `SyncVectorEnv` gave; else do nothing."""
+    """Raise EnvError where `error` came from an observation that a slot of a `SyncVectorEnv` gave; else do nothing."""
     if not isinstance(env.unwrapped, SyncVectorEnv):
         return
     observations: Sequence[Tree] = getattr(env.unwrapped, "_env_obs", ())  # gymnasium keeps them nowhere else

@@ -420,7 +420,7 @@ class RolloutHost(Host):
     def _failed(self, request: Any, error: Exception) -> None:
         """End the session: the module or a connector has raised, or a fragment can't be sent."""
         with self._lock:
-            if self._work.session.waits_for(request):
+            if self._session.waits_for(request):
                 self._fatal = error
         self._wakeup.ring()
 

@@ -199,12 +199,12 @@ class ResendingHost(EnvHost):
         if not welcome.resumed:
             return
         assert self._welcomed_peer is not None
-        while self._work.busy:
+        while self._busy_lanes():
             sleep(0.001)
         for grant in welcome.lanes:
-            request = self._work.session._lanes[grant.lane].request
+            request = self._session._lanes[grant.lane].request
             if request is not None and request.number > grant.number:
-                answer = self._work.session.answer_to(request)
+                answer = self._session.answer_to(request)
                 self._welcomed_peer.connection._send(answer, answer.lane)
                 self.resent += 1
 

@@ -20,8 +20,7 @@ class LaneClock:
     def left(self, rollout: Rollout | MultiAgentRollout, lane: int) -> float:
         """Seconds that a lane has left for what it is at; 0.0 where it has nothing to do."""
         watch = rollout.environments.carrier.supervisor.deadlines  # type: ignore[attr-defined]
-        is_watched = any(lane in lanes for lanes in list(watch._due.values()))
-        return watch._until[lane] - self._now if is_watched else 0.0
+        return float(watch._until.get(lane, self._now) - self._now)
 
     def has_looked(self, rollout: Rollout, lane: int) -> bool:
         """True where a lane of whole rollouts has made nothing since it was looked at, and has time left."""

@@ -2,14 +2,13 @@
 
 import contextlib
 import logging
-import math
 import os
 import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self
@@ -62,117 +61,17 @@ _COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session"  #
 HostPeer = Peer[HostConnection]
 
 
-class LaneWork:
-    """Lanes, their threads, and the session with the rollout that they work for.
-
-    lanes       in the order of the host's Hello, where each has its place: with `env`, that are to be closed, and
-                `describe`, which gives fields of a Hello about them
-    lock        of connections and the session
-    failed      gives the answer to a request whose work has raised; None: it has none
-    answered    called with the lock, in a lane's thread, where an answer may be there to be sent
-
-    session     with the rollout, or offered to the next
-    """
-
-    def __init__(
-        self,
-        lanes: Sequence[Any],
-        lock: AbstractContextManager[Any],
-        failed: Callable[[Any, Exception], Answer | None],
-        answered: Callable[[], None],
-    ) -> None:
-        self.lanes = lanes
-        self._lock, self._failed, self._answered = lock, failed, answered
-        self._threads = LaneThreads(len(lanes))
-        self._begun, self._done = [0] * len(lanes), [0] * len(lanes)  # requests of each lane
-        self.begin_anew()
-
-    def begin_anew(self) -> None:
-        """Have another session: there is no rollout."""
-        self.session = HostSession(secrets.token_bytes(SESSION_BYTES))
-        self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
-
-    def grant(self, lanes: Iterable[int]) -> None:
-        """Note what the gateway calls the lanes."""
-        self._place_of = {lane: place for place, lane in enumerate(lanes)}
-
-    def begin(
-        self, connection: HostConnection, request: Request, work_on: Callable[[Any, Any], Callable[[], Answer | None]]
-    ) -> None:
-        """Have a lane's thread do a request. From the thread that has the sockets.
-
-        work_on    gives the work, by the lane and the request; where the work gives None, nobody wants it any more
-        """
-        place = self._place_of[request.lane]
-        self._begun[place] += 1
-        work = work_on(self.lanes[place], request)
-        self._threads.put(place, partial(self._do, place, connection, request, work))
-
-    @property
-    def busy(self) -> list[int]:
-        """Places of the lanes that are at something."""
-        return [place for place, begun in enumerate(self._begun) if begun != self._done[place]]
-
-    def has_more(self, *, is_served: bool) -> bool:
-        """True if something that lanes have made, or are making, has not been sent to the rollout.
-
-        is_served    whether the rollout has a connection; without one it is not known what has reached it
-        """
-        return bool(self._place_of) and bool(not is_served or self.busy or self.session.owed)
-
-    def close(self, patience_s: float, left_s: float) -> None:
-        """End the threads and close the environments, but for those of a lane that is at something for too long.
-
-        patience_s    seconds for each lane
-        left_s        seconds for a lane that is at something, where they are fewer
-
-        Raises what closing raises, once all are closed.
-        """
-        busy = self.busy
-        self._threads.end()
-        closings: list[Closing] = []
-        for place, lane in enumerate(self.lanes):
-            limit_s = min(patience_s, left_s) if place in busy else patience_s
-            if not self._threads.has_ended(place, min(_QUIET_S, limit_s)):
-                logger.warning("lane %d is still at something: it is waited for, %.3g s at most", place, limit_s)
-            if self._threads.has_ended(place, limit_s):
-                closings.append((f"the environments of lane {place}", lane.env.close))
-        close_all(closings)
-
-    def _do(self, place: int, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
-        answer: Answer | None
-        try:
-            answer = work()
-        except BaseException as error:
-            logger.warning("lane %d: %r", request.lane, error, exc_info=error)
-            answer = self._failed(request, error)  # type: ignore[arg-type]
-        with self._lock:
-            if answer is not None:
-                self._give(connection, request, answer)
-            self._done[place] += 1
-            self._answered()
-
-    def _give(self, connection: HostConnection, request: Request, answer: Answer) -> None:
-        try:
-            connection.answer(request, answer)
-        except (WireError, ColumnError) as error:
-            if getattr(error, "code", "") != "undelivered":
-                failed = self._failed(request, error)
-                with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
-                    if failed is not None:
-                        connection.answer(request, failed)
-
-
 class Drain:
     """Time, from now on, in which a host that is told to end hands over what it has.
 
-    name       of the host
-    work       of its lanes
-    grace_s    seconds that it has
+    name         of the host
+    num_lanes    of the host
+    busy         gives the places of lanes that are at something
+    grace_s      seconds that it has
     """
 
-    def __init__(self, name: str, work: LaneWork, grace_s: float) -> None:
-        self._name, self._work = name, work
+    def __init__(self, name: str, num_lanes: int, busy: Callable[[], list[int]], grace_s: float) -> None:
+        self._name, self._num_lanes, self._busy = name, num_lanes, busy
         self._began = monotonic()
         self._reminder = Reminder(self._began)
         self._has_begun = False
@@ -218,15 +117,16 @@ class Drain:
 
     @property
     def _state(self) -> str:
-        busy, count = self._work.busy, len(self._work.lanes)
-        done = f"{count - len(busy)} of {count} lanes are done"
+        busy = self._busy()
+        done = f"{self._num_lanes - len(busy)} of {self._num_lanes} lanes are done"
         return f"{done}, still at something: {', '.join(map(str, busy))}" if busy else done
 
 
 class Host:
     """Connections of a host with gateways, and a thread for every lane; `EnvHost` and `RolloutHost` are made of it.
 
-    lanes       what the threads work with
+    lanes       what the threads work with, in the order of the Hello: with `env`, that are to be closed, and
+                `describe`, which gives fields of a Hello about them
     metadata    what else there is to know, for people
 
     Leave it by `with`, or `close` it: this ends the threads and closes the environments. Raises EnvError where lanes
@@ -263,7 +163,11 @@ class Host:
         self._fatal: Exception | None = None  # after which this session is over
         self._redialler: Redialler | None = None  # of the gateway that is dialled
         self._parting: str | None = None  # the reason of that gateway
-        self._work = LaneWork(lanes, self._lock, self._failed, self._answered)
+        self._lanes = lanes
+        self._threads = LaneThreads(len(lanes))
+        self._begun, self._done = [0] * len(lanes), [0] * len(lanes)  # requests of each lane
+        self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
+        self._offer_session()
         self._drain: Drain | None = None  # None: nobody has told this host to
 
     def connect(self, address: str, *, retry_s: float | None = 60.0) -> str:
@@ -317,7 +221,7 @@ class Host:
         A step that has begun is finished, and a fragment ends with it; no other begins. A lost gateway is awaited. May
         be called from any thread and from a signal handler; again, it may only shorten the time.
         """
-        self._drain = self._drain or Drain(self.name, self._work, grace_s)
+        self._drain = self._drain or Drain(self.name, len(self._lanes), self._busy_lanes, grace_s)
         self._drain.shorten(grace_s)
         self._wakeup.ring()
 
@@ -339,7 +243,7 @@ class Host:
             self._is_closed = True
             self._dismissed()
             try:
-                self._work.close(self._limits.handshake_s, math.inf if self._drain is None else self._drain.left_s)
+                self._close_lanes()
             finally:
                 self._loop.close()
 
@@ -377,7 +281,7 @@ class Host:
                         if error.code not in _COMES_BACK:
                             raise
                         if error.code == "session":
-                            self._work.begin_anew()
+                            self._offer_session()
                         problem = str(error)
                 redialler.failed(f"gateway {target}: {problem.removeprefix('gateway: ')}")
                 if redialler.is_given_up:
@@ -409,7 +313,9 @@ class Host:
         return not (self._has_more() and self._drain.goes_on())
 
     def _has_more(self) -> bool:
-        return self._work.has_more(is_served=self._welcomed_peer is not None and self._fatal is None)
+        """True if something that lanes have made, or are making, has not been sent to the rollout."""
+        is_served = self._welcomed_peer is not None and self._fatal is None  # else it is not known what has reached it
+        return bool(self._place_of) and bool(not is_served or self._busy_lanes() or self._session.owed)
 
     def _turn(self) -> None:
         """Send what there is to send, wait until there is something to do, and do it."""
@@ -446,7 +352,7 @@ class Host:
 
     def _begin_anew(self) -> None:
         """Have another session, for another rollout; peers in the handshake have been offered the one before."""
-        self._work.begin_anew()
+        self._offer_session()
         for peer in self._loop.peers:
             if peer is not self._welcomed_peer:
                 with self._lock:
@@ -473,7 +379,7 @@ class Host:
     def _peer_on(self, sock: socket.socket, where: str, dialled: Address | None) -> HostPeer:
         """Peer of a socket with a gateway at its other end, which is told hello."""
         connection = HostConnection(
-            self._hello(), self._work.session, secret=self._secret, limits=self._limits, now=monotonic()
+            self._hello(), self._session, secret=self._secret, limits=self._limits, now=monotonic()
         )
         connection.is_busy = self._welcomed_peer is not None
         return Peer(transport_for(sock, connection, self._tls, dialled=dialled), connection, where)
@@ -489,11 +395,11 @@ class Host:
         match event:
             case Welcome():
                 self._take_over(peer, was_known=event.resumed)
-                self._work.grant(grant.lane for grant in event.lanes)
+                self._place_of = {grant.lane: place for place, grant in enumerate(event.lanes)}
                 self._welcomed(event)
             case Reset() | Step() | Turn():
                 if self._drain is None:  # else nothing more is begun
-                    self._work.begin(peer.connection, event, self._work_on)
+                    self._begin(peer.connection, event)
             case Goodbye():
                 if peer is self._welcomed_peer:
                     self._begin_anew()
@@ -527,7 +433,7 @@ class Host:
         """Have lanes come to an end with what they are at, as this host drains."""
 
     def _work_on(self, lane: Any, request: Any) -> Callable[[], Answer | None]:
-        """Work for the lane's thread."""
+        """Work for the lane's thread; where it gives None, nobody wants the answer any more."""
         raise NotImplementedError
 
     def _take_news(self, news: Message) -> None:
@@ -549,15 +455,71 @@ class Host:
             software=software(),
             name=self.name,
             nonce=secrets.token_bytes(NONCE_BYTES),
-            session=self._work.session.token,
+            session=self._session.token,
             max_frame=self._limits.max_frame,
-            slots=tuple(lane.env.num_envs for lane in self._work.lanes),
+            slots=tuple(lane.env.num_envs for lane in self._lanes),
             metadata=self._metadata,
             busy=self._welcomed_peer is not None,
-            **self._work.lanes[0].describe(),
+            **self._lanes[0].describe(),
         )
 
-    def _answered(self) -> None:
+    def _offer_session(self) -> None:
+        """Have another session: there is no rollout."""
+        self._session = HostSession(secrets.token_bytes(SESSION_BYTES))
+        self._place_of = {}
+
+    def _busy_lanes(self) -> list[int]:
+        """Places of the lanes that are at something."""
+        return [place for place, begun in enumerate(self._begun) if begun != self._done[place]]
+
+    def _close_lanes(self) -> None:
+        """End the threads and close the environments, but for those of a lane that is at something for too long.
+
+        Raises what closing raises, once all are closed.
+        """
+        busy, patience_s = self._busy_lanes(), self._limits.handshake_s
+        left_s = patience_s if self._drain is None else min(patience_s, self._drain.left_s)
+        self._threads.end()
+        closings: list[Closing] = []
+        for place, lane in enumerate(self._lanes):
+            limit_s = left_s if place in busy else patience_s
+            if not self._threads.has_ended(place, min(_QUIET_S, limit_s)):
+                logger.warning("lane %d is still at something: it is waited for, %.3g s at most", place, limit_s)
+            if self._threads.has_ended(place, limit_s):
+                closings.append((f"the environments of lane {place}", lane.env.close))
+        close_all(closings)
+
+    def _begin(self, connection: HostConnection, request: Request) -> None:
+        """Have a lane's thread do a request. From the thread that has the sockets."""
+        place = self._place_of[request.lane]
+        self._begun[place] += 1
+        work = self._work_on(self._lanes[place], request)
+        self._threads.put(place, partial(self._do, place, connection, request, work))
+
+    def _do(self, place: int, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
+        answer: Answer | None
+        try:
+            answer = work()
+        except BaseException as error:
+            logger.warning("lane %d: %r", request.lane, error, exc_info=error)
+            answer = self._failed(request, error)  # type: ignore[arg-type]
+        with self._lock:
+            if answer is not None:
+                self._give(connection, request, answer)
+            self._done[place] += 1
+            self._send_answer()
+
+    def _give(self, connection: HostConnection, request: Request, answer: Answer) -> None:
+        try:
+            connection.answer(request, answer)
+        except (WireError, ColumnError) as error:
+            if getattr(error, "code", "") != "undelivered":
+                failed = self._failed(request, error)
+                with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
+                    if failed is not None:
+                        connection.answer(request, failed)
+
+    def _send_answer(self) -> None:
         """Send what a lane has answered; with the lock, in the lane's thread."""
         peer = self._welcomed_peer
         if peer is not None:

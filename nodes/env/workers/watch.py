@@ -97,8 +97,8 @@ class ProgressWatch:
     Every reset has its own time, also one within a step, and after it the step's time begins anew. Where resets can't
     be told from the step that they are in, it has both times together.
 
-    A lane is looked at eight times within the shorter of the two times, and its activity then counts from its first
-    look. So it may be found late by an eighth of that time too late, but never too early.
+    Lanes are looked at eight times within the shorter of the two times, and their activity then counts from its first
+    look. So a lane may be found late by an eighth of that time too late, but never too early.
     """
 
     def __init__(
@@ -113,74 +113,48 @@ class ProgressWatch:
         limits = [seconds for seconds in times if seconds is not None]
         both = sum(limits) if len(limits) == len(times) else None
         self._seconds = {Activity.STEP: step_timeout, Activity.RESET: reset_timeout, Activity.BOTH: both}
-        longest = min(limits) / _LOOKS if limits else None
-        self._pauses = {activity: _pause(seconds, longest) for activity, seconds in self._seconds.items()}
+        self._pause = min(limits) / _LOOKS if limits else None  # seconds between two looks; None: there are none
         self._at, self._suffix = at, suffix
-        # When lanes are to be looked at: by the pause before it, then by lane, the last that is given one is
-        # the last that is due. So a look takes no longer with a thousand lanes than with one.
-        self._due: dict[float, dict[int, float]] = {}
         self._seen: dict[int, ProgressMark] = {}
         self.began: dict[int, float] = {}  # lane -> when it began what it is at, on the clock `monotonic`
-        self._until: dict[int, float] = {}
+        self._until: dict[int, float] = {}  # the same of when it is late, for lanes that are waited for
+        self._next_look = math.inf  # at all lanes
 
     def begin(self, lane: int) -> None:
         """The lane's environments are at something new."""
         seen = self._seen[lane] = self._at(lane)
-        self.began[lane] = monotonic()
-        pause, seconds = self._pauses[seen[1]], self._seconds[seen[1]]
-        self.end(lane)
-        if pause is not None:
-            self._look_after(lane, pause)
-            self._until[lane] = math.inf if seconds is None else monotonic() + seconds
+        now = self.began[lane] = monotonic()
+        if self._pause is not None:
+            seconds = self._seconds[seen[1]]
+            self._until[lane] = math.inf if seconds is None else now + seconds
+            self._next_look = min(self._next_look, now + self._pause)
 
     def end(self, lane: int) -> None:
         """They have answered, or are not waited for any more."""
-        for lanes in self._due.values():
-            lanes.pop(lane, None)
+        self._until.pop(lane, None)
 
     @property
     def left(self) -> float | None:
-        """Seconds until a lane is to be looked at; None where there is none."""
-        first = [next(iter(lanes.values())) for lanes in self._due.values() if lanes]
-        return max(0.0, min(first) - monotonic()) if first else None
+        """Seconds until the lanes are to be looked at; None where there are none."""
+        return max(0.0, self._next_look - monotonic()) if self._until else None
 
     def overdue(self) -> dict[int, str]:
-        """The lanes whose time is over, with what they were late with; those that are due are looked at."""
+        """The lanes whose time is over, with what they were late with; they are looked at, where that is due."""
         late: dict[int, str] = {}
-        for lane in self._to_look_at():
+        now = monotonic()
+        if now < self._next_look or self._pause is None:
+            return late
+        for lane, until in list(self._until.items()):
             seen = self._at(lane)
             if seen != self._seen[lane]:
                 self.begin(lane)
-            elif monotonic() < self._until[lane] - 1e-6:  # a sum of pauses may be that much shorter
-                pause = self._pauses[seen[1]]
-                assert pause is not None
-                self.end(lane)
-                self._look_after(lane, pause)
-            else:
+            elif now >= until:
                 late[lane] = f"no answer to a {self._text_of(seen[1])}"
+        self._next_look = min([now + self._pause, *self._until.values()])
         return late
-
-    def _look_after(self, lane: int, pause: float) -> None:
-        self._due.setdefault(pause, {})[lane] = monotonic() + pause
-
-    def _to_look_at(self) -> list[int]:
-        found, now = [], monotonic()
-        for lanes in self._due.values():
-            for lane, when in lanes.items():
-                if when > now:
-                    break
-                found.append(lane)
-        return found
 
     def _text_of(self, activity: Activity) -> str:
         seconds = self._seconds[activity]
         if activity is Activity.BOTH:
             return f"step within {seconds} s, step_timeout and reset_timeout together: it may have reset as well"
         return f"reset within {seconds} s" if activity is Activity.RESET else f"step within {seconds} s{self._suffix}"
-
-
-def _pause(seconds: float | None, longest: float | None) -> float | None:
-    """Seconds between two looks: a part of the time that is left, so that the last look is in time."""
-    if seconds is None or not longest:
-        return longest
-    return seconds / math.ceil(seconds / longest)

@@ -113,7 +113,7 @@ def test_a_host_whose_step_takes_too_long_ends_with_its_grace(tmp_path: Path, ca
         rollout.drain()
         assert list(rollout.fragments()) == []
         host.close()
-        assert host._work.busy == [0]  # its environment is still in its step
+        assert host._busy_lanes() == [0]  # its environment is still in its step
     assert rollout.lost == {"workers": 5 + 1}
 
 
@@ -128,12 +128,12 @@ def test_environments_of_lanes_that_are_at_nothing_are_closed_once_the_grace_is_
             await_held(tmp_path, slot)
         host.drain(graces[0])
         let_go(tmp_path, 1)
-        await_that(lambda: host._work.busy == [0])
+        await_that(lambda: host._busy_lanes() == [0])
         for grace_s in graces[1:]:
             host.drain(grace_s)
         await_that(lambda: host._drain.left_s == 0)
         host.close()
-        assert host._work.busy == [0]
+        assert host._busy_lanes() == [0]
         assert [is_closed(tmp_path, slot) for slot in range(2)] == [False, True]
         let_go(tmp_path, 0)
 
@@ -165,7 +165,7 @@ def test_what_a_lost_connection_had_is_given_to_the_next(tmp_path: Path, *, is_m
         await_that(lambda: host._lanes[0].session.cut)
         if is_made:
             let_go(tmp_path, 0)
-            await_that(lambda: not host._work.busy)  # and nobody has taken it
+            await_that(lambda: not host._busy_lanes())  # and nobody has taken it
         wire.is_down = False
         let_go(tmp_path, 0)
         fragments = [next(iter(rollout.fragments()))]
@@ -191,7 +191,7 @@ def test_a_step_that_a_draining_host_has_not_begun_is_not_owed_to_the_next_conne
             await_held(tmp_path, slot)
         host.drain()
         let_go(tmp_path, 1)
-        await_that(lambda: host._work.busy == [0] and host._work.session._lanes[1].answer is None)  # asked once more
+        await_that(lambda: host._busy_lanes() == [0] and host._session._lanes[1].answer is None)  # asked once more
         wire.go_down()
         await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
         wire.is_down = False

@@ -135,7 +135,7 @@ def test_a_host_that_is_cut_off_has_its_time_to_come_back_with_what_it_made(
                 cut_off()
             let_go(tmp_path, 0)
             if is_told == "of the cut first":
-                await_that(lambda: host._work.session._lanes[0].answer is not None)  # there is nobody who takes it
+                await_that(lambda: host._session._lanes[0].answer is not None)  # there is nobody who takes it
             wire.is_down = False
 
         if is_told == "afterwards":

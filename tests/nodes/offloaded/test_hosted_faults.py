@@ -84,7 +84,7 @@ def test_a_host_that_is_cut_off_in_the_middle_of_a_fragment_has_it_when_it_comes
             wire.go_down()
             await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
             let_go(tmp_path, 0)
-            await_that(lambda: host._work.session._lanes[0].answer is not None)
+            await_that(lambda: host._session._lanes[0].answer is not None)
             wire.is_down = False
             taken = list(rollout.fragments())
         assert rollout.lost == {}
