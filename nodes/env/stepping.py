@@ -450,8 +450,8 @@ def described(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
 
 
 def close_failed(env: Any) -> None:
-    """Close environments that have raised: closing them may fail as well, which is logged."""
+    """Close environments; what that raises is logged."""
     try:
         env.close()
     except Exception as error:
-        logger.warning("environments that have failed can't be closed: %s: %s", type(error).__name__, error)
+        logger.warning("environments can't be closed: %s: %s", type(error).__name__, error, exc_info=error)

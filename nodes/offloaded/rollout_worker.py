@@ -126,10 +126,10 @@ class RolloutServer(EnvServer):
         self._rollout = None
         return b""
 
-    def _close_env(self) -> None:
+    def _close(self) -> None:
         if self._rollout is not None:
             self._progress[0] = self._rollout.lane.num_steps
-        super()._close_env()
+        super()._close()
 
     def _send_fragment(self, fragment: Any, more: dict[str, Any]) -> None:
         """Send a fragment, and what there is to say beside it."""

@@ -50,7 +50,6 @@ class FrameKind(IntEnum):
     NEW_BLOCK = 18  # a descriptor, and the bytes behind it: a block
     TAKEN = 19  # weights have been taken over
     FILLING = 20  # length of a packed dict: what there is to say of a fragment whose rows are being made
-    CLOSE_FAILED = 23  # length of a packed dict: what was raised while the environments were closed
     BEGUN = 21  # the first step of a rollout is being made: its environments have been reset
 
 

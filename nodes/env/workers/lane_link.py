@@ -13,7 +13,7 @@ from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
 from rollflow.nodes.env.workers.watch import DOING, PHASE_BYTES, Activity, ActivityFlag, calls_of
-from rollflow.nodes.env.workers.worker_process import MOST_FDS, Received
+from rollflow.nodes.env.workers.worker_process import MOST_FDS
 from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import EnvError, RunError
@@ -163,21 +163,6 @@ class LaneLink(abc.ABC):
             selector.unregister(self.sock)
             self.sock = None
             self._activity = ActivityFlag()
-
-    def check_closed(self, left: Received) -> None:
-        """Raise EnvError where the worker told, before it ended, that it could not close the environments.
-
-        left    what it had sent and was not read
-        """
-        failures = []
-        for answer in self._reader.feed(*left):
-            if answer.kind is FrameKind.CLOSE_FAILED:
-                failures.append(raised_in_worker(unpack(answer.payload)))
-            answer.discard()
-        for raised in failures:
-            error = EnvError(f"lane {self.index}: its environments can't be closed: {raised.type}: {raised.text}")
-            raised.add_notes_to(error, self.index)
-            raise error
 
     def make(self) -> None:
         """Have the environments made."""

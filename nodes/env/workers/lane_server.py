@@ -45,7 +45,6 @@ class LaneServer(abc.ABC):
         self.sock = sock
         self._phase = ActivityFlag()
         self._env: Any = None
-        self._has_failed = False  # since its environments were made
         self._seeds: Sequence[int] = ()
         self._deviations = Deviations(is_logged=False)
 
@@ -112,7 +111,7 @@ class LaneServer(abc.ABC):
         if failed is not None:
             close_failed(failed)
         maker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
-        self._env, self._has_failed = maker.lane_env(self._deviations), False
+        self._env = maker.lane_env(self._deviations)
         self._phase.set_blended(not self._env.tell_resets(self._phase.turn))
         return frame_with(FrameKind.READY, self._describe(maker))
 
@@ -124,7 +123,6 @@ class LaneServer(abc.ABC):
         try:
             answer = self._do(asked)
         except Exception as error:
-            self._has_failed = True
             answer = failure(error)
         if answer:
             self._send(answer)
@@ -147,21 +145,13 @@ class LaneServer(abc.ABC):
             raise LaneClosed from error
 
     def _close(self) -> None:
-        """Close the environments and the socket; tell the other process of what they raise."""
+        """Close the environments and the socket."""
+        env, self._env = self._env, None
         try:
-            self._close_env()
-        except Exception as error:
-            try:
-                self._send(frame_with(FrameKind.CLOSE_FAILED, pack(described(error))))
-            except LaneClosed:
-                logger.warning("environments can't be closed: %s: %s", type(error).__name__, error)
+            if env is not None:
+                close_failed(env)
         finally:
             self.sock.close()
-
-    def _close_env(self) -> None:
-        env, self._env = self._env, None
-        if env is not None:
-            (close_failed if self._has_failed else type(env).close)(env)
 
 
 def described(error: Exception) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import sizes_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.carrier import Carried, L
@@ -20,7 +20,7 @@ from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink, raised_in_worker, refusal
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneStatus, LaneSupervisor
 from rollflow.nodes.env.workers.watch import ProgressMark
-from rollflow.nodes.env.workers.worker_process import Received, WorkerProcess, core_count, end_all
+from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.system import require
@@ -213,18 +213,10 @@ class WorkerCarrier:
             )
 
     def close(self) -> None:
-        """End the worker processes. Raises EnvError where environments could not be closed there."""
-        sockets = [(link, link.sock) for link in self.links if link.sock is not None]
+        """End the worker processes, each of which logs what closing its environments raises."""
         for link in self.links:
             link.disconnect(self._selector)
-        if self._ending.detach() is None:
-            return
-        left = _end(self._workers, self._selector, is_read=True)
-        close_all(
-            (f"the environments of lane {link.index}", partial(link.check_closed, left[sock]))
-            for link, sock in sockets
-            if sock in left
-        )
+        self._ending()
 
     # Answers
 
@@ -409,13 +401,9 @@ def _stack_of(worker: WorkerProcess | None, thread: int) -> tuple[StackFrame, ..
     return worker.stack_of(thread)
 
 
-def _end(
-    workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector, *, is_read: bool = False
-) -> dict[Any, Received]:
-    alive = [worker for worker in workers.values() if worker is not None]
-    left = end_all(alive, frame(FrameKind.CLOSE), is_read=is_read)
+def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:
+    end_all([worker for worker in workers.values() if worker is not None], frame(FrameKind.CLOSE))
     selector.close()
-    return left
 
 
 def _can_be_read(link: LaneLink, worker: WorkerProcess, timeout: float | None) -> bool:

@@ -421,17 +421,8 @@ def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-Received = tuple[bytes, list[int]]  # bytes, and descriptors that came with them
-
-
-def end_all(
-    workers: Sequence[WorkerProcess], last_words: bytes, *, is_read: bool = False
-) -> dict[socket.socket, Received]:
-    """Have every process end: say so on its sockets, wait for a while, and kill those that have not heard.
-
-    is_read    whether what processes had sent until their end is read: it is returned by their sockets
-    """
-    left: dict[socket.socket, Received] = {}
+def end_all(workers: Sequence[WorkerProcess], last_words: bytes) -> None:
+    """Have every process end: say so on its sockets, wait for a while, and kill those that have not heard."""
     ours = [worker for worker in workers if worker.is_ours]
     for worker in ours:
         for sock in worker.sockets:
@@ -447,24 +438,7 @@ def end_all(
                 worker.pid,
                 CLOSE_TIMEOUT_S,
             )
-        if is_read:
-            left |= {sock: _left_in(sock) for sock in worker.sockets}
         worker.kill()
-    return left
-
-
-def _left_in(sock: socket.socket) -> Received:
-    """What has come over a socket and was not read."""
-    data, fds = bytearray(), list[int]()
-    with contextlib.suppress(OSError):  # closed, or its other end is open still
-        sock.setblocking(False)
-        while True:
-            more, with_it, _, _ = socket.recv_fds(sock, 1 << 18, MOST_FDS)
-            if not more:
-                break
-            data += more
-            fds += with_it
-    return bytes(data), fds
 
 
 def _pidfd_of(pid: int) -> int:

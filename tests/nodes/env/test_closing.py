@@ -1,5 +1,6 @@
 """Environments are closed when a rollout can't be made, and all of them, also where one raises in doing so."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,27 +143,27 @@ CLOSED_THERE: Any = pytest.mark.parametrize(("kind", "env"), [(Rollout, Leaves),
 @CLOSED_THERE
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
 def test_an_environment_that_can_not_be_closed_is_told_of_in_every_place(
-    kind: Any, env: Any, where: Any, tmp_path: Path
+    kind: Any, env: Any, where: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     makers = [partial(env, slot, tmp_path) for slot in range(4)]
     options: Any = {"lanes": 2, "where": where, "module": RandomModule, "fragment_length": 2, "seed": 0}
-    if where in ("processes", "rollouts"):
+    is_in_workers = where in ("processes", "rollouts")
+    if is_in_workers:
         options["workers"] = 1
-    with pytest.raises((OSError, EnvError), match="no space left for the recording") as caught:
+    with nullcontext() if is_in_workers else pytest.raises(OSError, match="no space left") as caught:
         with kind(makers, **options) as rollout:
             next(iter(rollout.fragments()))
-    told = [str(caught.value), *caught.value.__notes__]
-    assert any("lane 0" in each for each in told)
+    if is_in_workers:  # which log it
+        assert "environments can't be closed: OSError: no space left for the recording" in capfd.readouterr().err
+    else:
+        assert any("lane 0" in note for note in caught.value.__notes__)
     assert {each.name for each in tmp_path.iterdir()} == {"0", "1", "2", "3"}
 
 
 @CLOSED_THERE
-@pytest.mark.parametrize("where", ["inline", "processes"])
-def test_what_closing_raises_goes_into_the_notes_of_what_ended_the_block(
-    kind: Any, env: Any, where: Any, tmp_path: Path
-) -> None:
+def test_what_closing_raises_goes_into_the_notes_of_what_ended_the_block(kind: Any, env: Any, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        with kind(partial(env, 0, tmp_path), where=where, module=RandomModule, seed=0):
+        with kind(partial(env, 0, tmp_path), module=RandomModule, seed=0):
             failing()
     assert any("no space left for the recording" in note for note in caught.value.__notes__)
 

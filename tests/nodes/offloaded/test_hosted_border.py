@@ -251,7 +251,7 @@ def test_an_environment_that_has_failed_and_can_not_be_closed_is_made_anew(
     ):
         fragments = list(rollout.fragments())
     assert [fragment.num_rows for fragment in fragments] == [5, 8, 8]
-    assert "environments that have failed can't be closed: OSError: it can't be closed" in caplog.text
+    assert "environments can't be closed: OSError: it can't be closed" in caplog.text
 
 
 def test_forward_passes_are_compiled_where_they_are_done() -> None:
