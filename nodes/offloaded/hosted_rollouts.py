@@ -130,7 +130,7 @@ class HostEquipment:
 
 
 class HostRollouts(HostedNode, OffloadedRollouts):
-    """A node that has each lane's rollout done on another host: takes turns, gives fragments. See `HostCarrier`.
+    """A node that has each lane's rollout done on another host: takes turns, gives fragments. See `HostedNode`.
 
     Hosts are told settings, weights and connectors' states: nothing is pickled, so each must have the same connectors
     and module. A lane that is late is waited for until `reset_timeout` is over as well. A host that leaves takes the
@@ -146,15 +146,15 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         self._form: Any = None  # of a row of the columns
         super().__init__(env, **options)
         node = weakref.proxy(self)  # which holds the equipment
-        self._equipment = HostEquipment(self.carrier.gateway, lambda *weights: node._message_of(*weights))
+        self._equipment = HostEquipment(self.gateway, lambda *weights: node._message_of(*weights))
 
     def __call__(self, turns: TurnToken) -> TurnToken | None:
         """Have the lane's host make its next fragment."""
         turns.fragment = None
-        if self.is_draining and self.carrier.lanes[turns.index].status.phase is not LanePhase.ASIDE:
+        if self.is_draining and self.remotes[turns.index].status.phase is not LanePhase.ASIDE:
             turns.is_set_aside = True
             return turns
-        return self.carrier.hand_over(turns)
+        return self.hand_over(turns)
 
     def broadcast(self, published: Published) -> None:
         """Have every host use these weights from its next forward pass on."""
@@ -174,7 +174,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def hasten(self) -> None:
         """Have every host give what there is of the fragments that it is making."""
         super().hasten()
-        self._cut(self.carrier.lanes)
+        self._cut(self.remotes)
 
     @property
     def num_steps(self) -> int:
@@ -184,7 +184,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def counted(self) -> Iterable[list[list[Any]]]:
         """Counts of each lane's stages, and the seconds that a turn is under way, of which nothing is known yet."""
         now, counted = clock(), []
-        for remote, count in zip(self.carrier.lanes, self._counts, strict=False):
+        for remote, count in zip(self.remotes, self._counts, strict=False):
             seconds = (now - count.since) / 1e9 if remote.status.is_waited else 0.0
             counted.append([*count.stages, ["rollouts", count.turns, seconds]])
         return counted
@@ -226,7 +226,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         if remote.status.is_waited:
             self.ask(remote)
         elif remote.status.phase is LanePhase.LOST:
-            self.carrier.supervisor.begin(remote.status, LanePhase.READY)
+            self.supervisor.begin(remote.status, LanePhase.READY)
         else:
             return True
         return False
@@ -237,13 +237,13 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         resets = remote.status.failures > 0 or not count.reported  # environments are to be made, or reset
         count.first_pulse, count.is_in_vain = count.pulse if resets else -1, False
         count.turns, count.since = count.turns + 1, clock()
-        turn = Turn(index, self.carrier.gateway.next_number(index), remote.lane.step)
-        self.carrier.request(remote, turn, LanePhase.STEPPING)
+        turn = Turn(index, self.gateway.next_number(index), remote.lane.step)
+        self.request(remote, turn, LanePhase.STEPPING)
 
     def progress(self, lane: int) -> ProgressMark:
         """Count by which a lane shows that it gets on, and its activity: a lane that is late has a reset's time."""
         count = self._counts[lane]
-        resets = count.pulse == count.first_pulse or self.carrier.lanes[lane].status.phase is LanePhase.LATE
+        resets = count.pulse == count.first_pulse or self.remotes[lane].status.phase is LanePhase.LATE
         return count.pulse, Activity.RESET if resets else Activity.STEP
 
     def note(self, event: HostEvent) -> None:
@@ -254,7 +254,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             case "reconnected":
                 self._equip(event.host)
                 if self.is_draining:
-                    self._cut(self.carrier.lanes_of(event.host))
+                    self._cut(self.lanes_of(event.host))
             case "left":
                 self._equipment.forget(event.host)
 
@@ -272,7 +272,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             return
         count.steps += report.steps - count.reported
         count.reported, count.stages = report.steps, report.nodes
-        self.carrier.supervisor.lost_steps += report.lost_steps
+        self.supervisor.lost_steps += report.lost_steps
         self._hear(remote, answer, report, where)
         failure = report.failure
         if failure is not None:
@@ -285,11 +285,11 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             count.lost = failure
         if failure is None:
             status.phase, status.failures = LanePhase.READY, 0
-            yield self.carrier.come_back(remote)
+            yield self.come_back(remote)
             return
-        yield from self.carrier.begin_anew_or_leave(remote)
+        yield from self.begin_anew_or_leave(remote)
         if status.is_waited and fragment.num_rows:
-            yield self.carrier.come_back(remote)
+            yield self.come_back(remote)
 
     def failed(self, remote: RemoteLane, answer: Failed) -> None:
         """Take note that environments could not be made, or not be reset: no step was under way."""
@@ -335,7 +335,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def _fragment_of(self, answer: Fragment, report: RolloutReport) -> Any:
         """The fragment in an answer. Raises WireError where it is none, or not the next one."""
-        lane, count = self.carrier.lanes[answer.lane].lane, self._counts[answer.lane]
+        lane, count = self.remotes[answer.lane].lane, self._counts[answer.lane]
         fragment = self.fragment_in(answer, report.seed, count.lost)
         for name, number, expected in (
             ("sequence", fragment.sequence, lane.sequence),
@@ -371,7 +371,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def _cut(self, lanes: Iterable[RemoteLane]) -> None:
         """Have fragments that are being made end now."""
-        gateway = self.carrier.gateway
+        gateway = self.gateway
         for remote in lanes:
             if remote.status.is_waited and remote.status.phase in (LanePhase.STEPPING, LanePhase.LATE):
                 index = remote.status.index
@@ -381,11 +381,11 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         """Take down how far a host's lanes are; not of those that have left, or came when the rollout was ending."""
         try:
             for index, progress in progress_of(event.what, event.host.session.lanes).items():
-                if index < len(self.carrier.lanes) and self.carrier.lanes[index].status.phase is not LanePhase.ASIDE:
-                    self._take_progress_of(self.carrier.lanes[index], progress)
+                if index < len(self.remotes) and self.remotes[index].status.phase is not LanePhase.ASIDE:
+                    self._take_progress_of(self.remotes[index], progress)
         except WireError as error:
             self._expel(event.host, error, "metrics")
-        self.carrier.gateway.give_credit(event.host)
+        self.gateway.give_credit(event.host)
 
     def _take_progress_of(self, remote: RemoteLane, progress: LaneProgress) -> None:
         count = self._counts[remote.status.index]
@@ -393,12 +393,12 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         is_alive = progress.pulse != count.pulse
         count.pulse, count.is_in_vain = progress.pulse, progress.is_in_vain
         if is_alive and remote.status.phase is LanePhase.LATE:
-            self.carrier.supervisor.begin(remote.status, LanePhase.STEPPING)
+            self.supervisor.begin(remote.status, LanePhase.STEPPING)
 
     def _expel(self, host: RemoteHost, error: Exception, where: str) -> None:
         """Have a host leave that has said what makes no sense."""
         text = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
-        self.carrier.gateway.expel(host, WireError(f"host {host.name}: {where}: {text}", "fragment"))
+        self.gateway.expel(host, WireError(f"host {host.name}: {where}: {text}", "fragment"))
 
 
 class HostedRollouts(HostRollouts, Environments):  # type: ignore[misc]  # turns go round, and no lanes

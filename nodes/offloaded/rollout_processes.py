@@ -42,7 +42,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
         self._publishing = threading.Lock()
         self._bell = Wakeup()  # rung when there are new weights
         super().__init__(env, **options)
-        self.carrier.call_when_woken(self._bell, self._spread)
+        self.call_when_woken(self._bell, self._spread)
 
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
@@ -54,7 +54,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def __call__(self, turns: TurnToken) -> TurnToken | None:
         """Have the lane's worker make its next fragment."""
         turns.fragment = None
-        return self.carrier.hand_over(turns)
+        return self.hand_over(turns)
 
     def broadcast(self, published: Published) -> None:
         """Have every worker use these weights from its next forward pass on."""
@@ -133,7 +133,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
 
     @property
     def _links(self) -> list[RolloutLink]:
-        return [link for link in self.carrier.links if isinstance(link, RolloutLink)]
+        return [link for link in self.links if isinstance(link, RolloutLink)]
 
     def _spread(self) -> None:
         """Offer every worker the newest weights."""
@@ -153,7 +153,7 @@ class RolloutProcesses(WorkerRollouts, Environments):  # type: ignore[misc]  # t
         return FragmentReader(self._layout(lane, self.envs[lane], seed), lane, hands_on=self.is_shared)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return launched(self.carrier, lane_makers(env, num_envs, lanes, self._autoreset_mode))
+        return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode))
 
     def _make_lanes(self) -> None:
         """Lanes are where the environments are."""
@@ -174,4 +174,4 @@ class AgentRolloutProcesses(WorkerRollouts, AgentEnvironments):  # type: ignore[
         self.lookback = lookback
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return agents_launched(self.carrier, env, num_envs, lanes)
+        return agents_launched(self, env, num_envs, lanes)

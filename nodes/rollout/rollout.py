@@ -73,7 +73,7 @@ class Rollout(RolloutLoop[Fragment]):
                                        never. On hosts it includes resets after ended episodes
     reset_timeout            120.0     Seconds after which a reset hangs; None: never. The first one includes the start
                                        of a process. Vectorized environments that reset within a step have both times
-                                       together. See `ThreadEnvironments`, `ProcessEnvironments`, `HostCarrier`
+                                       together. See `ThreadEnvironments`, `ProcessEnvironments`, `HostedNode`
 
     Policy
     module                   None      Has `forward_exploration` and `forward_inference`; or a function of observations,

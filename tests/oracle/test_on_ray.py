@@ -67,7 +67,7 @@ def all_free() -> bool:
 
 def actors_of(rollout: Rollout) -> dict[int, psutil.Process]:
     """The actor of each host, by the host's process."""
-    launcher = rollout.environments.carrier._supply._launcher
+    launcher = rollout.environments._supply._launcher
 
     def pids(host: RayHost) -> tuple[int, int]:
         assert host._program is not None

@@ -90,7 +90,7 @@ def rollouts_on(address: Any, envs: Any, **options: Any) -> Any:
 def await_late(rollout: Rollout, clock: LaneClock, step_timeout: float = 0.3) -> None:
     """Have lane 0 be late, whose host has said how far it is and makes nothing more."""
     environments = rollout.environments
-    [remote, *_] = environments.carrier.lanes
+    [remote, *_] = environments.remotes
     clock.go_on(rollout, step_timeout + 0.1)
     # It had made something since it was last looked at.
     await_that(lambda: clock.has_looked(rollout, 0))

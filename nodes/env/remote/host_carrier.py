@@ -4,7 +4,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
 
@@ -50,19 +49,26 @@ def wait_for(remote: RemoteLane, name: str, progress: ProgressMark, began: float
 
 
 class HostedNode(Carried):
-    """A node whose lanes are on hosts. Its subclasses ask them, and take their answers.
+    """A node whose lanes are on hosts that a gateway takes in. Its subclasses ask them, and take their answers.
 
     role           of the hosts
     takes_late     whether a lane that was late goes on with the answer that comes after all; else it begins anew
+    remotes        lanes on hosts, in the order in which they came
+    gateway        which the hosts are connected to
 
-    They have methods for the carrier, most of them of a `RemoteLane`:
+    A host whose connection breaks goes on where it was when it comes back in time; nothing is lost. One that does not,
+    whose place a new host takes, or that breaks the protocol, leaves, its lanes with it. Hosts that come later get
+    lanes of their own. While there is none at all, the rollout waits, for as long as it did for the first; then it ends
+    with an EnvError that says why each has left.
+
+    Subclasses have these methods, most of them of a `RemoteLane`:
 
     envs_on        stand-ins for a host's environments, lane by lane
     new_lane       a lane, as it goes round, of its number, its environments and their first slot
     progress       the count by which a lane, by its number, shows that it gets on, and its activity
     set_out        has a lane begin, or begin anew after it was lost; True where it comes back at once
     ask            has a lane's host do what the lane was handed over for
-    note           takes note of an event, before the carrier does
+    note           takes note of an event, before this class does
     take           takes what a host has answered for a lane, where nothing failed: the lane, if it comes back
     failed         takes note of an error that a host has answered with; raises EnvError where it ends the run
     late           deals with a lane that has not come back in time, for the first time, for a reason
@@ -71,56 +77,38 @@ class HostedNode(Carried):
     is_given_up    True where a lane is not waited for any more, as the rollout is ending
     """
 
-    carrier: "HostCarrier"
     has_fixed_lanes = False
     role: str
     takes_late = False
+    envs_on: Any
+    new_lane: Any
+    progress: Any
+    set_out: Any
+    ask: Any
+    note: Any
+    take: Any
+    failed: Any
+    late: Any
+    lose: Any
+    lose_idle: Any
+    is_given_up: Any
+    num_envs: int
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
-        self.carrier = HostCarrier(self, env, LaneLimits.taken_from(options))
-        with self.carrier.closing_on_error():
+        self.remotes: list[RemoteLane] = []
+        suffix = ", the resets after ended episodes included"
+        itself: Any = weakref.proxy(self)  # which holds the supervisor
+        limits = LaneLimits.taken_from(options)
+        self.supervisor = LaneSupervisor(limits, lambda lane: itself.progress(lane), suffix=suffix)
+        self.join_timeout, self._supply = env.join_timeout, env.supply
+        self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
+        self._vacancy: HostWait | None = None  # while there is no lane
+        self.gateway = Gateway(env, self.role)
+        with closing_on_error(lambda: self.gateway.close("the rollout could not be made")):
             super().__init__(env, **options)  # type: ignore[arg-type]
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return self.carrier.first_envs(env.hosts, num_envs, lanes)
-
-
-class HostCarrier:
-    """Carries lanes to hosts that a gateway takes in.
-
-        node      that the lanes are of: a `HostedNode`
-        hosts     that may come
-        limits    patience with lanes
-
-        supervisor    state of the lanes
-        lanes         on hosts, in the order in which they came
-        gateway       which the hosts are connected to
-
-    A host whose connection breaks goes on where it was when it comes back in time; nothing is lost. One that does not,
-    whose place a new host takes, or that breaks the protocol, leaves, its lanes with it. Hosts that come later get
-    lanes of their own. While there is none at all, the rollout waits, for as long as it did for the first; then it ends
-    with an EnvError that says why each has left.
-    """
-
-    def __init__(self, node: HostedNode, hosts: RemoteHosts, limits: LaneLimits) -> None:
-        self.lanes: list[RemoteLane] = []
-        suffix = ", the resets after ended episodes included"
-        self._node: Any = weakref.proxy(node)  # it holds the carrier
-        proxy = self._node
-        self.supervisor = LaneSupervisor(limits, lambda lane: proxy.progress(lane), suffix=suffix)
-        self.join_timeout, self._supply = hosts.join_timeout, hosts.supply
-        self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
-        self._vacancy: HostWait | None = None  # while there is no lane
-        self.gateway = Gateway(hosts, node.role)
-
-    # What a node asks for
-
-    def closing_on_error(self) -> AbstractContextManager[None]:
-        """Say goodbye to the hosts where the block raises, in which the node is made."""
-        return closing_on_error(lambda: self.gateway.close("the rollout could not be made"))
-
-    def first_envs(self, count: int, num_envs: int | None, lanes: int | None) -> list[Any]:
-        """Wait for so many hosts: what is known of their environments, lane by lane.
+        """Wait for the first hosts: what is known of their environments, lane by lane.
 
         Raises EnvError when they don't come in time, and where numbers of environments or lanes were given.
         """
@@ -130,16 +118,17 @@ class HostCarrier:
                 "lanes they have"
             )
         envs: list[Any] = []
-        for host in self._first_hosts(count):
+        for host in self._first_hosts(env.hosts):
             host.has_place = True
-            envs += self._node.envs_on(host)
+            envs += self.envs_on(host)
         return envs
 
     def start(self) -> Iterator[Any]:
-        """Have every lane set out, all at a time."""
-        for index, (env, first_slot) in enumerate(zip(self._node.envs, self._node.first_slots(), strict=True)):
+        """Have every lane set out, all at a time. Raises RunError a second time."""
+        self._begin()
+        for index, (env, first_slot) in enumerate(zip(self.envs, self.first_slots(), strict=True)):
             self._new_lane(index, env, first_slot, self.gateway.host_of(index))
-        for remote in self.lanes:
+        for remote in self.remotes:
             # One that has left, and has come anew since, has the same token.
             if self.gateway.hosts.get(remote.host.session.token) is remote.host:
                 yield from self._set_out(remote)
@@ -149,14 +138,14 @@ class HostCarrier:
 
     def hand_over(self, lane: L) -> L | None:
         """Have a lane's host do what the lane was handed over for; the lane itself, where its host has left."""
-        remote = self.lanes[lane.index]
+        remote = self.remotes[lane.index]
         if remote.status.phase is LanePhase.ASIDE:  # while the lane was somewhere else: no step is under way
-            self.supervisor.lost_steps += self._node.lose_idle(remote)
+            self.supervisor.lost_steps += self.lose_idle(remote)
             self._leave(remote)
             return lane
         self.supervisor.wait_for(remote.status)
         if remote.status.phase is not LanePhase.LOST:  # else it is asked when it begins anew
-            self._node.ask(remote)
+            self.ask(remote)
         return None
 
     def hasten(self) -> None:
@@ -177,48 +166,53 @@ class HostCarrier:
             left.append(_LOOK_S)  # whether a host has been lost
         return min((seconds for seconds in left if seconds is not None), default=None)
 
-    def completed(self) -> Iterator[Any]:
-        """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
+    def _completed(self) -> Iterator[Any]:
         self.gateway.service()
         for event in self.gateway.news():
-            self._node.note(event)
+            self.note(event)
             yield from self._heard(event)
         for index, text in self.supervisor.deadlines.overdue().items():
-            remote = self.lanes[index]
+            remote = self.remotes[index]
             if remote.host.lost_at is not None:  # it has time to come back, and its answer from then on
                 self.supervisor.deadlines.end(index)
             else:
                 yield from self._late(remote, f"host {remote.host.name}, {remote.slots}: {text}")
         for status in self.supervisor.due():
-            yield from self._set_out(self.lanes[status.index])
+            yield from self._set_out(self.remotes[status.index])
         self._check_vacancy()
         if self.supervisor.is_draining:
             yield from self._given_up()
 
     def describe(self) -> str:
-        """Names of the hosts, for `explain()`."""
-        return f"on {self.gateway.describe()}"
+        """Lanes, slots and the names of the hosts, for `explain()`."""
+        return f"{super().describe()}, on {self.gateway.describe()}"
 
     def at_work(self, name: str) -> Iterator[Wait]:
         """What is known here of every lane that is waited for. From any thread."""
         if self._vacancy is not None:
             yield Wait(name, "away", "has no host left, and waits for others", remedy="start a host")
-        for remote in list(self.lanes):
+        for remote in list(self.remotes):
             if remote.status.is_waited:
-                progress = self._node.progress(remote.status.index)
+                progress = self.progress(remote.status.index)
                 began = self.supervisor.deadlines.began.get(remote.status.index)
                 yield wait_for(remote, name, progress, began)
 
     @property
     def lanes_at_work(self) -> set[int]:
         """Numbers of the lanes that make steps, or should, whose hosts are there. From any thread."""
-        return {each.status.index for each in list(self.lanes) if each.status.is_at_work and each.host.lost_at is None}
+        return {
+            each.status.index for each in list(self.remotes) if each.status.is_at_work and each.host.lost_at is None
+        }
 
     def close(self) -> None:
-        """Say goodbye to the hosts."""
-        self.gateway.close()
+        """Say goodbye to the hosts, and release the memory."""
+        self.is_closed = True
+        try:
+            self.gateway.close()
+        finally:
+            self._release()
 
-    # What its node asks for
+    # What subclasses ask for
 
     def request(self, remote: RemoteLane, request: Request, phase: LanePhase) -> None:
         """Ask a lane's host for something, which takes the lane to a phase."""
@@ -230,12 +224,12 @@ class HostCarrier:
         self.supervisor.come_back(remote.status)
         return remote.lane
 
-    def lose(self, remote: RemoteLane, reason: str, traceback: str = "") -> None:
+    def give_up(self, remote: RemoteLane, reason: str, traceback: str = "") -> None:
         """End a lane's open episodes."""
         status = remote.status
         self.supervisor.deadlines.end(status.index)
         status.note(reason)
-        self.supervisor.lost_steps += self._node.lose(remote, reason)
+        self.supervisor.lost_steps += self.lose(remote, reason)
         logger.warning("lane %d is lost: %s", status.index, reason)
         if traceback:  # for people, and the host has logged its own
             logger.debug("lane %d, on its host:\n%s", status.index, traceback)
@@ -251,7 +245,7 @@ class HostCarrier:
 
     def lanes_of(self, host: RemoteHost) -> list[RemoteLane]:
         """A host's lanes; one that came when the rollout was ending has been given none."""
-        return [self.lanes[index] for index in host.session.lanes if index < len(self.lanes)]
+        return [self.remotes[index] for index in host.session.lanes if index < len(self.remotes)]
 
     # Hosts
 
@@ -299,20 +293,20 @@ class HostCarrier:
                 yield from self._host_left(event.host, event.what)
 
     def _answered(self, answer: Answer) -> Iterator[Any]:
-        remote = self.lanes[answer.lane]
+        remote = self.remotes[answer.lane]
         status = remote.status
         if status.phase is LanePhase.ASIDE:
             return
-        if status.phase is LanePhase.LATE and not self._node.takes_late:
+        if status.phase is LanePhase.LATE and not self.takes_late:
             yield from self.begin_anew_or_leave(remote)
         elif isinstance(answer, Failed):
-            self._node.failed(remote, answer)
+            self.failed(remote, answer)
             where = f" ({'; '.join(answer.notes)})" if answer.notes else ""
             reason = f"host {remote.host.name}: {answer.type}: {answer.text}{where}"
-            self.lose(remote, reason, answer.traceback)
+            self.give_up(remote, reason, answer.traceback)
             yield from self.begin_anew_or_leave(remote)
         else:
-            yield from self._node.take(remote, answer)
+            yield from self.take(remote, answer)
 
     def _join(self, host: RemoteHost) -> Iterator[Any]:
         """Give a host that came later its lanes."""
@@ -322,11 +316,11 @@ class HostCarrier:
         if is_first:
             logger.warning("host %s has joined: there are lanes again", host.name)
             self._fill_vacancy()
-        for index, env in zip(host.session.lanes, self._node.envs_on(host), strict=True):
-            remote = self._new_lane(index, env, self._node.num_envs, host)
-            self._node.envs = [*self._node.envs, env]
-            self._node.num_envs += env.num_envs
-            self._node.listener.lane_joined(remote.lane, is_first)
+        for index, env in zip(host.session.lanes, self.envs_on(host), strict=True):
+            remote = self._new_lane(index, env, self.num_envs, host)
+            self.envs = [*self.envs, env]
+            self.num_envs += env.num_envs
+            self.listener.lane_joined(remote.lane, is_first)
             yield from self._set_out(remote)
             is_first = False
 
@@ -335,7 +329,7 @@ class HostCarrier:
         for remote in self.lanes_of(host):
             if remote.status.phase is LanePhase.ASIDE:
                 continue
-            self.lose(remote, f"host {host.name}: {reason}")
+            self.give_up(remote, f"host {host.name}: {reason}")
             self.supervisor.set_aside(remote.status)
             if remote.status.is_waited:
                 yield self._leave(remote)
@@ -343,24 +337,24 @@ class HostCarrier:
     # Lanes
 
     def _new_lane(self, index: int, env: Any, first_slot: int, host: RemoteHost) -> RemoteLane:
-        assert index == len(self.lanes)
-        lane = self._node.new_lane(index, env, first_slot)
-        self.lanes.append(RemoteLane(self.supervisor.add(LanePhase.READY), lane, host, env.num_envs, first_slot))
-        return self.lanes[-1]
+        assert index == len(self.remotes)
+        lane = self.new_lane(index, env, first_slot)
+        self.remotes.append(RemoteLane(self.supervisor.add(LanePhase.READY), lane, host, env.num_envs, first_slot))
+        return self.remotes[-1]
 
     def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
-        if self._node.set_out(remote):
+        if self.set_out(remote):
             yield remote.lane
 
     def _late(self, remote: RemoteLane, reason: str) -> Iterator[Any]:
         """Give up what a lane is at; the lane itself, when it is late with that for the second time."""
         status = remote.status
         if status.phase is LanePhase.LATE:
-            self.lose(remote, f"{status.reason}, nor since")
+            self.give_up(remote, f"{status.reason}, nor since")
             self._farewells.append((f"lane {status.index}", status.reason))
             yield self._leave(remote)
             return
-        self._node.late(remote, reason)
+        self.late(remote, reason)
         self.supervisor.begin(status, LanePhase.LATE)
 
     def _leave(self, remote: RemoteLane) -> Any:
@@ -370,13 +364,13 @@ class HostCarrier:
             self.supervisor.come_back(remote.status)
         remote.has_left = remote.lane.is_set_aside = True
         self._part_absent()
-        is_last = all(each.has_left for each in self.lanes)
+        is_last = all(each.has_left for each in self.remotes)
         if is_last:
             self._vacancy = HostWait(self.join_timeout)
             if not self.supervisor.is_draining:
                 self._vacancy.warn("no lane is left", self.gateway.waited_for())
             self.supervisor.in_flight += 1  # hosts that may come
-        self._node.listener.lane_left(remote.lane, is_last)
+        self.listener.lane_left(remote.lane, is_last)
         return remote.lane
 
     def _part_absent(self) -> list[NoFragment]:
@@ -385,14 +379,14 @@ class HostCarrier:
         Returns a word for a reader that waits for each lane which is absent from now on.
         """
         absent = []
-        others = any(each.status.phase is not LanePhase.ASIDE and not each.host.is_away for each in self.lanes)
-        for remote in self.lanes:
+        others = any(each.status.phase is not LanePhase.ASIDE and not each.host.is_away for each in self.remotes)
+        for remote in self.remotes:
             is_absent = remote.host.is_away and not remote.has_left and others
             if is_absent and not remote.is_absent:
-                self._node.listener.lane_absent(remote.lane)
+                self.listener.lane_absent(remote.lane)
                 absent.append(NoFragment(remote.status.index))
             elif remote.is_absent and not is_absent:
-                self._node.listener.lane_back(remote.lane)
+                self.listener.lane_back(remote.lane)
             remote.is_absent = is_absent
         return absent
 
@@ -419,9 +413,9 @@ class HostCarrier:
     def _given_up(self) -> Iterator[Any]:
         """The lanes that make no step, or whose hosts are not there."""
         self._fill_vacancy()
-        for remote in self.lanes:
-            if remote.status.is_waited and self._node.is_given_up(remote):
-                self.lose(remote, f"the rollout ended: {remote.status.reason or 'no host'}")
+        for remote in self.remotes:
+            if remote.status.is_waited and self.is_given_up(remote):
+                self.give_up(remote, f"the rollout ended: {remote.status.reason or 'no host'}")
                 self.supervisor.give_back(remote.status)
                 remote.lane.is_set_aside = True
                 yield remote.lane

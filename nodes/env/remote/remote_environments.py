@@ -37,7 +37,7 @@ class SteppedOnHosts(HostedNode):
         """Have a lane take what a reset gave."""
         raise NotImplementedError
 
-    # For the carrier
+    # For the base
 
     def new_lane(self, index: int, env: Any, first_slot: int) -> Any:
         lanes: Any = self.lanes
@@ -48,22 +48,22 @@ class SteppedOnHosts(HostedNode):
 
     def progress(self, lane: int) -> ProgressMark:
         """Nothing is seen of a step or a reset until it is answered."""
-        phase = self.carrier.supervisor.lanes[lane].phase
+        phase = self.supervisor.lanes[lane].phase
         return 0, Activity.STEP if phase is LanePhase.STEPPING else Activity.RESET
 
     def set_out(self, remote: RemoteLane) -> bool:
-        status, carrier = remote.status, self.carrier
+        status = remote.status
         seeds = tuple(self.seeds_of_slots(remote.first_slot, remote.num_slots, status.starts))
         status.starts += 1
         if not status.is_waited:
-            carrier.supervisor.wait_for(status)
-        number = carrier.gateway.next_number(status.index)
-        carrier.request(remote, Reset(status.index, number, seeds, None), LanePhase.RESETTING)
+            self.supervisor.wait_for(status)
+        number = self.gateway.next_number(status.index)
+        self.request(remote, Reset(status.index, number, seeds, None), LanePhase.RESETTING)
         return False
 
     def ask(self, remote: RemoteLane) -> None:
-        number = self.carrier.gateway.next_number(remote.status.index)
-        self.carrier.request(remote, self._step_request(remote.lane, number), LanePhase.STEPPING)
+        number = self.gateway.next_number(remote.status.index)
+        self.request(remote, self._step_request(remote.lane, number), LanePhase.STEPPING)
 
     def note(self, event: HostEvent) -> None:
         """Hosts that step environments say nothing between their answers."""
@@ -76,16 +76,16 @@ class SteppedOnHosts(HostedNode):
             self._record(remote.lane, answer)
             status.made_step(self.fragment_length)
         status.phase = LanePhase.READY
-        yield self.carrier.come_back(remote)
+        yield self.come_back(remote)
 
     def failed(self, remote: RemoteLane, answer: Failed) -> None:
         """Take note of an error of a lane's environments. Raises EnvError where every lane's raise from the first."""
         where = f"on host {remote.host.name}"
         remote.status.raised = RaisedError(answer.type, answer.text, answer.notes, answer.traceback, where)
-        self.carrier.supervisor.check_first_errors()
+        self.supervisor.check_first_errors()
 
     def late(self, remote: RemoteLane, reason: str) -> None:
-        self.carrier.lose(remote, reason)
+        self.give_up(remote, reason)
 
     def lose(self, remote: RemoteLane, reason: str) -> int:
         if remote.status.phase is not LanePhase.STEPPING:
@@ -100,14 +100,14 @@ class SteppedOnHosts(HostedNode):
 
 
 class RemoteEnvironments(SteppedOnHosts, Environments):
-    """`Environments` on hosts that a gateway takes in: see `HostCarrier`."""
+    """`Environments` on hosts that a gateway takes in: see `HostedNode`."""
 
     role = "env"
     envs_on = staticmethod(vectors_on)
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Have the lane's host step its environments with the actions that it brings."""
-        return self.carrier.hand_over(actions)
+        return self.hand_over(actions)
 
     # What comes over the wire
 
@@ -135,7 +135,7 @@ class RemoteEnvironments(SteppedOnHosts, Environments):
 
 
 class RemoteAgentEnvironments(SteppedOnHosts, AgentEnvironments):
-    """`AgentEnvironments` on hosts that a gateway takes in: see `HostCarrier`.
+    """`AgentEnvironments` on hosts that a gateway takes in: see `HostedNode`.
 
     An agent that has acted and waits when its environment is lost has made no step: it is one of `lost_steps`.
     """
@@ -145,7 +145,7 @@ class RemoteAgentEnvironments(SteppedOnHosts, AgentEnvironments):
 
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
         """Have the lane's host step its environments with the actions that it brings."""
-        return self.carrier.hand_over(actions)
+        return self.hand_over(actions)
 
     # What comes over the wire
 

@@ -1,6 +1,6 @@
 """Lane supervisor: which lanes are in flight, late, lost, to begin anew or set aside. It does no I/O.
 
-Carriers beside it do the talking: `WorkerCarrier` with worker processes, `HostCarrier` with other hosts.
+The nodes do the talking: `WorkerNode` with worker processes, `HostedNode` with other hosts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -110,7 +110,7 @@ class LaneStatus:
 
 
 class LaneSupervisor:
-    """State machine of all lanes that a carrier takes care of.
+    """State machine of all lanes of a node that steps them elsewhere.
 
         limits      patience with lanes
         progress    gives the count by which a lane shows that it gets on, and its activity

@@ -9,14 +9,14 @@ from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments,
 from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
 from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks, RemoteVectorEnv
 from rollflow.nodes.env.workers.frames import lane_block
-from rollflow.nodes.env.workers.worker_carrier import WorkerCarrier, WorkerNode
+from rollflow.nodes.env.workers.worker_carrier import WorkerNode
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.lane import Lane, LaneMemory
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 
 class ProcessEnvironments(WorkerNode, Environments):
-    """`Environments` whose lanes step in worker processes, while others are worked on: see `WorkerCarrier`.
+    """`Environments` whose lanes step in worker processes, while others are worked on: see `WorkerNode`.
 
     Their rows lie in shared memory. Callables are handed over by cloudpickle. Infos must be numbers, strings, arrays,
     or lists and dicts of those.
@@ -26,7 +26,7 @@ class ProcessEnvironments(WorkerNode, Environments):
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Have the lane's worker step its environments with the actions that it brings."""
-        return self.carrier.hand_over(actions)
+        return self.hand_over(actions)
 
     def _release(self) -> None:
         for lane in self.lanes:
@@ -37,7 +37,7 @@ class ProcessEnvironments(WorkerNode, Environments):
     # What Environments does otherwise
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return launched(self.carrier, lane_makers(env, num_envs, lanes, self._autoreset_mode))
+        return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode))
 
     def _memory(self, index: int) -> LaneMemory | None:
         spaces = self.observation_space, self.action_space
@@ -47,7 +47,7 @@ class ProcessEnvironments(WorkerNode, Environments):
 
 
 class AgentProcesses(WorkerNode, AgentEnvironments):
-    """`AgentEnvironments` whose lanes step in worker processes, while others are worked on: see `WorkerCarrier`.
+    """`AgentEnvironments` whose lanes step in worker processes, while others are worked on: see `WorkerNode`.
 
     Callables are handed over by cloudpickle. Agents' ids must be numbers, strings or tuples of those; infos numbers,
     strings, arrays, or lists and dicts of those. An agent that has acted and waits when its environment is lost has
@@ -58,41 +58,41 @@ class AgentProcesses(WorkerNode, AgentEnvironments):
 
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
         """Have the lane's worker step its environments with the actions that it brings."""
-        return self.carrier.hand_over(actions)
+        return self.hand_over(actions)
 
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""
         try:
             super().close()
         finally:
-            for link in self.carrier.links:
+            for link in self.links:
                 assert isinstance(link, AgentLink)
                 link.close()
 
     # What AgentEnvironments does otherwise
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        made = agents_launched(self.carrier, env, num_envs, lanes)
-        for link, envs in zip(self.carrier.links, made, strict=True):
+        made = agents_launched(self, env, num_envs, lanes)
+        for link, envs in zip(self.links, made, strict=True):
             assert isinstance(link, AgentLink)
             link.lay_out(envs)
         return made
 
 
-def agents_launched(carrier: WorkerCarrier, env: Any, num_envs: int | None, lanes: int | None) -> list[RemoteAgentEnvs]:
+def agents_launched(node: WorkerNode, env: Any, num_envs: int | None, lanes: int | None) -> list[RemoteAgentEnvs]:
     """Environments of every lane, with several agents each, made by worker processes.
 
     Raises EnvError for those made already.
     """
     makers = agent_makers(env, num_envs, lanes)
-    return [RemoteAgentEnvs(description) for description in carrier.launch(makers)]
+    return [RemoteAgentEnvs(description) for description in node.launch(makers)]
 
 
-def launched(carrier: WorkerCarrier, makers: Sequence[Any]) -> list[RemoteVectorEnv]:
+def launched(node: WorkerNode, makers: Sequence[Any]) -> list[RemoteVectorEnv]:
     """The vector environments of every lane, made by worker processes. Raises EnvError for those made already."""
     if not all(maker.can_travel for maker in makers):
         raise EnvError(
             "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
             "instead of a vector environment that has been made already"
         ).see("pickle")
-    return [RemoteVectorEnv(description) for description in carrier.launch(makers)]
+    return [RemoteVectorEnv(description) for description in node.launch(makers)]

@@ -14,11 +14,10 @@ from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import sizes_of
-from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.carrier import Carried, L
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink, raised_in_worker, refusal
-from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneStatus, LaneSupervisor
+from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_all
 from rollflow.stream.data.errors import EnvError
@@ -32,35 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerNode(Carried):
-    """A node whose lanes are in worker processes; see `WorkerCarrier`.
+    """A node whose lanes are in worker processes, over socket pairs.
 
-    program    module that a worker runs
-    link_of    makes the link to a lane's worker
-    """
-
-    carrier: "WorkerCarrier"
-    program: str
-    link_of: type[LaneLink]
-
-    def __init__(self, env: Any, *, workers: int | None = None, **options: Any) -> None:
-        limits = LaneLimits.taken_from(options)
-        self.carrier = WorkerCarrier(self, self.program, self.link_of, workers, limits)
-        with closing_on_error(self.carrier.close):
-            super().__init__(env, **options)
-
-
-class WorkerCarrier:
-    """Carries lanes to worker processes over socket pairs.
-
-        node       that the lanes are of
-        program    module that a worker runs
-        link_of    makes the link to a lane's worker, of the lane's status, what makes its environments, and the node
         workers    processes; several lanes in one take turns in its main thread. None: one for each core, but no more
                    than lanes
-        limits     patience with lanes
 
-        supervisor    state of the lanes
-        links         to the lanes' workers, in the lanes' order
+        program    module that a worker runs
+        link_of    makes the link to a lane's worker, of the lane's status, what makes its environments, and the node
+        links      to the lanes' workers, in the lanes' order
 
     A lane is lost when its process ends, hangs, or its environment raises. Its open episodes end as truncated, and the
     lane is made again after a while, longer each time. A lane that is set aside gives the fragment that it has begun,
@@ -68,38 +46,35 @@ class WorkerCarrier:
     environments of every lane raise before any has made a step, it ends at once: the next try would fail as well.
     """
 
-    def __init__(
-        self,
-        node: LaneSource,
-        program: str,
-        link_of: Callable[[LaneStatus, Any, Any], LaneLink],
-        workers: int | None,
-        limits: LaneLimits,
-    ) -> None:
+    program: str
+    link_of: type[LaneLink]
+
+    def __init__(self, env: Any, *, workers: int | None = None, **options: Any) -> None:
         require("a rollout in worker processes", (socket, "AF_UNIX"), (socket, "send_fds"), (select, "poll"))
         self.links: list[LaneLink] = []
         self._others: list[list[LaneLink]] = []  # of every lane: the other lanes of its worker
-        self.supervisor = LaneSupervisor(limits, partial(_progress_of, self.links, self._others))
-        self._node: Any = weakref.proxy(node)  # it holds the carrier
-        self._program, self._link_of = program, link_of
+        self.supervisor = LaneSupervisor(
+            LaneLimits.taken_from(options), partial(_progress_of, self.links, self._others)
+        )
         self._asked_workers = workers
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
         self._without_step: deque[LaneLink] = deque()  # links of lanes that are to come back as they are
         self._woken: weakref.WeakMethod[Callable[[], None]] | None = None
-        # With functions of this class, which take the carrier, and nothing that refers to the carrier itself.
+        # With functions of this class, which take the node, and nothing that refers to the node itself.
         self._selector = selectors.DefaultSelector()
         self._ending = weakref.finalize(self, _end, self._workers, self._selector)
-
-    # What a node asks for
+        with closing_on_error(self._end_workers):
+            super().__init__(env, **options)
 
     def launch(self, makers: Sequence[Any]) -> list[dict[str, Any]]:
         """Have processes make the environments of every lane: their descriptions.
 
         Raises EnvError where they can't be made, or not in time.
         """
+        itself: Any = weakref.proxy(self)  # which holds the links
         for maker in makers:
-            self.links.append(self._link_of(self.supervisor.add(LanePhase.MAKING), maker, self._node))
+            self.links.append(self.link_of(self.supervisor.add(LanePhase.MAKING), maker, itself))
         count = min(self._asked_workers or core_count(), len(makers))
         for size in sizes_of(len(makers), count):
             self._first_of += [len(self._first_of)] * size
@@ -110,8 +85,12 @@ class WorkerCarrier:
         return [self._first_answer(link) for link in self.links]
 
     def start(self) -> Iterator[Any]:
-        """Have the environments of every lane reset, all at a time; the lanes come by `completed`."""
-        for link, lane in zip(self.links, self._node.lanes, strict=True):
+        """Have the environments of every lane reset, all at a time; the lanes come by `completed`.
+
+        Raises RunError a second time.
+        """
+        self._begin()
+        for link, lane in zip(self.links, self.lanes, strict=True):
             link.lane = lane
             self.supervisor.wait_for(link.status)
             link.go_on()
@@ -148,13 +127,7 @@ class WorkerCarrier:
         """A descriptor that can be read once a worker has something to say."""
         return self._selector.fileno()
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds until a worker is to be looked at, or to be started again."""
-        return self.supervisor.patience
-
-    def completed(self) -> Iterator[Any]:
-        """The lanes that have been stepped, or begin anew. Raises EnvError when the last one has been set aside."""
+    def _completed(self) -> Iterator[Any]:
         while self._without_step:
             yield from self._set_aside(self._without_step.popleft())
         for key, _ in self._selector.select(0):
@@ -171,7 +144,7 @@ class WorkerCarrier:
     def call_when_woken(self, wakeup: Wakeup, call: Callable[[], None]) -> None:
         """Have a method, held weakly, called where lanes are completed whenever `wakeup` has been rung."""
         self._woken = weakref.WeakMethod(call)
-        self._selector.register(wakeup, selectors.EVENT_READ, WorkerCarrier._wake)
+        self._selector.register(wakeup, selectors.EVENT_READ, WorkerNode._wake)
 
     @property
     def num_workers(self) -> int:
@@ -179,8 +152,8 @@ class WorkerCarrier:
         return len(self._workers)
 
     def describe(self) -> str:
-        """Number of processes, for `explain()`."""
-        return f"in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
+        """Lanes, slots and the number of processes, for `explain()`."""
+        return f"{super().describe()}, in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
 
     @property
     def lanes_at_work(self) -> set[int]:
@@ -213,7 +186,14 @@ class WorkerCarrier:
             )
 
     def close(self) -> None:
-        """End the worker processes, each of which logs what closing its environments raises."""
+        """End the worker processes, each of which logs what closing its environments raises, and release the memory."""
+        self.is_closed = True
+        try:
+            self._end_workers()
+        finally:
+            self._release()
+
+    def _end_workers(self) -> None:
         for link in self.links:
             link.disconnect(self._selector)
         self._ending()
@@ -310,7 +290,7 @@ class WorkerCarrier:
         status.note(reason)
         traceback = f"\n{traceback}" if traceback else ""
         self.supervisor.fail(status)
-        self._node.listener.lane_lost(link.index)
+        self.listener.lane_lost(link.index)
         if self.supervisor.is_draining:
             logger.warning("lane %d is lost while the rollout is drained: %s%s", link.index, reason, traceback)
         elif status.phase is LanePhase.ASIDE:
@@ -345,12 +325,12 @@ class WorkerCarrier:
 
     def _start_process(self, first: int) -> None:
         links = [link for link in self._links_of(first) if link.status.phase is not LanePhase.ASIDE]
-        worker = self._workers[first] = WorkerProcess(self._program, len(links), preload=self._program)
+        worker = self._workers[first] = WorkerProcess(self.program, len(links), preload=self.program)
         if worker.fileno() >= 0:
-            handler = partial(WorkerCarrier._has_ended, first=first, worker=worker)
+            handler = partial(WorkerNode._has_ended, first=first, worker=worker)
             self._selector.register(worker, selectors.EVENT_READ, handler)
         for link, sock in zip(links, worker.sockets, strict=True):
-            link.connect(sock, self._selector, partial(WorkerCarrier._heard, index=link.index))
+            link.connect(sock, self._selector, partial(WorkerNode._heard, index=link.index))
             self._make(link)
 
     def _first_answer(self, link: LaneLink) -> dict[str, Any]:

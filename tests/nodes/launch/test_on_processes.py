@@ -135,7 +135,7 @@ class Policy(DefaultModule):
 {guard}
     with Rollout("CartPole-v1", where=OnProcesses(num_hosts=2), module=Policy, fragment_length=8) as rollout:
         for batch in rollout.batches():
-            keeper = rollout.environments.carrier._supply
+            keeper = rollout.environments._supply
             print(*(each._worker.pid for each in keeper._launcher._programs.values()), flush=True)
 """
 

@@ -44,7 +44,7 @@ def check_nothing_lost(remote: PacedHosts, fragments: list[Any], folder: Path, s
 
 def have_left(rollout: Any, left: int) -> Callable[[Any], bool]:
     """Whether all hosts but so many have left a rollout."""
-    return lambda _: len(rollout.environments.carrier.gateway.hosts) == left
+    return lambda _: len(rollout.environments.gateway.hosts) == left
 
 
 @pytest.mark.parametrize("agents", [0, 2])
@@ -93,7 +93,7 @@ def test_a_fragment_ends_with_the_step_that_it_is_at(tmp_path: Path) -> None:
         await_that(lambda: host._lanes[0].session.cut)
         let_go(tmp_path, 0)
         fragments = [next(iter(rollout.fragments()))]
-        await_that(lambda: not rollout.environments.carrier.gateway.hosts)  # type: ignore[attr-defined]
+        await_that(lambda: not rollout.environments.gateway.hosts)  # type: ignore[attr-defined]
         rollout.drain()
         fragments += rollout.fragments()
     assert {slot: len(steps) for slot, steps in rewards_by_slot(fragments).items()} == {0: 6}
@@ -105,7 +105,7 @@ def test_a_host_whose_step_takes_too_long_ends_with_its_grace(tmp_path: Path, ca
     with held_in_its_fragment(tmp_path) as (host, rollout):
         await_that(lambda: rollout.num_steps == 5)  # as it has said
         host.drain(0.1)
-        await_that(lambda: not rollout.environments.carrier.gateway.hosts)  # type: ignore[attr-defined]
+        await_that(lambda: not rollout.environments.gateway.hosts)  # type: ignore[attr-defined]
         assert re.search(r"host held drains, for 0\.\d s at most: 0 of 1 lanes are done, still at.*: 0", caplog.text)
         assert "s more: 0 of 1 lanes are done, still at something: 0" in caplog.text
         await_that(lambda: "said goodbye: the host was stopped" in caplog.text)
@@ -145,7 +145,7 @@ def test_a_second_word_may_shorten_the_grace_and_not_prolong_it(tmp_path: Path) 
         assert host._drain is not None
         assert 0 < host._drain.left_s <= LONGEST_S
         host.drain(0.0)
-        await_that(lambda: not rollout.environments.carrier.gateway.hosts)  # type: ignore[attr-defined]
+        await_that(lambda: not rollout.environments.gateway.hosts)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_made", [False, True])
@@ -157,7 +157,7 @@ def test_what_a_lost_connection_had_is_given_to_the_next(tmp_path: Path, *, is_m
         rollouts_on(wire.address, [partial(Held, 0, tmp_path, steps=[5])]) as host,
         rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout,
     ):
-        gateway = rollout.environments.carrier.gateway  # type: ignore[attr-defined]
+        gateway = rollout.environments.gateway  # type: ignore[attr-defined]
         await_held(tmp_path, 0)
         wire.go_down()
         await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
@@ -186,7 +186,7 @@ def test_a_step_that_a_draining_host_has_not_begun_is_not_owed_to_the_next_conne
         hosting(wire.address, [partial(Held, slot, tmp_path, steps=[5]) for slot in range(2)], lanes=2) as host,
         rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout,
     ):
-        gateway = rollout.environments.carrier.gateway  # type: ignore[attr-defined]
+        gateway = rollout.environments.gateway  # type: ignore[attr-defined]
         for slot in range(2):
             await_held(tmp_path, slot)
         host.drain()
@@ -240,7 +240,7 @@ def test_batches_go_on_where_a_host_drains() -> None:
         batches = iter(rollout.batches())
         sizes = [len(next(batches)["obs"])]
         first.drain()
-        while len(rollout.environments.carrier.gateway.hosts) == 2:  # type: ignore[attr-defined]
+        while len(rollout.environments.gateway.hosts) == 2:  # type: ignore[attr-defined]
             sizes.append(len(next(batches)["obs"]))
         sizes += [len(next(batches)["obs"]) for _ in range(3)]
         rollout.drain()

@@ -130,7 +130,7 @@ def test_a_host_with_other_modules_or_connectors_is_refused(options: Any, kind: 
         pytest.raises(EnvError, match=told),
         over(hosts) as rollout,
     ):
-        rollout.environments.carrier.join_timeout = 0.5
+        rollout.environments.join_timeout = 0.5
         next(iter(rollout.fragments()))
 
 

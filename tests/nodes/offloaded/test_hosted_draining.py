@@ -123,7 +123,7 @@ def test_a_host_that_is_cut_off_has_its_time_to_come_back_with_what_it_made(
         rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout,
     ):
         await_held(tmp_path, 0)
-        gateway = rollout.environments.carrier.gateway
+        gateway = rollout.environments.gateway
 
         def cut_off() -> None:
             wire.go_down()
@@ -217,7 +217,7 @@ def test_a_host_that_comes_while_the_rollout_ends_is_given_nothing(tmp_path: Pat
 
         def join() -> None:
             with rollouts_on(envs.addresses[0], makers(1)):
-                gateway = rollout.environments.carrier.gateway
+                gateway = rollout.environments.gateway
                 await_that(lambda: len(gateway.hosts) == 2)
                 await_that(lambda: gateway.hosts and all(h.connection.credits for h in gateway.hosts.values()))
             let_go(tmp_path, 0)

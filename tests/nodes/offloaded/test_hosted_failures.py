@@ -195,7 +195,7 @@ def test_more_failures_in_a_row_than_are_allowed_are_the_end_of_a_lane(
 def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts)
     with rollouts_on(envs.addresses[0], doomed(tmp_path, 3, 100), name="sim"), rollout_over(envs) as rollout:
-        rollout.environments.carrier.join_timeout = 0.2
+        rollout.environments.join_timeout = 0.2
         fragments: list[Fragment] = []
         with pytest.raises(
             EnvError, match=r"every lane has left, though hosts are here, .*: lane 0: RuntimeError: it broke"
@@ -248,7 +248,7 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
             rollouts_on(envs.addresses[0], [held, *makers(1)], lanes=2, name="sim"),
             rollout_over(envs, step_timeout=0.3, reset_timeout=0.3, prefetch=1) as rollout,
         ):
-            fragments, records = iter(rollout.fragments()), rollout.environments.carrier.lanes
+            fragments, records = iter(rollout.fragments()), rollout.environments.remotes
             count = rollout.environments._counts[0]
             taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)
             clock.go_on(rollout, 0.4)
@@ -263,7 +263,7 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
             taken += taken_until(fragments, lambda taken: bool(rollout.lost) and slots_of(taken[-3:]) == {1})
             assert rollout.lost == {"workers": 4 + 1}
             let_go(tmp_path, 0)  # its answer comes after all, and is nobody's any more, nor what it goes on to tell
-            host = next(iter(rollout.environments.carrier.gateway.hosts.values()))
+            host = next(iter(rollout.environments.gateway.hosts.values()))
             await_that(lambda: host.session._lanes[0].request is None)
             taken += [next(fragments) for _ in range(5)]
             rollout.drain()
@@ -291,7 +291,7 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
             await_held(tmp_path, 0, times)
             await_that(lambda step=step: rollout.num_steps == step)  # as it has said
             clock.go_on(rollout, 11.0)
-            await_that(lambda: rollout.environments.carrier.supervisor.deadlines.left not in (None, 0.0))
+            await_that(lambda: rollout.environments.supervisor.deadlines.left not in (None, 0.0))
             let_go(tmp_path, 0, times)
         [fragment] = rollout.fragments()
     assert fragment.num_steps == 8
@@ -310,8 +310,8 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
             rollouts_on(wire.address, [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]),
             rollout_over(envs, step_timeout=0.3, reset_timeout=60.0, prefetch=1) as rollout,
         ):
-            rollout.environments.carrier.join_timeout = 0.2
-            gateway = rollout.environments.carrier.gateway
+            rollout.environments.join_timeout = 0.2
+            gateway = rollout.environments.gateway
             await_that(lambda: rollout.num_steps == 12)
             await_late(rollout, clock)
             clock.go_on(rollout, 5.0)
@@ -340,7 +340,7 @@ def test_a_reset_that_hangs_has_the_time_of_a_reset(tmp_path: Path, caplog: pyte
             rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, resets=[0])]),
             rollout_over(envs, step_timeout=0.05, reset_timeout=0.4, prefetch=1) as rollout,
         ):
-            rollout.environments.carrier.join_timeout = 0.2
+            rollout.environments.join_timeout = 0.2
             await_held(tmp_path, 0)
             with pytest.raises(
                 EnvError,

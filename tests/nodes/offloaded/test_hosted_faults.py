@@ -80,7 +80,7 @@ def test_a_host_that_is_cut_off_in_the_middle_of_a_fragment_has_it_when_it_comes
             rollout_over(envs, num_fragments=3, prefetch=2) as rollout,
         ):
             await_held(tmp_path, 0)
-            gateway = rollout.environments.carrier.gateway
+            gateway = rollout.environments.gateway
             wire.go_down()
             await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
             let_go(tmp_path, 0)
@@ -192,7 +192,7 @@ def test_a_host_that_leaves_before_the_first_step_is_a_lane_that_has_left() -> N
     with rollouts_on(envs.addresses[0], makers(0)):
         with rollouts_on(envs.addresses[0], makers(1)) as leaving:
             rollout = rollout_over(envs, num_fragments=2)
-            gateway = rollout.environments.carrier.gateway
+            gateway = rollout.environments.gateway
             leaving.stop()
             await_that(lambda: len(gateway.hosts) == 1)
         with rollout:

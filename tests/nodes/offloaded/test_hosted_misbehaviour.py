@@ -267,7 +267,7 @@ def test_one_that_says_more_than_it_has_credits_for_leaves() -> None:
     with raw_beside() as (rollout, fragments, raw):
         taken = [next(fragments)]
         raw.next_turn_beside(fragments, taken)
-        gateway = rollout.environments.carrier.gateway
+        gateway = rollout.environments.gateway
         gateway.give_credit = lambda host: None  # type: ignore[method-assign]
         for pulse in range(2):
             raw.send(Metrics({"lanes": [[1, 0, 0, pulse, False]]}))

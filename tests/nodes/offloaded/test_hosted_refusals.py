@@ -164,7 +164,7 @@ def test_what_differs_is_told_on_both_sides(what: str) -> None:
     with pytest.raises(kind, match=told):  # on the host, by `connect`
         with rollouts_on(envs.addresses[0], makers(0, 1), lanes=2, name="raw", **of_host):
             rollout = rollout_over(envs, **of_rollout)
-            rollout.environments.carrier.join_timeout = 0.3
+            rollout.environments.join_timeout = 0.3
             with (
                 rollout,
                 pytest.raises(
@@ -207,7 +207,7 @@ def test_one_that_listens_tells_of_it_and_serves_the_next(tmp_path: Any, caplog:
     address = f"unix:{tmp_path}/host"
     with dialled_host(address, makers(0, 1), kind=RolloutHost, module=NumberedModule()):
         other = Rollout(RemoteRollouts.connect(address), module=Wide(), seed=0)
-        other.environments.carrier.join_timeout = 0.3
+        other.environments.join_timeout = 0.3
         with other, pytest.raises(EnvError, match=r"every host has left .*ModuleError: weights do not fit"):
             next(iter(other.fragments()))
         with rollout_over(RemoteRollouts.connect(address), num_fragments=2) as rollout:
@@ -231,7 +231,7 @@ def test_a_fragment_that_is_more_than_a_frame_takes_is_told_of_on_both_sides() -
     with pytest.raises(WireError, match=told):
         with rollouts_on(envs.addresses[0], Large, module=None):
             rollout = Rollout(envs, fragment_length=20, seed=0, **module)
-            rollout.environments.carrier.join_timeout = 0.3
+            rollout.environments.join_timeout = 0.3
             with rollout, pytest.raises(EnvError, match=rf"every host has left .*{told}"):
                 next(iter(rollout.fragments()))
 
@@ -336,6 +336,6 @@ def test_connectors_that_look_back_further_than_the_rollout_are_told_of() -> Non
     with pytest.raises(ConnectorError, match=told):
         with rollouts_on(envs.addresses[0], makers(0), env_to_module_connector=lambda env: Back(3)):
             rollout = rollout_over(envs, env_to_module_connector=lambda env: Back(1))
-            rollout.environments.carrier.join_timeout = 0.3
+            rollout.environments.join_timeout = 0.3
             with rollout, pytest.raises(EnvError, match=told):
                 next(iter(rollout.fragments()))

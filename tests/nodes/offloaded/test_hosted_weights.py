@@ -92,7 +92,7 @@ def test_a_host_that_is_slow_to_read_gets_the_newest_alone(tmp_path: Path) -> No
 
     with raw_host_of(tmp_path, module=Large) as (rollout, raw):
         raw.next_turn()
-        [slow] = [host for host in rollout.environments.carrier.gateway.hosts.values() if host.name.startswith("raw")]
+        [slow] = [host for host in rollout.environments.gateway.hosts.values() if host.name.startswith("raw")]
         for version in range(1, 31):
             rollout.publish(Large().state_dict() | weight(version))
             if version == 1:

@@ -186,7 +186,7 @@ def test_a_reader_that_holds_its_batch_is_no_stall_and_diagnose_says_for_how_lon
 def test_a_worker_that_is_stopped_is_named_with_its_process(tmp_path: Path) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
     rollout = Rollout(env, num_envs=1, module=NumberedModule(), where="processes", **OPTIONS)
-    pid = rollout.environments.carrier._workers[0].pid
+    pid = rollout.environments._workers[0].pid
 
     def go_on() -> None:
         os.kill(pid, signal.SIGCONT)

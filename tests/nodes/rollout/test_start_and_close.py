@@ -111,7 +111,7 @@ def test_close_without_start_closes_the_environments() -> None:
 
 def test_worker_processes_end_with_close_without_start() -> None:
     rollout = Rollout(numbered_envs(2)[1], where="processes", workers=1, module=NumberedModule())
-    [worker] = rollout.environments.carrier._workers.values()  # type: ignore[attr-defined]
+    [worker] = rollout.environments._workers.values()  # type: ignore[attr-defined]
     rollout.close()
     assert rollout.environments.is_closed
     assert worker.has_ended(0.0)

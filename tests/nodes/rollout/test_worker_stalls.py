@@ -80,7 +80,7 @@ def test_a_step_of_several_agents_that_hangs_in_a_worker_is_named(where: str, tm
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_a_worker_that_hangs_in_c_code_gives_its_stack_too(where: str, tmp_path: Path) -> None:
     rollout = Rollout(lambda: WithoutEnd(tmp_path), module=NumberedModule(), where=where, **IN_WORKERS)
-    pid = rollout.environments.carrier._workers[0].pid
+    pid = rollout.environments._workers[0].pid
     with being_read(rollout, partial(os.kill, pid, signal.SIGKILL)):
         await_file(tmp_path / "hangs")
         await_blocker(rollout, "rollouts" if where == "rollouts" else "env")

@@ -68,7 +68,7 @@ def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], tmp
             with rollout_over(envs, num_fragments=5) as rollout:
                 assert asked.wait(60)
                 assert len(list(rollout.fragments())) == 5
-                waited_for = rollout.environments.carrier.gateway.waited_for()
+                waited_for = rollout.environments.gateway.waited_for()
         assert "tcp://slow.test:1: no name server has said yet where this is" in waited_for
         [hanging] = set(threading.enumerate()) - before
         assert hanging.daemon

@@ -55,7 +55,7 @@ def test_a_host_that_freezes_and_wakes_goes_on_where_it_was() -> None:
             fragments = iter(rollout.fragments())
             taken = [next(fragments) for _ in range(3)]
             host.signal(signal.SIGSTOP)
-            gateway = rollout.environments.carrier.gateway
+            gateway = rollout.environments.gateway
             rest: list[Fragment] = []
             reader = threading.Thread(target=lambda: rest.extend(fragments))
             reader.start()

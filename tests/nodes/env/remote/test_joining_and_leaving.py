@@ -44,7 +44,7 @@ def test_a_host_that_leaves_before_the_first_step_is_a_lane_that_has_left() -> N
     with hosting(envs.addresses[0], makers(0)):
         with hosting(envs.addresses[0], makers(1)) as leaving:
             rollout = rollout_over(envs, num_fragments=2)
-            gateway = rollout.environments.carrier.gateway
+            gateway = rollout.environments.gateway
             leaving.stop()
             while len(gateway.hosts) == 2:
                 time.sleep(0.01)
@@ -95,7 +95,7 @@ class rollout_over_first:
 def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
     envs = listening()
     with rollout_over_first(envs, makers(0)) as (rollout, host):
-        rollout.environments.carrier.join_timeout = 1.0
+        rollout.environments.join_timeout = 1.0
         fragments = iter(rollout.fragments())
         next(fragments)
         host.stop()

@@ -183,7 +183,7 @@ def test_a_host_that_is_closed_from_another_thread_returns_first(kind: Any, is_d
             next(iter(rollout.fragments()))
             host.close()
             assert served.result(60) in (None, "stopped")
-            gateway = rollout.environments.carrier.gateway
+            gateway = rollout.environments.gateway
             await_that(lambda: not gateway.hosts)
             host.close()  # does nothing
             host.stop()

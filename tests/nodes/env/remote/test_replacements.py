@@ -63,7 +63,7 @@ def test_a_new_host_takes_the_place_of_a_lost_one(name: str, caplog: pytest.LogC
         rollout_with_a_dead_host() as (address, rollout, fragments),
         joining(address, 2, name),
     ):
-        hosts = rollout.environments.carrier.gateway.hosts
+        hosts = rollout.environments.gateway.hosts
 
         def is_replaced() -> bool:  # one of another name takes the place after a while; the loop goes on meanwhile
             return sorted(host.session.hello.name for host in list(hosts.values())) == sorted(["other", name])

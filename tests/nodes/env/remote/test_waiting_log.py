@@ -48,7 +48,7 @@ def test_a_host_that_listens_says_that_its_gateway_is_back(tmp_path: Path, caplo
         with rollout_over(envs) as rollout:
             fragments = iter(rollout.fragments())
             next(fragments)
-            gateway = rollout.environments.carrier.gateway
+            gateway = rollout.environments.gateway
             [host] = gateway.hosts.values()
             gateway._loop.peers.of(host.connection).transport._sock.shutdown(2)
             taken_until(fragments, lambda taken: len(taken) > 3)
@@ -76,7 +76,7 @@ def test_a_rollout_says_whom_it_waits_for_and_who_has_joined(
         fragments = iter(rollout.fragments())
         next(fragments)
         host.stop()
-        await_that(lambda: not rollout.environments.carrier.gateway.hosts)  # else there is a lane all the time
+        await_that(lambda: not rollout.environments.gateway.hosts)  # else there is a lane all the time
         with hosting(envs.addresses[0], makers(1), name="second"):
             taken_until(fragments, lambda taken: 1 in slots_of(taken))
     first.__exit__(None, None, None)
