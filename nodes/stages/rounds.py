@@ -1,9 +1,9 @@
 """Rounds: one fragment of every lane, taken from the ring and handed to the reader of a loop."""
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
@@ -281,102 +281,57 @@ class FragmentRounds(Generic[F]):
         self.is_gathered = False
 
 
-class RoundSource(Protocol):
-    """A rollout that has rounds ready to be handed out, for a plain loop or for an async one."""
-
-    def next_round(self, *, is_first: bool) -> bool:
-        """Have the next round of a loop ready; False if no more fragments come."""
-        ...
-
-    async def next_round_async(self, *, is_first: bool) -> bool:
-        """Have the next round ready, as `next_round` does, in an event loop."""
-        ...
-
-    def interrupt(self, error: BaseException) -> None:
-        """End the run, which KeyboardInterrupt or the like has broken off, and note on it what is lost."""
-        ...
-
-
 class RolloutIterator(Generic[T]):
     """Iterator over fragments or batches: `for` and `next()`, or `async for` and `anext()`, as the rollout was entered.
 
-    source    has rounds ready
+    source    has rounds ready, by `next_round` and `next_round_async`, and an `interrupt` that ends its run
     made      gives the items of a round that is ready
 
-    A loop after a `next()` goes on behind it. A loop that was left with `break` may be followed by another.
+    A loop goes on behind a `next()`, or behind a loop that was left with `break`. It is no generator: trio warns of one
+    that is left with `break`.
     """
 
-    def __init__(self, source: RoundSource, made: Callable[[], Iterator[T]]) -> None:
-        self._source = source
-        self._made = made
-        self._begun: _Items[T] | None = None  # by `next()` or `anext()`
-
-    def __iter__(self) -> Iterator[T]:
-        return self._take_begun()
-
-    def __next__(self) -> T:
-        begun = self._take_begun()
-        item = next(begun)
-        self._begun = begun
-        return item
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return self._take_begun()
-
-    async def __anext__(self) -> T:
-        begun = self._take_begun()
-        item = await anext(begun)
-        self._begun = begun
-        return item
-
-    def _take_begun(self) -> "_Items[T]":
-        begun, self._begun = self._begun, None
-        return begun or _Items(self._source, self._made)
-
-
-class _Items(Generic[T]):
-    """Items of one round after the other, once. It is no generator: trio warns of one that is left with `break`."""
-
-    def __init__(self, source: RoundSource, made: Callable[[], Iterator[T]]) -> None:
+    def __init__(self, source: Any, made: Callable[[], Iterator[T]]) -> None:
         self._source = source
         self._made = made
         self._items: Iterator[T] = iter(())  # of the round at hand
         self._is_new = True
-        self._has_ended = False
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Self:
+        self._is_new = True
         return self
 
     def __next__(self) -> T:
         try:
-            while not self._has_ended:
+            while True:
                 for item in self._items:
                     return item
-                self._begin_round(self._source.next_round(is_first=self._is_new))
+                if not self._source.next_round(is_first=self._is_new):
+                    raise StopIteration
+                self._begin_round()
         except BaseException as error:
             self._end(error, is_interrupt=not isinstance(error, Exception))
             raise
-        raise StopIteration
 
-    def __aiter__(self) -> AsyncIterator[T]:
-        return self
+    def __aiter__(self) -> Self:
+        return self.__iter__()
 
     async def __anext__(self) -> T:
         try:
-            while not self._has_ended:
+            while True:
                 for item in self._items:
                     return item
-                self._begin_round(await self._source.next_round_async(is_first=self._is_new))
+                if not await self._source.next_round_async(is_first=self._is_new):
+                    raise StopAsyncIteration
+                self._begin_round()
         except BaseException as error:
             self._end(error, is_interrupt=not isinstance(error, (Exception, anyio.get_cancelled_exc_class())))
             raise
-        raise StopAsyncIteration
 
-    def _begin_round(self, there_is_one: bool) -> None:
-        self._is_new, self._has_ended = False, not there_is_one
-        self._items = self._made() if there_is_one else iter(())
+    def _begin_round(self) -> None:
+        self._is_new, self._items = False, self._made()
 
     def _end(self, error: BaseException, *, is_interrupt: bool) -> None:
-        self._has_ended, self._items = True, iter(())
+        self._is_new, self._items = True, iter(())
         if is_interrupt:
             self._source.interrupt(error)
