@@ -27,7 +27,7 @@ from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.data.tree import Tree
+from rollflow.stream.data.tree import Tree, part_at
 
 _HIDDEN_GAIN = math.sqrt(2.0)
 _SUPPORTED = (
@@ -60,7 +60,10 @@ class ObservationEncoder(nn.Module):
         self.width: int = hiddens[-1] if hiddens else joined
 
     def forward(self, observations: Tree) -> Tensor:
-        encoded = [leaf(_at(observations, path)) for leaf, path in zip(self.leaves, self._paths, strict=True)]
+        encoded = [
+            leaf(part_at(observations, path, "'obs'", "it to be as the observation space"))
+            for leaf, path in zip(self.leaves, self._paths, strict=True)
+        ]
         embeddings: Tensor = self.layers(encoded[0] if len(encoded) == 1 else torch.cat(encoded, -1))
         return embeddings
 
@@ -208,18 +211,6 @@ def _leaves(
             "FlattenObservations as an env_to_module_connector makes vectors of them, or give a module of your own"
         ).see("module")
     return [(where, path, space)]
-
-
-def _at(observations: Tree, path: tuple[Any, ...]) -> Any:
-    leaf = observations
-    for key in path:
-        try:
-            leaf = leaf[key]
-        except (IndexError, KeyError, TypeError):
-            raise ModuleError(
-                f"'obs' has nothing at {list(path)}, expected it to be as the observation space"
-            ) from None
-    return leaf
 
 
 def _is_image(space: gym.Space[Any]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.offloaded.replica import Published, Replica
 from rollflow.nodes.stages.credits import GateRelay
+from rollflow.nodes.stages.env_to_module import CuttingStage
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.graph.graph import Graph
@@ -13,7 +14,6 @@ from rollflow.stream.graph.meter import CallStats
 from rollflow.stream.graph.node import Gate
 from rollflow.stream.graph.report import NodeReport
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.observe.trace import FragmentTrace
 
 
 class TurnToken:
@@ -146,7 +146,7 @@ class AgentEmitterOutput(NamedTuple):
     fragments: MultiAgentFragment | None
 
 
-class Emitter:
+class Emitter(CuttingStage[Any, Any]):
     """A node that parts the fragments from the turns, which go round.
 
     num_lanes        lanes that come by
@@ -155,22 +155,22 @@ class Emitter:
     relay            told of fragments and lanes that never come
     """
 
+    _relay: GateRelay
+
     def __init__(self, num_lanes: int, num_fragments: int | None, ledger: Ledger, relay: GateRelay) -> None:
-        self._going = num_lanes
-        self._num_fragments = num_fragments
-        self._ledger = ledger
-        self._relay = relay
+        super().__init__(EmitterOutput, num_lanes, num_fragments, ledger, relay)
 
     def __call__(self, turns: TurnToken) -> EmitterOutput:
         """Take a lane that has done its turn, or takes its first."""
-        return EmitterOutput(*self._parted(turns))
+        parted: EmitterOutput = self._parted(turns)
+        return parted
 
-    def _parted(self, lane: TurnToken | NoFragment) -> tuple[TurnToken | None, Any]:
+    def _parted(self, lane: TurnToken | NoFragment) -> Any:
         if isinstance(lane, NoFragment):
-            return None, self._relay.lane_absent(lane)
+            return self._set_aside(lane)
         fragment = lane.fragment
         if fragment is not None:
-            self._ledger.cut(fragment)
+            self._cut(fragment)
         is_last = fragment is not None and fragment.sequence + 1 == self._num_fragments
         if lane.is_set_aside and fragment is None:
             self._relay.fragment_missing(lane.index)
@@ -179,26 +179,9 @@ class Emitter:
         elif is_last:
             self._relay.lane_finished(lane.index, lane.sequence)
         if lane.is_set_aside or is_last:
-            self._going -= 1
-            return None, fragment
-        return lane, fragment
-
-    def expect(self, lanes: int) -> None:
-        """Say that so many more lanes come by than was said at first."""
-        self._going += lanes
-
-    @property
-    def done(self) -> bool:
-        """True if every lane has stopped."""
-        return self._going == 0
-
-    def take_ending(self, cause: str) -> None:
-        """The run has ended, by this cause."""
-        self._ledger.end(cause)
-
-    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
-        """Have the fragments that come be traced; None: no more."""
-        self._ledger.trace = trace
+            self.expect(-1)
+            return self._result(None, fragment)
+        return self._result(lane, fragment)
 
 
 class AgentEmitter(Emitter):
@@ -206,7 +189,8 @@ class AgentEmitter(Emitter):
 
     def __call__(self, turns: TurnToken) -> AgentEmitterOutput:  # type: ignore[override]
         """Take a lane that has done its turn, or takes its first."""
-        return AgentEmitterOutput(*self._parted(turns))
+        parted: AgentEmitterOutput = self._parted(turns)
+        return parted
 
 
 def ring_of_turns(rollouts: OffloadedRollouts, deal: Emitter, gate: Gate | None) -> Graph:

@@ -15,7 +15,7 @@ from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.nodes.policies.plain_values import from_plain
 from rollflow.nodes.policies.program import CONSTANT, PASSES, Constants, operation_named
 from rollflow.stream.data.errors import ModuleError, PolicyError
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, part_at
 
 MOST_OPERATIONS = 1 << 16
 MOST_BYTES = 1 << 30  # of one value, while the saved examples are computed
@@ -112,7 +112,7 @@ class ProgramModule(RLModule):
 
     def _run(self, key: str, batch: Batch, *, checks: bool = False) -> Batch:
         program = self._programs[key]
-        values: Values = [_leaf_at(batch, path) for path in program.paths]
+        values: Values = [part_at(batch, path, "the batch", "what the program was made for") for path in program.paths]
         tensors = [owner[name] for owner, name in program.weights]
         values += [tensor.to("meta") for tensor in tensors] if checks else tensors
         for step in program.steps:
@@ -242,14 +242,3 @@ def _module_at(module: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
             module.add_module(part, torch.nn.Module())
         module = module._modules[part]  # type: ignore[assignment]
     return module
-
-
-def _leaf_at(batch: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        try:
-            batch = batch[key]
-        except (KeyError, IndexError, TypeError):
-            raise ModuleError(
-                f"the batch has nothing at {list(path)}, expected what the program was made for"
-            ) from None
-    return batch

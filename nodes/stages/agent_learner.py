@@ -12,8 +12,7 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import acting_copy, pieces_given
 from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
 from rollflow.nodes.stages.staleness import LagBound, OnExcess
-from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.multi_agent.agent_fragment import ModuleFragment
+from rollflow.stream.data.errors import ModuleError, noted
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 Batch = dict[str, Any]
@@ -48,7 +47,8 @@ class AgentLearner:
         self._connector, self._metrics = connector, metrics
         self._runner = None if runner is None else weakref.ref(runner)  # it holds this
         self.has_pieces = connector is not None  # beside the default ones
-        self._published = PublishedModules()
+        # Copies, each with its version, with the weights that have been published last; one goes when what acts does.
+        self._copies: WeakKeyDictionary[ActingModule, tuple[int, Any]] = WeakKeyDictionary()
         # By what acts, not by id: another that is added under the id, in whichever thread, begins with its own.
         self._pipelines: WeakKeyDictionary[ActingModule, LearnerConnectorPipeline] = WeakKeyDictionary()
 
@@ -87,18 +87,11 @@ class AgentLearner:
             acting, module = self._acting.get(module_id), self._modules.get(module_id)
             # It may have been removed in another thread since, and another of its id been added.
             if parts and acting is not None and module is not None and acting is self._acting.get(module_id):
-                module = self._published.get(acting, module) if as_published else module
-                batches[module_id] = self._batch_of(acting, module, parts)
+                module = self._published_of(acting, module) if as_published else module
+                with noted(f"of module '{module_id}'; modules that are not trained are left out of modules_to_train"):
+                    pipeline = self._pipeline_for(acting, module)
+                    batches[module_id] = pipeline.of_fragments(parts, module, self._metrics)
         return batches
-
-    def _batch_of(self, acting: ActingModule, module: Any, parts: Sequence[ModuleFragment]) -> Batch:
-        try:
-            return self._pipeline_for(acting, module).of_fragments(parts, module, self._metrics)
-        except Exception as error:
-            error.add_note(
-                f"of module '{acting.module_id}'; modules that are not trained are left out of modules_to_train"
-            )
-            raise
 
     def _pipeline_for(self, acting: ActingModule, module: Any) -> LearnerConnectorPipeline:
         made = self._pipelines.get(acting)
@@ -111,6 +104,22 @@ class AgentLearner:
                 made.refuse_edits_while_run_by(runner)
             self._pipelines[acting] = made
         return made
+
+    def _published_of(self, acting: ActingModule, trained: Any) -> Any:
+        """A copy of a module, on the device of the trained one, whose weights stay until the next call.
+
+        Of the one that acts: training may leave in the other what can't be copied. For one thread at a time.
+        """
+        copied = self._copies.get(acting)
+        if copied is None:
+            on, wanted = device_of(acting.module), device_of(trained)
+            copied = -1, acting_copy(acting.module, None if wanted == on else wanted)
+        version, module = copied
+        if version != acting.weights.version:
+            version, weights = acting.weights.newest(acting.module)
+            module.load_state_dict(weights)
+        self._copies[acting] = version, module
+        return module
 
 
 class AgentLagBound(LagBound):
@@ -146,30 +155,3 @@ class AgentLagBound(LagBound):
             if module_id in newest and (self._trained is None or module_id in self._trained)
         ]
         return max(lags, default=0)
-
-
-class PublishedModules:
-    """Copies of a rollout's modules with the weights that have been published last.
-
-    For one thread at a time; modules may be added, removed, trained and published in others meanwhile. A copy goes when
-    the module that acts does.
-    """
-
-    def __init__(self) -> None:
-        self._copies: WeakKeyDictionary[ActingModule, tuple[int, Any]] = WeakKeyDictionary()  # of which version
-
-    def get(self, acting: ActingModule, trained: Any) -> Any:
-        """A copy of the acting module, on the device of the trained one; it keeps its weights until the next call.
-
-        Not of the trained one: training may leave in it what can't be copied.
-        """
-        version, module = self._copies.get(acting) or (-1, _copy_of(acting.module, device_of(trained)))
-        if version != acting.weights.version:
-            version, weights = acting.weights.newest(acting.module)
-            module.load_state_dict(weights)
-        self._copies[acting] = version, module
-        return module
-
-
-def _copy_of(module: Any, device: Any) -> Any:
-    return acting_copy(module, None if device == device_of(module) else device)

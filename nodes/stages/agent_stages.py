@@ -14,7 +14,7 @@ from rollflow.nodes.modules.torch_threads import TorchThreads
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.nodes.stages.env_to_module import CuttingStage, check_lookback
 from rollflow.nodes.stages.module_forward import joint_pass, note_batch
-from rollflow.nodes.stages.module_set import ActingModule, ModuleSet, acting_in
+from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
 from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
@@ -139,14 +139,17 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
         if lane.index not in self._lanes:
             self._take_in(lane)
         lane.batches = {}
-        if self._joint is not None:
-            self._see_jointly(lane, self._joint)
-        for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
-            try:
+        agents: tuple[Any, ...] = ()
+        try:
+            if self._joint is not None:
+                self._joint(lane, self._modules, self._modules.explores, self._metrics)
+            for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
+                agents = part.part.agents
                 self._prepare(lane, part, pipeline)
-            except Exception as error:
-                error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, agents {list(part.part.agents)}")
-                raise
+        except Exception as error:
+            whose = f", agents {list(agents)}" if agents else ""
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}{whose}")
+            raise
         return self._full(lane) if lane.is_full else self._ready[lane.index]
 
     @property
@@ -166,24 +169,18 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
                 *pipeline.observation_spaces,
             )
 
-    def _see_jointly(self, lane: MultiAgentLane, joint: JointPieces) -> None:
-        try:
-            joint(lane, self._modules, self._modules.explores, self._metrics)
-        except Exception as error:
-            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
-            raise
-
     def _prepare(self, lane: MultiAgentLane, part: AgentLane, pipeline: EnvToModulePipeline) -> None:
         if part.ended is not None:
             if pipeline.changes_episodes:
                 for place, slots in part.ended_by_module():
-                    ended, acting = part.show_ended(slots), acting_in(lane, place)
+                    acting = lane.modules[place]
+                    ended = part.live.show(slots, part.ended.of(slots), is_rewritten=False)
                     shared_data = dict(lane.shared_data_of(place))
                     pipeline.run(acting.module, {}, ended, acting.explore, shared_data, self._metrics)
-                    part.edit_ended(ended)
+                    part.ended.put(slots, ended.newest())
             part.settle_ended()
         for place, slots in part.by_module(part.acting):
-            shown, acting = part.show(slots), acting_in(lane, place)
+            shown, acting = part.show(slots), lane.modules[place]
             shared_data = lane.shared_data_of(place)
             shared_data["step"] = lane.step
             batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
@@ -210,7 +207,7 @@ class AgentForward:
         lane = batches
         outputs: dict[int, Any] = {}
         for place, batch in lane.batches.items():
-            acting = acting_in(lane, place)
+            acting = lane.modules[place]
             forward = acting.forward
             try:
                 outputs[place] = forward.forward(batch)
@@ -234,7 +231,7 @@ class AgentForward:
         served: dict[ActingModule, list[tuple[int, int]]] = {}  # lane, as it is counted here, and place of the module
         for number, lane in enumerate(lanes):
             for place in lane.batches:
-                served.setdefault(acting_in(lane, place), []).append((number, place))
+                served.setdefault(lane.modules[place], []).append((number, place))
         outputs: list[dict[int, Any]] = [{} for _ in lanes]
         for acting, places in served.items():
             parts = _joint_pass(acting, [(lanes[number], place) for number, place in places])
@@ -315,7 +312,7 @@ class ModuleToAgents:
         self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline, place: int, slots: Slots
     ) -> tuple[Slots, Tree, Tree]:
         """Act for slots i64[K]: these, actions that a piece made for environments (None: none), and those chosen."""
-        acting = acting_in(lane, place)
+        acting = lane.modules[place]
         context = acting.module, acting.explore, self._metrics
         batch = acted(pipeline, lane.batches[place], lane.shown[place], lane.shared_data_of(place), context)
         if (lane.index, place) not in self._checked:

@@ -58,22 +58,12 @@ class AgentsActing:
         """Every pipeline, that of the joint pieces first."""
         return [pipeline for _, pipeline in self.named_pipelines]
 
-    def __getstate__(self) -> dict[str, Any]:
-        given = {module_id: acting.module for module_id, acting in self.modules.acting.items()}
-        explore = {module_id: acting.explore for module_id, acting in self.modules.acting.items()}
+    def __reduce__(self) -> Any:
+        acting = self.modules.acting.items()
+        given = {module_id: each.module for module_id, each in acting}
+        explore = {module_id: each.explore for module_id, each in acting}
         options = {**self.options, "model_config": None, "explore": explore}
-        return {
-            "given": given,
-            "options": options,
-            "joint": self.joint,
-            "env_to_module": self.env_to_module,
-            "module_to_env": self.module_to_env,
-        }
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.__post_init__()
+        return AgentsActing, (given, options, self.joint, self.env_to_module, self.module_to_env)
 
 
 def agents_acting_for(

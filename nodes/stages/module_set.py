@@ -25,7 +25,6 @@ from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID, MultiAgentEp
 from rollflow.stream.fragments.fragment import EpisodeIds
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
-from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 _PROBES, _MOST_PROBES = EpisodeIds("probe"), 16
 
@@ -61,12 +60,6 @@ class ActingModule:
     seed_name: str
     is_removed: bool = False
     is_checked: bool = False
-
-
-def acting_in(lane: MultiAgentLane, place: int) -> ActingModule:
-    """The module at a place of a lane."""
-    acting: Any = lane.modules[place]
-    return acting  # type: ignore[no-any-return]
 
 
 class ModuleSet:

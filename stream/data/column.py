@@ -150,14 +150,6 @@ class Column:
             [part.astype(leaf.dtype) if are_whole(part, leaf.dtype) else part for leaf, part in pairs]  # type: ignore[arg-type,union-attr]
         )
 
-    def fits_row(self, values: Tree) -> bool:
-        """True if `write` would take these values, a tree of arrays `any[N, ...]`."""
-        return self._mismatch(values, self._slots) is None
-
-    def fits_items(self, items: Tree, count: int) -> bool:
-        """True if `write_items` would take these items, a tree of arrays `any[count, ...]`."""
-        return self._mismatch(items, (count,)) is None
-
     def mismatch(self, items: Tree, count: int) -> str | None:
         """Why `write_items` would refuse these items, a tree of arrays `any[count, ...]`; None if it takes them."""
         return self._mismatch(items, (count,))

@@ -8,21 +8,13 @@ as lost at most once, at the rollout that cut it.
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rollflow.stream.data.tree import leaves_of
 
 CLOSED = "closed"  # the run, or the rollout, was left, cancelled or interrupted
 FAILED = "failed"  # an error ended the run
 DROPPED = "dropped"  # the only edge that the item went over dropped it
-
-
-class FragmentHolder(Protocol):
-    """A part of a run, or a node, that may hold items."""
-
-    def held(self) -> Iterable[Any]:
-        """The items that were taken and not passed on."""
-        ...
 
 
 class Ledger:
@@ -82,12 +74,6 @@ class Origin:
             self.ledger.lost[cause] += self.steps
 
 
-class Traced:
-    """Base of fragments, whose lost transitions are counted; `origin` is set at the cut."""
-
-    origin: Origin | None = None
-
-
 class BatchOrigins:
     """Table from train batches to the origins of their fragments, kept while a batch is alive. Thread-safe."""
 
@@ -136,7 +122,7 @@ class Losses:
     are_counted    whether any node counts losses
     """
 
-    def __init__(self, *, makers: Sequence[Any], holders: Sequence[FragmentHolder], counting: Sequence[Any]) -> None:
+    def __init__(self, *, makers: Sequence[Any], holders: Sequence[Any], counting: Sequence[Any]) -> None:
         self._makers, self._holders, self._counting = makers, holders, counting
         self.are_counted = bool(counting)
 
@@ -144,7 +130,7 @@ class Losses:
         """Count an item that an edge has dropped."""
         self._lose(item, DROPPED)
 
-    def declare(self, holders: Iterable[FragmentHolder], error: BaseException | None) -> None:
+    def declare(self, holders: Iterable[Any], error: BaseException | None) -> None:
         """Count the items that a run holds when it ends, and call its nodes' `take_ending(cause)`.
 
         holders    parts of the run that may hold items, beside its nodes

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import optree
 
+from rollflow.stream.data.errors import ModuleError
+
 Tree = Any
 
 
@@ -77,6 +79,17 @@ def tree_at(tree: Tree, where: Any) -> Tree:
     if type(tree) is dict:
         return {key: tree_at(part, where) for key, part in tree.items()}
     return map_tree(lambda leaf: leaf[where], tree)
+
+
+def part_at(tree: Tree, path: Sequence[Any], name: str, expected: str) -> Tree:
+    """The part of a tree under these keys. Raises ModuleError, with the tree's name, where there is none."""
+    part = tree
+    for key in path:
+        try:
+            part = part[key]
+        except (IndexError, KeyError, TypeError):
+            raise ModuleError(f"{name} has nothing at {list(path)}, expected {expected}") from None
+    return part
 
 
 def unstack_tree(tree: Tree) -> list[Tree]:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rollflow.stream.data.errors import EpisodeError
-from rollflow.stream.data.tree import concatenate_trees, equal_trees, map_tree, stack_trees
+from rollflow.stream.data.tree import equal_trees
 from rollflow.stream.episodes.agent_step import NOTHING, AgentShare, PendingAction
-from rollflow.stream.episodes.buffer import LookbackBuffer
+from rollflow.stream.episodes.buffer import BufferAndOne, LookbackBuffer
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
 Received = dict[int, Any]
@@ -190,7 +190,7 @@ class AgentTimeline:
         if last is NOTHING:
             return buffer
         if not self.episode.observations.is_numpy or buffer.is_numpy:
-            return _BufferAndOne(buffer, last)
+            return BufferAndOne(buffer, last)
         arrays = LookbackBuffer([*buffer.data, last], buffer.lookback, buffer.space, name=buffer.name)
         arrays.to_numpy()
         return arrays
@@ -308,37 +308,3 @@ class AgentTimeline:
             None if pending is None else PendingAction(pending["action"], pending["extra"]),
             copy.deepcopy(dict(state["received"])),
         )
-
-
-class _BufferAndOne(LookbackBuffer):
-    """View of a buffer's items with one more item at the end."""
-
-    def __init__(self, buffer: LookbackBuffer, last: Any) -> None:
-        super().__init__(buffer.data, buffer.lookback, buffer.space, name=buffer.name)
-        self._buffer, self._last = buffer, last
-
-    @property
-    def is_numpy(self) -> bool:
-        return self._buffer.is_numpy
-
-    @property
-    def cut_away(self) -> int:
-        return self._buffer.cut_away
-
-    def total(self) -> int:
-        return self._buffer.total() + 1
-
-    def item(self, position: int) -> Any:
-        return self._last if position == self._buffer.total() else self._buffer.item(position)
-
-    def items(self, where: Any) -> Any:
-        before = self._buffer.total()
-        if isinstance(where, slice) and where.stop <= before:
-            return self._buffer.items(where)
-        if self.is_numpy:
-            # A buffer over a lane's columns has no data of its own; the last item is from these columns too.
-            last = stack_trees([self._last]) if self.data is None else self.in_form([self._last])
-            joined = concatenate_trees([self._buffer.items(slice(0, before)), last])
-            return map_tree(lambda leaf: leaf[where], joined)
-        positions = range(where.start, where.stop) if isinstance(where, slice) else where
-        return [self.item(position) for position in positions]

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import gymnasium as gym
@@ -16,11 +17,15 @@ from rollflow.stream.episodes.agent_roster import AgentRoster
 from rollflow.stream.episodes.agent_step import ALL_AGENTS, AgentShare, AgentValues, EnvStep, end_flags, env_steps_of
 from rollflow.stream.episodes.agent_timeline import AgentTimeline, ColumnName
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer, count_of
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode, checked_lookback
 
 OUTSIDE = -(2**62)
 """Number that stands for an env step outside the chunk; no agent has an observation there."""
 DEFAULT_MODULE_ID = "default_policy"
+
+
+AgentColumns = Sequence[tuple[Any, AgentTimeline, LookbackBuffer]]
+"""For each agent: its id, its timeline, and one quantity over its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +48,99 @@ class GetterQuery:
         """True if hanging actions count: they don't for an agent's own steps without indices."""
         return self.by_env_steps or self.indices is not None
 
-    def of(self, buffer: LookbackBuffer, indices: Indices, neg_index_as_lookback: bool) -> Any:
-        """The items of one agent's buffer at these indices."""
-        return buffer.get(
-            indices,
-            neg_index_as_lookback=neg_index_as_lookback,
-            fill=self.fill,
-            one_hot_discrete=self.one_hot_discrete,
-        )
+    def read(
+        self, roster: AgentRoster, name: str, agent_ids: Any, column_of: Callable[[AgentTimeline], LookbackBuffer]
+    ) -> Any:
+        """One quantity of agents: agent id -> items, or a list of such dicts by env step.
 
-    def at(self, buffer: LookbackBuffer, positions: Sequence[int]) -> Any:
+        agent_ids    one id, or a list, tuple or set of ids; None: all agents
+
+        Raises EpisodeIndexError for an int or list index outside. Raises ValueError for `as_list` without
+        `by_env_steps`, and for one-hot vectors without a space.
+        """
+        chosen = agent_ids if isinstance(agent_ids, list | tuple | set | frozenset) else [agent_ids]
+        columns = [
+            (agent_id, timeline, column_of(timeline))
+            for agent_id, timeline in roster.timelines.items()
+            if agent_ids is None or agent_id in chosen
+        ]
+        if self.by_env_steps:
+            first = roster.env_t_started - roster.lookback
+            count = roster.env_t - first + (name in ("observations", "infos"))
+            return self._at_env_steps(columns, EnvStepBuffer(first, count, roster.lookback, name))
+        if self.as_list:
+            raise ValueError(f"return_list on '{name}' lists env steps, expected env_steps=True")
+        return self._at_agent_steps(columns)
+
+    def read_outputs(self, roster: AgentRoster, keys: Sequence[str], agent_ids: Any) -> Any:
+        """Several extra model outputs: agent id -> key -> items, or a list of such dicts by env step."""
+        if not keys and self.as_list:
+            return [{} for _ in self.read_output(roster, "", agent_ids)]
+        return _by_agents({key: self.read_output(roster, key, agent_ids) for key in keys})
+
+    def read_output(self, roster: AgentRoster, key: str, agent_ids: Any) -> Any:
+        """One extra model output of agents: see `read`."""
+        with_pending = self.with_pending
+        return self.read(roster, key, agent_ids, lambda timeline: timeline.output(key, with_pending=with_pending))
+
+    def _at_env_steps(self, columns: AgentColumns, clock: "EnvStepBuffer") -> Any:
+        """Agent id -> its items at the env steps of the query, without its gaps; or a list of such dicts.
+
+        With a fill value every agent has an item for every env step. Raises EpisodeIndexError for an int or list index
+        outside.
+        """
+        outside = None if self.fill is None else OUTSIDE
+        steps = clock.get(self.indices, neg_index_as_lookback=self.neg_index_as_lookback, fill=outside)
+        if self.as_list:
+            return [self._at_env_step(columns, step) for step in ([steps] if isinstance(steps, int) else steps)]
+        if isinstance(steps, int):
+            return self._at_env_step(columns, steps)
+        answer = {}
+        for agent_id, timeline, buffer in columns:
+            positions = timeline.positions(steps, with_gaps=self.fill is not None)
+            if self.fill is not None or any(0 <= position < buffer.total() for position in positions):
+                with located(f"agent '{agent_id}'"):
+                    answer[agent_id] = self._at(buffer, positions)
+        return answer
+
+    def _at_env_step(self, columns: AgentColumns, step: int) -> dict[Any, Any]:
+        answer = {}
+        for agent_id, timeline, buffer in columns:
+            position = timeline.position(step)
+            if not 0 <= position < buffer.total():
+                position = -1
+            if position >= 0 or self.fill is not None:
+                answer[agent_id] = self._of(buffer, position - buffer.lookback, True)
+        return answer
+
+    def _at_agent_steps(self, columns: AgentColumns) -> dict[Any, Any]:
+        """Agent id -> its items at the query's indices, which are its own steps; agents without items are absent.
+
+        Raises EpisodeIndexError for an int or list index that any of the agents does not have.
+        """
+        answer = {}
+        for agent_id, _, buffer in columns:
+            with located(f"agent '{agent_id}'"):
+                items = self._of(buffer, self.indices, self.neg_index_as_lookback)
+            is_one = isinstance(self.indices, int | np.integer)
+            if is_one or (len(items) if isinstance(items, list) else count_of(items, buffer.name)):
+                answer[agent_id] = items
+        return answer
+
+    def _of(self, buffer: LookbackBuffer, indices: Indices, neg_index_as_lookback: bool) -> Any:
+        """The items of one agent's buffer at these indices."""
+        options: Any = {"fill": self.fill, "one_hot_discrete": self.one_hot_discrete}
+        return buffer.get(indices, neg_index_as_lookback=neg_index_as_lookback, **options)
+
+    def _at(self, buffer: LookbackBuffer, positions: Sequence[int]) -> Any:
         """The items at these positions; a position of -1 or behind the end gives a filler, or nothing."""
         total, lookback = buffer.total(), buffer.lookback
         if isinstance(positions, range) and self.fill is None:
-            return self.of(buffer, slice(positions.start - lookback, positions.stop - lookback), True)
+            return self._of(buffer, slice(positions.start - lookback, positions.stop - lookback), True)
         indices = [position - lookback if position < total else -1 - lookback for position in positions]
         if self.fill is None:
             indices = [index for index in indices if index >= -lookback]
-        return self.of(buffer, indices, True)
+        return self._of(buffer, indices, True)
 
 
 class EnvStepBuffer(LookbackBuffer):
@@ -89,112 +169,6 @@ class EnvStepBuffer(LookbackBuffer):
     def items(self, where: Any) -> Sequence[int]:
         steps = range(self._first, self._first + self._count)
         return steps[where] if isinstance(where, slice) else [steps[position] for position in where]
-
-
-def read_column(roster: AgentRoster, name: ColumnName, agent_ids: Any, query: GetterQuery) -> Any:
-    """Observations, infos, actions or rewards of agents: agent id -> items, or a list of such dicts by env step.
-
-    agent_ids    one id, or a list, tuple or set of ids; None: all agents
-
-    Raises EpisodeIndexError for an int or list index outside. Raises ValueError for `as_list` without `by_env_steps`,
-    and for one-hot vectors without a space.
-    """
-    with_pending = query.with_pending
-    return _read(roster, name, lambda timeline: timeline.column(name, with_pending=with_pending), agent_ids, query)
-
-
-def read_output(roster: AgentRoster, key: str, agent_ids: Any, query: GetterQuery) -> Any:
-    """One extra model output of agents: see `read_column`."""
-    with_pending = query.with_pending
-    return _read(roster, key, lambda timeline: timeline.output(key, with_pending=with_pending), agent_ids, query)
-
-
-def read_outputs(roster: AgentRoster, keys: Sequence[str], agent_ids: Any, query: GetterQuery) -> Any:
-    """Several extra model outputs: agent id -> key -> items, or a list of such dicts by env step."""
-    if not keys and query.as_list:
-        return [{} for _ in read_output(roster, "", agent_ids, query)]
-    return _by_agents({key: read_output(roster, key, agent_ids, query) for key in keys})
-
-
-def _read(
-    roster: AgentRoster,
-    name: str,
-    column_of: Callable[[AgentTimeline], LookbackBuffer],
-    agent_ids: Any,
-    query: GetterQuery,
-) -> Any:
-    timelines = roster.timelines
-    if agent_ids is not None:
-        chosen = agent_ids if isinstance(agent_ids, list | tuple | set | frozenset) else [agent_ids]
-        timelines = {agent_id: timeline for agent_id, timeline in timelines.items() if agent_id in chosen}
-    if query.by_env_steps:
-        first = roster.env_t_started - roster.lookback
-        count = roster.env_t - first + (name in ("observations", "infos"))
-        return _by_env_steps(timelines, column_of, EnvStepBuffer(first, count, roster.lookback, name), query)
-    if query.as_list:
-        raise ValueError(f"return_list on '{name}' lists env steps, expected env_steps=True")
-    return _by_agent_steps(timelines, column_of, query)
-
-
-def _by_env_steps(
-    timelines: Mapping[Any, AgentTimeline],
-    column_of: Callable[[AgentTimeline], LookbackBuffer],
-    clock: EnvStepBuffer,
-    query: GetterQuery,
-) -> Any:
-    """Agent id -> its items at the env steps of the query, without its gaps; or a list of such dicts.
-
-    With a fill value every agent has an item for every env step. Raises EpisodeIndexError for an int or list index
-    outside.
-    """
-    outside = None if query.fill is None else OUTSIDE
-    steps = clock.get(query.indices, neg_index_as_lookback=query.neg_index_as_lookback, fill=outside)
-    if query.as_list:
-        steps = [steps] if isinstance(steps, int) else steps
-        return [_read_one(timelines, column_of, step, query) for step in steps]
-    if isinstance(steps, int):
-        return _read_one(timelines, column_of, steps, query)
-    answer = {}
-    for agent_id, timeline in timelines.items():
-        buffer, positions = column_of(timeline), timeline.positions(steps, with_gaps=query.fill is not None)
-        if query.fill is not None or any(0 <= position < buffer.total() for position in positions):
-            with located(f"agent '{agent_id}'"):
-                answer[agent_id] = query.at(buffer, positions)
-    return answer
-
-
-def _by_agent_steps(
-    timelines: Mapping[Any, AgentTimeline], column_of: Callable[[AgentTimeline], LookbackBuffer], query: GetterQuery
-) -> dict[Any, Any]:
-    """Agent id -> its items at the query's indices, which are its own steps; agents without items are absent.
-
-    Raises EpisodeIndexError for an int or list index that any of the agents does not have.
-    """
-    answer = {}
-    for agent_id, timeline in timelines.items():
-        buffer = column_of(timeline)
-        with located(f"agent '{agent_id}'"):
-            items = query.of(buffer, query.indices, query.neg_index_as_lookback)
-        is_one = isinstance(query.indices, int | np.integer)
-        if is_one or (len(items) if isinstance(items, list) else count_of(items, buffer.name)):
-            answer[agent_id] = items
-    return answer
-
-
-def _read_one(
-    timelines: Mapping[Any, AgentTimeline],
-    column_of: Callable[[AgentTimeline], LookbackBuffer],
-    step: int,
-    query: GetterQuery,
-) -> dict[Any, Any]:
-    answer = {}
-    for agent_id, timeline in timelines.items():
-        buffer, position = column_of(timeline), timeline.position(step)
-        if 0 <= position < buffer.total():
-            answer[agent_id] = query.of(buffer, position - buffer.lookback, True)
-        elif query.fill is not None:
-            answer[agent_id] = query.of(buffer, -1 - buffer.lookback, True)
-    return answer
 
 
 def _by_agents(by_key: Mapping[str, Any]) -> Any:
@@ -540,8 +514,8 @@ class MultiAgentEpisode:
         query = GetterQuery(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
         with located(f"episode '{self.id_}'"):
             if key is None:
-                return read_outputs(self._roster, keys, agent_ids, query)
-            return read_output(self._roster, key, agent_ids, query)
+                return query.read_outputs(self._roster, keys, agent_ids)
+            return query.read_output(self._roster, key, agent_ids)
 
     # Writing
 
@@ -596,8 +570,8 @@ class MultiAgentEpisode:
         """
         if self.is_done:
             raise self._error(f"cut after its end at env step {self.env_t}")
-        self._check_lookback(len_lookback_buffer)
-        chunk = self._chunk(self._roster.cut(len_lookback_buffer))
+        wanted = checked_lookback(self.id_, len_lookback_buffer, len_lookback_buffer)
+        chunk = self._chunk(self._roster.cut(wanted))
         chunk._last_step_at = self._last_step_at
         return chunk
 
@@ -612,12 +586,11 @@ class MultiAgentEpisode:
         """
         if slice_.step not in (None, 1):
             raise NotImplementedError(f"episode '{self.id_}': slice step is {slice_.step}, expected 1")
-        if len_lookback_buffer is not None:
-            self._check_lookback(len_lookback_buffer)
         first, last, _ = slice_.indices(len(self))
         start, stop = self.env_t_started + first, self.env_t_started + max(first, last)
         wanted = self._roster.lookback if len_lookback_buffer is None else len_lookback_buffer
-        part = self._chunk(self._roster.part(start, stop, min(wanted, self._roster.lookback + first)))
+        lookback = checked_lookback(self.id_, wanted, self._roster.lookback + first)
+        part = self._chunk(self._roster.part(start, stop, lookback))
         if stop == self.env_t:
             part.is_terminated, part.is_truncated = self.is_terminated, self.is_truncated
         return part
@@ -705,14 +678,10 @@ class MultiAgentEpisode:
         self, steps: Sequence[EnvStep], len_lookback_buffer: int | str, agent_t_started: Mapping[Any, int]
     ) -> None:
         """Add a reset and the env steps after it, with the first of them as history."""
-        count = len(steps) - 1
-        wanted = count if len_lookback_buffer == "auto" else len_lookback_buffer
-        if isinstance(wanted, str):
-            raise self._error(f"len_lookback_buffer is '{wanted}', expected an int or 'auto'")
-        self._check_lookback(wanted)
+        lookback = checked_lookback(self.id_, len_lookback_buffer, len(steps) - 1)
         self._is_reset = True
         with located(f"episode '{self.id_}'"):
-            ended = self._roster.fill(steps, min(wanted, count), agent_t_started, self._begin)
+            ended = self._roster.fill(steps, lookback, agent_t_started, self._begin)
         self._end_with(steps[-1], ended)
 
     def _begin(self, agent_id: Any, share: AgentShare, t_started: int) -> SingleAgentEpisode:
@@ -753,7 +722,8 @@ class MultiAgentEpisode:
 
     def _read(self, name: ColumnName, agent_ids: AgentIds, query: GetterQuery) -> Any:
         with located(f"episode '{self.id_}'"):
-            return read_column(self._roster, name, agent_ids, query)
+            column_of = partial(AgentTimeline.column, name=name, with_pending=query.with_pending)
+            return query.read(self._roster, name, agent_ids, column_of)
 
     def _with_new(self, new_data: AgentValues) -> list[tuple[SingleAgentEpisode, Any]]:
         episodes = self.agent_episodes
@@ -761,10 +731,6 @@ class MultiAgentEpisode:
             if agent_id not in episodes:
                 raise KeyError(f"episode '{self.id_}' has no agent '{agent_id}'; there are: {list(episodes)}")
         return [(episodes[agent_id], items) for agent_id, items in new_data.items()]
-
-    def _check_lookback(self, wanted: int) -> None:
-        if wanted < 0:
-            raise self._error(f"len_lookback_buffer is {wanted}, expected >= 0")
 
     def _error(self, text: str) -> EpisodeError:
         return EpisodeError(f"episode '{self.id_}': {text}")

@@ -5,7 +5,7 @@ import copy
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import gymnasium as gym
 import numpy as np
@@ -82,7 +82,11 @@ class SingleAgentEpisode:
         self.custom_data: dict[Any, Any] = {}
         self.is_terminated = terminated
         self.is_truncated = truncated
-        lookback = self._lookback_of(rewards, len_lookback_buffer)
+        if isinstance(rewards, LookbackBuffer):
+            lookback = rewards.lookback
+        else:
+            steps = 0 if rewards is None else total_of(rewards, "rewards")
+            lookback = checked_lookback(self.id_, len_lookback_buffer, steps)
         if infos is None and observations is not None:
             infos = [{} for _ in range(total_of(observations, "observations"))]
         self.observations = as_buffer(observations, lookback, observation_space, "observations")
@@ -178,7 +182,7 @@ class SingleAgentEpisode:
         Raises EpisodeError before a reset, after the end, and if the keys of the extra outputs change. In numpy form,
         raises ColumnError for a value of another structure or shape than the arrays'. Then nothing is added.
         """
-        outputs, values = checked_step(self, observation, action, reward, extra_model_outputs)
+        outputs, values = self.check_env_step(observation, action, reward, extra_model_outputs)
         for buffer, value in values:
             buffer.append(value)
         self.infos.append({} if infos is None else infos)
@@ -192,9 +196,33 @@ class SingleAgentEpisode:
 
     def check_env_step(
         self, observation: Any, action: Any, reward: Any, extra_model_outputs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Raise the error that `add_env_step` would raise for these values; nothing is added."""
-        checked_step(self, observation, action, reward, extra_model_outputs)
+    ) -> tuple[dict[str, LookbackBuffer], list[tuple[LookbackBuffer, Any]]]:
+        """Raise the error that `add_env_step` would raise for these values; nothing is added.
+
+        Returns the buffers of the extra outputs, and pairs (buffer, value to append).
+        """
+        if self.is_done:
+            raise EpisodeError(f"episode '{self.id_}': add_env_step after its end at step {self.t}")
+        if not self.is_reset:
+            raise EpisodeError(f"episode '{self.id_}': add_env_step before add_env_reset")
+        extra, buffers = extra_model_outputs or {}, self.extra_model_outputs
+        if (buffers or self.rewards.total()) and extra.keys() != buffers.keys():
+            raise EpisodeError(
+                f"episode '{self.id_}': extra_model_outputs {sorted(extra)} at step {self.t}, expected those of the "
+                f"steps before, {sorted(buffers)}"
+            )
+        outputs = buffers or {key: LookbackBuffer([], name=key) for key in extra}
+        values = [
+            (self.observations, observation),
+            (self.actions, action),
+            (self.rewards, reward),
+            *((outputs[key], value) for key, value in extra.items()),
+        ]
+        if self.observations.is_numpy:
+            with located(f"episode '{self.id_}'"):
+                for buffer, value in values:
+                    buffer.in_form([value])
+        return outputs, values
 
     def validate(self) -> None:
         """Raise EpisodeError unless observations and infos are one more than steps, or all are empty."""
@@ -314,9 +342,8 @@ class SingleAgentEpisode:
         """
         if self.is_done:
             raise EpisodeError(f"episode '{self.id_}': cut after its end at step {self.t}")
-        self._check_lookback(len_lookback_buffer)
         total = self.rewards.total()
-        lookback = min(len_lookback_buffer, total)
+        lookback = checked_lookback(self.id_, len_lookback_buffer, total)
         chunk = self.part(total - lookback, total, lookback, self.t, shares_arrays=False)
         chunk.custom_data = copy.deepcopy(self.custom_data)
         chunk._last_step_at = self._last_step_at
@@ -332,13 +359,11 @@ class SingleAgentEpisode:
         """
         if slice_.step not in (None, 1):
             raise EpisodeError(f"episode '{self.id_}': slice step is {slice_.step}, expected 1")
-        if len_lookback_buffer is not None:
-            self._check_lookback(len_lookback_buffer)
         length, before = len(self), self.rewards.lookback
         start = self._step_bound(slice_.start, 0, length)
         stop = max(start, self._step_bound(slice_.stop, length, length))
         wanted = before if len_lookback_buffer is None else len_lookback_buffer
-        lookback = min(wanted, before + start)
+        lookback = checked_lookback(self.id_, wanted, before + start)
         part = self.part(before + start - lookback, before + stop, lookback, self.t_started + start)
         if stop == length:
             part.is_terminated, part.is_truncated = self.is_terminated, self.is_truncated
@@ -435,7 +460,9 @@ class SingleAgentEpisode:
             "is_truncated": self.is_truncated,
             "custom_data": copy.deepcopy(self.custom_data),
             "duration_s": self.get_duration_s(),
-            "buffers": {name: state_of(buffer) for name, buffer in self._buffers().items()},
+            "buffers": {
+                name: state_of(getattr(self, name)) for name in ("observations", "infos", "actions", "rewards")
+            },
             "extra_model_outputs": {key: state_of(buffer) for key, buffer in self.extra_model_outputs.items()},
         }
 
@@ -491,14 +518,6 @@ class SingleAgentEpisode:
     def _no_such_output(self, key: str) -> str:
         return f"episode '{self.id_}' has no extra output '{key}'; there are: {sorted(self.extra_model_outputs)}"
 
-    def _buffers(self) -> dict[str, LookbackBuffer]:
-        return {
-            "observations": self.observations,
-            "infos": self.infos,
-            "actions": self.actions,
-            "rewards": self.rewards,
-        }
-
     def _read(
         self,
         buffer: LookbackBuffer,
@@ -523,27 +542,31 @@ class SingleAgentEpisode:
     def _located(self, error: RollflowError) -> RollflowError:
         return type(error)(f"episode '{self.id_}': {error}")
 
-    def _lookback_of(self, rewards: Any, wanted: int | str) -> int:
-        """Number of given steps that are history."""
-        if isinstance(rewards, LookbackBuffer):
-            return rewards.lookback
-        steps = 0 if rewards is None else total_of(rewards, "rewards")
-        if wanted == "auto":
-            return steps
-        if isinstance(wanted, str):
-            raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is '{wanted}', expected an int or 'auto'")
-        self._check_lookback(wanted)
-        return min(wanted, steps)
-
-    def _check_lookback(self, wanted: int) -> None:
-        if wanted < 0:
-            raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is {wanted}, expected >= 0")
-
     @staticmethod
     def _step_bound(bound: int | None, default: int, length: int) -> int:
         if bound is None:
             return default
         return min(max(bound + length if bound < 0 else bound, 0), length)
+
+
+def refusal(text: str) -> Any:
+    """A method of an episode to which only its rollout adds: it raises EpisodeError with a text."""
+
+    def refuse(episode: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise EpisodeError(f"episode '{episode.id_}': {text}")
+
+    return refuse
+
+
+def checked_lookback(id_: str, wanted: int | str, most: int) -> int:
+    """Number of steps that are history: those wanted, of `most`; "auto": all. Raises EpisodeError for what is none."""
+    if wanted == "auto":
+        return most
+    if isinstance(wanted, str):
+        raise EpisodeError(f"episode '{id_}': len_lookback_buffer is '{wanted}', expected an int or 'auto'")
+    if wanted < 0:
+        raise EpisodeError(f"episode '{id_}': len_lookback_buffer is {wanted}, expected >= 0")
+    return min(wanted, most)
 
 
 def total_of(items: Any, name: str) -> int:
@@ -612,41 +635,6 @@ def state_of(buffer: LookbackBuffer) -> dict[str, Any]:
 def buffer_from_state(name: str, state: Mapping[str, Any]) -> LookbackBuffer:
     """The buffer of a state that `state_of` returned."""
     return LookbackBuffer(copy.deepcopy(state["data"]), state["lookback"], state["space"], name=name)
-
-
-def checked_step(
-    episode: "SingleAgentEpisode",
-    observation: Any,
-    action: Any,
-    reward: Any,
-    extra_model_outputs: Mapping[str, Any] | None,
-) -> tuple[dict[str, LookbackBuffer], list[tuple[LookbackBuffer, Any]]]:
-    """Check a step; return the buffers of the extra outputs, and pairs (buffer, value to append).
-
-    Raises EpisodeError and ColumnError as `SingleAgentEpisode.add_env_step` does.
-    """
-    if episode.is_done:
-        raise EpisodeError(f"episode '{episode.id_}': add_env_step after its end at step {episode.t}")
-    if not episode.is_reset:
-        raise EpisodeError(f"episode '{episode.id_}': add_env_step before add_env_reset")
-    extra, buffers = extra_model_outputs or {}, episode.extra_model_outputs
-    if (buffers or episode.rewards.total()) and extra.keys() != buffers.keys():
-        raise EpisodeError(
-            f"episode '{episode.id_}': extra_model_outputs {sorted(extra)} at step {episode.t}, expected those of the "
-            f"steps before, {sorted(buffers)}"
-        )
-    outputs = buffers or {key: LookbackBuffer([], name=key) for key in extra}
-    values = [
-        (episode.observations, observation),
-        (episode.actions, action),
-        (episode.rewards, reward),
-        *((outputs[key], value) for key, value in extra.items()),
-    ]
-    if episode.observations.is_numpy:
-        with located(f"episode '{episode.id_}'"):
-            for buffer, value in values:
-                buffer.in_form([value])
-    return outputs, values
 
 
 def check_joinable(head: "SingleAgentEpisode", tail: "SingleAgentEpisode") -> None:

@@ -1,10 +1,10 @@
 """Whole episodes from fragments: the chunks of an episode are collected until it has ended."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -80,7 +80,7 @@ class WholeEpisodes(Fragment):
             lookback=0,
             action_space=last.layout.action_space,
             resets_next_step=False,
-            episode_id=_Ids([episode.id_ for episode in episodes]),
+            episode_id=partial(_id_of, [episode.id_ for episode in episodes]),
         )
         starts = {"episode_start": np.zeros(1, np.int64), "episode_number": np.zeros(1, np.int64)}
         super().__init__(layout, last.lane, last.sequence, _columns(last, episodes), **starts)
@@ -168,14 +168,8 @@ class _OpenEpisode:
         return self
 
 
-class _Ids:
-    """The `episode_id` function of `WholeEpisodes`: ids by the episode's number."""
-
-    def __init__(self, ids: Sequence[str]) -> None:
-        self._ids = ids
-
-    def __call__(self, slot: int, number: int) -> str:
-        return self._ids[number]
+def _id_of(ids: Sequence[str], slot: int, number: int) -> str:
+    return ids[number]
 
 
 def _chunks_of(fragment: Fragment) -> Iterator[_Chunk]:
@@ -213,13 +207,8 @@ def _columns(last: Fragment, episodes: Sequence[_OpenEpisode]) -> dict[str, Colu
         rows = [part.columns[name] for part in parts]
         if name == Columns.OBS:
             rows.append(map_tree(lambda leaf: np.asarray(leaf)[None], parts[-1].last_observation))
-        columns[name] = Column(name, map_tree(_with_one_slot, concatenate_trees(rows)))
+        columns[name] = Column(name, map_tree(lambda leaf: leaf[:, None], concatenate_trees(rows)))
     return columns
-
-
-def _with_one_slot(rows: NDArray[Any]) -> NDArray[Any]:
-    """`any[T, ...]` as `any[T, 1, ...]`."""
-    return rows[:, None]
 
 
 def _finals(episodes: Sequence[_OpenEpisode]) -> Iterator[Final]:

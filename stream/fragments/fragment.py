@@ -26,10 +26,10 @@ from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
-from rollflow.stream.data.loss_ledger import Traced
+from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
-from rollflow.stream.episodes.buffer import LookbackBuffer
-from rollflow.stream.episodes.sealed_episode import EndedWindow, InfosWindow, SealedEpisode
+from rollflow.stream.episodes.buffer import BufferAndOne, LookbackBuffer
+from rollflow.stream.episodes.sealed_episode import InfosWindow, SealedEpisode
 from rollflow.stream.episodes.single_agent import REWARD_SPACE, SingleAgentEpisode
 from rollflow.stream.observe.array_table import array_table
 
@@ -132,7 +132,7 @@ RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNC
 _NO_ROWS = np.empty(0, np.int64)
 
 
-class Fragment(Traced):
+class Fragment:
     """T vector steps of one lane. Built by a `Lane`; read-only once it is cut.
 
     Columns (`N` slots, `H` lookback rows, trees of arrays for nested spaces):
@@ -144,6 +144,8 @@ class Fragment(Traced):
         policy_version             i64[H+T, N]   weights the action was computed with
         one per extra output       any[H+T, N, ...]   action_logp, vf_preds, action_dist_inputs, …
     """
+
+    origin: Origin | None = None  # which counts lost transitions; set at the cut
 
     def __init__(
         self,
@@ -237,8 +239,11 @@ class Fragment(Traced):
             at[chunks.stop, chunks.slot] = np.arange(len(chunks.slot))
             for final in self.finals:
                 places = at[final.row + 1, final.slots]
-                assert places.min(initial=0) >= 0, "an episode has ended without a step in the fragment"
-                map_tree(lambda leaf, value, p=places: leaf.__setitem__(p, value), observations, final.observations)
+                last = final.observations
+                if places.min(initial=0) < 0:  # a view of one module's chunks has the ends of others as well
+                    here = places >= 0
+                    places, last = places[here], map_tree(lambda leaf, h=here: leaf[h], last)
+                map_tree(lambda leaf, value, p=places: leaf.__setitem__(p, value), observations, last)
         return observations
 
     def last(self, name: str) -> Tree:
@@ -513,12 +518,10 @@ class Fragment(Traced):
         return array_table(repr(self), {name: column.tree for name, column in self.columns.items()}, rewards)
 
     def _observations(self, slot: int, begin: int, stop: int, lookback: int, final: Any) -> LookbackBuffer:
-        obs, space = self.columns[Columns.OBS], self.observation_space
-        if final is not None:
-            views = map_tree(lambda leaf: leaf[begin:stop, slot], obs.tree)
-            return EndedWindow(views, final[0], lookback, space)
-        views = map_tree(lambda leaf: leaf[begin : stop + 1, slot], obs.tree)
-        return LookbackBuffer(views, lookback, space, name="observations")
+        end = stop + (final is None)
+        views = map_tree(lambda leaf: leaf[begin:end, slot], self.columns[Columns.OBS].tree)
+        buffer = LookbackBuffer(views, lookback, self.observation_space, name="observations")
+        return buffer if final is None else BufferAndOne(buffer, final[0])
 
     def _named(self, name: str) -> Column:
         try:

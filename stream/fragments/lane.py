@@ -126,6 +126,17 @@ class LaneColumns:
             known = self._types[id(space)] = space, made
         return known[1]
 
+    def fits(self, space: gym.Space[Any] | None, observations: Tree, count: int) -> bool:
+        """True if a column for a space takes observations, a tree of arrays `any[count, ...]`."""
+        column = None if space is None else self.type_of(space)
+        return column is not None and column.mismatch(observations, count) is None
+
+    def converted(self, space: gym.Space[Any] | None, observations: Tree, count: int) -> Tree:
+        """Observations any[count, ...] in the dtypes of a space, where they fit it; else as they are."""
+        column = None if space is None else self.type_of(space)
+        fitting = None if column is None else column.fitting(observations, count)
+        return observations if column is None or fitting is None else column.cast(fitting, count)
+
     def extra(self, name: str, values: Tree) -> Column:
         """A new column for an output with `values`, a tree of arrays `any[N, ...]`. Raises ColumnError for others."""
         slots = self._layout.num_slots
@@ -499,15 +510,15 @@ class Lane:
     def commit(self) -> None:
         """End the connector pieces' turn: the current row is final. Later rows must fit its type."""
         if self._items is not None or not self._settled:
-            latest = self.observations()
+            latest, count = self.observations(), self.layout.num_slots
             if self._typing:  # and no space of the piece that wrote them is known, or fits
-                fitting = [space for space in self.observation_spaces if self._fits(space, latest)]
+                fitting = [space for space in self.observation_spaces if self._columns.fits(space, latest, count)]
                 self._retype(fitting[-1] if fitting else self._space)
             try:
                 self._write(self._column.whole(latest))
             except ColumnError as error:
                 declared = self.observation_spaces[-1] if self._typing else None
-                raise self._columns.refusal(error, declared, self._latest, self.layout.num_slots) from None
+                raise self._columns.refusal(error, declared, self._latest, count) from None
         self.fragment.observation_space = self._space
 
     @property
@@ -642,17 +653,11 @@ class Lane:
 
     def _settle_ended(self, space: gym.Space[Any] | None) -> None:
         is_written, self._written = self._written, False
-        column = None if space is None or not is_written else self._columns.type_of(space)
-        with suppress(ValueError):  # items of different shapes, which `commit_ended` refuses
-            items, count = stack_trees(list(self._ended_items.values())), len(self._ended_items)
-            fitting = None if column is None else column.fitting(items, count)
-            if column is not None and fitting is not None:
-                cast = unstack_tree(column.cast(fitting, count))
-                self._ended_items = dict(zip(self._ended_items, cast, strict=True))
-
-    def _fits(self, space: gym.Space[Any], observations: Tree) -> bool:
-        column = self._columns.type_of(space)
-        return column is not None and column.fits_row(observations)
+        if space is not None and is_written:
+            with suppress(ValueError):  # items of different shapes, which `commit_ended` refuses
+                items = stack_trees(list(self._ended_items.values()))
+                converted = unstack_tree(self._columns.converted(space, items, len(self._ended_items)))
+                self._ended_items = dict(zip(self._ended_items, converted, strict=True))
 
     def _retype(self, space: gym.Space[Any]) -> None:
         """Give the `obs` column the type of a space."""

@@ -1,7 +1,7 @@
 """Live episodes: the ongoing episodes of a lane, as views of its columns that move on with it."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -13,7 +13,7 @@ from rollflow.stream.data.errors import ColumnError, EpisodeError
 from rollflow.stream.data.infos import info_of
 from rollflow.stream.data.tree import Tree, kind_of, map_tree, stack_trees
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode, refusal
 
 if TYPE_CHECKING:
     from rollflow.stream.fragments.lane import Lane
@@ -25,6 +25,8 @@ class LiveEpisode(SingleAgentEpisode):
     It is always the slot's current episode, and its current chunk begins where the lane's fragment does. To keep the
     data, copy them: `SingleAgentEpisode.from_state(episode.get_state())`. Only environments add steps.
     """
+
+    add_env_reset = add_env_step = concat_episode = refusal("only the environments of its rollout add to it")
 
     def __init__(self, lane: "Lane", slot: int) -> None:
         # The constructor of the base class is not called: it would store data that are read from the lane here.
@@ -76,21 +78,6 @@ class LiveEpisode(SingleAgentEpisode):
     def settle(self, space: gym.Space[Any] | None) -> None:
         """End the turn of a piece over all of the lane's episodes: see `Lane.settle`."""
         self._lane.settle(space)
-
-    def add_env_reset(self, observation: Any, infos: Any = None) -> NoReturn:
-        """Raise EpisodeError."""
-        self._refuse()
-
-    def add_env_step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise EpisodeError."""
-        self._refuse()
-
-    def concat_episode(self, other: SingleAgentEpisode) -> NoReturn:
-        """Raise EpisodeError."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environments add to it")
 
     def _flag(self, name: str) -> bool:
         return bool(self._lane.fragment.columns[name].tree[self._lane.row - 1, self._slot])

@@ -22,7 +22,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from rollflow.stream.data.errors import GraphError, RunError
-from rollflow.stream.data.loss_ledger import FragmentHolder, Losses
+from rollflow.stream.data.loss_ledger import Losses
 from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup
 from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
@@ -80,9 +80,7 @@ class Run:
         self._draining = False
         self._stops: list[Callable[[], None]] = []
         # Parts that may hold items, but for those which might be dropped and also go elsewhere.
-        self._holding: list[FragmentHolder] = [
-            channel for edge, channel in self.channels.items() if not self._is_spare(edge)
-        ]
+        self._holding: list[Any] = [channel for edge, channel in self.channels.items() if not self._is_spare(edge)]
         self._ended = anyio.Event()
         self._ended_at: int | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -415,7 +413,7 @@ class Run:
         """True if the items of an edge may be dropped, and also go elsewhere."""
         return edge.overflow != "block" and not is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
 
-    def _hold(self, name: str, *parts: FragmentHolder) -> None:
+    def _hold(self, name: str, *parts: Any) -> None:
         """Have the items in parts of a node count as held, unless all that come to it are spare."""
         into = [edge for edge in self.graph.edges if edge.target[0] == name]
         if not into or not all(map(self._is_spare, into)):

@@ -44,11 +44,6 @@ class AgentEpisodes(LaneEpisodes):
             return [self._agents.live[slot] for slot in slots.tolist()]
         return self._agents.live[int(slots)]
 
-    @property
-    def lane_number(self) -> int:
-        """The number of the lane."""
-        return self._agents.lane
-
     def env_slots(self) -> NDArray[np.int64]:
         """i64[K]: the number in the lane of each agent's environment."""
         envs: NDArray[np.int64] = self.slots // len(self._agents.part.agents)
@@ -71,7 +66,7 @@ class AgentEpisodes(LaneEpisodes):
             self._is_written, self.space = False, space
         elif not self._agents.is_retyped or space is not self._agents.observation_space:
             return
-        self._latest = self._agents.converted(self.newest(), space, len(self))
+        self._latest = self._agents.columns.converted(space, self.newest(), len(self))
 
     def observation(self, slot: int) -> Tree:
         """The newest observation of one slot, any[...]."""
@@ -192,10 +187,6 @@ class LiveAgents:
         self.shown = AgentEpisodes(self._lane, slots, observations, is_rewritten=is_rewritten)
         return self.shown
 
-    def hide(self) -> None:
-        """End the pieces' work."""
-        self.shown = None
-
 
 class _SlotLane:
     """The part of a `Lane`'s interface that a `LiveEpisode` uses, for one agent slot with a row of its own."""
@@ -205,7 +196,7 @@ class _SlotLane:
 
     @property
     def index(self) -> int:
-        return self._lane.lane
+        return self._lane.index
 
     @property
     def layout(self) -> "FragmentLayout":

@@ -1,7 +1,6 @@
 """AgentFragment: the steps of one part's agents in a fragment of a multi-agent lane."""
 
-import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.episodes.agent_step import PendingAction
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, Final, Fragment
+from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
@@ -186,23 +185,6 @@ class ModuleFragment(AgentFragment):
         """The chunk that begins in a row of a slot."""
         [index] = np.flatnonzero((self.chunks.slot == slot) & (self.chunks.start == start))
         return self.chunk(int(index))
-
-    def last_observations(self) -> Tree:
-        """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""
-        mine = copy.copy(self)
-        mine.finals = list(self._finals_of_mine())
-        return Fragment.last_observations(mine)
-
-    def _finals_of_mine(self) -> Iterator[Final]:
-        ends = set(zip((self.chunks.stop - 1).tolist(), self.chunks.slot.tolist(), strict=True))
-        for final in self.finals:
-            mine = np.array([(final.row, slot) in ends for slot in final.slots.tolist()], np.bool_)
-            if mine.all():
-                yield final
-            elif mine.any():
-                chosen: Any = np.flatnonzero(mine)
-                observations = map_tree(lambda leaf, at=chosen: leaf[at], final.observations)
-                yield Final(final.row, final.slots[chosen], observations, final.infos)
 
 
 def named_columns(

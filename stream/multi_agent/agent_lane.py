@@ -117,7 +117,7 @@ def _remove_infos(fragment: AgentFragment, slots: Slots, rows: NDArray[np.int64]
 class AgentLane:
     """The S agent slots of one part.
 
-        lane                 number of the lane
+        index                number of the lane
         layout               layout of its fragments, slots being agent slots
         part                 the agents and their spaces
 
@@ -130,9 +130,12 @@ class AgentLane:
         episode_number       i64[S] number of episodes with a step that the slot had before
         custom_data          (slot, number of its episode) -> data that pieces keep with the episode
         parents              (slot, number of its episode) -> id of the multi-agent episode
+        columns              makes the fragments' columns
         fragment             the fragment that is being filled
         acting               i64[K] ascending: slots whose newest observation needs an action
         lives                bool[S] whether the slot has an episode
+        waits                bool[S] whether the slot has acted and has no observation since
+        received             f32[S] rewards of slots that wait
         observation_spaces   spaces that observations may be in after pieces rewrite them, the environments' first
         num_steps            agent steps recorded so far
         ended                episodes that ended with the last step, until pieces have seen them; else None
@@ -140,8 +143,8 @@ class AgentLane:
     Raises ColumnError whenever an array does not fit its column.
     """
 
-    def __init__(self, lane: int, layout: FragmentLayout, part: AgentPart) -> None:
-        self.lane, self.layout, self.part = lane, layout, part
+    def __init__(self, index: int, layout: FragmentLayout, part: AgentPart) -> None:
+        self.index, self.layout, self.part = index, layout, part
         slots = layout.num_slots
         self.everyone: Slots = np.arange(slots)
         self.at: Slots = np.full(slots, layout.lookback)
@@ -153,12 +156,12 @@ class AgentLane:
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
         self.parents: dict[tuple[int, int], str] = {}
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
-        self._columns = LaneColumns(layout, None)
+        self.columns = LaneColumns(layout, None)
         self._space = part.observation_space
         self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
         self._has_infos = False
-        self.fragment = self._fragment(0, self._columns.first(self._space))
+        self.fragment = self._fragment(0, self.columns.first(self._space))
         self.acting: Slots = self.everyone[:0]
         self.lives = np.zeros(slots, np.bool_)
         self.observation_spaces: Sequence[Any] = (part.observation_space,)
@@ -166,8 +169,8 @@ class AgentLane:
         self.ended: EndedAgents | None = None
         self.live = LiveAgents(self)
         self._is_assigned = np.zeros(slots, np.bool_)
-        self._waits = np.zeros(slots, np.bool_)  # slots that acted and have no observation since
-        self._received = np.zeros(slots, np.float32)  # rewards of slots that wait
+        self.waits = np.zeros(slots, np.bool_)
+        self.received = np.zeros(slots, np.float32)
         self._begun_at = np.full(slots, -1)  # vector step of the first observation of the slot's newest episode
         self._fresh = np.zeros(slots, np.bool_)  # `acting` as a mask
         self._raw: Column | None = None  # newest observations in one row, if pieces change their type
@@ -213,7 +216,7 @@ class AgentLane:
             self._refuse_outputs(module, names, outputs)
         versions, rows = columns[Columns.POLICY_VERSION].tree, self._rows_of(slots)
         versions[rows, slots] = version
-        self._waits[slots] = True
+        self.waits[slots] = True
 
     def record_states(self, slots: Slots, states: Tree) -> None:
         """Keep the states, any[K, ...], before the next steps of slots, i64[K], whose episodes begin with these."""
@@ -224,7 +227,7 @@ class AgentLane:
         self._fresh[:] = False
         self._edited = None
         done = np.logical_or(step.terminateds, step.truncateds)
-        if step.observed.slots is None and self._row is not None and self._waits.all():
+        if step.observed.slots is None and self._row is not None and self.waits.all():
             self._record_all(step, done, vector_step)
         else:
             self._record_some(step, done, vector_step)
@@ -238,12 +241,12 @@ class AgentLane:
         Episodes with a step in this fragment end as truncated, with `reason` in their chunks' `custom_data["lost"]`.
         Returns the number of agent steps under way. New episodes begin by `begin`.
         """
-        under_way = self._waits if is_under_way else self._waits & ~self._fresh
+        under_way = self.waits if is_under_way else self.waits & ~self._fresh
         lost, slots = int(np.count_nonzero(under_way)), np.flatnonzero(self.lives)
         for slot in mark_lost(self.fragment, slots, self.at[slots], self.episode_start[slots], reason).tolist():
             self.custom_data.setdefault((slot, int(self.episode_number[slot])), {})["lost"] = reason
         self.episode_number[slots] += 1
-        for of_slots in (self.lives, self._waits, self._fresh, self._received):
+        for of_slots in (self.lives, self.waits, self._fresh, self.received):
             of_slots[:] = 0
         self.acting, self._edited = self.everyone[:0], None
         return lost
@@ -312,16 +315,6 @@ class AgentLane:
         """The episodes of some acting slots, for pieces; `settle` records the observations that they leave."""
         return self.live.show(slots, self._newest(slots), is_rewritten=self._edited is not None)
 
-    def show_ended(self, slots: Slots) -> AgentEpisodes:
-        """The episodes of some slots in `ended`, each with its last observation."""
-        assert self.ended is not None
-        return self.live.show(slots, self.ended.of(slots), is_rewritten=False)
-
-    def edit_ended(self, shown: AgentEpisodes) -> None:
-        """Take the last observations of ended episodes as pieces have left them."""
-        assert self.ended is not None
-        self.ended.put(shown.slots, shown.newest())
-
     def reveal_ended(self, envs: Slots | None, *, of_these: bool = True) -> None:
         """Show pieces only the ended agents of `envs`, i64[E], or (`of_these` False) only the others; None: all."""
         if self.ended is not None:
@@ -344,7 +337,7 @@ class AgentLane:
 
     def take_jointly(self, shown: AgentEpisodes) -> None:
         """Take the observations as joint pieces have left them: the modules' own pieces see them next."""
-        self.live.hide()
+        self.live.shown = None
         acts = np.isin(shown.slots, self.acting)
         if self.ended is not None:
             ended = np.array([self.ended.has(slot) for slot in shown.slots.tolist()], np.bool_)
@@ -363,19 +356,19 @@ class AgentLane:
         if declared is not None:
             self._settle_type(shown.newest(), len(shown), shown.space)
         self._typing = False
-        self.live.hide()
+        self.live.shown = None
         if not shown.is_rewritten and self._raw is None:
             return
         try:
             column = self.fragment.columns[Columns.OBS]
             self._write(column, shown.slots, column.whole(shown.newest()))
         except ColumnError as error:
-            raise self._columns.refusal(error, declared, shown.newest(), len(shown)) from None
+            raise self.columns.refusal(error, declared, shown.newest(), len(shown)) from None
 
     def settle_ended(self) -> None:
         """Record the last observations of the episodes that ended in the last step."""
         ended, self.ended = self.ended, None
-        self.live.hide()
+        self.live.shown = None
         if ended is None:
             return
         column = self.fragment.columns[Columns.OBS]
@@ -390,24 +383,10 @@ class AgentLane:
         """True if pieces have given the `obs` column another type than the environments' observations have."""
         return self._raw is not None
 
-    def converted(self, observations: Tree, space: Any, count: int) -> Tree:
-        """Observations any[count, ...] in the dtypes of a space, where they fit it; None: they stay as they are."""
-        column = None if space is None else self._columns.type_of(space)
-        fitting = None if column is None else column.fitting(observations, count)
-        return observations if column is None or fitting is None else column.cast(fitting, count)
-
     def newest_of(self, slot: int) -> Tree:
         """The newest recorded observation of one slot, any[...]."""
         row = int(self.at[slot])
         return map_tree(lambda leaf: leaf[row, slot], self.fragment.columns[Columns.OBS].tree)
-
-    def waits(self, slot: int) -> bool:
-        """True if a slot has acted and has no observation since then."""
-        return bool(self._waits[slot])
-
-    def received(self, slot: int) -> np.float32:
-        """The reward of a waiting slot since its action."""
-        return np.float32(self._received[slot])
 
     def cut(self, started: NDArray[np.int64]) -> AgentFragment:
         """Return the fragment, read-only, and begin the next one with the last H steps of every slot.
@@ -415,7 +394,7 @@ class AgentLane:
         started    i64[N]  vector steps at which the environments' ongoing episodes began
         """
         old, lookback = self.fragment, self.layout.lookback
-        new = self._fragment(old.sequence + 1, self._columns.like(old.columns, are_written=self._raw is None))
+        new = self._fragment(old.sequence + 1, self.columns.like(old.columns, are_written=self._raw is None))
         # One row more than the lookback: a slot that waits has its action in the row of its newest observation.
         rows = self.at + np.arange(-lookback, 1)[:, None]
         for name, column in new.columns.items():
@@ -436,7 +415,7 @@ class AgentLane:
         old.hand_on_starts(new, self.at, self.at - lookback)
         self.fragment = new
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
-        old.acts, old.waits, old.received = self._fresh.copy(), self._waits & ~self._fresh, self._received.copy()
+        old.acts, old.waits, old.received = self._fresh.copy(), self.waits & ~self._fresh, self.received.copy()
         old.seal_at(self.at.copy())
         self.at[:] = self._row = self.layout.lookback
         if old.early:
@@ -461,12 +440,12 @@ class AgentLane:
 
     def share(self) -> None:
         """Let other processes see the columns of all fragments but the first. Before the first step only."""
-        self._columns = LaneColumns(self.layout, None, is_shared=True)
+        self.columns = LaneColumns(self.layout, None, is_shared=True)
 
     def release(self) -> None:
         """Release all memory: no more steps are made. Drops the unfinished fragment."""
         self.fragment.columns.clear()
-        self._columns = LaneColumns(self.layout, None)
+        self.columns = LaneColumns(self.layout, None)
 
     # Inside
 
@@ -485,11 +464,11 @@ class AgentLane:
         """Write a step after which all slots have an observation, and before which all acted."""
         assert self._row is not None
         row, columns, observations = self._row, self.fragment.columns, step.observed.observations
-        columns[Columns.REWARDS].write(row, step.rewards + self._received)
+        columns[Columns.REWARDS].write(row, step.rewards + self.received)
         columns[Columns.TERMINATEDS].write(row, step.terminateds)
         columns[Columns.TRUNCATEDS].write(row, step.truncateds)
-        self._received[:] = 0.0
-        self._waits[:] = False
+        self.received[:] = 0.0
+        self.waits[:] = False
         self._row = row + 1
         self.at += 1
         self.num_steps += self.layout.num_slots
@@ -506,10 +485,10 @@ class AgentLane:
         slots = self.everyone if slots is None else slots
         place = np.full(self.layout.num_slots, -1)  # index of each slot in `slots`; -1: it has no observation
         place[slots] = np.arange(len(slots))
-        np.add(self._received, step.rewards, out=self._received, where=self._waits)
-        for slot in np.flatnonzero(step.rewards * ~self._waits).tolist():
+        np.add(self.received, step.rewards, out=self.received, where=self.waits)
+        for slot in np.flatnonzero(step.rewards * ~self.waits).tolist():
             self.fragment.early.append((vector_step, slot, float(step.rewards[slot])))
-        closed = np.flatnonzero(self._waits & ((place >= 0) | done))
+        closed = np.flatnonzero(self.waits & ((place >= 0) | done))
         self._close(closed, step)
         ended = closed[done[closed]]
         self._row = None
@@ -529,11 +508,11 @@ class AgentLane:
     def _close(self, slots: Slots, step: PartStep) -> None:
         """Write the rewards and flags of the slots' steps, into the rows where they stand."""
         rows, columns = self.at[slots], self.fragment.columns
-        columns[Columns.REWARDS].tree[rows, slots] = self._received[slots]
+        columns[Columns.REWARDS].tree[rows, slots] = self.received[slots]
         columns[Columns.TERMINATEDS].tree[rows, slots] = step.terminateds[slots]
         columns[Columns.TRUNCATEDS].tree[rows, slots] = step.truncateds[slots]
-        self._received[slots] = 0.0
-        self._waits[slots] = False
+        self.received[slots] = 0.0
+        self.waits[slots] = False
         self.num_steps += len(slots)
 
     def _end(self, slots: Slots, came: Slots, observations: Tree, vector_step: int) -> None:
@@ -545,7 +524,7 @@ class AgentLane:
         """
         if len(came):
             starts, numbers = self.episode_start.copy(), self.episode_number.copy()
-            observations = self.converted(observations, self.observation_spaces[0], len(came))
+            observations = self.columns.converted(self.observation_spaces[0], observations, len(came))
             self.ended = EndedAgents(came, observations, self.at[came] - 1, starts, numbers)
         rows = self.at[slots] - 1
         self.fragment.ends.update(dict.fromkeys(zip(rows.tolist(), slots.tolist(), strict=True), vector_step))
@@ -595,13 +574,12 @@ class AgentLane:
     def _settle_type(self, observations: Tree, count: int, space: Any) -> None:
         """Give the column the type of the pieces' observations, any[K, ...]: of `space`, or the last that they fit."""
         for each in (space, *reversed(self.observation_spaces)):
-            column = None if each is None else self._columns.type_of(each)
-            if column is not None and column.fits_items(observations, count):
+            if self.columns.fits(each, observations, count):
                 if each is not self._space:
                     old = self.fragment.columns[Columns.OBS]
                     self._raw = Column.empty(Columns.OBS, row_of(self._space, self.layout.num_slots), 1)
                     self._raw.write(0, old.row(self.layout.lookback))
-                    self._space, self.fragment.columns[Columns.OBS] = each, self._columns.observations(each)
+                    self._space, self.fragment.columns[Columns.OBS] = each, self.columns.observations(each)
                 return
 
     def _write(self, column: Column, slots: Slots, values: Tree) -> None:
@@ -623,7 +601,7 @@ class AgentLane:
         names = chain([name], (f"{name}#{number}" for number in count(2)))
         column = next(each for each in names if each not in columns or kind_of(columns[each].row(0)) == kind_of(row))
         if column not in columns:
-            columns[column] = self._columns.extra(column, row)
+            columns[column] = self.columns.extra(column, row)
             for leaf in leaves_of(columns[column].tree):
                 leaf[:] = 0
         if column != name:
@@ -644,7 +622,7 @@ class AgentLane:
         expected = {Columns.ACTIONS, *names}
         missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
         raise ColumnError(
-            f"lane {self.lane}: the outputs of module '{self.module_ids[module]}' changed between steps: missing "
+            f"lane {self.index}: the outputs of module '{self.module_ids[module]}' changed between steps: missing "
             f"{missing}, new {new}; every step must give {sorted(expected)}"
         )
 
@@ -652,7 +630,7 @@ class AgentLane:
         rows, slots = self.layout.lookback + self.layout.num_rows, self.layout.num_slots
         return AgentFragment(
             self.layout,
-            self.lane,
+            self.index,
             sequence,
             columns,
             part=self.part,

@@ -1,15 +1,14 @@
 """Episodes of environments with several agents, assembled from the columns of a lane or of a fragment."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollflow.stream.data.errors import EpisodeError
 from rollflow.stream.episodes.agent_roster import AgentRoster, AwaitedAgent
 from rollflow.stream.episodes.agent_timeline import AgentTimeline, merged
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode, refusal
 
 if TYPE_CHECKING:
     from rollflow.stream.multi_agent.agent_fragment import AgentFragment
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=MultiAgentEpisode)
 
 
-class SealedMultiAgentEpisode(MultiAgentEpisode):
-    """A chunk of a fragment, read-only: to change it, copy it by `MultiAgentEpisode.from_state(chunk.get_state())`."""
-
-
 class LiveMultiAgentEpisode(MultiAgentEpisode):
     """The ongoing episode of an environment: reading it reads the lane's columns, `set_…` writes them.
 
@@ -32,24 +27,11 @@ class LiveMultiAgentEpisode(MultiAgentEpisode):
     `MultiAgentEpisode.from_state(episode.get_state())`. Only the environment adds steps.
     """
 
-    def add_env_reset(self, **kwargs: Any) -> NoReturn:
-        """Raise EpisodeError."""
-        self._refuse()
-
-    def add_env_step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise EpisodeError."""
-        self._refuse()
-
-    def concat_episode(self, other: MultiAgentEpisode) -> NoReturn:
-        """Raise EpisodeError."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environment adds to it")
+    add_env_reset = add_env_step = concat_episode = refusal("only the environment of its rollout adds to it")
 
 
-def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> SealedMultiAgentEpisode:
-    """The chunk of the `nth` episode of an environment in a fragment."""
+def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> MultiAgentEpisode:
+    """The chunk of the `nth` episode of an environment in a fragment, read-only but for a copy by its state."""
     clock = fragment.clock
     started, end = clock.start(env, nth), clock.end_of(env, nth)
     stop = clock.first + fragment.num_rows if end is None else end[0]
@@ -61,7 +43,7 @@ def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> Sealed
     }
     parts = [part.part for part in fragment.parts]
     awaited = _awaited(fragment.parts, env, started, stop, timelines)
-    episode = SealedMultiAgentEpisode(fragment.episode_id(*key), **_options(parts, timelines))
+    episode = MultiAgentEpisode(fragment.episode_id(*key), **_options(parts, timelines))
     episode.custom_data.update(fragment.custom_data.get(key, {}))
     episode.lane = fragment.lane
     return _placed(episode, clock, env, nth, stop, timelines, awaited)
@@ -159,9 +141,9 @@ def _live_timelines(
         if ends:
             observed_at[-1] = now - started
         timeline = AgentTimeline(episode, observed_at)
-        if not ends and part.waits(slot):
+        if not ends and part.waits[slot]:
             timeline.pending = part.fragment_for(int(part.module[slot])).action_in(row, slot)
-            timeline.received = {now - started - 1: part.received(slot)}
+            timeline.received = {now - started - 1: part.received[slot]}
         yield agent, timeline
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.data.loss_ledger import Traced
+from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, ModuleFragment
@@ -28,16 +28,14 @@ class EnvClock:
         self.first, self.started, self.numbers = first, started, numbers
         self.ends: list[tuple[int, int, bool]] = []
         self.losses: list[tuple[int, str]] = []
-        self._ends_of: dict[int, list[int]] = {}
-        self._truncated_of: dict[int, list[bool]] = {}
+        self._ends_of: dict[int, list[tuple[int, bool]]] = {}  # of each environment: vector step, and if truncated
         self._lost: set[tuple[int, int]] = set()
 
     def end(self, envs: NDArray[np.int64], vector_step: int, truncated: NDArray[np.bool_]) -> None:
         """Record that episodes of `envs`, i64[E], ended with a vector step (`truncated`, bool[E]), and others began."""
         for env, is_truncated in zip(envs.tolist(), truncated.tolist(), strict=True):
             self.ends.append((vector_step, env, is_truncated))
-            self._ends_of.setdefault(env, []).append(vector_step)
-            self._truncated_of.setdefault(env, []).append(is_truncated)
+            self._ends_of.setdefault(env, []).append((vector_step, is_truncated))
 
     def lose(self, vector_step: int, reason: str) -> None:
         """Record that all episodes ended with a vector step, since the environments were lost."""
@@ -52,7 +50,7 @@ class EnvClock:
 
     def nth(self, env: int, vector_step: int) -> int:
         """Number of episodes of the environment that had ended in the fragment when a vector step began."""
-        return bisect_right(self._ends_of.get(env, ()), vector_step)
+        return bisect_right(self._ends_of.get(env, ()), (vector_step, True))
 
     def nth_of(self, envs: NDArray[np.int64], vector_steps: NDArray[np.int64]) -> NDArray[np.int64]:
         """`nth` of several environments, i64[K], at vector steps, i64[K]: i64[K]."""
@@ -68,7 +66,7 @@ class EnvClock:
 
     def start(self, env: int, nth: int) -> int:
         """The vector step at which an episode began."""
-        return self._ends_of[env][nth - 1] if nth else int(self.started[env])
+        return self._ends_of[env][nth - 1][0] if nth else int(self.started[env])
 
     def count(self, env: int) -> int:
         """Number of episodes of the environment in the fragment, with the one that goes on at its end."""
@@ -77,7 +75,7 @@ class EnvClock:
     def end_of(self, env: int, nth: int) -> tuple[int, bool] | None:
         """The vector step that ended an episode, and whether it was truncated; None: it goes on."""
         ends = self._ends_of.get(env, ())
-        return (ends[nth], self._truncated_of[env][nth]) if nth < len(ends) else None
+        return ends[nth] if nth < len(ends) else None
 
     def after_loss(self, reason: str) -> "EnvClock":
         """This clock, with episodes before its own that were lost before its first vector step."""
@@ -99,7 +97,7 @@ class EnvClock:
         return EnvClock(vector_step, started, numbers)
 
 
-class MultiAgentFragment(Traced):
+class MultiAgentFragment:
     """T vector steps of N environments with several agents each; read-only.
 
     lane, sequence    number of the lane, and of the fragment in it
@@ -110,6 +108,8 @@ class MultiAgentFragment(Traced):
     custom_data       (environment, number of its episode) -> data that pieces keep with the episode
     is_last           whether this is the lane's last fragment
     """
+
+    origin: Origin | None = None  # which counts lost transitions; set at the cut
 
     def __init__(
         self,
@@ -137,11 +137,6 @@ class MultiAgentFragment(Traced):
     def is_empty(self) -> bool:
         """True if there are no environment steps; a fragment with some may still have no agent step."""
         return not self.num_rows
-
-    @property
-    def num_env_steps(self) -> int:
-        """Number of environment steps."""
-        return self.num_rows * self.num_envs
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,34 +17,6 @@ from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgen
 Infos = Mapping[Any, Mapping[str, Any]]
 
 
-class ServingModule(Protocol):
-    """A module as it was added; a module added later under the same id is another one.
-
-    module_id     id of the module
-    is_removed    whether the module gets no new agents; it still serves ongoing episodes
-    """
-
-    @property
-    def module_id(self) -> Any: ...
-
-    @property
-    def is_removed(self) -> bool: ...
-
-
-class AgentMapping(Protocol):
-    """Maps agents to the modules that serve them.
-
-    is_by_agent    whether the module is the same in every episode that begins now
-    """
-
-    @property
-    def is_by_agent(self) -> bool: ...
-
-    def module_of(self, agent: Any, episode_id: str) -> ServingModule:
-        """The module that serves an agent in the multi-agent episode of this id."""
-        ...
-
-
 class MultiAgentLane:
     """N environments that step together, with several agents each.
 
@@ -55,11 +27,13 @@ class MultiAgentLane:
     num_rows       vector steps in a fragment (T)
     lookback       agent steps of lookback at the head of a fragment (H)
     name           prefix of episode ids, unique to this lane
-    mapping        gives the module that serves an agent in an episode, asked when the agent begins
+    mapping        gives the module that serves an agent in an episode, `module_of(agent, episode_id)`, asked when the
+                   agent begins; `is_by_agent` if it is the same in every episode that begins now
     shared_data    makes the data that the connector pieces of a module share
 
-    modules         modules that serve or have served agents; lanes refer to them by place. None: a free place. The
-                    place of a removed module becomes free at a cut, when none of its agents' episodes goes on
+    modules         modules that serve or have served agents, by place: each with a `module_id`, and with `is_removed`,
+                    True if it gets no new agents. A module added later under an id is another one. None: a free place.
+                    The place of a removed one becomes free at a cut, when none of its agents' episodes goes on
     module_ids      ids of the modules, by place
     vector_steps    vector steps since the first reset
     first_step      vector steps that the run had made when this lane began
@@ -77,12 +51,12 @@ class MultiAgentLane:
         num_rows: int,
         lookback: int,
         name: str,
-        mapping: AgentMapping,
-        shared_data: Callable[[ServingModule], dict[str, Any]],
+        mapping: Any,
+        shared_data: Callable[[Any], dict[str, Any]],
     ) -> None:
         self.index, self.num_envs, self.num_rows = index, num_envs, num_rows
         self.lookback = lookback
-        self.modules: list[ServingModule | None] = []
+        self.modules: list[Any] = []
         self.module_ids: list[Any] = []
         self.vector_steps = self.first_step = 0
         self.batches: dict[int, dict[str, Any]] = {}
@@ -96,7 +70,7 @@ class MultiAgentLane:
         self._first_env = first_env
         self._mapping, self._make_shared_data = mapping, shared_data
         self._part_of: dict[Any, tuple[int, Any]] = {}  # module id -> its part, and the first agent that it served
-        self._places: dict[ServingModule, int] = {}
+        self._places: dict[Any, int] = {}
         self._place_of_agent = {
             agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)
         }
@@ -151,9 +125,7 @@ class MultiAgentLane:
         """The data that the connector pieces of a module share."""
         made = self._shared_data.get(module)
         if made is None:
-            serving = self.modules[module]
-            assert serving is not None
-            made = self._shared_data[module] = self._make_shared_data(serving)
+            made = self._shared_data[module] = self._make_shared_data(self.modules[module])
         return made
 
     # Fragments
@@ -181,7 +153,7 @@ class MultiAgentLane:
     @property
     def steps_under_way(self) -> int:
         """Number of agents that have acted and have no observation since: the next vector step may end their steps."""
-        return sum(part.waits(slot) for part in self.parts for slot in range(part.layout.num_slots))
+        return sum(int(np.count_nonzero(part.waits)) for part in self.parts)
 
     def cut(self) -> MultiAgentFragment:
         """Return the fragment, read-only, and begin the next one."""
@@ -274,7 +246,7 @@ class MultiAgentLane:
             )
         return self._place_for(module)
 
-    def _place_for(self, module: ServingModule) -> int:
+    def _place_for(self, module: Any) -> int:
         """The module's place; a new module takes a free one."""
         place = self._places.get(module)
         if place is not None:
@@ -294,7 +266,7 @@ class MultiAgentLane:
         serving = set().union(*(lane.serving() for lane in self.parts))
         for place in set(removed) - serving:
             module_id = self.module_ids[place]
-            del self._places[self.modules[place]]  # type: ignore[arg-type]  # its place is not free
+            del self._places[self.modules[place]]
             self.modules[place] = self.module_ids[place] = None
             for by_place in (self._shared_data, self.batches, self.shown, self.policy_versions):
                 by_place.pop(place, None)

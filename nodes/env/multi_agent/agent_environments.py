@@ -17,7 +17,7 @@ from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.stream.data.errors import EnvError, RunError, located, shown
 from rollflow.stream.multi_agent.agent_part import Actions, AgentEnvs, VectorStep
-from rollflow.stream.multi_agent.multi_agent_lane import AgentMapping, MultiAgentLane
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
 
@@ -81,9 +81,7 @@ class AgentEnvironments(LaneSource):
         """Have lanes write where other processes on this host may look. Before the lanes are made."""
         self._is_shared = True
 
-    def make_lanes(
-        self, lookback: int, mapping: AgentMapping, shared_data: Callable[[int, Any], dict[str, Any]]
-    ) -> None:
+    def make_lanes(self, lookback: int, mapping: Any, shared_data: Callable[[int, Any], dict[str, Any]]) -> None:
         """Have lanes that look back so many agent steps (H). Before the first step only.
 
         mapping, shared_data    as `MultiAgentLane` has them, `shared_data` of a lane's number and a module

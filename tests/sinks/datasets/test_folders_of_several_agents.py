@@ -32,12 +32,12 @@ def test_a_first_sink_whose_agents_have_ended_no_step_is_added_to(tmp_path: Path
     write_dataset(fragments[:1], tmp_path)
     source = DatasetSource(tmp_path)
     assert (source.num_steps, len(source.columns)) == (1, 0)
-    assert sum(each.num_env_steps for each in source.fragments()) == 1
+    assert sum(each.num_rows * each.num_envs for each in source.fragments()) == 1
     assert len(list(source.batches())) == 1
     write_dataset(fragments[1:], tmp_path)
     assert committed(tmp_path)["env_episodes"] == 2
     source = DatasetSource(tmp_path)
-    assert source.num_steps == sum(each.num_env_steps for each in fragments)
+    assert source.num_steps == sum(each.num_rows * each.num_envs for each in fragments)
     assert sum(each.num_steps for each in source.fragments()) == sum(each.num_steps for each in fragments)
 
 

@@ -120,7 +120,7 @@ def test_every_agents_step_is_read_once(
         batches = list(source.batches())
     assert steps_in(stored) == steps_in(copied) == steps_in(fragments)
     assert env_steps_in(stored) == env_steps_in(copied) == env_steps_in(fragments)
-    assert source.num_steps == sum(fragment.num_env_steps for fragment in fragments)
+    assert source.num_steps == sum(fragment.num_rows * fragment.num_envs for fragment in fragments)
     check_chunks(stored)
     if not complete and shuffle_seed is None:
         assert [fragment.num_rows for fragment in stored[:-1]] == [size] * (len(stored) - 1)
@@ -197,7 +197,7 @@ def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(tm
 def _fragments_of(number: int, source: DatasetSource, fragments: Sequence[MultiAgentFragment]) -> int:
     """How many of the fragments, from the first on, stand in a run."""
     steps = int(source._store.num_steps[source._store.runs == number].sum())
-    sizes = np.cumsum([0, *(fragment.num_env_steps for fragment in fragments)]).tolist()
+    sizes = np.cumsum([0, *(fragment.num_rows * fragment.num_envs for fragment in fragments)]).tolist()
     assert steps in sizes, f"run {number} has {steps} env steps, which is no whole number of fragments"
     return sizes.index(steps)
 
@@ -213,7 +213,9 @@ def test_files_that_no_file_of_environments_commits_are_passed_over_and_removed(
     write_dataset(fragments, tmp_path)
     names = {each.name for each in tmp_path.rglob("*.parquet")}
     assert names == {"000001.parquet", "000002.parquet"}
-    assert DatasetSource(tmp_path).num_steps == sum(each.num_env_steps for each in [fragments[0], *fragments])
+    assert DatasetSource(tmp_path).num_steps == sum(
+        each.num_rows * each.num_envs for each in [fragments[0], *fragments]
+    )
     one = next((tmp_path / "modules").glob("*/steps/000002.parquet"))
     one.unlink()
     with pytest.raises(DatasetError, match=r"steps of agents, env_episodes says|is missing"):
