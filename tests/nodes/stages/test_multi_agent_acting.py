@@ -158,21 +158,29 @@ def mixed() -> MultiAgentEpisode:
     return episode
 
 
-def test_agents_of_different_spaces_are_flattened_each_in_its_own() -> None:
-    piece, episode = nodes.FlattenObservations(MIXED, MIXED_ACTIONS, multi_agent=True), mixed()
+@pytest.mark.parametrize(
+    ("piece", "seen", "space"),
+    [
+        (
+            nodes.FlattenObservations(MIXED, MIXED_ACTIONS, multi_agent=True),
+            [0, 0, 1],
+            spaces.Box(-np.inf, np.inf, (3,)),
+        ),
+        (nodes.FlattenObservations(MIXED, MIXED_ACTIONS, multi_agent=True, agent_ids=["b"]), 2, MIXED["a"]),
+        (nodes.OneHotObservations(MIXED, MIXED_ACTIONS), [0, 0, 1], spaces.Box(0.0, 1.0, (3,))),
+    ],
+    ids=["flat", "flat of some", "one-hot"],
+)
+def test_observations_of_agents_of_different_spaces_are_made_each_in_its_own(
+    piece: ConnectorV2, seen: Any, space: spaces.Space[Any]
+) -> None:
+    episode = mixed()
     piece(rl_module=None, batch={}, episodes=[episode])
-    assert {key: each.tolist() for key, each in episode.get_observations(-1).items()} == {"a": [0, 0, 1], "b": [3, 4]}
-    assert piece.observation_space == spaces.Dict(
-        {"a": spaces.Box(-np.inf, np.inf, (3,)), "b": spaces.Box(-np.inf, np.inf, (2,))}
-    )
-    assert episode.agent_episodes["a"].observation_space == piece.observation_space["a"]
-
-
-def test_some_agents_alone_are_flattened() -> None:
-    piece, episode = nodes.FlattenObservations(MIXED, MIXED_ACTIONS, multi_agent=True, agent_ids=["b"]), mixed()
-    piece(rl_module=None, batch={}, episodes=[episode])
-    assert episode.get_observations(-1)["a"] == 2
-    assert piece.observation_space["a"] == MIXED["a"]
+    assert {key: np.asarray(each).tolist() for key, each in episode.get_observations(-1).items()} == {
+        "a": seen,
+        "b": [3, 4],
+    }
+    assert piece.observation_space["a"] == episode.agent_episodes["a"].observation_space == space
 
 
 def test_earlier_actions_are_in_each_agents_own_action_space() -> None:
@@ -182,13 +190,6 @@ def test_earlier_actions_are_in_each_agents_own_action_space() -> None:
     assert (seen["a"]["prev_n_actions"].tolist(), seen["a"]["prev_n_rewards"].tolist()) == ([0.0, 1.0], [0.5])
     assert (seen["b"]["prev_n_actions"].tolist(), seen["b"]["prev_n_rewards"].tolist()) == ([0.0], [0.0])
     assert all(piece.observation_space[agent_id].contains(seen[agent_id]) for agent_id in "ab")
-
-
-def test_whole_numbers_become_vectors_agent_by_agent() -> None:
-    piece, episode = nodes.OneHotObservations(MIXED, MIXED_ACTIONS), mixed()
-    piece(rl_module=None, batch={}, episodes=[episode])
-    assert {key: each.tolist() for key, each in episode.get_observations(-1).items()} == {"a": [0, 0, 1], "b": [3, 4]}
-    assert episode.agent_episodes["a"].observation_space == piece.observation_space["a"]
 
 
 def test_observations_of_the_batch_are_written_to_the_agents_that_stepped() -> None:

@@ -19,20 +19,6 @@ FDS = Path("/proc/self/fd")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_is_used_again_once_its_array_has_gone(kind: Any) -> None:
-    pool = BlockPool(64, kind)
-    first, array = pool.take()
-    second, other = pool.take()
-    assert (first, second) == (0, 1)
-    del array
-    third, again = pool.take()
-    assert third == first
-    assert len(pool.blocks) == 2
-    del other, again
-    pool.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "derive",
     [

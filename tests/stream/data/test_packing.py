@@ -83,17 +83,6 @@ def test_every_value_comes_back_as_it_was(value: Any) -> None:
     assert_same(value, unpack(memoryview(pack(value))))
 
 
-def test_a_vector_environment_s_infos_come_back() -> None:
-    infos = {
-        "episode": {"r": np.array([1.5, 0.0]), "_r": np.array([True, False])},
-        "names": objects(["left", None]),
-        "at": (np.float32(0.5), [np.int64(3)]),
-        "TimeLimit.truncated": True,
-    }
-    assert_same(infos, unpack(pack(infos)))
-    assert_same(SlotInfos([infos, {}]), unpack(pack(SlotInfos([infos, {}]))))
-
-
 def test_arrays_come_back_as_views_of_the_bytes() -> None:
     array = unpack(pack(np.arange(1000.0)))
     assert not array.flags.writeable

@@ -7,9 +7,18 @@ import pytest
 from gymnasium import spaces
 
 from rollflow.stream import ColumnError
-from rollflow.stream.data.space import check_columnar, flatten, is_columnar, item_of, one_hot_items, row_of
+from rollflow.stream.data.space import (
+    check_columnar,
+    describe_space,
+    flatten,
+    is_columnar,
+    item_of,
+    one_hot_items,
+    row_of,
+)
 from rollflow.stream.data.tree import equal_trees, map_tree, stack_trees
 
+TEXT = spaces.Text(5)
 NESTED = spaces.Dict(
     {
         "box": spaces.Box(-1, 1, (2,), np.float32),
@@ -24,7 +33,7 @@ NESTED = spaces.Dict(
         (spaces.Box(0, 255, (4, 4), np.uint8), True),
         (spaces.MultiDiscrete([2, 3]), True),
         (NESTED, True),
-        (spaces.Text(5), False),
+        (TEXT, False),
         (spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Text(5)}), False),
         (spaces.Tuple([spaces.Sequence(spaces.Discrete(2))]), False),
     ],
@@ -40,28 +49,17 @@ def test_a_row_has_one_item_per_slot_in_the_spaces_dtypes() -> None:
     assert (row["pair"][1].shape, row["pair"][1].dtype) == ((5, 4), np.int8)
 
 
-def test_a_space_without_columns_is_named() -> None:
+@pytest.mark.parametrize("refuse", [item_of, check_columnar, describe_space])
+def test_a_part_without_columns_is_named_by_its_keys(refuse: Callable[..., Any]) -> None:
+    space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Discrete(2), spaces.Dict(c=TEXT)])})
     with pytest.raises(ColumnError, match=r"space Text\(.*\) has no columns; expected Box, Discrete"):
-        item_of(spaces.Text(5))
-
-
-def test_a_part_without_columns_is_named_by_its_keys() -> None:
-    space = spaces.Dict(
-        {"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Discrete(2), spaces.Dict(c=spaces.Text(5))])}
-    )
-    for refuse in (item_of, check_columnar):
-        with pytest.raises(ColumnError, match=r"space at \['b'\]\[1\]\['c'\] is Text\(.*\), which has no columns"):
-            refuse(space)
+        refuse(TEXT)
+    with pytest.raises(ColumnError, match=r"space at \['b'\]\[1\]\['c'\] is Text\(.*\), which has no columns"):
+        refuse(space)
 
 
 def test_one_hot_counts_from_where_a_discrete_space_starts() -> None:
     assert one_hot_items(spaces.Discrete(3, start=5), np.array([5, 7])).tolist() == [[1, 0, 0], [0, 0, 1]]
-
-
-def test_one_hot_joins_the_parts_of_a_multi_discrete_space() -> None:
-    space = spaces.MultiDiscrete([2, 3])
-    assert one_hot_items(space, np.array([1, 2])).tolist() == [0, 1, 0, 0, 1]
-    assert one_hot_items(space, np.array([[0, 0], [1, 1]])).tolist() == [[1, 0, 1, 0, 0], [0, 1, 0, 1, 0]]
 
 
 @pytest.mark.parametrize("encode", [one_hot_items, flatten])

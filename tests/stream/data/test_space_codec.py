@@ -89,20 +89,6 @@ def test_what_is_alike_all_over_takes_one_number() -> None:
     assert sent(pixels) == pixels
 
 
-def test_keys_keep_their_order() -> None:
-    space = spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Discrete(3))])
-    came = sent(space)
-    assert isinstance(came, spaces.Dict)
-    assert list(came) == list(space)
-
-
-def test_a_space_without_columns_is_refused() -> None:
-    with pytest.raises(ColumnError, match=r"space Text\(.*\) has no columns; expected Box, Discrete"):
-        describe_space(spaces.Text(5))
-    with pytest.raises(ColumnError, match=r"space at \['a'\]\[0\] is Text\(.*\), which has no columns; expected Box"):
-        describe_space(spaces.Dict(a=spaces.Tuple([spaces.Text(5)])))
-
-
 @pytest.mark.parametrize(
     "plain",
     [

@@ -341,54 +341,41 @@ def test_extra_outputs_that_change_are_refused_when_the_agent_acts() -> None:
 # Getters
 
 
-def test_an_env_step_has_the_agents_that_observed_there() -> None:
-    episode = gapped()
-    assert episode.get_observations(1) == {"a": 1}
-    assert episode.get_observations(-1) == {"a": 3, "c": 203}
-    assert episode.get_observations([2, 0]) == {"a": [2, 0], "b": [102, 100]}
-    assert episode.get_observations(slice(1, 2)) == {"a": [1]}
-    assert episode.get_infos(2) == {"a": {}, "b": {"at": 2}}
+BY_AGENT = {"env_steps": False}
 
 
-def test_a_hanging_action_is_at_the_env_step_of_its_observation() -> None:
-    episode = gapped()
-    assert episode.get_actions(-1) == {"a": 12, "b": 112}
-    assert episode.get_actions(1) == {"a": 11}
-    assert episode.get_rewards() == {"a": [1.0, 1.0, 1.0], "b": [1.0, 0.5]}
-    assert episode.get_extra_model_outputs("v", slice(1, None)) == {"a": [-3, -4], "b": [-5]}
+@pytest.mark.parametrize(
+    ("name", "args", "options", "expected"),
+    [
+        ("observations", (1,), {}, {"a": 1}),
+        ("observations", ([2, 0],), {}, {"a": [2, 0], "b": [102, 100]}),
+        ("observations", (slice(2, 9),), {}, {"a": [2, 3], "b": [102], "c": [203]}),
+        ("observations", (slice(4, 9),), {}, {}),
+        ("observations", (), {"fill": -1}, {"a": [0, 1, 2, 3], "b": [100, -1, 102, -1], "c": [-1, -1, -1, 203]}),
+        ("observations", (-1,), BY_AGENT, {"a": 3, "b": 102, "c": 203}),
+        *(("observations", (slice(0, 3), b), {}, {"b": [100, 102]}) for b in ("b", ["b"], ("b", "x"), {"b"})),
+        ("infos", (2,), {}, {"a": {}, "b": {"at": 2}}),
+        ("actions", (-1,), {}, {"a": 12, "b": 112}),  # an action that hangs is at the env step of its observation
+        ("actions", (slice(-4, 2),), {"fill": -1}, {"a": [-1, 10, 11], "b": [-1, 110, -1], "c": [-1, -1, -1]}),
+        ("actions", (7,), {"fill": -1}, {"a": -1, "b": -1, "c": -1}),
+        ("actions", (-1, ["a", "b"]), BY_AGENT, {"a": 12, "b": 112}),
+        ("actions", (), BY_AGENT, {"a": [10, 11, 12], "b": [110]}),
+        ("actions", ([0, 5], ["b"]), {"fill": 0, **BY_AGENT}, {"b": [110, 0]}),
+        ("rewards", (), {}, {"a": [1.0, 1.0, 1.0], "b": [1.0, 0.5]}),
+        ("extra_model_outputs", ("v", slice(1, None)), {}, {"a": [-3, -4], "b": [-5]}),
+        ("extra_model_outputs", ("v", [1]), {"fill": 0}, {"a": [-3], "b": [0], "c": [0]}),
+    ],
+)
+def test_getters_go_by_env_steps_or_by_agents_own_steps(name: str, args: Any, options: Any, expected: Any) -> None:
+    assert getattr(gapped(), f"get_{name}")(*args, **options) == expected
 
 
-def test_fill_stands_for_gaps_and_for_what_lies_outside() -> None:
-    episode = gapped()
-    assert episode.get_observations(fill=-1) == {"a": [0, 1, 2, 3], "b": [100, -1, 102, -1], "c": [-1, -1, -1, 203]}
-    assert episode.get_actions(slice(-4, 2), fill=-1) == {"a": [-1, 10, 11], "b": [-1, 110, -1], "c": [-1, -1, -1]}
-    assert episode.get_actions(7, fill=-1) == {"a": -1, "b": -1, "c": -1}
-    assert episode.get_extra_model_outputs("v", [1], fill=0) == {"a": [-3], "b": [0], "c": [0]}
-
-
-def test_outside_is_an_error_for_an_index_and_nothing_for_a_slice() -> None:
-    episode = gapped()
+def test_an_index_outside_is_refused() -> None:
     for where in (4, -5, [0, 4]):
         with pytest.raises(EpisodeIndexError, match=r"episode 'e': index -?[45] of 'observations' is outside -4 … 3"):
-            episode.get_observations(where)
-    assert episode.get_observations(slice(4, 9)) == {}
-    assert episode.get_observations(slice(2, 9)) == {"a": [2, 3], "b": [102], "c": [203]}
-
-
-def test_agents_have_indices_of_their_own() -> None:
-    episode = gapped()
-    assert episode.get_observations(-1, env_steps=False) == {"a": 3, "b": 102, "c": 203}
-    assert episode.get_actions(-1, ["a", "b"], env_steps=False) == {"a": 12, "b": 112}
-    assert episode.get_actions(env_steps=False) == {"a": [10, 11, 12], "b": [110]}
-    assert episode.get_rewards(slice(0, None), env_steps=False) == {"a": [1.0, 1.0, 1.0], "b": [1.0, 0.5]}
-    assert episode.get_actions([0, 5], ["b"], env_steps=False, fill=0) == {"b": [110, 0]}
+            gapped().get_observations(where)
     with pytest.raises(EpisodeIndexError, match="episode 'e': agent 'c': index -1 of 'actions' is outside"):
-        episode.get_actions(-1, env_steps=False)
-
-
-@pytest.mark.parametrize("agent_ids", ["b", ["b"], ("b", "x"), {"b"}])
-def test_agents_can_be_chosen(agent_ids: Any) -> None:
-    assert gapped().get_observations(slice(0, 3), agent_ids) == {"b": [100, 102]}
+        gapped().get_actions(-1, env_steps=False)
 
 
 def test_return_list_gives_a_dict_for_each_env_step() -> None:
