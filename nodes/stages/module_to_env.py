@@ -12,7 +12,7 @@ from rollflow.nodes.modules.torch_threads import TorchThreads
 from rollflow.nodes.stages.module_forward import LaneOutput
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.errors import noted
 from rollflow.stream.data.space import items_in, row_of
 from rollflow.stream.data.tree import stack_trees
 from rollflow.stream.fragments.lane import Lane
@@ -123,22 +123,16 @@ def check_first_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Spa
     if Columns.ACTIONS not in batch:
         return  # which recording them refuses
     actions = batch[Columns.ACTIONS]
-    try:
+    with noted(
+        f"what the module chooses is recorded in {chosen}; a module with another space than the environments' says so "
+        f"by its action_space, and what a piece makes of its choice goes into '{Columns.ACTIONS_FOR_ENV}'"
+    ):
         Column.empty(Columns.ACTIONS, row_of(chosen, count), 1).write(0, actions)
-    except ColumnError as error:
-        error.add_note(
-            f"what the module chooses is recorded in {chosen}; a module with another space than the environments' says "
-            f"so by its action_space, and what a piece makes of its choice goes into '{Columns.ACTIONS_FOR_ENV}'"
-        )
-        raise
     if env_space is None:
         return
-    try:
+    with noted(
+        f"the environments' actions are in {env_space}; where the module chooses in another space, a module-to-env "
+        f"piece makes '{Columns.ACTIONS_FOR_ENV}'"
+    ):
         for_env = items_in(env_space, batch.get(Columns.ACTIONS_FOR_ENV, actions), rounds=True)
         Column.empty(Columns.ACTIONS_FOR_ENV, row_of(env_space, count), 1).write(0, for_env)
-    except ColumnError as error:
-        error.add_note(
-            f"the environments' actions are in {env_space}; where the module chooses in another space, a module-to-env "
-            f"piece makes '{Columns.ACTIONS_FOR_ENV}'"
-        )
-        raise

@@ -53,7 +53,7 @@ class EpisodeCollector:
             if chunk.is_done:
                 ended.append(episode)
             else:
-                self._open[place] = episode.copied()
+                self._open[place] = episode
         ended += self._lost_without_a_step(fragment, seen)
         return WholeEpisodes(fragment, ended) if ended else None
 
@@ -128,11 +128,6 @@ class _Part(NamedTuple):
     last_observation: Tree  # any[...]
     last_infos: Mapping[str, Any]
 
-    def copied(self) -> "_Part":
-        """This part with copies of all arrays."""
-        columns = {name: map_tree(np.array, column) for name, column in self.columns.items()}
-        return self._replace(columns=columns, last_observation=map_tree(np.array, self.last_observation))
-
 
 class _OpenEpisode:
     """Chunks of an episode that has not ended."""
@@ -149,20 +144,15 @@ class _OpenEpisode:
         return chunk.id_ == self.id_ and chunk.t_started == self.num_steps
 
     def add(self, fragment: Fragment, chunk: _Chunk) -> None:
-        """Add views of the chunk's rows."""
+        """Add the chunk's rows: copies, if the episode goes on, since the fragment's memory will be reused."""
         self.parts.append(_part_of(fragment, chunk))
         if not chunk.t_started:
             self.initial_state = fragment.initial_state(chunk.start, chunk.slot)
         self.num_steps += chunk.stop - chunk.start
         self.custom_data |= fragment.custom_data.get((chunk.slot, chunk.number), {})
 
-    def copied(self) -> Self:
-        """Copy the last chunk's arrays, since the fragment's memory will be reused; return this episode."""
-        self.parts[-1] = self.parts[-1].copied()
-        return self
-
     def truncated(self, reason: str) -> Self:
-        """End the episode, which was `copied`, as truncated, since its environment was lost; return it."""
+        """End the episode, which goes on, as truncated, since its environment was lost; return it."""
         self.parts[-1].columns[Columns.TRUNCATEDS][-1] = True
         self.custom_data["lost"] = reason
         return self
@@ -182,12 +172,14 @@ def _chunks_of(fragment: Fragment) -> Iterator[_Chunk]:
 
 def _part_of(fragment: Fragment, chunk: _Chunk) -> _Part:
     start, stop, slot = chunk.start, chunk.stop, chunk.slot
+    kept = np.asarray if chunk.is_done else np.array
     columns = {
-        name: map_tree(lambda leaf: leaf[start:stop, slot], column.tree) for name, column in fragment.columns.items()
+        name: map_tree(lambda leaf: kept(leaf[start:stop, slot]), column.tree)
+        for name, column in fragment.columns.items()
     }
     observation, infos = fragment.last_of(stop, slot)
     each = [_of_one_slot(fragment.infos[row], slot) for row in range(start, stop)]
-    return _Part(columns, each, observation, _of_one_slot(infos, slot))
+    return _Part(columns, each, map_tree(kept, observation), _of_one_slot(infos, slot))
 
 
 def _of_one_slot(infos: Mapping[str, Any], slot: int) -> Mapping[str, Any]:

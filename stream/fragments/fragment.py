@@ -326,26 +326,32 @@ class Fragment:
     @cached_property
     def chunks(self) -> ChunkIndex:
         """The positions of the chunks."""
-        first, slots = self.first_row, self.layout.num_slots
         ended_slot, ended_row, gap = self._ends()
-        if not len(ended_slot):
-            return self._unbroken()
-        # Each slot begins one chunk, and another at every end.
-        per_slot = np.bincount(ended_slot, minlength=slots) + 1
-        slot = np.repeat(np.arange(slots), per_slot)
-        heads = np.cumsum(per_slot) - per_slot
-        closing = np.arange(len(ended_slot)) + ended_slot  # index of the chunk that each end closes
-        start, stop, t_started = np.empty_like(slot), np.empty_like(slot), np.zeros_like(slot)
-        start[heads], start[closing + 1] = np.maximum(self.episode_start, first), ended_row + gap
-        stop[heads + per_slot - 1], stop[closing] = self.stops, ended_row + 1
-        t_started[heads] = np.maximum(first - self.episode_start, 0)
-        number = self.episode_number[slot] + np.arange(len(slot)) - heads[slot]
+        slot, stop, number = np.arange(self.layout.num_slots), self.stops, self.episode_number
+        start = np.maximum(self.episode_start, self.first_row)
+        t_started = start - self.episode_start
+        if len(ended_slot):
+            # Each slot begins one chunk, and another at every end.
+            per_slot = np.bincount(ended_slot, minlength=len(slot)) + 1
+            heads = np.cumsum(per_slot) - per_slot
+            closing = np.arange(len(ended_slot)) + ended_slot  # index of the chunk that each end closes
+            begins, ends, (slot, t_started) = start, stop, (np.repeat(each, per_slot) for each in (slot, t_started))
+            start, stop = np.empty_like(slot), np.empty_like(slot)
+            start[heads], start[closing + 1] = begins, ended_row + gap
+            stop[heads + per_slot - 1], stop[closing] = ends, ended_row + 1
+            t_started[closing + 1] = 0
+            number = number[slot] + np.arange(len(slot)) - heads[slot]
         has_ended = np.zeros(len(slot), bool)
-        has_ended[closing] = True
+        if len(ended_slot):
+            has_ended[closing] = True
         keep = start < stop
-        if not keep.all():
-            slot, start, stop, has_ended = slot[keep], start[keep], stop[keep], has_ended[keep]
-            t_started, number = t_started[keep], number[keep]
+        if np.count_nonzero(keep) < len(keep):
+            fields = slot, number, start, stop, t_started, has_ended
+            slot, number, start, stop, t_started, has_ended = (each[keep] for each in fields)
+        terminated = truncated = has_ended
+        if len(ended_slot):
+            terminated = has_ended & self.columns[Columns.TERMINATEDS].tree[stop - 1, slot]
+            truncated = has_ended & self.columns[Columns.TRUNCATEDS].tree[stop - 1, slot]
         return ChunkIndex(
             slot=slot,
             number=number,
@@ -353,8 +359,8 @@ class Fragment:
             stop=stop,
             t_started=t_started,
             lookback=np.minimum(t_started, self.layout.lookback),
-            terminated=has_ended & self.columns[Columns.TERMINATEDS].tree[stop - 1, slot],
-            truncated=has_ended & self.columns[Columns.TRUNCATEDS].tree[stop - 1, slot],
+            terminated=terminated,
+            truncated=truncated,
         )
 
     @cached_property
@@ -428,26 +434,6 @@ class Fragment:
             episode.initial_state = self.initial_state(start, slot)
         episode.lane, episode.slot = self.lane, int(self.env_slots(slot, number))
         return episode
-
-    def _unbroken(self) -> ChunkIndex:
-        """The positions of the chunks if no episode ends: one for each slot that has made a step."""
-        slot, stop, number = np.arange(self.layout.num_slots), self.stops, self.episode_number
-        start = np.maximum(self.episode_start, self.first_row)
-        t_started = start - self.episode_start
-        keep = start < stop
-        if np.count_nonzero(keep) < len(keep):
-            slot, start, stop, t_started, number = (each[keep] for each in (slot, start, stop, t_started, number))
-        has_ended = np.zeros(len(slot), bool)
-        return ChunkIndex(
-            slot=slot,
-            number=number,
-            start=start,
-            stop=stop,
-            t_started=t_started,
-            lookback=np.minimum(t_started, self.layout.lookback),
-            terminated=has_ended,
-            truncated=has_ended,
-        )
 
     def _ends(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Any]:
         """The slot, i64[E], and row, i64[E], of every end, slot by slot, and the rows from each to the next episode."""

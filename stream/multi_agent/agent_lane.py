@@ -288,8 +288,7 @@ class AgentLane:
     def ended_by_module(self) -> list[tuple[int, Slots]]:
         """Pairs (place of a module, i64[K] slots that it served) of the episodes that ended with the last step."""
         assert self.ended is not None
-        served = self.fragment.module_of[self.ended.rows, self.ended.slots]
-        return [(module, self.ended.slots[served == module]) for module in np.unique(served).tolist()]
+        return _grouped(self.fragment.module_of[self.ended.rows, self.ended.slots], self.ended.slots)
 
     def recorded_actions(self) -> tuple[Slots | None, Tree]:
         """The slots that act (None: all) and copies of their recorded actions, a tree of arrays `any[K, ...]`."""
@@ -301,8 +300,7 @@ class AgentLane:
         """Pairs (place of a module, i64[K] slots that it serves) of the slots given."""
         if slots is self.everyone and self._groups is not None:
             return self._groups
-        serves = self.module[slots]
-        groups = [(module, slots[serves == module]) for module in np.unique(serves).tolist()]
+        groups = _grouped(self.module[slots], slots)
         if len(groups) == 1:
             groups = [(groups[0][0], slots)]
         if slots is self.everyone:
@@ -654,6 +652,11 @@ class AgentLane:
                     to = row - int(moved[slot])
                     if 0 <= to <= self.layout.lookback:
                         self._infos_in(new, to).of_slots[slot] = info
+
+
+def _grouped(modules: NDArray[np.int16], slots: Slots) -> list[tuple[int, Slots]]:
+    """Pairs (module, i64[K] slots) of slots, i64[S], by their modules, i16[S]."""
+    return [(module, slots[modules == module]) for module in np.unique(modules).tolist()]
 
 
 def _copy(new: Tree, old: Tree, rows: NDArray[np.int64], slots: Slots) -> None:
