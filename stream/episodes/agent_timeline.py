@@ -163,17 +163,10 @@ class AgentTimeline:
 
     def column(self, name: ColumnName, *, with_pending: bool = True) -> LookbackBuffer:
         """One quantity over the agent's steps; the last item may be a pending action, or its reward so far."""
-        match name:
-            case "observations":
-                return self.episode.observations
-            case "infos":
-                return self.episode.infos
-            case "actions":
-                action = NOTHING if self.pending is None else self.pending.action
-                return self._extended(self.episode.actions, action if with_pending else NOTHING)
-            case "rewards":
-                waits = with_pending and self.pending is not None
-                return self._extended(self.episode.rewards, self.hung_reward() if waits else NOTHING)
+        buffer: LookbackBuffer = getattr(self.episode, name)
+        if not with_pending or self.pending is None or name in ("observations", "infos"):
+            return buffer
+        return self._extended(buffer, self.pending.action if name == "actions" else self.hung_reward())
 
     def output(self, key: str, *, with_pending: bool = True) -> LookbackBuffer:
         """An extra model output over the agent's steps, as `column`; empty if the agent has no such output."""

@@ -14,7 +14,7 @@ environment, or the piece before it, gave, in that one's own type.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -186,6 +186,15 @@ class LaneColumns:
         return column
 
 
+def outputs_error(whose: str, expected: Iterable[str], outputs: Mapping[str, Tree]) -> ColumnError:
+    """The error for a step's outputs that have other names than `actions` and those expected."""
+    names = {Columns.ACTIONS, *expected}
+    missing, new = sorted(names - set(outputs)), sorted(set(outputs) - names)
+    return ColumnError(
+        f"{whose} changed between steps: missing {missing}, new {new}; every step must give {sorted(names)}"
+    )
+
+
 class Lane:
     """The N slots of one lane and the fragment that they are filling.
 
@@ -307,13 +316,13 @@ class Lane:
         if self._extra is None:
             self._add_extra_columns(outputs)
         if len(outputs) != len(self._extra or ()) + 1:
-            self._refuse_outputs(outputs)
+            raise outputs_error(f"lane {self.index}: the outputs", self._extra or (), outputs)
         try:
             columns[Columns.ACTIONS].write(row, outputs[Columns.ACTIONS])
             for name in self._extra or ():
                 columns[name].write(row, outputs[name])
         except KeyError:
-            self._refuse_outputs(outputs)
+            raise outputs_error(f"lane {self.index}: the outputs", self._extra or (), outputs) from None
         if self.policy_version != self._version_written or row == self._first_row:
             # Later rows are written too: versions change seldom.
             columns[Columns.POLICY_VERSION].tree[row:] = self._version_written = self.policy_version
@@ -609,14 +618,6 @@ class Lane:
                 self.fragment.columns[name] = self._columns.extra(name, outputs[name])
             except ColumnError as error:
                 raise ColumnError(f"lane {self.index}: {error}") from None
-
-    def _refuse_outputs(self, outputs: Mapping[str, Tree]) -> None:
-        expected = {Columns.ACTIONS, *(self._extra or ())}
-        missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
-        raise ColumnError(
-            f"lane {self.index}: the outputs changed between steps: missing {missing}, new {new}; "
-            f"every step must give {sorted(expected)}"
-        )
 
     def _fragment(self, sequence: int, columns: dict[str, Column]) -> Fragment:
         return Fragment(

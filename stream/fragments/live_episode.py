@@ -103,11 +103,6 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
             self._made = [LiveEpisode(self.lane, slot) for slot in range(len(self))]
         return self._made[index]
 
-    @property
-    def lane_number(self) -> int:
-        """The number of the lane."""
-        return self.lane.index
-
     def env_slots(self) -> NDArray[np.int64]:
         """i64[N]: the environment of each episode, as a slot of the lane."""
         return np.arange(len(self))

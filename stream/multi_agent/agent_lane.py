@@ -13,9 +13,9 @@ part act in every step, they stand in one row. Then a step is a handful of write
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss, Start
-from rollflow.stream.fragments.lane import LaneColumns
+from rollflow.stream.fragments.lane import LaneColumns, outputs_error
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, named_columns
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
@@ -210,10 +210,12 @@ class AgentLane:
             self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
             for name, column in names.items():
                 self._write(columns[column], slots, outputs[name])
+            is_whole = len(outputs) == len(names) + 1
         except KeyError:
-            self._refuse_outputs(module, names, outputs)
-        if len(outputs) != len(names) + 1:
-            self._refuse_outputs(module, names, outputs)
+            is_whole = False
+        if not is_whole:
+            whose = f"lane {self.index}: the outputs of module '{self.module_ids[module]}'"
+            raise outputs_error(whose, names, outputs)
         versions, rows = columns[Columns.POLICY_VERSION].tree, self._rows_of(slots)
         versions[rows, slots] = version
         self.waits[slots] = True
@@ -615,14 +617,6 @@ class AgentLane:
                 name: column for name, column in before.items() if names.get(name) == column
             }
         return by_id
-
-    def _refuse_outputs(self, module: int, names: Collection[str], outputs: Mapping[str, Tree]) -> NoReturn:
-        expected = {Columns.ACTIONS, *names}
-        missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
-        raise ColumnError(
-            f"lane {self.index}: the outputs of module '{self.module_ids[module]}' changed between steps: missing "
-            f"{missing}, new {new}; every step must give {sorted(expected)}"
-        )
 
     def _fragment(self, sequence: int, columns: dict[str, Column]) -> AgentFragment:
         rows, slots = self.layout.lookback + self.layout.num_rows, self.layout.num_slots

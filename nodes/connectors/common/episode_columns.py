@@ -59,7 +59,7 @@ class AddLaneAndSlotToBatch(ActingOrLearning):
     def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         if isinstance(episodes, LaneEpisodes) and not self.as_learner_connector:
             slots = episodes.env_slots()
-            batch[Columns.LANE] = np.full(len(slots), episodes.lane_number, np.int64)
+            batch[Columns.LANE] = np.full(len(slots), episodes.lane.index, np.int64)
             batch[Columns.SLOT] = slots
         elif isinstance(episodes, FragmentEpisodes) and self.as_learner_connector:
             batch[Columns.LANE] = np.repeat(episodes.lanes, episodes.lengths)
