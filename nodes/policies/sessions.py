@@ -124,9 +124,8 @@ class SessionLane(Lane):
         self.is_fresh = False
         slots = self.layout.num_slots
         self.episode_number[:] = -1  # of sessions that begin here
-        if source._space is not self._space:
-            self.fragment.columns[Columns.OBS] = self._columns.observations(source._space)
-        self._space, self._typing = source._space, False
+        self._retype(source.observation_space)
+        self._typing = False
         self._version_written = -1  # of rows that are still to come
         self.observation_spaces = source.observation_spaces
         first = {name: column.row(0) for name, column in source.fragment.columns.items()}

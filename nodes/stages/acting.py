@@ -1,7 +1,7 @@
 """The acting copy of a module, the connector pipelines around it, its passes, and the generators it samples with."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +67,7 @@ def acting_for(
     """
     before = pieces_given(env_to_module_connector, "env_to_module_connector", env, spaces=spaces)
     after = pieces_given(module_to_env_connector, "module_to_env_connector", env, spaces=spaces)
-    left = EnvToModulePipeline(*spaces, connectors=before)  # the pieces, and what they leave for the module
-    inner = left.observation_space, left.action_space
-    seen = tuple(space if one is None else one for one, space in zip(inner, spaces, strict=True))
+    seen = left_by(before, spaces)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "weights"))
         made = module_for(module, model_config, *seen)
@@ -85,6 +83,13 @@ def acting_for(
         EnvToModulePipeline.default(*spaces, before, stateful=stateful, device=on_device),
         right,
     )
+
+
+def left_by(pieces: Sequence[Any], spaces: tuple[gym.Space[Any], gym.Space[Any]]) -> tuple[Any, Any]:
+    """The spaces of observations and actions that env-to-module pieces leave for the module."""
+    left = EnvToModulePipeline(*spaces, connectors=list(pieces))
+    seen, chosen = left.observation_space, left.action_space
+    return spaces[0] if seen is None else seen, spaces[1] if chosen is None else chosen
 
 
 def _warn_of_declared_space(declared: Any, chosen: gym.Space[Any], action_space: gym.Space[Any]) -> None:

@@ -8,6 +8,7 @@ import gymnasium as gym
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.stages.acting import left_by
 from rollflow.nodes.stages.agent_stages import JointPieces
 from rollflow.nodes.stages.connector_builders import pieces_given
 from rollflow.nodes.stages.module_set import ModuleSet
@@ -91,7 +92,7 @@ def agents_acting_for(
     after = [_pieces(module_to_env_connector, "module_to_env_connector", part) for part in left]
     options |= {
         "parts": left,
-        "seen": tuple(_seen(part, pieces) for part, pieces in zip(left, before, strict=True)),
+        "seen": tuple(left_by(pieces, _spaces(part)) for part, pieces in zip(left, before, strict=True)),
         "acted": tuple(None if pieces else part.action_space for part, pieces in zip(left, after, strict=True)),
     }
     # With what a stateful module needs: one may be added. The pieces do nothing for others.
@@ -116,10 +117,3 @@ def _spaces(part: AgentPart) -> tuple[gym.Space[Any], gym.Space[Any]]:
 
 def _pieces(connector: Any, name: str, part: AgentPart) -> list[ConnectorV2]:
     return pieces_given(connector, name, part, spaces=_spaces(part))
-
-
-def _seen(part: AgentPart, pieces: Sequence[ConnectorV2]) -> tuple[gym.Space[Any], gym.Space[Any]]:
-    """The spaces that pieces leave a part's observations and actions in, for modules."""
-    left = EnvToModulePipeline(*_spaces(part), connectors=list(pieces))
-    seen, chosen = left.observation_space, left.action_space
-    return part.observation_space if seen is None else seen, part.action_space if chosen is None else chosen

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import torch
@@ -29,13 +29,6 @@ from rollflow.stream.multi_agent.agent_part import AgentPart
 _PROBES, _MOST_PROBES = EpisodeIds("probe"), 16
 
 AgentToModule = Mapping[Any, Any] | Callable[..., Any] | None
-
-
-class _Past(NamedTuple):
-    """Last version and state of the modules that had an id and were removed."""
-
-    version: int  # the last one
-    state: Tree  # shapes and dtypes of the initial state
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -104,7 +97,7 @@ class ModuleSet:
         self._how = dict(acting)
         self._flat = self._how.pop("flat")
         self.acting: dict[Any, ActingModule] = {}
-        self._past: dict[Any, _Past] = {}
+        self._past: dict[Any, tuple[int, Tree]] = {}  # of those removed by id: last version, and kind of state
         self._probe_number = count()
         self._named: dict[Any, set[Any]] = {}  # agent -> modules that the mapping has named for it in probes
         self._elsewhere: frozenset[Any] | None = None  # modules whose weights somebody else publishes
@@ -402,14 +395,14 @@ class ModuleSet:
                 f"module '{module_id}' is stateful, but lookback is 0: expected a rollout with lookback=1 or more, so "
                 "that fragments keep the state before their first step"
             )
-        past = self._past.get(module_id)
-        if past is not None and past.state != state:
+        version, before = self._past.get(module_id, (-1, state))
+        if before != state:
             raise ModuleError(
                 f"module '{module_id}' has the initial state {state}, and the one of this id that was removed had "
-                f"{past.state}; expected the same, since batches may have rows of both, or another id"
+                f"{before}; expected the same, since batches may have rows of both, or another id"
             )
         copy = acting_copy(module, self._device)
-        version = 0 if past is None else past.version + 1  # what the removed one acted with stays apart
+        version += 1  # what a removed one acted with stays apart
         name = f"{module_id}/{version}" if version else f"{module_id}"
         if isinstance(copy, RandomModule):
             copy.seed(seed_for(self._seed, f"actions/{name}"))
@@ -422,7 +415,7 @@ class ModuleSet:
     def _retire(self, module_id: Any) -> None:
         removed = self.acting.pop(module_id)
         removed.is_removed = True
-        self._past[module_id] = _Past(removed.weights.version, kind_of_state(removed.module))
+        self._past[module_id] = removed.weights.version, kind_of_state(removed.module)
 
 
 def _check_modules(module: Any, mapping: AgentToModule, parts: tuple[AgentPart, ...]) -> None:

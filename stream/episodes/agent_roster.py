@@ -233,7 +233,8 @@ def _joined(head: AgentTimeline, tail: AgentTimeline) -> AgentTimeline:
     if first_seen < head.last_seen:
         raise EpisodeError(f"its observation at env step {first_seen} is in both chunks")
     received = merged(head.received, tail.received)
-    episode = _shallow_copy(head.episode)
+    episode = copy.copy(head.episode)  # with the same buffers, which joining replaces
+    episode.custom_data = dict(episode.custom_data)
     observed_at = head.observed_at
     if first_seen > head.last_seen:
         episode.concat_episode(_between(head, tail, received))
@@ -262,13 +263,6 @@ def _begun_by(tail: AgentTimeline, received: Received, *, as_arrays: bool) -> Ag
     if as_arrays:
         episode.to_numpy()
     return AgentTimeline(episode, tail.observed_at[begin:], tail.pending, received)
-
-
-def _shallow_copy(episode: SingleAgentEpisode) -> SingleAgentEpisode:
-    """A copy with the same buffers: joining replaces them, and so leaves the original unchanged."""
-    twin = copy.copy(episode)
-    twin.custom_data = dict(episode.custom_data)
-    return twin
 
 
 def _between(head: AgentTimeline, tail: AgentTimeline, received: Received) -> SingleAgentEpisode:

@@ -209,6 +209,7 @@ class Lane:
         episode_number   i64[N] number of episodes that the slot had before
         custom_data      (slot, number of its episode) -> data that pieces keep with the episode
         fragment         the fragment that is being filled
+        observation_space    of the `obs` column
         batch            data between the stages: column name -> tree of arrays `any[N, ...]`, or a part of the
                          outputs of one forward pass over several lanes
         shared_data      data between connector pieces, from env-to-module to module-to-env
@@ -242,7 +243,7 @@ class Lane:
         self._extra: tuple[str, ...] | None = None
         self._columns = LaneColumns(layout, memory, is_shared=is_shared)
         self._is_unseen = is_shared  # the first fragment is not yet in shared memory
-        self._space = observation_space
+        self.observation_space = observation_space
         self.fragment = self._fragment(0, self._columns.first(observation_space))
         self.batch: Any = {}
         self.shared_data: dict[str, Any] = {}
@@ -264,11 +265,6 @@ class Lane:
     def step(self) -> int:
         """The run's vector step that the lane stands at, by which schedules go."""
         return self.first_step + self.vector_steps
-
-    @property
-    def observation_space(self) -> gym.Space[Any]:
-        """The space of the `obs` column."""
-        return self._space
 
     @property
     def is_full(self) -> bool:
@@ -503,7 +499,7 @@ class Lane:
         if self._settled:
             return
         latest, is_written, self._written = self.observations(), self._written, False
-        if space is None or not (is_written or space is self._space):
+        if space is None or not (is_written or space is self.observation_space):
             return
         column, count = self._columns.type_of(space), self.layout.num_slots
         fitting = None if column is None else column.fitting(latest, count)
@@ -511,7 +507,7 @@ class Lane:
             return
         if self._typing and is_written:
             self._retype(space)
-        if space is self._space:
+        if space is self.observation_space:
             self._write(fitting)
         else:
             self._latest = column.cast(fitting, count)
@@ -522,13 +518,13 @@ class Lane:
             latest, count = self.observations(), self.layout.num_slots
             if self._typing:  # and no space of the piece that wrote them is known, or fits
                 fitting = [space for space in self.observation_spaces if self._columns.fits(space, latest, count)]
-                self._retype(fitting[-1] if fitting else self._space)
+                self._retype(fitting[-1] if fitting else self.observation_space)
             try:
                 self._write(self._column.whole(latest))
             except ColumnError as error:
                 declared = self.observation_spaces[-1] if self._typing else None
                 raise self._columns.refusal(error, declared, self._latest, count) from None
-        self.fragment.observation_space = self._space
+        self.fragment.observation_space = self.observation_space
 
     @property
     def ended(self) -> EndedEpisodes | None:
@@ -557,7 +553,7 @@ class Lane:
         """Return the fragment, read-only, and begin the next one with the last H rows as its lookback."""
         old, lookback = self.fragment, self.layout.lookback
         rows = self.row - lookback  # steps made, and the row at which the last H rows begin
-        columns = self._columns.like(old.columns, are_written=self._space is self.observation_spaces[0])
+        columns = self._columns.like(old.columns, are_written=self.observation_space is self.observation_spaces[0])
         for name, column in columns.items():
             column.copy_rows(old.columns[name], rows, self.row + (name == Columns.OBS))
         self.episode_start -= rows
@@ -636,7 +632,7 @@ class Lane:
     def _take_written_observations(self) -> None:
         assert self.memory is not None
         self._items = None
-        if self._space is self.observation_spaces[0]:
+        if self.observation_space is self.observation_spaces[0]:
             self._latest, self._settled = self._column.row(self.row), True
         else:
             self._latest, self._settled = self.memory.observations(self.row), False
@@ -644,7 +640,7 @@ class Lane:
     def _take_observations(self, observations: Tree) -> None:
         self._items = None
         column = self._column
-        if self._space is self.observation_spaces[0]:
+        if self.observation_space is self.observation_spaces[0]:
             column.write(self.row, observations)
             self._latest, self._settled = column.row(self.row), True
         else:
@@ -662,8 +658,8 @@ class Lane:
 
     def _retype(self, space: gym.Space[Any]) -> None:
         """Give the `obs` column the type of a space."""
-        if space is not self._space:
-            self._space = space
+        if space is not self.observation_space:
+            self.observation_space = space
             self.fragment.columns[Columns.OBS] = self._columns.observations(space)
 
     def _write(self, observations: Tree) -> None:

@@ -64,7 +64,7 @@ class AgentEpisodes(LaneEpisodes):
         """End the turn of a piece: what it has written is converted to the dtypes of its space, if it fits."""
         if self._is_written:
             self._is_written, self.space = False, space
-        elif not self._agents.is_retyped or space is not self._agents.observation_space:
+        elif self._agents.raw is None or space is not self._agents.observation_space:
             return
         self._latest = self._agents.columns.converted(space, self.newest(), len(self))
 

@@ -136,6 +136,8 @@ class AgentLane:
         lives                bool[S] whether the slot has an episode
         waits                bool[S] whether the slot has acted and has no observation since
         received             f32[S] rewards of slots that wait
+        observation_space    of the `obs` column
+        raw                  newest observations as they came, in one row, if pieces have changed their type; else None
         observation_spaces   spaces that observations may be in after pieces rewrite them, the environments' first
         num_steps            agent steps recorded so far
         ended                episodes that ended with the last step, until pieces have seen them; else None
@@ -157,11 +159,11 @@ class AgentLane:
         self.parents: dict[tuple[int, int], str] = {}
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
         self.columns = LaneColumns(layout, None)
-        self._space = part.observation_space
+        self.observation_space = part.observation_space
         self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
         self._has_infos = False
-        self.fragment = self._fragment(0, self.columns.first(self._space))
+        self.fragment = self._fragment(0, self.columns.first(self.observation_space))
         self.acting: Slots = self.everyone[:0]
         self.lives = np.zeros(slots, np.bool_)
         self.observation_spaces: Sequence[Any] = (part.observation_space,)
@@ -173,16 +175,11 @@ class AgentLane:
         self.received = np.zeros(slots, np.float32)
         self._begun_at = np.full(slots, -1)  # vector step of the first observation of the slot's newest episode
         self._fresh = np.zeros(slots, np.bool_)  # `acting` as a mask
-        self._raw: Column | None = None  # newest observations in one row, if pieces change their type
+        self.raw: Column | None = None
         self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
         self._typing = True  # until the first `settle` the obs column may take another type
         self._begun: list[Slots] = []
         self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
-
-    @property
-    def observation_space(self) -> Any:
-        """The space of the `obs` column."""
-        return self._space
 
     # Recording
 
@@ -357,7 +354,7 @@ class AgentLane:
             self._settle_type(shown.newest(), len(shown), shown.space)
         self._typing = False
         self.live.shown = None
-        if not shown.is_rewritten and self._raw is None:
+        if not shown.is_rewritten and self.raw is None:
             return
         try:
             column = self.fragment.columns[Columns.OBS]
@@ -378,11 +375,6 @@ class AgentLane:
             last = map_tree(lambda leaf, at=at: leaf[at], observations)
             self.fragment.finals.append(Final(row, ended.slots[at], last, ended.infos))
 
-    @property
-    def is_retyped(self) -> bool:
-        """True if pieces have given the `obs` column another type than the environments' observations have."""
-        return self._raw is not None
-
     def newest_of(self, slot: int) -> Tree:
         """The newest recorded observation of one slot, any[...]."""
         row = int(self.at[slot])
@@ -394,7 +386,7 @@ class AgentLane:
         started    i64[N]  vector steps at which the environments' ongoing episodes began
         """
         old, lookback = self.fragment, self.layout.lookback
-        new = self._fragment(old.sequence + 1, self.columns.like(old.columns, are_written=self._raw is None))
+        new = self._fragment(old.sequence + 1, self.columns.like(old.columns, are_written=self.raw is None))
         # One row more than the lookback: a slot that waits has its action in the row of its newest observation.
         rows = self.at + np.arange(-lookback, 1)[:, None]
         for name, column in new.columns.items():
@@ -405,7 +397,7 @@ class AgentLane:
         new.episode_start[:] = self.episode_start
         if self._has_infos:
             self._copy_infos(old, new)
-        old.observation_space = new.observation_space = self._space
+        old.observation_space = new.observation_space = self.observation_space
         old.custom_data, old.parents = copy.deepcopy(self.custom_data), self.parents
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(self.module_ids), self._outputs_by_id()
@@ -548,10 +540,10 @@ class AgentLane:
     def _take(self, slots: Slots, observations: Tree, vector_step: int) -> None:
         if not len(slots):
             return
-        if self._raw is None:
+        if self.raw is None:
             self._write(self.fragment.columns[Columns.OBS], slots, observations)
         else:
-            self._raw.write_items(0, slots, observations)
+            self.raw.write_items(0, slots, observations)
         if self._row is not None and len(slots) == self.layout.num_slots:
             self.fragment.clock[self._row] = vector_step
         else:
@@ -564,8 +556,8 @@ class AgentLane:
             edited, values = self._edited
             places = np.searchsorted(edited, slots)
             return map_tree(lambda leaf: leaf[places], values)
-        if self._raw is not None:
-            return self._raw.items(0, slots)
+        if self.raw is not None:
+            return self.raw.items(0, slots)
         column = self.fragment.columns[Columns.OBS]
         if self._row is not None and len(slots) == self.layout.num_slots:
             return column.row(self._row)
@@ -575,11 +567,11 @@ class AgentLane:
         """Give the column the type of the pieces' observations, any[K, ...]: of `space`, or the last that they fit."""
         for each in (space, *reversed(self.observation_spaces)):
             if self.columns.fits(each, observations, count):
-                if each is not self._space:
+                if each is not self.observation_space:
                     old = self.fragment.columns[Columns.OBS]
-                    self._raw = Column.empty(Columns.OBS, row_of(self._space, self.layout.num_slots), 1)
-                    self._raw.write(0, old.row(self.layout.lookback))
-                    self._space, self.fragment.columns[Columns.OBS] = each, self.columns.observations(each)
+                    self.raw = Column.empty(Columns.OBS, row_of(self.observation_space, self.layout.num_slots), 1)
+                    self.raw.write(0, old.row(self.layout.lookback))
+                    self.observation_space, self.fragment.columns[Columns.OBS] = each, self.columns.observations(each)
                 return
 
     def _write(self, column: Column, slots: Slots, values: Tree) -> None:
