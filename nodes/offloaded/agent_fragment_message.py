@@ -34,10 +34,19 @@ from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.handshake import MOST_AGENTS
 
 Plain = dict[str, Any]
 PARTS, CLOCK, MODULE_OF = "parts", "clock", "module_of"
-_MOST_SLOTS, _MOST_ROWS = 1 << 20, 1 << 24
+_PREFIX = field.text(1 << 16)
+_LAYOUT = field.entries(
+    num_envs=field.whole(1, 1 << 20),
+    num_rows=field.whole(0, 1 << 24),
+    lookback=field.whole(0, 1 << 24),
+    episodes=_PREFIX,
+    agents=field.list_of(_PREFIX, MOST_AGENTS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +220,9 @@ def _plain_infos(infos: Any) -> list[Any]:
 
 
 def _layout_in(entries: Any, parts: int) -> Plain:
-    if not isinstance(entries, dict) or not isinstance(entries["episodes"], str):
-        raise wrong(f"layout is {shown(entries)}, expected a map")
-    check_whole("layout.num_envs", entries["num_envs"], 1, _MOST_SLOTS)
-    check_whole("layout.num_rows", entries["num_rows"], 0, _MOST_ROWS)
-    check_whole("layout.lookback", entries["lookback"], 0, _MOST_ROWS)
-    _check_list("layout.agents", entries["agents"], parts)
-    if not all(isinstance(prefix, str) for prefix in entries["agents"]):
-        raise wrong(f"layout.agents is {shown(entries['agents'])}, expected strings")
-    return entries
+    layout: Plain = _LAYOUT(entries, "layout")
+    _check_list("layout.agents", layout["agents"], parts)
+    return layout
 
 
 def _clock_in(rest: Mapping[str, Any], num_envs: int, num_rows: int) -> EnvClock:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.env.stepping import nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.offloaded.replica import FirstPass, LanePlan, LaneSite, Replica
+from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, Replica
 from rollflow.nodes.stages.ring import ring_of
 from rollflow.stream.data.errors import RollflowError
 from rollflow.stream.graph.chain import CallMark
@@ -65,11 +65,10 @@ class LaneRollout:
         self._hide, self._site, self._replica = hide, site, replica
         self._metrics = MetricsLogger()
         self._turns = _Turns(between)
-        stages = replica.stages(site, plan, FirstPass(self._turns.end_first, began), self._metrics)
+        stages = replica.stages(site, plan, self._metrics)
+        forward: Any = _FirstNoted(stages.forward, self._turns.end_first, began)
         self.lane: Any = stages.lane
-        self._run = InlineRun(
-            ring_of(stages.environments, stages.prepare, stages.forward, stages.act, self._turns), mark=mark
-        )
+        self._run = InlineRun(ring_of(stages.environments, stages.prepare, forward, stages.act, self._turns), mark=mark)
         self._calls: dict[str, list[Any]] = {}
         self._calls_due = 0
         self._run.__enter__()
@@ -141,6 +140,31 @@ class LaneRollout:
 def is_of_environment(error: Exception) -> bool:
     """True if an environment of a lane raised, rather than the module, a connector, or this package."""
     return "in node 'env'" in getattr(error, "__notes__", ()) and not isinstance(error, RollflowError)
+
+
+class _FirstNoted:
+    """The node of forward passes, which reports the end of the first.
+
+    forward    does the passes
+    ended      called once the first has ended, also where it raises
+    began      called once it is done
+    """
+
+    def __init__(self, forward: Callable[[Any], Any], ended: Callable[[], None], began: Callable[[], None]) -> None:
+        self._forward, self._ended = forward, ended
+        self._began: Callable[[], None] | None = began
+
+    def __call__(self, batches: Any) -> Any:
+        """Do the passes of a lane's step."""
+        if self._began is None:
+            return self._forward(batches)
+        try:
+            output = self._forward(batches)
+        finally:
+            self._ended()
+        self._began()
+        self._began = None
+        return output
 
 
 class _Turns:

@@ -1,6 +1,6 @@
 """Replicas: what acts in one lane where its whole rollout runs, in environments of one agent or of several."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,30 +87,6 @@ class LaneStages(NamedTuple):
     act: ModuleToEnv | ModuleToAgents
 
 
-class FirstPass:
-    """Reports the end of a lane's first forward pass.
-
-    ended    called once the pass has ended, also where it raises
-    began    called once the pass is done
-    """
-
-    def __init__(self, ended: Callable[[], None], began: Callable[[], None]) -> None:
-        self._ended = ended
-        self._began: Callable[[], None] | None = began
-
-    def __call__(self, forward: Callable[[Any], Any], batch: Any) -> Any:
-        """Do a pass."""
-        if self._began is None:
-            return forward(batch)
-        try:
-            output = forward(batch)
-        finally:
-            self._ended()
-        self._began()
-        self._began = None
-        return output
-
-
 class OneReplica:
     """Connectors and a module that act in one lane, for that lane alone, in environments of one agent each.
 
@@ -155,7 +131,7 @@ class OneReplica:
         """Transitions that the lane's next vector step may end."""
         return int(lane.layout.num_slots)
 
-    def stages(self, site: LaneSite, plan: LanePlan, first: FirstPass, metrics: MetricsLogger) -> LaneStages:
+    def stages(self, site: LaneSite, plan: LanePlan, metrics: MetricsLogger) -> LaneStages:
         """Stages of the lane's ring; they act from the plan's first fragment on."""
         assert self._weights is not None
         module, (env_to_module, module_to_env) = self._module, self._pipelines
@@ -170,7 +146,7 @@ class OneReplica:
             lane,
             environments,
             EnvToModule(env_to_module, **context),
-            _FirstForward(module, self._weights, first, **plan.acting),
+            ModuleForward(module, self._weights, **plan.acting),
             ModuleToEnv(module_to_env, env_space=environments.action_space, threads=plan.acting["threads"], **context),
         )
 
@@ -209,7 +185,7 @@ class SeveralReplica:
     def under_way(self, lane: Any) -> int:
         return int(lane.steps_under_way + sum(len(part.acting) for part in lane.parts))
 
-    def stages(self, site: LaneSite, plan: LanePlan, first: FirstPass, metrics: MetricsLogger) -> LaneStages:
+    def stages(self, site: LaneSite, plan: LanePlan, metrics: MetricsLogger) -> LaneStages:
         acting = self._acting
         environments = _SeveralLane(site, **plan.env_options)
         environments.begin_at(plan.first_step)
@@ -225,7 +201,7 @@ class SeveralReplica:
             lane,
             environments,
             AgentsToModule(acting.env_to_module, acting.modules, joint=acting.joint, metrics=metrics),
-            _FirstAgentForward(acting.modules, first),
+            AgentForward(acting.modules),
             ModuleToAgents(acting.module_to_env, metrics=metrics, threads=plan.acting["threads"]),
         )
 
@@ -278,29 +254,3 @@ class _SeveralLane(AgentEnvironments):
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         return [env]
-
-
-class _FirstForward(ModuleForward):
-    """Forward passes of one module, before the first of which the gate has waited for those of other lanes."""
-
-    def __init__(self, module: Any, weights: LaneWeights, first: FirstPass, **how: Any) -> None:
-        super().__init__(module, weights, **how)
-        self._first = first
-
-    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One pass with one version of the weights."""
-        output: dict[str, Any] = self._first(super().forward, batch)
-        return output
-
-
-class _FirstAgentForward(AgentForward):
-    """Forward passes of several modules, before the first of which the gate has waited for those of other lanes."""
-
-    def __init__(self, modules: Any, first: FirstPass) -> None:
-        super().__init__(modules)
-        self._first = first
-
-    def __call__(self, batches: MultiAgentLane) -> MultiAgentLane:
-        """One pass for every module that has agents to act for."""
-        lane: MultiAgentLane = self._first(super().__call__, batches)
-        return lane

@@ -1,19 +1,34 @@
 """Reports of a lane's rollout by its host, checked: with every fragment, and in between."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.observation_check import KINDS
-from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole
+from rollflow.nodes.offloaded.fragment_checks import MOST
 from rollflow.stream.data.errors import WireError, shown
+from rollflow.stream.wire.codec import field as checks
 
-_MOST_TEXT = 1 << 16  # characters
-_MOST_LINE = 1 << 10  # characters of a text that is logged
+_LINE = checks.text(1 << 10)  # a text that is logged
+_Count = Annotated[int, checks.whole(0, MOST)]
 
 
-class RolloutReport(NamedTuple):
+def _is_stage(stage: Any) -> bool:
+    if not isinstance(stage, list) or len(stage) not in (3, 7):
+        return False
+    name, items, *seconds = stage
+    piece = seconds.pop() if len(stage) == 7 else ""
+    is_named = isinstance(name, str) and isinstance(piece, str) and len(piece) <= 1 << 10
+    is_timed = all(isinstance(each, float | int) and each >= 0 for each in seconds)
+    return is_named and is_timed and is_whole(items) and items >= 0
+
+
+_STAGE = checks.check_that(_is_stage, "a list of name, items, busy seconds and times")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutReport:
     """Report that comes with a fragment.
 
     start         how often the environments were made anew
@@ -25,13 +40,16 @@ class RolloutReport(NamedTuple):
     deviations    of observations from their space: (kind, text)
     """
 
-    start: int
-    steps: int
-    seed: int
-    lost_steps: int
-    failure: str | None
-    nodes: list[list[Any]]
-    deviations: tuple[tuple[str, str], ...] = ()
+    start: _Count
+    steps: _Count
+    seed: _Count
+    lost_steps: _Count
+    failure: Annotated[str | None, checks.nullable(checks.text(1 << 16))]
+    nodes: Annotated[Sequence[list[Any]], checks.list_of(_STAGE, 64)]
+    deviations: Annotated[
+        Sequence[Sequence[str]],
+        checks.list_of(checks.items(checks.one_of(*KINDS), _LINE), len(KINDS)),
+    ] = ()
 
 
 class LaneProgress(NamedTuple):
@@ -72,7 +90,7 @@ class LaneCount:
     made: int = 0
     pulse: int = 0
     first_pulse: int = -1
-    stages: list[list[Any]] = field(default_factory=list)
+    stages: Sequence[list[Any]] = ()
     turns: int = 0
     since: int = 0
     is_in_vain: bool = False
@@ -96,18 +114,10 @@ class LaneCount:
 
 def account_of(rest: Mapping[str, Any], slots: int) -> RolloutReport:
     """Report that a lane of so many slots has given with a fragment. Raises WireError where it makes no sense."""
-    account = RolloutReport(*(_entry(rest, name) for name in RolloutReport._fields if name != "deviations"))
-    for name in ("start", "steps", "seed"):
-        check_whole(name, getattr(account, name), 0, MOST)
-    check_whole("lost_steps", account.lost_steps, 0, slots)
-    if not isinstance(account.failure, str | None):
-        raise WireError(f"failure is {shown(account.failure)}, expected a string, or nil", "fragment")
-    if account.failure is not None and len(account.failure) > _MOST_TEXT:
-        raise WireError(f"failure has {len(account.failure)} characters, expected at most {_MOST_TEXT}", "fragment")
-    nodes = account.nodes
-    if not isinstance(nodes, list) or not all(_is_stage(stage) for stage in nodes):
-        raise WireError(f"nodes is {shown(nodes)}, expected lists of name, items, busy seconds and times", "fragment")
-    return account._replace(deviations=_deviations_of(rest.get("deviations", [])))
+    account = RolloutReport(**checks.checked_fields(RolloutReport, rest, "rest"))
+    if account.lost_steps > slots:
+        raise WireError(f"rest.lost_steps is {account.lost_steps}, expected a whole number from 0 to {slots}")
+    return account
 
 
 def metrics_of(progress: Mapping[int, LaneProgress]) -> dict[str, Any]:
@@ -115,51 +125,12 @@ def metrics_of(progress: Mapping[int, LaneProgress]) -> dict[str, Any]:
     return {"lanes": [[lane, each.start, each.steps, each.pulse, each.is_in_vain] for lane, each in progress.items()]}
 
 
+_PROGRESS = checks.items(*[checks.whole(0, MOST)] * 4, checks.flag)
+
+
 def progress_of(metrics: Mapping[str, Any], lanes: Collection[int]) -> dict[int, LaneProgress]:
     """Progress of some of a host's lanes, as it says. Raises WireError where it makes no sense."""
-    entries = _entry(metrics, "lanes")
-    if not isinstance(entries, list) or len(entries) > len(lanes):
-        raise WireError(f"metrics.lanes is {shown(entries)}, expected a list of at most {len(lanes)}", "metrics")
-    numbers, found = set(lanes), {}
-    for each in entries:
-        if not isinstance(each, list) or len(each) != 5:
-            expected = ", ".join(("lane", *LaneProgress._fields))
-            raise WireError(f"metrics.lanes: {shown(each)}, expected a list of {expected}", "metrics")
-        for name, value in zip(("lane", "start", "steps", "pulse"), each, strict=False):
-            check_whole(f"metrics.lanes: {name}", value, 0, MOST)
-        if each[0] not in numbers:
-            raise WireError(f"metrics.lanes: lane {each[0]}, expected one of {shown(list(lanes))}", "metrics")
-        if not isinstance(each[4], bool):
-            raise WireError(f"metrics.lanes: is_in_vain is {shown(each[4])}, expected a bool", "metrics")
-        found[each[0]] = LaneProgress(*each[1:])
-    return found
-
-
-def _entry(fields: Mapping[str, Any], name: str) -> Any:
-    try:
-        return fields[name]
-    except KeyError:
-        raise WireError(f"no {name}, expected it among {sorted(map(str, fields))}", "fragment") from None
-
-
-def _deviations_of(pairs: Any) -> tuple[tuple[str, str], ...]:
-    """Pairs of kind and text. Raises WireError for anything else."""
-    expected = f"a list of pairs: {' or '.join(KINDS)}, and a text of at most {_MOST_LINE} characters"
-    if not isinstance(pairs, list) or len(pairs) > len(KINDS):
-        raise WireError(f"deviations is {shown(pairs)}, expected {expected}", "fragment")
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2 or pair[0] not in KINDS:
-            raise WireError(f"deviations has {shown(pair)}, expected {expected}", "fragment")
-        if not isinstance(pair[1], str) or len(pair[1]) > _MOST_LINE:
-            raise WireError(f"deviations has {shown(pair)}, expected {expected}", "fragment")
-    return tuple((kind, text) for kind, text in pairs)
-
-
-def _is_stage(stage: Any) -> bool:
-    if not isinstance(stage, list) or len(stage) not in (3, 7):
-        return False
-    name, items, *seconds = stage
-    piece = seconds.pop() if len(stage) == 7 else ""
-    is_named = isinstance(name, str) and isinstance(piece, str) and len(piece) <= _MOST_LINE
-    is_timed = all(isinstance(each, float | int) and each >= 0 for each in seconds)
-    return is_named and is_timed and is_whole(items) and items >= 0
+    entries = checks.list_of(_PROGRESS, len(lanes))(metrics.get("lanes"), "metrics.lanes")
+    if others := {lane for lane, *_ in entries}.difference(lanes):
+        raise WireError(f"metrics.lanes: lanes {sorted(others)}, expected some of {shown(list(lanes))}")
+    return {lane: LaneProgress(*progress) for lane, *progress in entries}

@@ -1,18 +1,25 @@
 """Settings of a rollout for its hosts, checked where they come in: they are somebody else's."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
-from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.modules.default_model_config import model_config_of
 from rollflow.nodes.modules.default_module import DefaultModule
-from rollflow.nodes.offloaded.replica import PIPELINES, Replica
-from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, WireError, shown
+from rollflow.nodes.offloaded.replica import Replica
+from rollflow.stream.data.errors import ConnectorError, ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.wire import Settings
+from rollflow.stream.wire.codec import field
 
-_MOST_ROWS, _MOST_SEED, _MOST_THREADS = 1 << 24, 1 << 64, 1024
+_MOST_ROWS = 1 << 24
+_NAME = field.text(1024)
+
+
+def _of_each(check: field.Check) -> field.Check:
+    """A value that `check` takes, or a map of such by the ids of modules."""
+    by_id = field.map_of(check)
+    return lambda value, where: (by_id if isinstance(value, Mapping) else check)(value, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +35,15 @@ class RolloutSettings:
     pieces                    names of each pipeline's connector pieces
     """
 
-    fragment_length: int
-    lookback: int
-    seed: int
-    explore: bool | Mapping[str, bool]
-    flat: bool | None
-    threads: int | None
-    module: str | Mapping[str, str]
-    model_config: Mapping[str, Any] | None
-    pieces: Mapping[str, Sequence[str]]
+    fragment_length: Annotated[int, field.whole(1, _MOST_ROWS)]
+    lookback: Annotated[int, field.whole(0, _MOST_ROWS)]
+    seed: Annotated[int, field.whole(0, 1 << 64)]
+    explore: Annotated[bool | Mapping[str, bool], _of_each(field.flag)]
+    flat: Annotated[bool | None, field.nullable(field.flag)]
+    threads: Annotated[int | None, field.nullable(field.whole(1, 1024))]
+    module: Annotated[str | Mapping[str, str], _of_each(_NAME)]
+    model_config: Annotated[Mapping[str, Any] | None, field.nullable(field.mapping)]
+    pieces: Annotated[Mapping[str, Sequence[str]], field.map_of(field.list_of(_NAME, 1024))]
 
     @classmethod
     def of(cls, replica: Replica, acting: Mapping[str, Any], *, has_several: bool, **sizes: int) -> "RolloutSettings":
@@ -63,13 +70,7 @@ class RolloutSettings:
     @classmethod
     def of_message(cls, message: Settings) -> "RolloutSettings":
         """As it came over the wire. Raises WireError where it is something else."""
-        settings = message.settings
-        missing = [field.name for field in fields(cls) if field.name not in settings and field.default is MISSING]
-        if missing:
-            raise WireError(f"settings: no {', '.join(missing)}, expected {', '.join(f.name for f in fields(cls))}")
-        made = cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
-        made._check()
-        return made
+        return cls(**field.checked_fields(cls, message.settings, "settings"))
 
     @property
     def modules(self) -> Mapping[str, tuple[str, Mapping[str, Any] | None]]:
@@ -114,40 +115,3 @@ class RolloutSettings:
 
     def _named(self, module_id: str) -> str:
         return "module" if isinstance(self.module, str) else f"module '{module_id}'"
-
-    def _check(self) -> None:
-        for name, value, least, most in (
-            ("fragment_length", self.fragment_length, 1, _MOST_ROWS),
-            ("lookback", self.lookback, 0, _MOST_ROWS),
-            ("seed", self.seed, 0, _MOST_SEED),
-            ("threads", 1 if self.threads is None else self.threads, 1, _MOST_THREADS),
-        ):
-            if not is_whole(value) or not least <= value <= most:
-                raise WireError(f"settings: {name} is {shown(value)}, expected a whole number from {least} to {most}")
-        for name, flags in (("explore", self.explore), ("flat", self.flat)):
-            may_be_none = name == "flat" and not isinstance(self.module, str)
-            each = flags.values() if name == "explore" and isinstance(flags, Mapping) else [flags]
-            if not all(isinstance(flag, bool) or (may_be_none and flag is None) for flag in each):
-                raise WireError(f"settings: {name} is {shown(flags)}, expected a bool")
-        if isinstance(self.module, Mapping):
-            configs = self.model_config
-            if not self.module or not _is_names([*self.module, *self.module.values()]):
-                raise WireError(f"settings: module is {shown(self.module)}, expected names by ids")
-            if not isinstance(configs, Mapping) or configs.keys() != self.module.keys():
-                raise WireError(f"settings: model_config is {shown(configs)}, expected one for each module")
-        elif not isinstance(self.module, str):
-            raise WireError(f"settings: module is {shown(self.module)}, expected a name")
-        for _, config in self.modules.values():
-            if config is not None:
-                try:
-                    model_config_of(config)
-                except (ValueError, TypeError, ColumnError) as error:
-                    raise WireError(f"settings: {error}") from error
-        if not isinstance(self.pieces, Mapping) or not all(map(_is_names, self.pieces.values())):
-            raise WireError(f"settings: pieces is {shown(self.pieces)}, expected lists of names by pipeline")
-        if isinstance(self.module, str) and not self.pieces.keys() >= set(PIPELINES):
-            raise WireError(f"settings: pieces is {shown(self.pieces)}, expected lists of names for {PIPELINES}")
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)

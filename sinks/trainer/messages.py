@@ -4,20 +4,20 @@ A batch of several modules is module id -> train batch. Their weights go as thos
 `module id/name`.
 """
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
-from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole
+from rollflow.nodes.offloaded.fragment_checks import MOST
 from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.stream import wire
@@ -28,6 +28,7 @@ from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.fragments.fragment import EpisodeIds, Fragment, FragmentLayout
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment
+from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS
 from rollflow.stream.wire.codec.spaces import read_space
 
@@ -36,19 +37,18 @@ Batch = dict[str, Any]
 ByModule = Mapping[str, Mapping[str, Any]]
 MOST_KEPT = 100  # episodes whose returns one batch tells: as many as a window of `EpisodeReturns` has
 MOST_MODULES = 256  # that one batch tells of
-_MOST_SPACES = 64
-_LAYOUT = ("num_slots", "num_rows", "lookback")
-_MOST = {"num_slots": 1 << 20, "num_rows": 1 << 24, "lookback": 1 << 24}
+_LAYOUT = field.entries(
+    num_slots=field.whole(0, 1 << 20),
+    num_rows=field.whole(0, 1 << 24),
+    lookback=field.whole(0, 1 << 24),
+    resets_next_step=field.flag,
+    episodes=field.text(1 << 16),
+)
 
 
 def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> wire.Fragment:
     """A fragment of a rollout, whose observations are in one of `spaces`; the columns are referred to."""
-    layout = fragment.layout
-    ids = layout.episode_id
-    assert isinstance(ids, EpisodeIds)
-    entries = {name: getattr(layout, name) for name in _LAYOUT}
-    entries |= {"resets_next_step": layout.resets_next_step, "episodes": ids.prefix}
-    return message_of(fragment.lane, number, fragment, {"layout": entries}, spaces)
+    return message_of(fragment.lane, number, fragment, {"layout": _entries_of(fragment.layout)}, spaces)
 
 
 def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayout | None = None) -> FragmentLayout:
@@ -56,29 +56,22 @@ def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayo
 
     before    that of the fragment before, which is given again where this is the same
     """
-    if before is not None and _is_told(before, entries):
+    told = _LAYOUT(entries, "layout")
+    if before is not None and told == _entries_of(before):
         return before
-    if not isinstance(entries, dict) or not isinstance(entries.get("episodes"), str):
-        raise WireError(f"layout is {shown(entries)}, expected a map", "fragment")
-    for name in _LAYOUT:
-        check_whole(f"layout.{name}", entries.get(name), 0, _MOST[name])
-    return FragmentLayout(
-        **{name: entries[name] for name in _LAYOUT},
-        action_space=action_space,
-        resets_next_step=bool(entries.get("resets_next_step")),
-        episode_id=EpisodeIds(entries["episodes"]),
-    )
+    prefix = told.pop("episodes")
+    return FragmentLayout(**told, action_space=action_space, episode_id=EpisodeIds(prefix))
 
 
-def _is_told(layout: FragmentLayout, entries: Any) -> bool:
-    if type(entries) is not dict or type(entries.get("episodes")) is not str:
-        return False
+def _entries_of(layout: FragmentLayout) -> dict[str, Any]:
     assert isinstance(layout.episode_id, EpisodeIds)
-    return (
-        all(type(entries.get(name)) is int and entries[name] == getattr(layout, name) for name in _LAYOUT)
-        and entries["episodes"] == layout.episode_id.prefix
-        and entries.get("resets_next_step") is layout.resets_next_step
-    )
+    return {
+        "num_slots": layout.num_slots,
+        "num_rows": layout.num_rows,
+        "lookback": layout.lookback,
+        "resets_next_step": layout.resets_next_step,
+        "episodes": layout.episode_id.prefix,
+    }
 
 
 def message_of_batch(
@@ -107,10 +100,9 @@ def message_of_batch(
 
 def told_of_batch(message: wire.Fragment) -> tuple[int | None, int]:
     """Oldest policy version and steps of a train batch. Raises WireError where a message says no such thing."""
-    oldest, steps = message.rest.get("policy_version"), message.rest.get("steps", 0)
-    if oldest is not None and not is_whole(oldest):
-        raise WireError(f"policy_version is {shown(oldest)}, expected a whole number, or nil", "fragment")
-    check_whole("steps", steps, 0, MOST)
+    rest = message.rest
+    oldest: int | None = field.nullable(field.whole(-MOST, MOST))(rest.get("policy_version"), "policy_version")
+    steps: int = field.whole(0, MOST)(rest.get("steps", 0), "steps")
     return oldest, steps
 
 
@@ -229,6 +221,24 @@ def _one_of(batches: Sequence[Batch]) -> Batch:
     return {name: map_tree(lambda *parts: torch.cat(parts), *(each[name] for each in batches)) for name in names}
 
 
+def _episodes(value: Any, where: str) -> "FinishedEpisodes":
+    finished: FinishedEpisodes = field.record(FinishedEpisodes)({"by_module": {}, **field.mapping(value, where)}, where)
+    expected = min(finished.count, MOST_KEPT)
+    if len(finished.returns) != expected or len(finished.lengths) != expected:
+        raise WireError(f"{where} has {shown(value)}, expected {expected} returns and lengths", "fragment")
+    return finished
+
+
+def _by_module(value: Any, where: str) -> dict[str, "FinishedEpisodes"]:
+    parts: dict[str, FinishedEpisodes] = field.map_of(_episodes)(value, where)
+    if len(parts) > MOST_MODULES:
+        raise WireError(f"{where} is {shown(value)}, expected at most {MOST_MODULES} module ids", "fragment")
+    return parts
+
+
+_RETURN = field.check_that(lambda value: isinstance(value, float) and value == value, "a number")
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedEpisodes:
     """Episodes that have finished.
@@ -239,27 +249,20 @@ class FinishedEpisodes:
     by_module    module id -> the same of the agents that it served
     """
 
-    count: int
-    returns: list[float]
-    lengths: list[int]
-    by_module: "Mapping[str, FinishedEpisodes]" = field(default_factory=dict)
+    count: Annotated[int, field.whole(0, MOST)]
+    returns: Annotated[Sequence[float], field.list_of(_RETURN, MOST_KEPT)]
+    lengths: Annotated[Sequence[int], field.list_of(field.whole(0, MOST), MOST_KEPT)]
+    by_module: Annotated[Mapping[str, "FinishedEpisodes"], _by_module] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, entries: Any, *, is_by_module: bool) -> "FinishedEpisodes":
         """As it came over the wire; nil: none. Raises WireError where it is something else."""
         if entries is None:
             return NO_EPISODES
-        finished = _read("episodes", entries)
-        parts = entries.get("by_module", {})
-        if not isinstance(parts, dict) or len(parts) > MOST_MODULES or not all(isinstance(each, str) for each in parts):
-            expected = f"a map from at most {MOST_MODULES} module ids"
-            raise WireError(f"episodes.by_module is {shown(parts)}, expected {expected}", "fragment")
-        if parts and not is_by_module:
+        finished = _episodes(entries, "episodes")
+        if finished.by_module and not is_by_module:
             raise WireError("episodes.by_module of a rollout with one module, expected none", "fragment")
-        by_module = {
-            module_id: _read(f"episodes.by_module[{shown(module_id)}]", part) for module_id, part in parts.items()
-        }
-        return replace(finished, by_module=by_module)
+        return finished
 
     def told(self) -> dict[str, Any]:
         """As it goes over the wire."""
@@ -283,25 +286,24 @@ def _last(kept: Any, count: int) -> list[Any]:
     return list(islice(kept, len(kept) - most, None))
 
 
-def _read(name: str, entries: Any) -> FinishedEpisodes:
-    if not isinstance(entries, dict):
-        raise WireError(f"{name} is {shown(entries)}, expected a map", "fragment")
-    count: Any = entries.get("count")
-    returns: Any = entries.get("returns")
-    lengths: Any = entries.get("lengths")
-    check_whole(f"{name}.count", count, 0, MOST)
-    expected = min(count, MOST_KEPT)
-    if not _is_list(returns, expected) or not all(isinstance(each, float) and each == each for each in returns):
-        raise WireError(f"{name}.returns is {shown(returns)}, expected {expected} floats", "fragment")
-    if not _is_list(lengths, expected):
-        raise WireError(f"{name}.lengths is {shown(lengths)}, expected {expected} whole numbers", "fragment")
-    for each in lengths:
-        check_whole(f"{name}.lengths", each, 0, MOST)
-    return FinishedEpisodes(count, returns, lengths)
+def _is_id(agent: Any) -> bool:
+    """True for a string or a number, or a tuple of these."""
+    return isinstance(agent, str | int | float) or (isinstance(agent, tuple) and all(map(_is_id, agent)))
 
 
-def _is_list(value: Any, length: int) -> bool:
-    return isinstance(value, list) and len(value) == length
+_PART = field.entries(
+    agents=field.list_of(field.check_that(_is_id, "an id"), MOST_AGENTS),
+    spaces=field.list_of(read_space, 64),
+    action_space=read_space,
+)
+_IDS = field.list_of(field.text(1 << 16), MOST_AGENTS)
+
+
+def _part_in(value: Any, where: str) -> PartSpaces:
+    agents, spaces, action_space = _PART(value, where).values()
+    if not agents or not spaces:
+        raise WireError(f"{where} is {shown(value)}, expected agents and spaces")
+    return PartSpaces(AgentPart(agents, spaces[0], action_space), spaces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,30 +315,15 @@ class AgentsDescription:
     published    ids of the modules whose weights the trainer publishes
     """
 
-    parts: tuple[PartSpaces, ...]
-    to_train: frozenset[str] | None
-    published: tuple[str, ...]
+    parts: Annotated[Sequence[PartSpaces], field.list_of(_part_in, MOST_AGENTS)]
+    to_train: Annotated[Collection[str] | None, field.nullable(_IDS)]
+    published: Annotated[Sequence[str], _IDS]
 
     @classmethod
     def of(cls, rollout: MultiAgentRollout, published: Sequence[str]) -> "AgentsDescription":
         """The description of a rollout whose pipelines stay as they are."""
         parts = spaces_seen(rollout.environments.parts, rollout.env_to_module)
-        return cls(tuple(parts), rollout.learner.to_train, tuple(published))
-
-    @classmethod
-    def read(cls, entries: Any) -> "AgentsDescription":
-        """Read a description that came over the wire. Raises WireError where it is something else."""
-        if not isinstance(entries, dict):
-            raise WireError(f"hello.metadata: agents is {shown(entries)}, expected a map", "message")
-        parts, to_train = entries.get("parts"), entries.get("to_train")
-        published: Any = entries.get("published")
-        if not isinstance(parts, list) or not 1 <= len(parts) <= MOST_AGENTS:
-            raise WireError(f"hello.metadata: agents.parts is {shown(parts)}, expected a list of parts", "message")
-        if to_train is not None:
-            _check_ids("to_train", to_train)
-        _check_ids("published", published)
-        read = tuple(_part_in(part, f"hello.metadata.agents.parts[{index}]") for index, part in enumerate(parts))
-        return cls(read, None if to_train is None else frozenset(to_train), tuple(published))
+        return cls(parts, rollout.learner.to_train, tuple(published))
 
     def plain(self) -> dict[str, Any]:
         """The description as plain values, for the wire."""
@@ -369,25 +356,3 @@ def newest_acting(fragment: AnyFragment, ids: Sequence[str] | None) -> int | Non
     """The newest of `acting_versions`; None: there are none."""
     versions = acting_versions(fragment, ids)
     return int(versions.max()) if len(versions) else None
-
-
-def _part_in(entries: Any, where: str) -> PartSpaces:
-    agents: Any = entries.get("agents") if isinstance(entries, dict) else None
-    spaces: Any = entries.get("spaces") if isinstance(entries, dict) else None
-    if not isinstance(agents, list) or not 1 <= len(agents) <= MOST_AGENTS or not all(map(_is_id, agents)):
-        raise WireError(f"{where}: agents is {shown(agents)}, expected a list of ids", "message")
-    if not isinstance(spaces, list) or not 1 <= len(spaces) <= _MOST_SPACES:
-        raise WireError(f"{where}: spaces is {shown(spaces)}, expected 1 to {_MOST_SPACES} of them", "message")
-    seen = [read_space(space, f"{where}.spaces") for space in spaces]
-    part = AgentPart(tuple(agents), seen[0], read_space(entries.get("action_space"), f"{where}.action_space"))
-    return PartSpaces(part, seen)
-
-
-def _check_ids(name: str, ids: Any) -> None:
-    if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
-        raise WireError(f"hello.metadata: agents.{name} is {shown(ids)}, expected a list of ids", "message")
-
-
-def _is_id(agent: Any) -> bool:
-    """True for a string or a number, or a tuple of these."""
-    return isinstance(agent, str | int | float) or (isinstance(agent, tuple) and all(map(_is_id, agent)))

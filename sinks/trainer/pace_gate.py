@@ -1,19 +1,17 @@
 """Pace gate: bounds how far a rollout may run ahead of its trainers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Self
 
-from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.stages.credits import CreditedLane, nobody
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer.resend_buffer import ResendBuffer
-from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import LaneJoined, LaneLeft
-
-_MOST = 1 << 53
+from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.handshake import MOST_LANES
 
 
 class LaneNews:
@@ -74,7 +72,11 @@ class LaneNews:
             self.last_items = {lane: last for lane, last in self.last_items.items() if last is None or last > number}
 
 
-_NUMBERS = {"window": None, "ahead": None, "version": None, "needs": 1}  # of a `StreamOrder`, and defaults
+_NUMBER = field.whole(0, 1 << 53)
+
+
+def _lanes(value: Any, where: str) -> frozenset[int]:
+    return frozenset(field.list_of(_NUMBER, MOST_LANES)(value, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,36 +91,25 @@ class StreamOrder:
     stays          whether a rollout whose last fragment has come stays until all are acknowledged
     """
 
-    window: int
-    ahead: int | None
-    version: int
-    needs: int = 1
-    lanes: frozenset[int] | None = None
-    stays: bool = False
+    window: Annotated[int, _NUMBER]
+    ahead: Annotated[int | None, field.nullable(_NUMBER)]
+    version: Annotated[int, _NUMBER]
+    needs: Annotated[int, _NUMBER] = 1
+    lanes: Annotated[frozenset[int] | None, field.nullable(_lanes)] = None
+    stays: Annotated[bool, field.flag] = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
         """Read it from a `settings` message. Raises WireError for an invalid entry."""
-        numbers: dict[str, Any] = {name: settings.get(name, default) for name, default in _NUMBERS.items()}
-        for name, value in numbers.items():
-            if (name != "ahead" or value is not None) and not (is_whole(value) and 0 <= value <= _MOST):
-                raise WireError(f"settings: {name} is {shown(value)}, expected a whole number", "message")
-        lanes = settings.get("lanes")
-        if lanes is not None and not (isinstance(lanes, list) and all(map(is_whole, lanes))):
-            raise WireError(f"settings: lanes is {shown(lanes)}, expected a list of whole numbers", "message")
-        stays = settings.get("stays", False)
-        if not isinstance(stays, bool):
-            raise WireError(f"settings: stays is {shown(stays)}, expected true or false", "message")
-        lanes = None if lanes is None else frozenset(lanes)
-        return cls(**numbers, lanes=lanes, stays=stays)
+        return cls(**field.checked_fields(cls, settings, "settings"))
 
     def as_settings(self) -> dict[str, Any]:
         """Entries of a `settings` message."""
-        settings = {name: getattr(self, name) for name in _NUMBERS}
-        if self.lanes is not None:
+        settings = asdict(self)
+        if self.lanes is None:
+            del settings["lanes"]
+        else:
             settings["lanes"] = sorted(self.lanes)
-        if self.stays:
-            settings["stays"] = True
         return settings
 
 

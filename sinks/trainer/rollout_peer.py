@@ -1,14 +1,14 @@
 """Peer of a trainer: one rollout that feeds it, and the items that come of it."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 
-from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
 from rollflow.nodes.offloaded.fragment_message import fragment_of
 from rollflow.sinks.trainer.borrower import FragmentBorrower
@@ -34,10 +34,11 @@ from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
+from rollflow.stream.wire.codec.messages import ID_BYTES
 from rollflow.stream.wire.codec.spaces import read_space
 
-_MOST_SPACES = 64
 _NONE_GONE: frozenset[int] = frozenset()
 
 
@@ -49,22 +50,21 @@ def number_in(value: Any) -> int:
     return number
 
 
-def _is_number(value: Any) -> bool:
-    return is_whole(value) and 0 <= value < MOST_NUMBER
-
-
-# Entry of a hello's metadata -> whether a value is right, and what is expected.
-_METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "sends": (lambda value: isinstance(value, str) and value in ("fragments", "batches"), "'fragments' or 'batches'"),
-    "spaces": (lambda value: isinstance(value, list), "a list"),
-    "weights": (lambda value: isinstance(value, dict), "a dict"),
-    "has_fixed_lanes": (lambda value: isinstance(value, bool), "a bool"),
-    "is_stateful": (lambda value: isinstance(value, bool), "a bool"),
-    "module": (lambda value: isinstance(value, str), "a str"),
-    "version": (_is_number, "a whole number"),
-    "seed": (lambda value: value is None or is_whole(value), "a whole number or nil"),
-    "weights_id": (lambda value: value is None or isinstance(value, bytes), "bytes or nil"),
-}
+_NUMBER = field.whole(0, MOST_NUMBER)
+_AGENTS = field.record(AgentsDescription)
+_METADATA = field.entries(
+    sends=field.one_of("fragments", "batches"),
+    spaces=field.list_of(read_space, 64),
+    weights=field.map_of(field.list_of(_NUMBER, 64)),
+    has_fixed_lanes=field.flag,
+    is_stateful=field.flag,
+    module=field.text(1 << 16),
+    version=_NUMBER,
+    seed=field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER)),
+    weights_id=field.nullable(field.raw(0, ID_BYTES)),
+    lanes=field.nullable(field.list_of(_NUMBER, MOST_LANES)),
+    aside=field.nullable(field.list_of(field.items(_NUMBER, _NUMBER), MOST_LANES)),
+)
 
 
 class ArrivedItem(NamedTuple):
@@ -191,7 +191,9 @@ class RolloutPeer:
     connection: wire.TrainerConnection | None = None  # the newest; None: there has been none
     lost_at: float = 0.0  # when its connection was lost last
     reason: str = ""  # why it was
-    reminder: Reminder = field(default_factory=lambda: Reminder(0.0))  # when to log again that it is awaited
+    reminder: Reminder = dataclasses.field(
+        default_factory=lambda: Reminder(0.0)
+    )  # when to log again that it is awaited
     joined_at: int = 0  # policy version here when it was last taken in, or rounds began to have lanes of it
 
     # From its Hello
@@ -203,22 +205,26 @@ class RolloutPeer:
     agents: AgentsDescription | None = None  # what fragments of several agents are made of; None: it sends none
     can_be_paced: bool = False  # it knows which fragments go into which batch, and sends all that it makes
     has_fixed_lanes: bool = True  # no other lanes come
-    spaces: list[gym.Space[Any]] = field(default_factory=list)  # that observations may be in
+    spaces: list[gym.Space[Any]] = dataclasses.field(default_factory=list)  # that observations may be in
     action_space: gym.Space[Any] | None = None
     is_stateful: bool = False  # its module is
     module: str = ""  # name of the module's class
-    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the module's weights
+    weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # shapes of the module's weights
     seed: int | None = None  # of its environments; None: unknown
     version: int = 0  # policy version that it came with
     weights_id: bytes | None = None  # of its weights, if a trainer sent them; None: they have none
 
-    lanes: set[int] = field(default_factory=set)  # also gone ones of which it may want something again; of batches: 0
+    lanes: set[int] = dataclasses.field(
+        default_factory=set
+    )  # also gone ones of which it may want something again; of batches: 0
     awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
-    aside: dict[int, int] = field(default_factory=dict)  # lane that is gone -> number of its last item
+    aside: dict[int, int] = dataclasses.field(default_factory=dict)  # lane that is gone -> number of its last item
     needs: int = 1  # items of it that the trainer has to have at a time, see `FlowWindows`
-    beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
-    sent: _SentNews = field(default_factory=_SentNews)
-    _layouts: dict[int, FragmentLayout] = field(default_factory=dict)  # of the last fragment of each lane
+    beyond: set[int] = dataclasses.field(
+        default_factory=set
+    )  # numbers of items handed over, behind others that were not
+    sent: _SentNews = dataclasses.field(default_factory=_SentNews)
+    _layouts: dict[int, FragmentLayout] = dataclasses.field(default_factory=dict)  # of the last fragment of each lane
 
     @classmethod
     def of_state(cls, token: str, entry: Mapping[str, Any]) -> "RolloutPeer":
@@ -312,28 +318,20 @@ class RolloutPeer:
 
     def introduce(self, hello: wire.Hello, where: str) -> None:
         """Take a Hello. Raises WireError where its metadata make no sense."""
-        metadata = hello.metadata
-        for name, (is_right, expected) in _METADATA.items():
-            if not is_right(value := metadata.get(name)):
-                raise WireError(f"hello.metadata: {name} is {shown(value)}, expected {expected}", "message")
-        if not 1 <= len(spaces := metadata["spaces"]) <= _MOST_SPACES:
-            raise WireError(f"hello.metadata: {len(spaces)} spaces, expected 1 to {_MOST_SPACES}", "message")
-        weights: dict[str, Any] = metadata["weights"]
-        if not all(isinstance(shape, list) and all(map(is_whole, shape)) for shape in weights.values()):
-            raise WireError("hello.metadata: weights are no shapes, expected lists of whole numbers", "message")
+        metadata = {**hello.metadata, **_METADATA(hello.metadata, "hello.metadata")}
+        if not metadata["spaces"]:
+            raise WireError("hello.metadata.spaces is empty, expected 1 or more of them")
         self.sends_batches = metadata["sends"] == "batches"
         self.is_by_module = metadata.get("is_by_module") is True
         has_agents = self.is_by_module and not self.sends_batches
-        self.agents = AgentsDescription.read(metadata.get("agents")) if has_agents else None
+        self.agents = _AGENTS(metadata.get("agents"), "hello.metadata.agents") if has_agents else None
         self.can_be_paced = metadata.get("can_be_paced", not self.sends_batches) is True
-        self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
+        self.spaces, self.weights = metadata["spaces"], metadata["weights"]
         self._layouts = {}
         self.action_space = read_space(hello.action_space, "hello.action_space")
-        self.version, self.weights_id = metadata["version"], metadata.get("weights_id")
-        self.seed = metadata.get("seed")
+        self.version, self.weights_id, self.seed = metadata["version"], metadata["weights_id"], metadata["seed"]
         self._introduce_lanes(len(hello.slots), metadata)
         self.is_stateful, self.module = metadata["is_stateful"], metadata["module"]
-        self.weights = {name: tuple(shape) for name, shape in weights.items()}
         self.called = hello.name
         self.name = f"{quoted(hello.name)} ({where})"
 
@@ -341,7 +339,10 @@ class RolloutPeer:
         """The item of a message. Raises WireError if it is no item for a trainer."""
         if is_batch(message) != self.sends_batches:
             raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
-        return self._read_batch(message) if self.sends_batches else self._read_fragment(message)
+        try:
+            return self._read_batch(message) if self.sends_batches else self._read_fragment(message)
+        except WireError as error:
+            raise WireError(str(error), "fragment") from error
 
     def _read_batch(self, message: wire.Fragment) -> ArrivedItem:
         if (message.rest.get("by_module") is True) != self.is_by_module:
@@ -406,14 +407,11 @@ class RolloutPeer:
     def _introduce_lanes(self, count: int, metadata: Mapping[str, Any]) -> None:
         """Take the lanes of a Hello with so many slots. Raises WireError where they make no sense."""
         self.has_fixed_lanes = metadata["has_fixed_lanes"]
-        lanes: Any = list(range(count)) if self.has_fixed_lanes else metadata.get("lanes")
-        if not isinstance(lanes, list) or not all(map(_is_number, lanes)) or len(lanes) > count:
-            raise WireError(f"hello.metadata: lanes is {shown(lanes)}, expected {count} whole numbers", "message")
-        aside = metadata.get("aside", [])
-        if not isinstance(aside, list) or not all(isinstance(each, list) and len(each) == 2 for each in aside):
-            raise WireError(f"hello.metadata: aside is {shown(aside)}, expected pairs of lane and number", "message")
+        lanes: Sequence[int] | None = range(count) if self.has_fixed_lanes else metadata["lanes"]
+        if lanes is None or len(lanes) > count:
+            raise WireError(f"hello.metadata.lanes is {shown(lanes)}, expected {count} whole numbers")
         self.lanes, self.aside = {0} if self.sends_batches else set(lanes), {}
-        for lane, number in aside:
+        for lane, number in metadata["aside"] or ():
             self.set_aside(lane, number)
         # Where it had ended, others went on without it.
         self.awaited = self.awaited & self.lanes if self.is_present else frozenset()
@@ -434,16 +432,14 @@ class RolloutPeer:
             raise WireError(f"lane {lane} has come, expected {most}", "message")
         self.lanes.add(lane)
 
-    def set_aside(self, lane: Any, number: Any) -> None:
-        """Note that a lane has no item behind this one. Raises WireError where there is no such lane or number."""
+    def set_aside(self, lane: int, number: int) -> None:
+        """Note that a lane has no item behind this one. Raises WireError where there is no such lane."""
         if self.sends_batches:
             return
-        if not is_whole(lane) or (self.has_fixed_lanes and lane not in self.lanes):
+        if self.has_fixed_lanes and lane not in self.lanes:
             raise WireError(f"lane {shown(lane)} is set aside, expected one of {len(self.lanes)}", "message")
         if lane not in self.lanes:
             return  # it has been forgotten
-        if not _is_number(number):
-            raise WireError(f"lane {lane} is set aside behind {shown(number)}, expected a number", "message")
         self.aside[lane] = number
 
 

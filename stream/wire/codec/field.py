@@ -169,6 +169,16 @@ def map_of(check: Check) -> Check:
     return check_all
 
 
+def entries(**checks: Check) -> Check:
+    """A map with these entries, a missing one as None, without any others."""
+
+    def check_all(value: Any, where: str) -> dict[str, Any]:
+        given = mapping(value, where)
+        return {name: check(given.get(name), f"{where}.{name}") for name, check in checks.items()}
+
+    return check_all
+
+
 def infos(value: Any, where: str) -> Mapping[str, Any]:
     """Infos: a map in gymnasium's vector form, or SlotInfos."""
     return value if isinstance(value, SlotInfos) else mapping(value, where)

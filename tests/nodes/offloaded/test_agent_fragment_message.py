@@ -16,6 +16,7 @@ from rollflow.sinks.trainer.messages import AgentsDescription
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.wire import Fragment, FrameDecoder, decode, encode
+from rollflow.stream.wire.codec import field
 
 DRAWN = Drawn(2, 1, 4, 1, 9, False, 6, 1, True, 0)
 Path = tuple[Any, ...]
@@ -26,7 +27,7 @@ def description_of(drawn: Drawn) -> AgentsDescription:
     _, rollout = made(drawn)
     told = AgentsDescription.of(rollout, list(rollout.module)).plain()
     rollout.environments.close()
-    return AgentsDescription.read(told)
+    return field.record(AgentsDescription)(told, "agents")
 
 
 def behind_the_wire(message: Fragment) -> Fragment:
@@ -172,13 +173,11 @@ def test_what_is_wrong_is_told(path: Path, new: Any, told: str) -> None:
     ("path", "new", "told"),
     [
         ((), None, "agents is None, expected a map"),
-        (("parts",), [], r"agents.parts is \[\], expected a list of parts"),
-        (("parts", 0, "agents"), [[1]], r"parts\[0\]: agents is \[\[1\]\], expected a list of ids"),
-        (("parts", 0, "spaces"), [], r"parts\[0\]: spaces is \[\], expected 1 to 64 of them"),
-        (("to_train",), [1], r"agents.to_train is \[1\], expected a list of ids"),
-        (("published",), None, "agents.published is None, expected a list of ids"),
+        (("parts", 0, "agents"), [[1]], r"agents.parts\[0\].agents\[0\] is \[1\], expected an id"),
+        (("parts", 0, "spaces"), [], r"agents.parts\[0\] is .*, expected agents and spaces"),
+        (("to_train",), [1], r"agents.to_train\[0\] is 1, expected a string"),
     ],
 )
 def test_a_description_that_is_none_is_refused(path: Path, new: Any, told: str) -> None:
     with pytest.raises(WireError, match=told):
-        AgentsDescription.read(changed(description_of(DRAWN).plain(), path, new))
+        field.record(AgentsDescription)(changed(description_of(DRAWN).plain(), path, new), "agents")

@@ -17,10 +17,8 @@ from remote_rollouts import makers, rollout_over, rollouts_on
 from rollflow import MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.env_source import lane_makers
-from rollflow.nodes.env.observation_check import KINDS
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.offloaded.rollout_host import RolloutLane
-from rollflow.nodes.offloaded.rollout_report import account_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Fragment, LaneGrant, Settings, States, Turn, Weights
@@ -43,51 +41,23 @@ WEIGHT = {"weight": np.zeros((), np.float32)}
     ("changed", "told"),
     [
         ({"fragment_length": 0}, "fragment_length is 0, expected a whole number from 1"),
-        ({"fragment_length": 1 << 40}, "fragment_length is 1099511627776, expected"),
-        ({"lookback": -1}, "lookback is -1, expected a whole number from 0"),
-        ({"seed": "x"}, "seed is 'x', expected a whole number"),
-        ({"explore": 1}, "explore is 1, expected a bool"),
-        ({"flat": None}, "flat is None, expected a bool"),
+        ({"explore": {"a": 1}}, r"explore\['a'\] is 1, expected true or false"),
         ({"threads": 1 << 20}, "threads is 1048576, expected a whole number from 1 to 1024"),
-        ({"module": 3}, "module is 3, expected a name"),
-        ({"model_config": {"fcnet_hiddens": -1}}, "fcnet_hiddens is -1, expected a list"),
-        ({"model_config": 7}, "model_config is a int"),
-        ({"pieces": {"env_to_module": [1]}}, "pieces is .*, expected lists of names"),
+        ({"module": 3}, "module is 3, expected a string"),
+        ({"model_config": 7}, "model_config is 7, expected a map"),
+        ({"pieces": {"env_to_module": [1]}}, r"pieces\['env_to_module'\]\[0\] is 1, expected a string"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changed: dict[str, Any], told: str) -> None:
     assert RolloutSettings.of_message(Settings(GOOD)).fragment_length == 4
-    with pytest.raises(WireError, match=f"^settings: .*{told}"):
+    with pytest.raises(WireError, match=f"^settings.{told}"):
         RolloutSettings.of_message(Settings(GOOD | changed))
-    with pytest.raises(WireError, match=r"^settings: no seed, expected fragment_length, lookback"):
-        RolloutSettings.of_message(Settings({name: value for name, value in GOOD.items() if name != "seed"}))
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        None,
-        [["dtype", "it is"]] * (len(KINDS) + 1),
-        ["dtype"],
-        [["dtype"]],
-        [["color", "red"]],
-        [[["dtype"], "it is"]],
-        [["bounds", 5]],
-        [["bounds", "x" * 1025]],
-    ],
-)
-def test_what_a_host_says_of_its_observations_is_checked(told: Any) -> None:
-    rest = {"start": 0, "steps": 0, "seed": 0, "lost_steps": 0, "failure": None, "nodes": []}
-    assert account_of(rest, 1).deviations == ()
-    assert account_of(rest | {"deviations": [["bounds", "it is"]]}, 1).deviations == (("bounds", "it is"),)
-    with pytest.raises(WireError, match=r"^deviations (is|has) .*, expected a list of pairs: dtype or bounds"):
-        account_of(rest | {"deviations": told}, 1)
 
 
 @pytest.mark.parametrize(
     ("news", "told"),
     [
-        ([Settings({})], "settings: no fragment_length, lookback"),
+        ([Settings({})], "settings has no field 'fragment_length', expected fragment_length, lookback"),
         ([Settings(GOOD), States({})], "states: env_to_module is None, expected a map of states"),
         ([Settings(GOOD), Weights(0, {"a": np.zeros((), "f4")}, {"a": "float32"}, {})], "weights: ValueError"),
         ([Settings(GOOD), Weights(0, {"a": np.zeros(2, "u2")}, {"a": "nosuch"}, {})], "weights 'a': dtype 'nosuch'"),

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import trustme
 from feeding_rollouts import HASTY, SHORT, feeding, graph_of, running, trainer
@@ -189,16 +188,12 @@ def test_a_sink_gets_what_it_was_told_to_send() -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"spaces": []}, "0 spaces, expected 1 to 64"),
-        ({"spaces": "Box"}, "spaces is 'Box', expected a list"),
+        ({"spaces": []}, "hello.metadata.spaces is empty, expected 1 or more"),
         ({"spaces": [{"kind": "Sphere"}]}, "Sphere"),
-        ({"sends": np.zeros(3)}, "expected 'fragments' or 'batches'"),
         ({"spaces": [{"kind": "Box", "low": ["<f4", [2], bytes(2)], "high": []}]}, "hello.metadata.spaces"),
-        ({"version": 1 << 60}, "expected a whole number"),
         ({"version": 1.5}, "version is 1.5, expected a whole number"),
-        ({"weights": {"a": "big"}}, "weights are no shapes, expected lists of whole numbers"),
-        ({"sends": "letters"}, "sends is 'letters', expected 'fragments' or 'batches'"),
-        ({"is_stateful": 3}, "is_stateful is 3, expected a bool"),
+        ({"weights": {"a": "big"}}, "hello.metadata.weights['a'] is 'big', expected a list"),
+        ({"sends": "letters"}, "sends is 'letters', expected one of fragments, batches"),
     ],
 )
 def test_a_rollout_that_says_nonsense_of_itself_is_refused(changed: dict[str, Any], told: str) -> None:
