@@ -6,13 +6,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.offloaded.fragment_checks import check_columns, check_ends, check_rest
+from rollflow.nodes.offloaded.fragment_checks import check_columns, check_ends, check_rest, check_whole
 from rollflow.nodes.offloaded.fragment_codec import described, restored
 from rollflow.stream import wire
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import WireError, shown
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
 
@@ -43,16 +42,10 @@ def fragment_of(
     """
     try:
         rest = message.rest
-        rows = rest["num_rows"]
-        if not is_whole(rows) or not 0 <= rows <= layout.num_rows:
-            raise WireError(f"{rows} rows, expected 0 to {layout.num_rows}", "fragment")
-        which = rest["space"]
-        if not is_whole(which) or not 0 <= which < len(spaces):
-            raise WireError(f"space is {shown(which)}, expected one of {len(spaces)}", "fragment")
+        rows, which, forms = rest["num_rows"], rest["space"], rest["forms"]
+        check_whole("num_rows", rows, 0, layout.num_rows)
+        check_whole("space", which, 0, len(spaces) - 1)
         space = spaces[which]
-        forms = rest["forms"]
-        if not isinstance(forms, dict):
-            raise WireError(f"forms is {shown(forms)}, expected a map", "fragment")
         columns = {name: Column(name, formed(tree, forms.get(name), name)) for name, tree in message.columns.items()}
         check_columns(columns, layout, rows, space)
         check_rest(rest, layout, rows, space)

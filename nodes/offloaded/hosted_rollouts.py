@@ -355,7 +355,6 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             settings = RolloutSettings.of(
                 replica,
                 options,
-                has_several=self.role == "agent_rollout",
                 fragment_length=self.fragment_length,
                 lookback=self.lookback,
                 seed=self.seed,

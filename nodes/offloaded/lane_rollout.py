@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollflow.nodes.env.stepping import nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
@@ -22,19 +22,6 @@ _BEAT_S = 0.1  # how often a lane that waits for another's first pass says that 
 
 class Drained(BaseException):
     """Raised by `between` where what there is of the fragment is wanted now; the turn after it goes on from there."""
-
-
-class TurnResult(NamedTuple):
-    """Result of a turn.
-
-    fragment      without rows where nothing was made
-    error         what the environments raised; None: nothing. After it, the lane is of no use any more
-    lost_steps    transitions that were under way then
-    """
-
-    fragment: Any
-    error: Exception | None = None
-    lost_steps: int = 0
 
 
 class LaneRollout:
@@ -65,16 +52,19 @@ class LaneRollout:
         self._hide, self._site, self._replica = hide, site, replica
         self._metrics = MetricsLogger()
         self._turns = _Turns(between)
-        stages = replica.stages(site, plan, self._metrics)
-        forward: Any = _FirstNoted(stages.forward, self._turns.end_first, began)
-        self.lane: Any = stages.lane
-        self._run = InlineRun(ring_of(stages.environments, stages.prepare, forward, stages.act, self._turns), mark=mark)
+        self.lane, environments, prepare, forward, act = replica.stages(site, plan, self._metrics)
+        first: Any = _FirstNoted(forward, self._turns.end_first, began)
+        self._run = InlineRun(ring_of(environments, prepare, first, act, self._turns), mark=mark)
         self._calls: dict[str, list[Any]] = {}
         self._calls_due = 0
         self._run.__enter__()
 
-    def turn(self) -> TurnResult:
-        """Make the next fragment. Raises what the module or a connector raises."""
+    def turn(self) -> tuple[Any, Exception | None, int]:
+        """Make the next fragment; also what the environments raised, and the transitions that were under way then.
+
+        The fragment has no rows where nothing was made. After an error the lane is of no use any more. Raises what the
+        module or a connector raises.
+        """
         self._turns.want()
         try:
             given = self._run.next_outputs()
@@ -83,9 +73,9 @@ class LaneRollout:
                 raise
             self._hide()
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
-            return TurnResult(self.lane.cut(), error, lost)
+            return self.lane.cut(), error, lost
         # None where the gate has held the lane: it stands before its next forward pass.
-        return TurnResult(given[0][1] if given else self.lane.cut())
+        return given[0][1] if given else self.lane.cut(), None, 0
 
     @property
     def under_way(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.env.environments import Environments
@@ -19,7 +19,6 @@ from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 PIPELINES = ("env_to_module", "module_to_env")  # of one agent's rollout
 Published = Mapping[Any, tuple[int, Weights]]  # module id -> version and weights; of one module, DEFAULT_MODULE_ID
@@ -77,14 +76,8 @@ class LaneSite:
     deviations: Deviations = field(default_factory=lambda: Deviations(is_logged=False))
 
 
-class LaneStages(NamedTuple):
-    """Stages of one lane's ring."""
-
-    lane: Lane | MultiAgentLane
-    environments: Environments | AgentEnvironments
-    prepare: EnvToModule | AgentsToModule
-    forward: ModuleForward | AgentForward
-    act: ModuleToEnv | ModuleToAgents
+# The stages of one lane's ring: the lane, its environments, what prepares batches, does forward passes, and acts.
+LaneStages = tuple[Any, Any, Any, Any, Any]
 
 
 class OneReplica:
@@ -142,7 +135,7 @@ class OneReplica:
         seed_lane(lane, plan.seed)
         lane.fragment.sequence = plan.sequence
         context = {"module": module, "explore": plan.acting["explore"], "metrics": metrics}
-        return LaneStages(
+        return (
             lane,
             environments,
             EnvToModule(env_to_module, **context),
@@ -197,7 +190,7 @@ class SeveralReplica:
         lane.sequence = plan.sequence
         for part in lane.parts:
             part.fragment.sequence = plan.sequence
-        return LaneStages(
+        return (
             lane,
             environments,
             AgentsToModule(acting.env_to_module, acting.modules, joint=acting.joint, metrics=metrics),

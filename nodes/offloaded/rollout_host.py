@@ -162,7 +162,7 @@ class RolloutLane:
             session = self.session
             if session.settings is None or session.awaited is None:
                 raise WireError("weights before settings, expected them after", "order")
-            module = DEFAULT_MODULE_ID if isinstance(session.settings.module, str) else module_id
+            module = DEFAULT_MODULE_ID if module_id is None else module_id
             if module not in session.settings.modules:
                 expected = sorted(session.settings.modules)
                 raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
@@ -217,17 +217,17 @@ class RolloutLane:
             states = session.new_states()
         if states is not None:
             rollout.take_states(states.values())
-        turned = rollout.turn()
+        fragment, raised, lost = rollout.turn()
         # What was made in vain takes no number: there is no fragment then.
-        session.sequence = turned.fragment.sequence + (turned.error is None or turned.fragment.num_rows > 0)
-        more = rollout.report() | {"start": session.starts, "seed": session.seed, "lost_steps": turned.lost_steps}
-        more["failure"] = None if turned.error is None else _described(turned.error)
-        if turned.error is not None:
-            logger.warning("lane %d: %r", turn.lane, turned.error, exc_info=turned.error)
+        session.sequence = fragment.sequence + (raised is None or fragment.num_rows > 0)
+        more = rollout.report() | {"start": session.starts, "seed": session.seed, "lost_steps": lost}
+        more["failure"] = None if raised is None else _described(raised)
+        if raised is not None:
+            logger.warning("lane %d: %r", turn.lane, raised, exc_info=raised)
             session.rollout, self._has_failed = None, True
         if isinstance(rollout.lane, MultiAgentLane):
-            return message_of_agents(turn.number, turned.fragment, spaces_of(rollout.lane), more)
-        return message_of(turn.lane, turn.number, turned.fragment, more, rollout.lane.observation_spaces)
+            return message_of_agents(turn.number, fragment, spaces_of(rollout.lane), more)
+        return message_of(turn.lane, turn.number, fragment, more, rollout.lane.observation_spaces)
 
     def _started(self, session: LaneSession, first_step: int) -> LaneRollout:
         """Another start. It is told of from now on, when whoever asks has the answer of the one before."""

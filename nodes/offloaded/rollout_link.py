@@ -1,7 +1,7 @@
 """One lane whose whole rollout is in a worker process, seen from here."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -34,11 +34,7 @@ PROGRESS_BYTES = 128
 MARK, BUSY, UNDER_WAY = slice(3, 5), slice(5, 5 + len(STAGES)), 5 + len(STAGES)
 
 
-class PackedWeights(NamedTuple):
-    """Published weights, packed."""
-
-    version: int
-    block: SharedBlock
+PackedWeights = tuple[int, SharedBlock]  # their version, and the block that they lie in
 
 
 class RolloutLink(LaneLink):
@@ -109,10 +105,10 @@ class RolloutLink(LaneLink):
         self.send(frame(FrameKind.TURN))
 
     def _send_weights(self, newest: Mapping[Any, PackedWeights]) -> None:
-        for module_id, each in newest.items():
-            if each.version > self.versions.get(module_id, -1):
-                self.send(frame(FrameKind.WEIGHTS, number=each.block.size), each.block.fd)
-                self.versions[module_id], self.untaken = each.version, self.untaken + 1
+        for module_id, (version, block) in newest.items():
+            if version > self.versions.get(module_id, -1):
+                self.send(frame(FrameKind.WEIGHTS, number=block.size), block.fd)
+                self.versions[module_id], self.untaken = version, self.untaken + 1
 
     # Answers
 

@@ -63,11 +63,11 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
             data = pack_weights(version, weights, module_id)
             block = SharedBlock(len(data))
             block.write(data)
-            packed[module_id] = PackedWeights(version, block)
+            packed[module_id] = version, block
         with self._publishing:
             known = {} if self.is_closed else self.newest
             for module_id, each in packed.items():
-                if not self.is_closed and (module_id not in known or each.version > known[module_id].version):
+                if not self.is_closed and (module_id not in known or each[0] > known[module_id][0]):
                     known = {**known, module_id: each}
             self.newest = known
             if not self.is_closed:

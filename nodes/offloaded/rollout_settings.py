@@ -16,10 +16,9 @@ _MOST_ROWS = 1 << 24
 _NAME = field.text(1024)
 
 
-def _of_each(check: field.Check) -> field.Check:
-    """A value that `check` takes, or a map of such by the ids of modules."""
-    by_id = field.map_of(check)
-    return lambda value, where: (by_id if isinstance(value, Mapping) else check)(value, where)
+def _flags(value: Any, where: str) -> Any:
+    """A flag, or one for each module."""
+    return (field.map_of(field.flag) if isinstance(value, Mapping) else field.flag)(value, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +29,23 @@ class RolloutSettings:
     lookback                  steps of the fragment before in each (H)
     seed                      of environments and sampling
     explore, flat, threads    how forward passes are done: see `ModuleForward`; of several modules `explore` is by id
-    module                    name of the module's class; of several modules a map of them by id
-    model_config              fields of its `DefaultModelConfig`; None: it is no `DefaultModule`; likewise by id
+    module                    module id -> name of the module's class
+    model_config              module id -> fields of its `DefaultModelConfig`; None: it is no `DefaultModule`
     pieces                    names of each pipeline's connector pieces
     """
 
     fragment_length: Annotated[int, field.whole(1, _MOST_ROWS)]
     lookback: Annotated[int, field.whole(0, _MOST_ROWS)]
     seed: Annotated[int, field.whole(0, 1 << 64)]
-    explore: Annotated[bool | Mapping[str, bool], _of_each(field.flag)]
+    explore: Annotated[bool | Mapping[str, bool], _flags]
     flat: Annotated[bool | None, field.nullable(field.flag)]
     threads: Annotated[int | None, field.nullable(field.whole(1, 1024))]
-    module: Annotated[str | Mapping[str, str], _of_each(_NAME)]
-    model_config: Annotated[Mapping[str, Any] | None, field.nullable(field.mapping)]
+    module: Annotated[Mapping[str, str], field.map_of(_NAME)]
+    model_config: Annotated[Mapping[str, Any], field.map_of(field.nullable(field.mapping))]
     pieces: Annotated[Mapping[str, Sequence[str]], field.map_of(field.list_of(_NAME, 1024))]
 
     @classmethod
-    def of(cls, replica: Replica, acting: Mapping[str, Any], *, has_several: bool, **sizes: int) -> "RolloutSettings":
+    def of(cls, replica: Replica, acting: Mapping[str, Any], **sizes: int) -> "RolloutSettings":
         """Settings of a rollout: what acts, options of forward passes, and the numbers."""
         names = {each: type(module).__name__ for each, module in replica.modules.items()}
         configs = {
@@ -57,8 +56,8 @@ class RolloutSettings:
             explore=acting["explore"],
             flat=acting["flat"],
             threads=acting["threads"],
-            module=names if has_several else names[DEFAULT_MODULE_ID],
-            model_config=configs if has_several else configs[DEFAULT_MODULE_ID],
+            module=names,
+            model_config=configs,
             pieces={name: [piece.name for piece in pipeline.connectors] for name, pipeline in replica.named_pipelines},
             **sizes,
         )
@@ -75,10 +74,7 @@ class RolloutSettings:
     @property
     def modules(self) -> Mapping[str, tuple[str, Mapping[str, Any] | None]]:
         """Module id -> name of its class, and its config, None where it is no `DefaultModule`."""
-        if isinstance(self.module, str):
-            return {DEFAULT_MODULE_ID: (self.module, self.model_config)}
-        configs = self.model_config or {}
-        return {module_id: (name, configs[module_id]) for module_id, name in self.module.items()}
+        return {module_id: (name, self.model_config[module_id]) for module_id, name in self.module.items()}
 
     def check_pieces(self, pipelines: Sequence[tuple[str, Any]], name: str) -> None:
         """Raise ConnectorError where a host's pipelines have other pieces than the rollout's."""
@@ -114,4 +110,4 @@ class RolloutSettings:
                 )
 
     def _named(self, module_id: str) -> str:
-        return "module" if isinstance(self.module, str) else f"module '{module_id}'"
+        return "module" if self.module.keys() == {DEFAULT_MODULE_ID} else f"module '{module_id}'"

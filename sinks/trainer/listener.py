@@ -219,7 +219,7 @@ class TrainerListener:
         is_running = connection.phase is wire.ConnectionPhase.RUNNING
         if source is None or source.connection is not connection or not is_running:
             return
-        sent = source.sent_through(connection)
+        sent = source.sent
         if sent.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
             sent.wanted = wanted
             version = 0 if self.weights.published is None else self.weights.published.version

@@ -151,9 +151,8 @@ class BatchItem(NamedTuple):
 
 @dataclass(slots=True)
 class _SentNews:
-    """News that a source has been sent through a connection."""
+    """News that a source has been sent through its connection."""
 
-    connection: wire.TrainerConnection | None = None
     version: int = -1
     done: tuple[int, int] = (-1, -1)
     wanted: tuple[int | None, frozenset[int]] = (-1, frozenset())
@@ -287,7 +286,7 @@ class RolloutPeer:
 
     def come(self, connection: wire.TrainerConnection, version: int) -> None:
         """Take its connection, while this policy version is the newest."""
-        self.connection, self.joined_at = connection, version
+        self.connection, self.sent, self.joined_at = connection, _SentNews(), version
         if self.life is not PeerLife.FINISHED:
             self.life = PeerLife.HERE
 
@@ -309,12 +308,6 @@ class RolloutPeer:
     def give_up(self) -> None:
         """Wait for it no more."""
         self.life = PeerLife.LOST
-
-    def sent_through(self, connection: wire.TrainerConnection) -> "_SentNews":
-        """News sent through a connection; none yet through a new one."""
-        if self.sent.connection is not connection:
-            self.sent = _SentNews(connection)
-        return self.sent
 
     def introduce(self, hello: wire.Hello, where: str) -> None:
         """Take a Hello. Raises WireError where its metadata make no sense."""

@@ -30,8 +30,8 @@ GOOD: dict[str, Any] = {
     "explore": True,
     "flat": False,
     "threads": 1,
-    "module": "NumberedModule",
-    "model_config": None,
+    "module": {"default_policy": "NumberedModule"},
+    "model_config": {"default_policy": None},
     "pieces": {"env_to_module": [], "module_to_env": []},
 }
 WEIGHT = {"weight": np.zeros((), np.float32)}
@@ -43,7 +43,7 @@ WEIGHT = {"weight": np.zeros((), np.float32)}
         ({"fragment_length": 0}, "fragment_length is 0, expected a whole number from 1"),
         ({"explore": {"a": 1}}, r"explore\['a'\] is 1, expected true or false"),
         ({"threads": 1 << 20}, "threads is 1048576, expected a whole number from 1 to 1024"),
-        ({"module": 3}, "module is 3, expected a string"),
+        ({"module": 3}, "module is 3, expected a map"),
         ({"model_config": 7}, "model_config is 7, expected a map"),
         ({"pieces": {"env_to_module": [1]}}, r"pieces\['env_to_module'\]\[0\] is 1, expected a string"),
     ],
