@@ -231,35 +231,21 @@ class OwnFolder:
 
     def __init__(self) -> None:
         _remove_left()
-        self._lock: int | None = None
-        while self._lock is None:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            self._lock = _locked(self.path / _LOCK)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        fresh = self.path / "new"
+        self._lock = fresh.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        fresh.rename(self.path / _LOCK)  # others look for it by this name, once it is locked
 
     def close(self) -> None:
         """Remove the folder with all its contents; a second call does nothing."""
-        if self._lock is not None:
+        if not self._lock.closed:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = None
-
-
-def _locked(path: Path) -> int | None:
-    """Descriptor of a new, locked file; None if another process has removed the file before it was locked."""
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    if path.exists():
-        return fd
-    os.close(fd)
-    return None
+            self._lock.close()
 
 
 def _remove_left() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # it has an owner, or was removed meanwhile
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(fd)
+        with suppress(OSError), lock.open("r+") as file:  # it has an owner, or was removed meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)

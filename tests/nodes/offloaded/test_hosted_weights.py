@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,18 @@ def check_weights(fragments: list[Fragment]) -> None:
         newest[fragment.lane] = rows[-1]
 
 
-def test_published_weights_are_used_in_the_next_fragment_of_every_host() -> None:
-    envs = listening(RemoteRollouts, hosts=2)
-    with (
-        rollouts_on(envs.addresses[0], makers(0, 1), lanes=2),
-        rollouts_on(envs.addresses[0], makers(2)),
-        rollout_over(envs, fragment_length=5) as rollout,
-    ):
+@pytest.mark.parametrize("place", ["sockets", "workers"])
+def test_published_weights_are_used_in_the_next_fragment_of_every_lane(place: str) -> None:
+    with ExitStack() as stack:
+        if place == "sockets":
+            envs = listening(RemoteRollouts, hosts=2)
+            stack.enter_context(rollouts_on(envs.addresses[0], makers(0, 1), lanes=2))
+            stack.enter_context(rollouts_on(envs.addresses[0], makers(2)))
+            rollout = stack.enter_context(rollout_over(envs, fragment_length=5))
+        else:
+            placed: Any = {"where": "rollouts", "lanes": 3, "workers": 2}
+            made = Rollout(makers(0, 1, 2), module=NumberedModule(), fragment_length=5, seed=0, **placed)
+            rollout = stack.enter_context(made)
         fragments = iter(rollout.fragments())
         for version in range(4):
             for fragment in [next(fragments) for _ in range(3)]:

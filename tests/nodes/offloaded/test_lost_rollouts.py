@@ -4,12 +4,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from ending_envs import Doomed, lives_of, rewards_by_slot
 from numbered_agents import NumberedAgents
-from numbered_module import NumberedEnv, NumberedModule
+from numbered_module import NumberedModule
 
 from rollflow import ConnectorV2, MultiAgentRollout, Rollout
 from rollflow.stream import EnvError, RunError
@@ -127,18 +125,6 @@ def test_an_error_in_a_connector_ends_the_run() -> None:
         with pytest.raises(RunError, match=told) as raised:
             next(iter(rollout.fragments()))
     assert any("in node 'env_to_module'" in note for note in raised.value.__notes__)
-
-
-def test_new_weights_are_used_by_every_worker() -> None:
-    makers = [partial(NumberedEnv, slot) for slot in range(2)]
-    module = NumberedModule()
-    with Rollout(makers, where="rollouts", workers=2, module=module, fragment_length=5, seed=0) as rollout:
-        fragments = iter(rollout.fragments())
-        for version in range(4):
-            for fragment in (next(fragments), next(fragments)):
-                assert fragment.policy_version == version
-                np.testing.assert_array_equal(fragment.column("weight"), version)
-            assert rollout.publish({"weight": torch.tensor(float(version + 1))}) == version + 1
 
 
 def test_the_report_tells_of_the_stages_in_the_workers() -> None:

@@ -24,35 +24,30 @@ def test_the_same_is_the_one_before_whatever_else_is_told(more: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_slots", 3), ("num_rows", 4), ("lookback", 0), ("resets_next_step", True)]
+    ("name", "value"),
+    [("num_slots", 3), ("num_rows", 4), ("lookback", 0), ("resets_next_step", True), ("episodes", "y")],
 )
 def test_another_is_another(name: str, value: Any) -> None:
-    layout = layout_told(TOLD | {name: value}, ACTIONS, layout_told(TOLD, ACTIONS))
-    assert getattr(layout, name) == value
-
-
-def test_episodes_are_called_as_is_told_last() -> None:
-    layout = layout_told(TOLD | {"episodes": "y"}, ACTIONS, layout_told(TOLD, ACTIONS))
-    assert layout.episode_id(0, 1) != layout_told(TOLD, ACTIONS).episode_id(0, 1)
+    layout = layout_told(TOLD | {name: value}, ACTIONS, before := layout_told(TOLD, ACTIONS))
+    if name == "episodes":
+        assert layout.episode_id(0, 1) != before.episode_id(0, 1)
+    else:
+        assert getattr(layout, name) == value
 
 
 @pytest.mark.parametrize(
     ("told", "why"),
     [
         (None, "layout is None, expected a map"),
-        (np.zeros(2), "expected a map"),
-        (TOLD | {"episodes": np.zeros(2)}, "expected a map"),
-        (TOLD | {"num_slots": np.zeros(2)}, r"layout.num_slots is an array float64\[2\], expected a whole number"),
-        (TOLD | {"num_slots": 2.0}, "layout.num_slots is 2.0, expected a whole number"),
+        (TOLD | {"episodes": np.zeros(2)}, r"layout.episodes is an array <f8\[2\], expected a string"),
         (TOLD | {"lookback": True}, "layout.lookback is True, expected a whole number"),
         ({name: value for name, value in TOLD.items() if name != "num_rows"}, "layout.num_rows is None"),
     ],
 )
 def test_what_is_none_is_refused_behind_a_good_one_as_well(told: Any, why: str) -> None:
     for before in (None, layout_told(TOLD, ACTIONS)):
-        with pytest.raises(WireError, match=why) as raised:
+        with pytest.raises(WireError, match=why):
             layout_told(told, ACTIONS, before)
-        assert raised.value.code == "fragment"
 
 
 def test_of_lanes_that_come_and_go_those_that_there_are_are_remembered() -> None:

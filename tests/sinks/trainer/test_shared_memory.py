@@ -14,9 +14,7 @@ from typing import Any
 import drawn_agents
 import numpy as np
 import pytest
-from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rollout_of
 from feeding_rollouts import SHORT, FeedProcess, feeding, graph_of, graph_over, in_lanes_order, running, sequences_of
-from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings
 from memory_lending import file_of, files_mapped, shared_address
 from numpy.typing import NDArray
@@ -30,7 +28,6 @@ from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.testing import check
 
 WHERE = ["inline", "threads", "processes", "rollouts"]
 # Where the environments are, and how many agents each has; 0: one, which is not told by its name.
@@ -75,17 +72,6 @@ class Keep:
 
 
 @settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
-@given(drawn=drawn_settings)
-def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
-    here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
-    with shared_address() as address, trainer(address, yields="fragments", prefetch=8) as stream:
-        with running(*graph_over(rollout_of(drawn, lanes=drawn.lanes), stream.address)):
-            there = [fragment for fragment in stream if fragment.num_steps]
-        assert all(file_of(leaf) is not None for fragment in there for leaf in arrays_of(fragment))
-    assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
-
-
-@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
 @given(drawn=drawn_agents.drawn_settings)
 def test_fragments_of_several_agents_are_those_of_the_rollout(drawn: drawn_agents.Drawn) -> None:
     here = drawn_agents.fragments_of(drawn)
@@ -95,18 +81,6 @@ def test_fragments_of_several_agents_are_those_of_the_rollout(drawn: drawn_agent
             there = list(stream)
         assert all(file_of(leaf) is not None for fragment in there for leaf in arrays_of(fragment))
     drawn_agents.assert_alike(in_lanes_order(there), here)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sends", ["fragments", "batches"])
-def test_batches_are_those_of_the_rollout(sends: str, address: str) -> None:
-    options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 3, "seed": 7}
-    with Rollout("CartPole-v1", **options) as rollout:
-        here = list(rollout.batches())
-    with trainer(address) as stream:
-        with running(*graph_over(Rollout("CartPole-v1", **options), address, sends=sends)):
-            there = list(stream)
-    check(here, there)
 
 
 @pytest.mark.slow

@@ -13,34 +13,51 @@ from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rol
 from feeding_rollouts import feeding, graph_of, graph_over, in_lanes_order, running, sequences_of, trainer
 from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings
+from memory_lending import file_of, shared_address
 from numbered_module import NumberedModule
 from property_examples import examples
 from remote_rollouts import await_that
 
 from rollflow import Fragment, GeneralAdvantageEstimation, Rollout, SingleAgentEpisode
 from rollflow.stream import RunError
+from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.testing import check
 
 
-@settings(max_examples=examples(10), phases=[Phase.explicit, Phase.generate])
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
 @given(drawn=drawn_settings)
-def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
+def test_fragments_are_those_of_the_rollout(scheme: str, drawn: Setting) -> None:
     here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
-    with trainer(yields="fragments") as stream:
+    with (
+        shared_address() as shared,
+        trainer(shared if scheme == "shm" else "tcp://127.0.0.1:0", yields="fragments", prefetch=8) as stream,
+    ):
         with running(*graph_over(rollout_of(drawn, lanes=drawn.lanes), stream.address)):
             there = [fragment for fragment in stream if fragment.num_steps]
+        leaves = [leaf for each in there for column in each.columns.values() for leaf in leaves_of(column.tree)]
+        assert scheme == "tcp" or all(file_of(leaf) is not None for leaf in leaves if leaf.nbytes)
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["inline", "rollouts"])
-def test_batches_are_those_of_the_rollout_wherever_it_goes(where: str) -> None:
-    placed = {"where": where, "lanes": 2, **({} if where == "inline" else {"workers": 2})}
-    with Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7, **placed) as rollout:  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("where", "scheme", "sends"),
+    [
+        ("inline", "tcp", "fragments"),
+        ("rollouts", "tcp", "fragments"),
+        ("inline", "shm", "fragments"),
+        ("inline", "shm", "batches"),
+    ],
+)
+def test_batches_are_those_of_the_rollout_wherever_it_goes(where: Any, scheme: str, sends: str, address: str) -> None:
+    options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 3, "seed": 7, "where": where}
+    if where == "rollouts":
+        options |= {"lanes": 2, "workers": 2}
+    with Rollout("CartPole-v1", **options) as rollout:
         here = list(rollout.batches())
-    with trainer() as stream:
-        other = Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7, **placed)  # type: ignore[arg-type]
-        with running(*graph_over(other, stream.address)):
+    with trainer(address if scheme == "shm" else "tcp://127.0.0.1:0") as stream:
+        with running(*graph_over(Rollout("CartPole-v1", **options), stream.address, sends=sends)):
             there = list(stream)
     assert sum(len(batch["obs"]) for batch in here) == sum(len(batch["obs"]) for batch in there)
     for mine, theirs in zip(here, there, strict=True):
