@@ -109,10 +109,10 @@ def test_what_connectors_learn_and_log_comes_together(place: str) -> None:
         (
             {"module": RandomModule},
             ModuleError,
-            "module 'default_policy' of host .* is RandomModule; expected .* Serial",
+            "module of host .* is RandomModule; expected .* Serial",
         ),
         ({"module": {"a": SerialModule()}}, ModuleError, r"has the modules \['a'\], expected .*\['default_policy'\]"),
-        ({"module": None}, ModuleError, "module 'default_policy' is SerialModule, and host .* was given none"),
+        ({"module": None}, ModuleError, "module is SerialModule, and host .* was given none"),
         (
             {"env_to_module_connector": lambda part: Notes()},
             ConnectorError,
