@@ -1,7 +1,7 @@
-"""Item maker: makes train batches, fragments or episodes of the items that have come to a trainer."""
+"""Item maker: makes train batches, or hands over fragments, of the items that have come to a trainer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
@@ -24,7 +24,7 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 LearnerConnector = Callable[[Any, Any], ConnectorV2 | list[ConnectorV2]]
-Yields = Literal["batches", "fragments", "episodes"]
+Yields = Literal["batches", "fragments"]
 _MOST_MODULES = 1024
 
 
@@ -59,21 +59,8 @@ class StreamReturns(EpisodeReturns):
             del self.by_module[module_id]
 
 
-class LoopItem(NamedTuple):
-    """Item for the trainer's loop.
-
-    item      a train batch, a fragment or an episode
-    of        arrived items that it was made of
-    is_last   True if nothing more is made of them
-    """
-
-    item: Any
-    of: Sequence[ArrivedItem]
-    is_last: bool
-
-
 class ItemMaker:
-    """Makes items for the trainer's loop, where `yields` is "batches" by the learner pipeline.
+    """Makes items for the trainer's loop: train batches by the learner pipeline, or the fragments, one at a time.
 
     learner_connector, module, metrics    for train batches: see `TrainerStream`
 
@@ -89,26 +76,16 @@ class ItemMaker:
         # By what they are made for: the module, of several, the part of its agents, and whether it is stateful.
         self._pipelines: dict[tuple[str | None, int, bool], LearnerConnectorPipeline] = {}
 
-    def items_of(self, arrived_items: Sequence[ArrivedItem]) -> Iterator[LoopItem]:
-        """Make items of a set of arrived items, one by one. Raises RunError for a set of which none can be made."""
+    def item_of(self, arrived_items: Sequence[ArrivedItem]) -> Any:
+        """The item of a set of arrived items; None: a batch without steps. Raises RunError where none can be made."""
         fragments: list[Any] = [arrived.item for arrived in arrived_items if isinstance(arrived.item, AnyFragment)]
         if fragments and len(fragments) < len(arrived_items):
             raise RunError("some rollouts send fragments and some train batches, expected all to send the same")
-        items: Iterator[LoopItem]
-        if self._yields == "batches":
-            batch = self._batch_of(fragments, arrived_items)  # made at once: if that fails, no episode is counted
-            items = iter((LoopItem(batch, arrived_items, True),) if batch else ())
-        else:
-            items = self._one_by_one(arrived_items, fragments)
+        # A batch is made first: if that fails, no episode is counted.
+        item = fragments[0] if self._yields == "fragments" else self._batch_of(fragments, arrived_items) or None
         for arrived in arrived_items:
             self.returns.add_item(arrived)
-        return items
-
-    def _one_by_one(self, arrived_items: Sequence[ArrivedItem], fragments: Sequence[AnyFragment]) -> Iterator[LoopItem]:
-        for arrived, fragment in zip(arrived_items, fragments, strict=True):
-            items = [fragment] if self._yields == "fragments" else list(fragment.episodes())
-            for item in items:
-                yield LoopItem(item, [arrived], item is items[-1])
+        return item
 
     def _batch_of(self, fragments: Sequence[Any], arrived_items: Sequence[ArrivedItem]) -> Batch:
         """Train batch of fragments, or of the batches that the rollouts have made.
@@ -167,7 +144,7 @@ def check_choices(
     count     fragments of a batch; None: that is not said
     taught    makes pieces for a learner pipeline; None: there are none
     """
-    _check("yields", yields, ("batches", "fragments", "episodes"))
+    _check("yields", yields, ("batches", "fragments"))
     _check("on_excess", on_excess, ("drop", "pace", "mask", "raise"))
     _check("ack", ack, ("auto", "manual"))
     if on_excess == "mask" and yields != "batches":

@@ -20,7 +20,6 @@ from rollflow.sinks.trainer.intake import ArrivalOrder, Intake, LaneRounds
 from rollflow.sinks.trainer.item_maker import (
     ItemMaker,
     LearnerConnector,
-    LoopItem,
     StreamReturns,
     Yields,
     check_choices,
@@ -48,7 +47,7 @@ class TrainerStream:
         secret, tls            as for `RemoteEnvs.listen`
         yields                 "batches": train batches, column -> tensor `any[B, ...]`, of the learner pipeline, which
                                runs here, or of a `LearnerPipeline` where the rollout is; of several modules as module
-                               id -> train batch. "fragments" or "episodes": one by one
+                               id -> train batch. "fragments": one by one
         fragments_per_batch    number of fragments in a batch, in the order in which they come. None: as many as there
                                are lanes in all the rollouts that are there or may come back; under "pace", one of each
         learner_connector      `lambda obs_space, act_space: piece or list of pieces`, before the default ones
@@ -118,7 +117,6 @@ class TrainerStream:
         self._join_timeout = join_timeout
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
         self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
-        self._items: Iterator[LoopItem] = iter(())
         self._closing, self._state = ExitStack(), "new"
         self._listener = TrainerListener(
             secret=known,
@@ -312,28 +310,27 @@ class TrainerStream:
 
     def _try_next(self, patience: WaitReminder) -> Any:
         """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError where no rollout comes."""
-        while (made := next(self._items, None)) is None:
+        while True:
             arrived = self._intake.try_take(patience)
             if not arrived:
                 return None if arrived is None else _NOT_YET
             # If no item can be made of them, they stay in the intake, and the next try raises again.
             with self._listener.trace.making():
-                self._items = self._item_maker.items_of(arrived)
-                made = next(self._items, None)
+                item = self._item_maker.item_of(arrived)
             self._left_out += self._intake.forget(arrived)
-            if made is not None:
+            if item is not None:
                 break
             self._intake.be_done_with([*arrived, *self._left_out])  # agents may wait all the while
             self._left_out = []
         version = self.version
         if self.yields == "batches":
-            self._staleness.mask(made.item, made.of, version)
+            self._staleness.mask(item, arrived, version)
         self._listener.weights.note_batch()
-        self.handed = [BatchItem.of(arrived, version) for arrived in made.of]
-        self._listener.trace.gets(made.of)
+        self.handed = [BatchItem.of(each, version) for each in arrived]
+        self._listener.trace.gets(arrived)
         self.log.take(self.handed)
-        self._current, self._left_out = ([*made.of, *self._left_out], []) if made.is_last else ([], self._left_out)
-        return made.item
+        self._current, self._left_out = [*arrived, *self._left_out], []
+        return item
 
 
 def _failure_of(error: BaseException | None) -> str | None:

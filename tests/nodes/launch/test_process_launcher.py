@@ -1,9 +1,5 @@
 """The five verbs of a launcher, with processes of this machine."""
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,32 +95,6 @@ def test_nothing_is_left_of_programs_that_are_stopped(monkeypatch: pytest.Monkey
         with started(2, command) as (launcher, handles):
             await_that(lambda: all(map(launcher.logs, handles)))
     assert held_here() == before
-
-
-PROGRAM = f"""
-import signal, sys
-from rollflow.nodes.launch.process_launcher import ProcessLauncher
-from remote_rollouts import await_that
-
-launcher = ProcessLauncher()
-handles = launcher.start(2, ["{NAME}", "stay"], "sesame", {{}})
-await_that(lambda: all("stays" in launcher.logs(handle) for handle in handles))
-print("running", flush=True)
-signal.pause()
-"""
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_programs_whose_launcher_is_killed() -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    driver = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=env)
-    assert driver.stdout is not None
-    assert driver.stdout.readline() == "running\n"
-    programs = psutil.Process(driver.pid).children(recursive=True)
-    assert len(processes_of(driver.pid)) == 2
-    driver.send_signal(signal.SIGKILL)
-    driver.communicate()
-    assert psutil.wait_procs(programs, timeout=60)[1] == []
 
 
 def test_resources_are_not_for_processes_of_one_machine() -> None:

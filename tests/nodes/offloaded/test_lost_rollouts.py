@@ -15,27 +15,45 @@ from rollflow.stream import EnvError, RunError
 pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]
 
 
-@pytest.mark.parametrize(("fate", "prefetch"), [("kill", 0), ("kill", 1), ("raise", 0), ("stop", 1)])
-def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(tmp_path: Path, fate: str, prefetch: int) -> None:
-    makers = [partial(Doomed, slot, tmp_path, fate, 21, 2 if slot == 0 else 0) for slot in range(4)]
-    options: Any = {"module": NumberedModule(), "fragment_length": 8, "seed": 0, "step_timeout": 1.0}
-    with Rollout(makers, where="rollouts", workers=2, num_fragments=12, prefetch=prefetch, **options) as rollout:
-        fragments = list(rollout.fragments())
-        [(cause, lost)] = rollout.lost.items()
-        assert cause == "workers"
-        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
-    for lane in (0, 1):
-        sequences = [fragment.sequence for fragment in fragments if fragment.lane == lane]
-        assert sequences == list(range(12))
+def check_all_counted(fragments: list[Any], rollout: Rollout, folder: Path, most: int) -> None:
+    """Every step that was made is in a chunk or counted as lost, with those under way, `most` of them."""
+    [(cause, lost)] = rollout.lost.items()
+    assert cause == "workers"
+    assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
     ids = [(chunk.id_, chunk.t_started) for fragment in fragments for chunk in fragment.episodes()]
     assert len(set(ids)) == len(ids)
     missing = 0
     for slot, rewards in rewards_by_slot(fragments).items():
-        made = [steps for steps in Doomed.lives(tmp_path, slot) if steps]
+        made = [steps for steps in Doomed.lives(folder, slot) if steps]
         seen = lives_of(rewards)
         missing += sum(made[: len(seen)]) - sum(seen)
-    assert 0 < lost <= 2 * 2  # those under way, twice
+    assert 0 < lost <= most
     assert 0 <= missing <= lost
+
+
+@pytest.mark.parametrize(
+    ("fate", "prefetch", "victim", "options", "most"),
+    [
+        ("kill", 0, 0, {"num_fragments": 12}, 2 * 2),
+        ("kill", 1, 0, {"num_fragments": 12}, 2 * 2),
+        ("raise", 0, 0, {"num_fragments": 12}, 2 * 2),
+        ("stop", 1, 0, {"num_fragments": 12}, 2 * 2),
+        ("kill", 1, 1, {"lanes": 3, "workers": 1, "fragment_length": 4, "num_fragments": 6}, 3),
+    ],
+    ids=["killed", "killed ahead", "raises", "stopped", "killed with all its lanes"],
+)
+def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
+    tmp_path: Path, fate: str, prefetch: int, victim: int, options: dict[str, Any], most: int
+) -> None:
+    given: dict[str, Any] = {"workers": 2, "fragment_length": 8, "seed": 0, "step_timeout": 1.0, **options}
+    slots, step, lives = (4, 21, 2) if victim == 0 else (3, 13, 1)
+    makers = [partial(Doomed, slot, tmp_path, fate, step, lives * (slot == victim)) for slot in range(slots)]
+    with Rollout(makers, where="rollouts", module=NumberedModule(), prefetch=prefetch, **given) as rollout:
+        fragments = list(rollout.fragments())
+        check_all_counted(fragments, rollout, tmp_path, most)
+    for lane in range(given.get("lanes", 2)):
+        sequences = [fragment.sequence for fragment in fragments if fragment.lane == lane]
+        assert sequences == list(range(given["num_fragments"]))
 
 
 @pytest.mark.parametrize("fate", ["raise", "kill"])
@@ -93,24 +111,6 @@ def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> 
     with Rollout(maker, where="rollouts", workers=1, module=NumberedModule(), seed=0) as rollout:
         with pytest.raises(EnvError, match=told):
             next(iter(rollout.fragments()))
-
-
-def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Path) -> None:
-    makers = [partial(Doomed, slot, tmp_path, "kill", 13, int(slot == 1)) for slot in range(3)]
-    options: Any = {"module": NumberedModule(), "fragment_length": 4, "num_fragments": 6, "seed": 0}
-    with Rollout(makers, where="rollouts", lanes=3, workers=1, prefetch=1, **options) as rollout:
-        fragments = list(rollout.fragments())
-        lost = rollout.lost["workers"]
-        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
-    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
-        (lane, sequence) for lane in range(3) for sequence in range(6)
-    ]
-    missing = 0
-    for slot, rewards in rewards_by_slot(fragments).items():
-        made = [steps for steps in Doomed.lives(tmp_path, slot) if steps]
-        seen = lives_of(rewards)
-        missing += sum(made[: len(seen)]) - sum(seen)
-    assert 0 <= missing <= lost <= 3
 
 
 class Breaks(ConnectorV2):

@@ -46,9 +46,9 @@ def test_a_secret_is_proved_by_both_ends() -> None:
         ({"secret": SECRET}, {"secret": "another"}, "proof.mac: the rollout has another secret"),
         ({"secret": SECRET}, {}, "the trainer asks for a secret, and this rollout has none"),
         (
-            {"yields": "episodes"},
+            {"yields": "fragments"},
             {"sends": "batches"},
-            "this rollout sends train batches, and the trainer has yields='episodes'",
+            "this rollout sends train batches, and the trainer has yields='fragments'",
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
         ({"learner_connector": 3}, "learner_connector is 3, expected a function that returns a piece"),
         ({"address": None}, "address None, expected a string: 'tcp://host:port', .*, 'unix:/path' or 'shm:/path'"),
         ({"address": "tcp://host"}, "address 'tcp://host', expected a port behind it: 'tcp://host:port'"),
-        ({"yields": "episodes", "learner_connector": lambda *_: []}, "learner_connector makes batches, expected none"),
+        ({"yields": "fragments", "learner_connector": lambda *_: []}, "learner_connector makes batches, expected none"),
         ({"tls": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}, "tls is a client's context, expected a server's"),
         ({"address": "http://x:1"}, "address 'http://x:1', expected 'tcp://host:port', .* or 'shm:/path'"),
     ],

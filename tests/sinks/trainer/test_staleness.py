@@ -143,8 +143,8 @@ def test_older_steps_are_masked() -> None:
 def test_wrong_choices_are_refused() -> None:
     with pytest.raises(ValueError, match="on_excess is 'wait', expected one of 'drop', 'pace', 'mask', 'raise'"):
         trainer(on_excess="wait")
-    with pytest.raises(ValueError, match="is for batches, expected another one with yields='episodes'"):
-        trainer(on_excess="mask", yields="episodes")
+    with pytest.raises(ValueError, match="is for batches, expected another one with yields='fragments'"):
+        trainer(on_excess="mask", yields="fragments")
     with pytest.raises(ValueError, match="a batch is one fragment of every lane, expected no fragments_per_batch"):
         trainer(on_excess="pace", fragments_per_batch=3)
     with pytest.raises(ValueError, match="max_lag is -1, expected a whole number from 0 on"):

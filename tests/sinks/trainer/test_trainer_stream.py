@@ -1,4 +1,4 @@
-"""A trainer gets what the rollout would have given: as fragments, episodes and train batches, in every loop."""
+"""A trainer gets what the rollout would have given: as fragments and train batches, in every loop."""
 
 import logging
 import socket
@@ -18,7 +18,7 @@ from numbered_module import NumberedModule
 from property_examples import examples
 from remote_rollouts import await_that
 
-from rollflow import Fragment, GeneralAdvantageEstimation, Rollout, SingleAgentEpisode
+from rollflow import Fragment, GeneralAdvantageEstimation, Rollout
 from rollflow.stream import RunError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.testing import check
@@ -78,20 +78,6 @@ def test_a_batch_is_one_fragment_of_every_lane_of_every_rollout_unless_it_is_sai
     assert sum(counts) == 12
     with trainer(fragments_per_batch=5) as stream, feeding(stream.address, num_fragments=12):
         assert [len(stream.handed) for _ in stream] == [5, 5, 2]
-
-
-def test_episodes_come_one_by_one_and_a_fragment_is_done_with_the_last() -> None:
-    done = []
-    with trainer(yields="episodes", prefetch=0) as stream, feeding(stream.address, num_fragments=4, lanes=1) as feed:
-        steps = 0
-        for episode in stream:
-            assert isinstance(episode, SingleAgentEpisode)
-            steps += len(episode)
-            done.append(stream.state_dict())
-    assert steps == feed.rollout.num_steps
-    counts = [next(iter(state["sources"].values()))["done"] for state in done]
-    assert sorted(set(counts)) == [0, 1, 2, 3, 4]
-    assert counts[-1] == 4
 
 
 def test_a_learner_connector_runs_where_the_trainer_is() -> None:
