@@ -8,7 +8,6 @@ from typing import Any
 
 from rollflow.sinks.trainer.listener import TrainerListener
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
-from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.net.backoff import WaitReminder
 
@@ -103,7 +102,6 @@ class Intake:
 
     listener       takes rollouts in
     supply         says which items go together
-    age            bound on how old they may be
     is_gathered    whether items that go together are handed over as one, and not one by one
     sources        number of rollouts that are waited for; None: 0, and more may come at any time
     acks           whether a rollout may forget items that are done with
@@ -114,14 +112,13 @@ class Intake:
         self,
         listener: TrainerListener,
         supply: ArrivalOrder | LaneRounds,
-        age: StalenessBound,
         *,
         is_gathered: bool,
         sources: int | None,
         acks: bool,
         where: Callable[[], str],
     ) -> None:
-        self.listener, self.age = listener, age
+        self.listener = listener
         self._supply, self._is_gathered = supply, is_gathered
         self._sets: list[list[ArrivedItem]] = []  # to be handed over after `_taken`
         self._taken: deque[ArrivedItem] = deque()  # together, and not handed over yet
@@ -209,7 +206,7 @@ class Intake:
         while len(admitted) < most and len(admitted) < len(self._taken):
             arrived = self._taken[len(admitted)]
             version = self.listener.weights.version
-            if not arrived.is_left_out and self.age.admits(arrived, version, has_published=has_published):
+            if not arrived.is_left_out and self.listener.bound.admits(arrived, version, has_published=has_published):
                 admitted.append(arrived)
                 continue
             del self._taken[len(admitted)]

@@ -17,7 +17,7 @@ from rollflow.sinks.trainer.follower import NOTHING
 from rollflow.sinks.trainer.loop_trace import LoopTrace
 from rollflow.sinks.trainer.newest_weights import NewestWeights, PublishedWeights
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, PresentRollouts, RolloutConnection, RolloutPeer
-from rollflow.sinks.trainer.staleness import FlowWindows
+from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text, shown
 from rollflow.stream.graph.wakeup import Wakeup
@@ -43,9 +43,8 @@ _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a
 class TrainerListener:
     """Takes in rollouts that feed a trainer, its sources, and what they send, once it is open.
 
-    ahead        fragments that a lane may have begun beyond what is done; None: any number, within the window
-    windows      how many items a source may send beyond what is done, and how many are needed
-    shares       whether sources lend what they send
+    bound     on the age of items, and on how far sources may run ahead
+    shares    whether sources lend what they send
 
     sockets    listened on, of the owner, who sets them before `open` and closes them
     lock       of the sources and of arrived items
@@ -66,8 +65,7 @@ class TrainerListener:
         secret: bytes | None,
         tls: ssl.SSLContext | None,
         limits: wire.Limits,
-        ahead: int | None,
-        windows: FlowWindows,
+        bound: StalenessBound,
         shares: bool = False,
     ) -> None:
         self._epoll = getattr(select, "epoll", lambda: None)()  # its wait takes no longer for more connections
@@ -83,7 +81,7 @@ class TrainerListener:
         self.refusals: deque[str] = deque(maxlen=8)
         self.trace = LoopTrace()
         self._secret, self._tls, self.limits = secret, tls, limits
-        self.ahead, self._windows, self._shares = ahead, windows, shares
+        self.bound, self._shares = bound, shares
         self.weights = NewestWeights(self.wake)
         self._behind: set[RolloutPeer] = set()  # sources with news of their own
         self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
@@ -134,7 +132,7 @@ class TrainerListener:
         with self.lock:
             self._behind.update(sources)
         stands_back = monotonic() < self._stands_back_until  # and tells them afterwards
-        waits = self.ahead is not None or not stands_back
+        waits = self.bound.ahead is not None or not stands_back
         if waits or any(source.waits_soon and source.is_connected for source in sources):
             self.serve(0)
 
@@ -223,7 +221,7 @@ class TrainerListener:
         if sent.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
             sent.wanted = wanted
             version = 0 if self.weights.published is None else self.weights.published.version
-            connection.tell(wire.Settings(self._windows.order(source, version).as_settings()))
+            connection.tell(wire.Settings(self.bound.order(source, version).as_settings()))
         is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
         self._behind.add(source)
         if connection.undelivered > _MUCH and not is_last:
@@ -281,7 +279,7 @@ class TrainerListener:
                 source.set_aside(event.lane, event.number)
             case wire.LaneJoined():
                 source.take_lane(event.lane)
-                self._windows.widen(source)
+                self.bound.widen(source)
                 self._behind.add(source)
         self.bell.ring()
 
@@ -309,7 +307,7 @@ class TrainerListener:
         check_shares(hello, shares=self._shares)
         source = self.sources.get(hello.session) or RolloutPeer(wire.TrainerSession(hello.session))
         source.introduce(hello, peer.where)
-        source.session.window, source.needs = self._windows.of(source)
+        source.session.window, source.needs = self.bound.window_of(source)
         check_together(source, self.sources.values())
         self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
         peer.connection.welcome(source.session)

@@ -218,7 +218,7 @@ class RolloutPeer:
     )  # also gone ones of which it may want something again; of batches: 0
     awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
     aside: dict[int, int] = dataclasses.field(default_factory=dict)  # lane that is gone -> number of its last item
-    needs: int = 1  # items of it that the trainer has to have at a time, see `FlowWindows`
+    needs: int = 1  # items of it that the trainer has to have at a time, see `StalenessBound`
     beyond: set[int] = dataclasses.field(
         default_factory=set
     )  # numbers of items handed over, behind others that were not

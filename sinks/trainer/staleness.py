@@ -18,15 +18,33 @@ OnExcess = Literal["drop", "pace", "mask", "raise"]
 
 
 class StalenessBound:
-    """Bound on the age of items: drops, masks or refuses what is more than `max_lag` policy versions old.
+    """Bound on the age of items, and on how far rollouts may run ahead.
+
+    It drops, masks or refuses what is more than `max_lag` policy versions old.
 
     max_lag, on_excess    as in `TrainerStream`
-    lost                  number of transitions that were left out, by cause
+    yields                kind of what is handed over
+    prefetch              batches that may be sent ahead
+    count                 items of a batch; None: one of every lane
+    stays                 whether rollouts stay until all is acknowledged
+
+    lost    number of transitions that were left out, by cause
     """
 
-    def __init__(self, max_lag: int | None, on_excess: OnExcess) -> None:
+    def __init__(
+        self,
+        max_lag: int | None,
+        on_excess: OnExcess,
+        *,
+        yields: Yields = "batches",
+        prefetch: int = 1,
+        count: int | None = None,
+        stays: bool = False,
+    ) -> None:
         self.max_lag, self.on_excess = max_lag, on_excess
         self.lost: Counter[str] = Counter()
+        self._yields, self._count, self._stays = yields, count, stays
+        self._prefetch = checked_count("prefetch", prefetch, 0)
 
     @property
     def ahead(self) -> int | None:
@@ -95,30 +113,13 @@ class StalenessBound:
         if masked := int((~young if mask is None else mask & ~young).sum()):
             self.lost["masked"] += masked
 
-
-class FlowWindows:
-    """Flow windows of all rollouts.
-
-    staleness    bound on the age of items
-    yields       kind of what is handed over
-    prefetch     batches that may be sent ahead
-    count        items of a batch; None: one of every lane
-    stays        whether rollouts stay until all is acknowledged
-    """
-
-    def __init__(
-        self, staleness: StalenessBound, yields: Yields, prefetch: int, count: int | None, *, stays: bool = False
-    ) -> None:
-        self._staleness, self._yields, self._count, self._stays = staleness, yields, count, stays
-        self._prefetch = checked_count("prefetch", prefetch, 0)
-
-    def of(self, source: RolloutPeer) -> tuple[int, int]:
+    def window_of(self, source: RolloutPeer) -> tuple[int, int]:
         """Window of a rollout, and the items of it that the trainer has to have at a time before it is done with any.
 
         The window is a number of items beyond the last one that the trainer is done with. Raises WireError where the
         trainer can't take what the rollout sends.
         """
-        ahead = self._staleness.ahead
+        ahead = self.ahead
         if source.sends_batches and self._yields != "batches":
             raise WireError(
                 f"this rollout sends train batches, and the trainer has yields={self._yields!r}: expected fragments",
@@ -142,11 +143,11 @@ class FlowWindows:
 
     def order(self, source: RolloutPeer, version: int) -> StreamOrder:
         """Settings for a rollout, which is to act with weights of `version` or newer ones."""
-        ahead, window = self._staleness.ahead, source.session.window or 1
+        ahead, window = self.ahead, source.session.window or 1
         lanes = None if ahead is None else source.awaited
         return StreamOrder(window, ahead, version, needs=source.needs, lanes=lanes, stays=self._stays)
 
     def widen(self, source: RolloutPeer) -> None:
         """Widen the window of a rollout that is there to what it may send now; it never shrinks."""
-        window, source.needs = self.of(source)
+        window, source.needs = self.window_of(source)
         source.session.window = max(window, source.session.window or 0)

@@ -29,7 +29,7 @@ from rollflow.sinks.trainer.listener import TrainerListener, checked_address
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
 from rollflow.sinks.trainer.newest_weights import PublishedWeights, checked_id
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, RolloutPeer, number_in
-from rollflow.sinks.trainer.staleness import FlowWindows, OnExcess, StalenessBound
+from rollflow.sinks.trainer.staleness import OnExcess, StalenessBound
 from rollflow.sinks.trainer.stream_log import StreamLog
 from rollflow.stream.data.errors import EnvError, RunError, shown
 from rollflow.stream.net.backoff import WaitReminder
@@ -113,7 +113,14 @@ class TrainerStream:
         self.handed: list[BatchItem] = []
         self.metrics = MetricsLogger() if metrics is None else metrics
         self._item_maker = ItemMaker(yields, learner_connector, module, self.metrics)
-        self._staleness = StalenessBound(max_lag, on_excess)
+        self._staleness = StalenessBound(
+            max_lag,
+            on_excess,
+            yields=yields,
+            prefetch=prefetch,
+            count=fragments_per_batch,
+            stays=sources is None,
+        )
         self._join_timeout = join_timeout
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
         self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
@@ -122,8 +129,7 @@ class TrainerStream:
             secret=known,
             tls=tls,
             limits=limits,
-            ahead=self._staleness.ahead,
-            windows=FlowWindows(self._staleness, yields, prefetch, fragments_per_batch, stays=sources is None),
+            bound=self._staleness,
             shares=isinstance(self.address, SharedAddress),
         )
         self.log = StreamLog(self, LogOptions(log, log_every, log_x, None, trace), self._listener.trace)
@@ -131,7 +137,6 @@ class TrainerStream:
         self._intake = Intake(
             self._listener,
             ArrivalOrder(count) if self._staleness.ahead is None else LaneRounds(),
-            self._staleness,
             is_gathered=yields == "batches",
             sources=sources,
             acks=ack == "auto",

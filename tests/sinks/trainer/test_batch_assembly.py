@@ -54,14 +54,13 @@ def test_an_interrupt_while_items_are_taken_loses_none(supply: Callable[[], Arri
 
 def _is_interrupted(supply: ArrivalOrder | LaneRounds, lines: int) -> bool:
     """Take items, and have an interrupt come before a line; False: there are fewer."""
-    door = TrainerListener(secret=None, tls=None, limits=SHORT, ahead=None, windows=None)  # type: ignore[arg-type]
+    door = TrainerListener(secret=None, tls=None, limits=SHORT, bound=StalenessBound(None, "drop"))
     source = door.sources[bytes(16)] = RolloutPeer(TrainerSession(bytes(16)))
     source.lanes, source.life = {0}, PeerLife.HERE
     source.session.taken = 9
     door.come.add(bytes(16))
     door.arrived += [ArrivedItem(source, number, {}, None) for number in range(1, 5)]
-    age = StalenessBound(None, "drop")
-    intake = Intake(door, supply, age, is_gathered=True, sources=1, acks=False, where=str)
+    intake = Intake(door, supply, is_gathered=True, sources=1, acks=False, where=str)
     left, taken = lines, list[int]()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -19,7 +19,7 @@ from rollflow.sinks.trainer.intake import LaneRounds
 from rollflow.sinks.trainer.pace_gate import LaneNews, PaceGate, StreamOrder
 from rollflow.sinks.trainer.resend_buffer import ResendBuffer
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
-from rollflow.sinks.trainer.staleness import FlowWindows, StalenessBound
+from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.stream.wire import LaneLeft, SourceSession, TrainerSession
 
 TOKEN = bytes(16)
@@ -128,7 +128,7 @@ class Trainer:
         self.source = RolloutPeer(TrainerSession(TOKEN, done))
         self.source.beyond = beyond
         self.rounds, self.max_lag = LaneRounds(), max_lag
-        self.windows = FlowWindows(StalenessBound(max_lag, "pace"), "batches", prefetch=0, count=None)
+        self.windows = StalenessBound(max_lag, "pace", prefetch=0)
         self.holds: list[ArrivedItem] = []
         self.has_published = True
 
@@ -138,7 +138,7 @@ class Trainer:
         told = {"has_fixed_lanes": False, "lanes": list(lanes), "aside": aside}
         self.source._introduce_lanes(max(1, len(lanes)), told)
         self.source.can_be_paced = True
-        self.source.session.window, self.source.needs = self.windows.of(self.source)
+        self.source.session.window, self.source.needs = self.windows.window_of(self.source)
         self.source.life = PeerLife.HERE
         self.is_first = True
 
