@@ -1,8 +1,7 @@
 """Peer of a trainer: one rollout that feeds it, and the items that come of it."""
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.sockets import Peer, quoted
-from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec import field as checks
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
 from rollflow.stream.wire.codec.messages import ID_BYTES
 from rollflow.stream.wire.codec.spaces import read_space
@@ -50,20 +49,20 @@ def number_in(value: Any) -> int:
     return number
 
 
-_NUMBER = field.whole(0, MOST_NUMBER)
-_AGENTS = field.record(AgentsDescription)
-_METADATA = field.entries(
-    sends=field.one_of("fragments", "batches"),
-    spaces=field.list_of(read_space, 64),
-    weights=field.map_of(field.list_of(_NUMBER, 64)),
-    has_fixed_lanes=field.flag,
-    is_stateful=field.flag,
-    module=field.text(1 << 16),
+_NUMBER = checks.whole(0, MOST_NUMBER)
+_AGENTS = checks.record(AgentsDescription)
+_METADATA = checks.entries(
+    sends=checks.one_of("fragments", "batches"),
+    spaces=checks.list_of(read_space, 64),
+    weights=checks.map_of(checks.list_of(_NUMBER, 64)),
+    has_fixed_lanes=checks.flag,
+    is_stateful=checks.flag,
+    module=checks.text(1 << 16),
     version=_NUMBER,
-    seed=field.nullable(field.whole(-MOST_NUMBER, MOST_NUMBER)),
-    weights_id=field.nullable(field.raw(0, ID_BYTES)),
-    lanes=field.nullable(field.list_of(_NUMBER, MOST_LANES)),
-    aside=field.nullable(field.list_of(field.items(_NUMBER, _NUMBER), MOST_LANES)),
+    seed=checks.nullable(checks.whole(-MOST_NUMBER, MOST_NUMBER)),
+    weights_id=checks.nullable(checks.raw(0, ID_BYTES)),
+    lanes=checks.nullable(checks.list_of(_NUMBER, MOST_LANES)),
+    aside=checks.nullable(checks.list_of(checks.items(_NUMBER, _NUMBER), MOST_LANES)),
 )
 
 
@@ -190,9 +189,7 @@ class RolloutPeer:
     connection: wire.TrainerConnection | None = None  # the newest; None: there has been none
     lost_at: float = 0.0  # when its connection was lost last
     reason: str = ""  # why it was
-    reminder: Reminder = dataclasses.field(
-        default_factory=lambda: Reminder(0.0)
-    )  # when to log again that it is awaited
+    reminder: Reminder = field(default_factory=lambda: Reminder(0.0))  # when to log again that it is awaited
     joined_at: int = 0  # policy version here when it was last taken in, or rounds began to have lanes of it
 
     # From its Hello
@@ -204,26 +201,22 @@ class RolloutPeer:
     agents: AgentsDescription | None = None  # what fragments of several agents are made of; None: it sends none
     can_be_paced: bool = False  # it knows which fragments go into which batch, and sends all that it makes
     has_fixed_lanes: bool = True  # no other lanes come
-    spaces: list[gym.Space[Any]] = dataclasses.field(default_factory=list)  # that observations may be in
+    spaces: list[gym.Space[Any]] = field(default_factory=list)  # that observations may be in
     action_space: gym.Space[Any] | None = None
     is_stateful: bool = False  # its module is
     module: str = ""  # name of the module's class
-    weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # shapes of the module's weights
+    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of the module's weights
     seed: int | None = None  # of its environments; None: unknown
     version: int = 0  # policy version that it came with
     weights_id: bytes | None = None  # of its weights, if a trainer sent them; None: they have none
 
-    lanes: set[int] = dataclasses.field(
-        default_factory=set
-    )  # also gone ones of which it may want something again; of batches: 0
+    lanes: set[int] = field(default_factory=set)  # also gone ones of which it may want something again; of batches: 0
     awaited: frozenset[int] = frozenset()  # lanes that rounds are made of
-    aside: dict[int, int] = dataclasses.field(default_factory=dict)  # lane that is gone -> number of its last item
+    aside: dict[int, int] = field(default_factory=dict)  # lane that is gone -> number of its last item
     needs: int = 1  # items of it that the trainer has to have at a time, see `StalenessBound`
-    beyond: set[int] = dataclasses.field(
-        default_factory=set
-    )  # numbers of items handed over, behind others that were not
-    sent: _SentNews = dataclasses.field(default_factory=_SentNews)
-    _layouts: dict[int, FragmentLayout] = dataclasses.field(default_factory=dict)  # of the last fragment of each lane
+    beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
+    sent: _SentNews = field(default_factory=_SentNews)
+    _layouts: dict[int, FragmentLayout] = field(default_factory=dict)  # of the last fragment of each lane
 
     @classmethod
     def of_state(cls, token: str, entry: Mapping[str, Any]) -> "RolloutPeer":
