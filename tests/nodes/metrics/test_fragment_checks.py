@@ -77,19 +77,23 @@ def publish(rollout: Rollout) -> None:
 
 
 def said(
-    env: Callable[[], Any],
+    env: Any,
     module: Any = EVEN,
     after: Callable[[Rollout], object] = publish,
-    fragments: int = ROUNDS,
+    *,
+    keep: Callable[[Any], object] = str,
+    every: int = 1,
+    kind: Any = Rollout,
     **options: Any,
 ) -> list[str]:
-    """What is said in a run with a look for each fragment, after which `after` is called."""
+    """What is said with a look at each `every`-th fragment; `keep` is called with each, and then `after`."""
     texts: list[str] = []
-    given: dict[str, Any] = {"fragment_length": 4, "num_fragments": fragments, "seed": 0, "stall_after": None} | options
-    with Rollout(env, module=module, **given) as rollout:
+    given: dict[str, Any] = {"fragment_length": 4, "num_fragments": ROUNDS, "seed": 0, "stall_after": None} | options
+    with kind(env, module=module, **given) as rollout:
         looking = Looking(rollout._doctor)
-        for _ in rollout.fragments():
-            texts += looking.once()
+        for number, fragment in enumerate(rollout.fragments()):
+            keep(fragment)
+            texts += looking.once() if number % every == 0 else ()
             after(rollout)
         assert len(looking.watch.diagnose().notes) == len(texts)
     return texts
@@ -140,12 +144,10 @@ def test_the_first_reward_that_is_no_number_is_told_once_with_its_place(value: f
             return seen, value if self._steps in self._at else reward, *ends
 
     envs = [lambda at=at: Late(at) for at in ((79,), (73, 90))]
-    texts, found = [], []
-    with Rollout(envs, module=EVEN, fragment_length=32, num_fragments=9, seed=0, stall_after=None) as rollout:
-        looking = Looking(rollout._doctor)
-        for fragment in rollout.fragments():
-            texts += looking.once()
-            found += [each for each in fragment.episodes() if not np.isfinite(each.get_rewards()).all()]
+    chunks: list[Any] = []
+    options: Any = {"fragment_length": 32, "num_fragments": 9}
+    texts = said(envs, after=lambda rollout: None, keep=lambda each: chunks.extend(each.episodes()), **options)
+    found = [each for each in chunks if not np.isfinite(each.get_rewards()).all()]
     episode = found[1]  # of the second slot, in the first fragment that has one
     assert episode.t_started + np.argmin(np.isfinite(episode.get_rewards())) == 2  # its 73rd step
     assert texts == [
@@ -253,14 +255,7 @@ def test_published_weights_that_nobody_acts_with_are_named(monkeypatch: pytest.M
 
 
 def test_weights_that_are_published_faster_than_anybody_looks_are_in_order() -> None:
-    texts: list[str] = []
-    options: Any = {"fragment_length": 1, "num_fragments": 200, "prefetch": 1, "seed": 0, "stall_after": None}
-    with Rollout(RandomEnv, module=EVEN, **options) as rollout:
-        looking = Looking(rollout._doctor)
-        for number, _ in enumerate(rollout.fragments()):
-            publish(rollout)
-            texts += looking.once() if number % 40 == 0 else ()
-    assert texts == []
+    assert said(RandomEnv, every=40, fragment_length=1, num_fragments=200, prefetch=1) == []
 
 
 @pytest.mark.parametrize(("memory", "is_named"), [(1e5, True), (1e9, False)])
@@ -270,18 +265,9 @@ def test_a_reader_that_keeps_all_fragments_is_named_once_they_take_much_memory(
     monkeypatch.setattr(fragment_checks, "_MEMORY", memory)
     kept: list[Any] = []
 
-    def said_by(keep: Callable[[Any], object]) -> list[str]:
-        texts: list[str] = []
-        options: Any = {"fragment_length": 4, "num_fragments": 110, "seed": 0, "stall_after": None}
-        with Rollout(RandomEnv, module=EVEN, **options) as rollout:
-            looking = Looking(rollout._doctor)
-            for fragment in rollout.fragments():
-                keep(fragment)
-                texts += looking.once()
-        return texts
-
-    assert said_by(lambda fragment: kept.append(np.array(fragment.column("rewards")))) == []
-    texts = said_by(lambda fragment: kept.append(fragment.episodes()[0].rewards))
+    options: Any = {"after": lambda rollout: None, "num_fragments": 110}
+    assert said(RandomEnv, keep=lambda each: kept.append(np.array(each.column("rewards"))), **options) == []
+    texts = said(RandomEnv, keep=lambda each: kept.append(each.episodes()[0].rewards), **options)
     assert len(texts) == is_named
     if is_named:
         assert texts[0].startswith("100 of 100 fragments that were given are still in memory, ")
@@ -412,12 +398,9 @@ class StillAgents(NumberedAgents):
 
 @pytest.mark.parametrize("env", [StillAgents, NumberedAgents])
 def test_faults_of_several_agents_are_named(env: type[NumberedAgents]) -> None:
-    texts: list[str] = []
-    options: Any = {"fragment_length": 4, "num_fragments": ROUNDS, "seed": 0, "stall_after": None}
-    with MultiAgentRollout(lambda: env(0, nested=0), num_envs=2, **options) as rollout:
-        looking = Looking(rollout._doctor)
-        for _ in rollout.fragments():
-            texts += looking.once()
-            rollout.publish({name: module.state_dict() for name, module in rollout.module.items()})
+    def publish_all(rollout: Any) -> None:
+        rollout.publish({name: module.state_dict() for name, module in rollout.module.items()})
+
+    texts = said(lambda: env(0, nested=0), None, publish_all, kind=MultiAgentRollout, num_envs=2)
     named = "observations were all one value in 30 fragments"
     assert [text[: len(named)] for text in texts] == [named] * (env is StillAgents)
