@@ -27,12 +27,16 @@ def shared_mappings() -> int:
 def processes_of(pid: int | None = None) -> set[psutil.Process]:
     """Return the processes that one has started, and those have, without fork servers and trackers of resources."""
     started = psutil.Process(pid).children(recursive=True)
-    parents = {pid or os.getpid()}
-    return {each for each in started if each.ppid() not in parents or not _is_of_multiprocessing(each)}
+    return {each for each in started if _is_our_own(each, pid or os.getpid())}
 
 
-def _is_of_multiprocessing(process: psutil.Process) -> bool:
-    return "from multiprocessing." in " ".join(process.cmdline())
+def _is_our_own(process: psutil.Process, parent: int) -> bool:
+    try:
+        return process.ppid() != parent or "from multiprocessing." not in " ".join(process.cmdline())
+    except psutil.ZombieProcess:  # it has ended, and nobody has waited for it
+        return True
+    except psutil.NoSuchProcess:
+        return False
 
 
 def join_loop_workers() -> None:
