@@ -173,10 +173,6 @@ class Column:
         """Bytes in the arrays."""
         return sum(leaf.nbytes for leaf in self._leaves)
 
-    @property
-    def _slots(self) -> tuple[int, ...]:
-        return self._shape[:1]
-
     def _matched(self, values: Tree, leading: tuple[int, ...]) -> list[NDArray[Any]]:
         """The leaves of `values` as arrays, once each is found to have the axes `leading` and then its leaf's shape."""
         problem = self._mismatch(values, leading)
@@ -191,7 +187,7 @@ class Column:
     def _matched_row(self, values: Tree) -> list[NDArray[Any]]:
         """`_matched` for a whole row, whose error also names a slot."""
         try:
-            return self._matched(values, self._slots)
+            return self._matched(values, self._shape[:1])
         except ColumnError as error:
             first = self._first_slot_that_differs(values)
             raise ColumnError(f"{error}{first}") from None
@@ -203,7 +199,7 @@ class Column:
         except ValueError:
             return ""
         for leaf, value in zip(self._leaves, parts, strict=True):
-            if value is not None and value.shape[:1] == self._slots and value.shape != leaf.shape[1:]:
+            if value is not None and value.shape[:1] == self._shape[:1] and value.shape != leaf.shape[1:]:
                 return f"; slot 0 has shape {list(value.shape[1:])}, expected {list(leaf.shape[2:])}"
         return ""
 

@@ -247,10 +247,24 @@ def _described(space: gym.Space[Any]) -> Plain:
 def space_of(plain: Plain) -> gym.Space[Any]:
     """The space of a description that `describe_space` returned. Raises ColumnError for anything else."""
     try:
-        made: gym.Space[Any] = _MADE[plain["kind"]](plain)
+        return _made(plain["kind"], plain)
     except (KeyError, TypeError, ValueError) as error:
         raise ColumnError(f"no description of a space: {str(plain)[:200]}: {error!r}") from error
-    return made
+
+
+def _made(kind: str, plain: Plain) -> gym.Space[Any]:
+    if kind == "Dict":
+        return spaces.Dict([(key, space_of(part)) for key, part in plain["parts"]])
+    if kind == "Tuple":
+        return spaces.Tuple([space_of(part) for part in plain["parts"]])
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(plain["shape"])
+    if kind == "Discrete":
+        return _discrete(plain)
+    first, second = {"Box": ("low", "high"), "MultiDiscrete": ("nvec", "start")}[kind]
+    one, other = _array_of(plain[first]), _array_of(plain[second])
+    dtype: Any = one.dtype.type
+    return spaces.Box(one, other, dtype=dtype) if kind == "Box" else spaces.MultiDiscrete(one, dtype=dtype, start=other)
 
 
 def _array(values: NDArray[Any]) -> list[Any]:
@@ -272,25 +286,3 @@ def _discrete(plain: Plain) -> gym.Space[Any]:
         return spaces.Discrete(plain["n"], start=plain["start"], dtype=dtype)
     except TypeError:  # gymnasium before 1.3 has one dtype only
         return spaces.Discrete(plain["n"], start=plain["start"])
-
-
-def _box(plain: Plain) -> gym.Space[Any]:
-    low = _array_of(plain["low"])
-    dtype: Any = low.dtype.type
-    return spaces.Box(low, _array_of(plain["high"]), dtype=dtype)
-
-
-def _multi_discrete(plain: Plain) -> gym.Space[Any]:
-    nvec = _array_of(plain["nvec"])
-    dtype: Any = nvec.dtype.type
-    return spaces.MultiDiscrete(nvec, dtype=dtype, start=_array_of(plain["start"]))
-
-
-_MADE: dict[str, Any] = {
-    "Dict": lambda plain: spaces.Dict([(key, space_of(part)) for key, part in plain["parts"]]),
-    "Tuple": lambda plain: spaces.Tuple([space_of(part) for part in plain["parts"]]),
-    "Box": _box,
-    "Discrete": _discrete,
-    "MultiDiscrete": _multi_discrete,
-    "MultiBinary": lambda plain: spaces.MultiBinary(plain["shape"]),
-}

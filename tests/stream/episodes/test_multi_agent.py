@@ -467,16 +467,6 @@ def test_setters_replace_at_agents_own_steps() -> None:
     assert episode.get_rewards(0)["a"] == 5.0
 
 
-def test_whole_number_floats_replace_agents_integers_and_fractions_are_refused() -> None:
-    episode = gapped().to_numpy()
-    episode.set_observations(new_data={"a": 7353.0, "b": 8.0}, at_indices=-1)
-    episode.set_actions(new_data={"b": [1.0]})
-    assert episode.get_observations(-1, ["a", "b"], env_steps=False) == {"a": 7353, "b": 8}
-    assert episode.get_actions(0)["b"] == 1
-    with pytest.raises(ColumnError, match=r"'observations': new data is float64\[\], expected int64\[\]"):
-        episode.set_observations(new_data={"a": 0.5}, at_indices=-1)
-
-
 def test_a_reward_that_was_set_anew_stays_whole_when_its_step_is_sliced() -> None:
     episode = gapped()
     episode.set_rewards(new_data={"b": 8.0}, at_indices=0)
