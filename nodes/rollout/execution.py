@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rollflow.nodes.connectors.connector_v2 import Batch
@@ -29,30 +28,14 @@ from rollflow.stream.graph.report import Report
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
-@dataclass(frozen=True, slots=True)
-class StageOptions:
-    """Options of a rollout's stages.
-
-    forward          how forward passes are done
-    num_fragments    after so many fragments a lane stops; None: it never does
-    metrics          what pieces log into
-    ledger           counts the fragments
-    seed             of what is sampled
-    """
-
-    forward: ForwardOptions
-    num_fragments: int | None
-    metrics: Any
-    ledger: Ledger
-    seed: int
-
-
 class OnePolicy:
     """One module and its connectors, which act in environments with one agent each.
 
     acting     the copy of the module that acts, and the pipelines around it
     weights    of that copy, as they are published
     forward    how forward passes are done
+    metrics    what pieces log into
+    seed       of what is sampled
 
     emitter         node that parts fragments from turns, if whole rollouts are elsewhere
     pipelines       of connectors
@@ -62,20 +45,25 @@ class OnePolicy:
     emitter: type[Emitter] = Emitter
     pipeline_names: Sequence[str] = PIPELINES
 
-    def __init__(self, acting: Acting, weights: PolicyWeights, forward: ForwardOptions) -> None:
-        self._acting, self._weights = acting, weights
+    def __init__(
+        self, acting: Acting, weights: PolicyWeights, forward: ForwardOptions, metrics: Any, seed: int
+    ) -> None:
+        self._acting, self._weights, self._how = acting, weights, forward
+        self.metrics, self._seed = metrics, seed
         self.pipelines = acting.env_to_module, acting.module_to_env
         self.pass_options = forward.of_passes(acting.copy)
 
-    def stages(self, environments: Any, options: StageOptions, relay: GateRelay) -> tuple[Any, Any, Any]:
+    def stages(
+        self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
+    ) -> tuple[Any, Any, Any]:
         """The stages before the forward pass, of it, and behind it, if these are here."""
-        acting, how = self._acting, options.forward
-        context = {"module": acting.copy, "explore": how.explore, "metrics": options.metrics}
+        acting, how = self._acting, self._how
+        context = {"module": acting.copy, "explore": how.explore, "metrics": self.metrics}
         prepare = EnvToModule(
             acting.env_to_module,
             num_lanes=environments.num_lanes,
-            num_fragments=options.num_fragments,
-            ledger=options.ledger,
+            num_fragments=num_fragments,
+            ledger=ledger,
             relay=relay,
             **context,
         )
@@ -87,9 +75,9 @@ class OnePolicy:
         )
         return prepare, joint or forward, act
 
-    def begin_lane(self, lane: Any, seed: int) -> None:
+    def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
-        seed_lane(lane, seed)
+        seed_lane(lane, self._seed)
 
     def replica(self) -> OneReplica:
         """Copy for a lane elsewhere that begins."""
@@ -118,12 +106,13 @@ class AgentsPolicy:
 
     acting     the modules that act, and their pipelines
     forward    how forward passes are done
+    metrics    what pieces log into
     """
 
     emitter: type[Emitter] = AgentEmitter
 
-    def __init__(self, acting: AgentsActing, forward: ForwardOptions) -> None:
-        self._acting, self._modules = acting, acting.modules
+    def __init__(self, acting: AgentsActing, forward: ForwardOptions, metrics: Any) -> None:
+        self._acting, self._modules, self._how, self.metrics = acting, acting.modules, forward, metrics
         self.pass_options = {"explore": forward.explore, **forward.of_several()}
 
     @property
@@ -134,26 +123,28 @@ class AgentsPolicy:
     def pipeline_names(self) -> Sequence[str]:
         return [name for name, _ in self._acting.named_pipelines]
 
-    def stages(self, environments: Any, options: StageOptions, relay: GateRelay) -> tuple[Any, Any, Any]:
-        acting, how = self._acting, options.forward
+    def stages(
+        self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
+    ) -> tuple[Any, Any, Any]:
+        acting, how = self._acting, self._how
         prepare = AgentsToModule(
             acting.env_to_module,
             self._modules,
             joint=acting.joint,
             num_lanes=environments.num_lanes,
-            num_fragments=options.num_fragments,
-            metrics=options.metrics,
-            ledger=options.ledger,
+            num_fragments=num_fragments,
+            metrics=self.metrics,
+            ledger=ledger,
             relay=relay,
         )
         forward = AgentForward(self._modules)
         agents = sum(len(part.agents) for part in environments.parts)
         largest = max(envs.num_envs for envs in environments.envs) * agents
         joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.forward_in_thread)
-        act = ModuleToAgents(acting.module_to_env, metrics=options.metrics, threads=how.forward_threads)
+        act = ModuleToAgents(acting.module_to_env, metrics=self.metrics, threads=how.forward_threads)
         return prepare, joint or forward, act
 
-    def begin_lane(self, lane: Any, seed: int) -> None:
+    def begin_lane(self, lane: Any) -> None:
         """Do nothing: a lane makes what a module samples with when it first serves an agent."""
 
     def replica(self) -> SeveralReplica:
@@ -188,10 +179,9 @@ class StagesHere:
     policy      what acts
     """
 
-    def __init__(self, environments: Any, policy: ActingPolicy, options: StageOptions) -> None:
-        self._environments, self.policy, self._seed = environments, policy, options.seed
-        self._relay = GateRelay(environments)
-        self._prepare, self._forward, self._act = policy.stages(environments, options, self._relay)
+    def __init__(self, environments: Any, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger) -> None:
+        self._environments, self.policy, self._relay = environments, policy, GateRelay(environments)
+        self._prepare, self._forward, self._act = policy.stages(environments, num_fragments, ledger, self._relay)
         self.counting = [self._prepare]
 
     def ring(self, gate: LaneGate | None) -> Graph:
@@ -209,7 +199,7 @@ class StagesHere:
 
     def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
-        self.policy.begin_lane(lane, self._seed)
+        self.policy.begin_lane(lane)
 
     def publish(self, weights: Any) -> Any:
         """Have the next forward pass use these weights; their version, or versions."""
@@ -236,13 +226,14 @@ class StagesElsewhere:
     policy     what acts
     """
 
-    def __init__(self, rollouts: OffloadedRollouts, policy: ActingPolicy, options: StageOptions) -> None:
-        self.policy, self.pass_options = policy, policy.pass_options
-        self._rollouts, self._metrics = rollouts, options.metrics
+    def __init__(
+        self, rollouts: OffloadedRollouts, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger
+    ) -> None:
+        self.policy, self.pass_options, self._rollouts = policy, policy.pass_options, rollouts
         self._pipelines = policy.pipelines
         self._states: dict[int, Any] = {}  # of the connectors there, by lane
         self._relay = GateRelay(rollouts)
-        self._emitter = policy.emitter(rollouts.num_lanes, options.num_fragments, options.ledger, self._relay)
+        self._emitter = policy.emitter(rollouts.num_lanes, num_fragments, ledger, self._relay)
         self.counting = [self._emitter]
         for pipeline in self._pipelines:
             pipeline.refuse_edits_while_run_by(self, has_states=True)
@@ -305,7 +296,7 @@ class StagesElsewhere:
         if "states" in message:
             self._merge_states(self._states | {lane: message["states"]})
         if "metrics" in message:
-            self._metrics.merge([message["metrics"]])
+            self.policy.metrics.merge([message["metrics"]])
 
     def _merge_states(self, states: dict[int, Any]) -> None:
         """Merge the connectors' states of all lanes, lane -> one for each pipeline, and hand them on to every lane."""
@@ -323,8 +314,11 @@ class StagesElsewhere:
 Execution = StagesHere | StagesElsewhere
 
 
-def execution_for(environments: Any, policy: ActingPolicy, options: StageOptions) -> Execution:
-    """The strategy for the place of the environments. Raises ValueError where a lane does not fit into a pass."""
-    if isinstance(environments, OffloadedRollouts):
-        return StagesElsewhere(environments, policy, options)
-    return StagesHere(environments, policy, options)
+def execution_for(environments: Any, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger) -> Execution:
+    """The strategy for the place of the environments. Raises ValueError where a lane does not fit into a pass.
+
+    num_fragments    after so many a lane stops; None: it never does
+    ledger           counts the fragments
+    """
+    made = StagesElsewhere if isinstance(environments, OffloadedRollouts) else StagesHere
+    return made(environments, policy, num_fragments, ledger)

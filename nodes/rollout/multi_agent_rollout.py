@@ -215,8 +215,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             self.returns = AgentReturns(self.module.__contains__)
             lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
-            super().__init__(self.environments, lag, rounds, flow)
-            self._act_by(AgentsPolicy(acting, options), options)
+            super().__init__(self.environments, lag, rounds, flow, is_debugged=debug)
+            self._act_by(AgentsPolicy(acting, options, self.metrics))
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; returns their versions.

@@ -21,8 +21,8 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, ThreadDriver
-from rollflow.nodes.rollout.execution import ActingPolicy, StageOptions, execution_for
-from rollflow.nodes.rollout.options import FlowOptions, ForwardOptions
+from rollflow.nodes.rollout.execution import ActingPolicy, execution_for
+from rollflow.nodes.rollout.options import FlowOptions
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.stages.credits import AllGates, LaneGate, credits_of
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
@@ -55,10 +55,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     """
 
     placement: str
-    metrics: Any
-    seed: int
 
-    def __init__(self, environments: Any, lag: LagBound, rounds: FragmentRounds[F], flow: FlowOptions) -> None:
+    def __init__(
+        self, environments: Any, lag: LagBound, rounds: FragmentRounds[F], flow: FlowOptions, *, is_debugged: bool
+    ) -> None:
         self.environments, self.lag, self.stall = environments, lag, flow.stall
         self._rounds, self.hooks = rounds, rounds.hooks
         self._ledger = Ledger()  # of fragments in a graph
@@ -66,7 +66,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
         self._steps_before = 0  # of an earlier run, which this one goes on with
         self._credits, self._lane_counts = credits_of(environments, lag, rounds, flow.prefetch)
-        self._flow = flow
+        self._flow, self._is_debugged = flow, is_debugged
         self._is_in_graph = False  # once a graph has taken it apart: no gate or node may be added then
         self._gates: list[Gate] = []  # of a graph, which hold it back
         self._watching: list[Callable[[Any], None]] = []  # nodes of a graph, which see its fragments
@@ -132,11 +132,9 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def _slowest_learner_piece(self) -> str:
         """Name of the piece that took most of the time of the learner pipeline."""
 
-    def _act_by(self, policy: ActingPolicy, forward: ForwardOptions) -> None:
+    def _act_by(self, policy: ActingPolicy) -> None:
         """Make the stages; those that count lanes get to know of those that hosts bring and take."""
-        self._is_debugged = forward.is_debugged
-        stages = StageOptions(forward, self._flow.num_fragments, self.metrics, self._ledger, self.seed)
-        self._execution = execution_for(self.environments, policy, stages)
+        self._execution = execution_for(self.environments, policy, self._flow.num_fragments, self._ledger)
         self._lane_counts.follow(self._execution.counting, self._execution.begin_lane)
 
     # The graph

@@ -289,14 +289,6 @@ class Outlet(Generic[T]):
             if stop.requested:
                 await stop.wait()
 
-    def send_nowait(self, item: T) -> None:
-        """Send an item at once. Raises anyio.WouldBlock, with the item sent nowhere, when a channel is full."""
-        if any(len(c) >= c.capacity and c.overflow == "block" and not c.abandoned for c in self._channels):
-            raise anyio.WouldBlock
-        for channel in self._channels:
-            channel.offer(item)
-        self._meter.items += self._stop is not None
-
     def close(self) -> None:
         """Close all channels."""
         for channel in self._channels:

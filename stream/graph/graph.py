@@ -13,7 +13,7 @@ from typing import Any
 
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Overflow
-from rollflow.stream.graph.drawing import explain, mermaid, shape
+from rollflow.stream.graph.drawing import explain, shape
 from rollflow.stream.graph.meter import CallTimes, NodeMeter
 from rollflow.stream.graph.node import Gate, NodeMethods, gate_methods, node_methods
 from rollflow.stream.graph.port import (
@@ -264,20 +264,9 @@ class Graph:
         if spec.where is not None:
             return spec.where
         is_sink = not (spec.is_async or spec.outlets or spec.methods.background is not None)
-        return "thread" if is_sink and self.is_fed_by_drops(name) else "inline"
-
-    def is_fed_by_drops(self, name: str) -> bool:
-        """True if every edge into a node drops items."""
         into = [edge for edge in self.edges if edge.target[0] == name]
-        return bool(into) and all(edge.overflow != "block" for edge in into)
-
-    def slowing_sinks(self) -> list[str]:
-        """The sinks behind edges that drop which were asked to be inline: their calls hold up the run all the same."""
-        return [
-            name
-            for name, spec in self.nodes.items()
-            if spec.where == "inline" and not (spec.is_async or spec.outlets) and self.is_fed_by_drops(name)
-        ]
+        is_fed_by_drops = bool(into) and all(edge.overflow != "block" for edge in into)
+        return "thread" if is_sink and is_fed_by_drops else "inline"
 
     def harmless(self) -> frozenset[str]:
         """The nodes that hold no other back: every edge into them drops items, or comes from such a node.
@@ -297,10 +286,6 @@ class Graph:
     def explain(self) -> str:
         """A text of the tasks, where each node runs, and how much each edge holds."""
         return explain(self)
-
-    def mermaid(self) -> str:
-        """A Mermaid flowchart of the graph."""
-        return mermaid(self)
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the graph to a file, as SVG. Raises GraphError for a file of another kind."""

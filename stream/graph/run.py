@@ -5,7 +5,6 @@ Nothing outlives the group. A task closes its channels only if its node ends wit
 are cancelled.
 """
 
-import logging
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -40,8 +39,6 @@ from rollflow.stream.observe.watch import StallRules
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
 
-
-logger = logging.getLogger(__name__)
 
 _Entry = tuple[Channel[Any], Deliver]  # a channel into a chain, and the function that takes its items
 
@@ -160,10 +157,6 @@ class Run:
             else:
                 self.chains.append(Chain(self.graph, names, self.meters))
                 work.append((names[0], partial(self._run_chain, self.chains[-1])))
-        for name in self.graph.slowing_sinks():
-            logger.info(
-                "node '%s' is behind an edge that drops, and inline, as asked for: its calls hold up the run", name
-            )
         self._tasks, self._live, self.thread = tasks, {name for name, _ in work}, get_ident()
         for name, function in work:
             task = partial(self._counted, name, function)

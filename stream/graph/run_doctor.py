@@ -22,7 +22,7 @@ from rollflow.stream.graph.tracing import Traceable, Tracing
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.run_socket import RunSocket
-from rollflow.stream.observe.stacks import debugged, stack_lines, stack_of_coroutine, stack_of_thread
+from rollflow.stream.observe.stacks import is_debugged_now, stack_lines, stack_of_coroutine, stack_of_thread
 from rollflow.stream.observe.waits import CALLER, Exit, Kind, Limit, Look, Sign, Wait, by_name
 from rollflow.stream.observe.watch import StallRules, StallThread
 
@@ -168,7 +168,7 @@ class RunDoctor:
         held_s = (clock() - self._asked_at) / 1e9
         if self._looks >= _LOOKS and self._rules.after is not None and held_s >= self._rules.after / 2:
             stack = stack_of_thread(self._run.thread)
-            if not debugged([stack]):
+            if not is_debugged_now():
                 text = f"{self._holder} holds up the event loop since {held_s:.1f} s"
                 yield Sign("event loop", "\n".join([f"{text}: {_REMEDY}", *stack_lines(stack)]))
 

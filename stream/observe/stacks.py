@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -96,19 +96,11 @@ def stack_lines(stack: Sequence[StackFrame]) -> list[str]:
     return lines
 
 
-def debugged(stacks: Iterable[Sequence[StackFrame]]) -> bool:
-    """True if a debugger holds one of these stacks."""
-    return any(name in frame.file for stack in stacks for frame in stack for name in _DEBUGGERS)
-
-
 def is_debugged_now() -> bool:
     """True if a debugger holds a thread of this process, or traces the process from outside."""
-    for frame in sys._current_frames().values():
-        at: FrameType | None = frame
-        while at is not None:
-            if any(name in at.f_code.co_filename for name in _DEBUGGERS):
-                return True
-            at = at.f_back
+    frames = [frame for ident in sys._current_frames() for frame in stack_of_thread(ident)]
+    if any(name in frame.file for frame in frames for name in _DEBUGGERS):
+        return True
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -1,12 +1,12 @@
 """Sinks behind edges that drop: they are called in a thread, hold nobody up, and no report blames the wrong node."""
 
-import logging
 import re
 import threading
 from typing import Any
 
 import anyio
 import pytest
+from graph_rows import row
 
 from rollflow import Graph
 from rollflow.stream import GraphError, Inlet, Outlet
@@ -87,19 +87,6 @@ def test_only_sinks_whose_every_edge_drops_get_a_thread(overflow: Any) -> None:
     assert graph_with(HeldInline(), overflow, where="thread").place_of("slow") == "thread"
 
 
-async def test_a_sink_that_is_to_be_inline_is_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    sink = HeldInline()
-    sink.let_go.set()
-    graph = graph_with(sink, "latest")
-    assert "inline, as asked for: its calls hold up the run" in graph.explain()
-    with caplog.at_level(logging.INFO, "rollflow.stream.graph.run"):
-        async with graph.run() as run:
-            async for _ in run["batches"]:
-                pass
-    [record] = caplog.records
-    assert record.getMessage().startswith("node 'slow' is behind an edge that drops, and inline, as asked for")
-
-
 @pytest.mark.parametrize("gives", [False, True], ids=["sink", "outlet"])
 @pytest.mark.parametrize("overflow", ["block", *DROPS])
 @pytest.mark.parametrize("where", ["inline", "thread"])
@@ -172,9 +159,7 @@ def test_an_async_function_whose_parameter_is_no_item_is_told_what_to_write() ->
     async def silent(number: int):  # type: ignore[no-untyped-def]
         pass
 
-    graph = Graph()
-    graph.add(source=numbers, silent=silent)
-    graph.connect("source", "silent", capacity=1)
+    graph = row(capacity=1, source=numbers, silent=silent)
     with pytest.raises(GraphError, match=r"says so by its annotation: async def sink\(item: …\) -> None\n"):
         graph.validate()
 
@@ -196,17 +181,13 @@ def test_a_sink_without_an_annotation_is_told_the_form_of_its_own() -> None:
             pass
 
     for sink, form in (Sink(), "def __call__(self, item) -> None"), (lambda number: None, "def sink(item) -> None"):
-        graph = Graph()
-        graph.add(source=numbers, sink=sink)
-        graph.connect("source", "sink")
+        graph = row(source=numbers, sink=sink)
         with pytest.raises(GraphError, match=f"says so by its annotation: {re.escape(form)}\n"):
             graph.validate()
 
 
 def test_a_graph_that_is_entered_by_a_plain_with_is_told_how() -> None:
-    graph = Graph("mine")
-    graph.add(source=numbers)
-    graph.output("out", "source")
+    graph = row("mine", output="out", source=numbers)
     with pytest.raises(GraphError, match=r"graph 'mine' was entered by 'with'.* expected 'async with graph.run\(\)"):
         with graph.run():
             raise AssertionError

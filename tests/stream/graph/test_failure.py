@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from graph_rows import row
 
 from rollflow import Graph
 from rollflow.stream import Outlet, RunError
@@ -92,10 +93,7 @@ async def test_one_outside_the_block_is_told_that_the_run_was_left(use: str) -> 
         await out.send(0)
         await anyio.sleep_forever()
 
-    graph = Graph("left")
-    graph.add(source=forever, same=lambda number: number)
-    graph.connect("source", "same")
-    graph.output("out", "same")
+    graph = row("left", output="out", source=forever, same=lambda number: number)
     async with anyio.create_task_group() as tasks:
         async with graph.run() as run:
             if use != "drain":
@@ -124,9 +122,7 @@ async def test_a_group_of_errors_from_a_node_is_raised_whole_and_names_the_node(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(inner)
 
-    graph = Graph()
-    graph.add(source=fails)
-    graph.output("out", "source")
+    graph = row(output="out", source=fails)
     with pytest.raises(ExceptionGroup) as raised:
         async with graph.run() as run:
             await run.wait()
@@ -228,9 +224,7 @@ async def test_an_asynchronous_node_at_long_work_passes_through_the_event_loop()
                 pass
             await out.send(turns)
 
-    graph = Graph()
-    graph.add(source=busy, sink=Collect())
-    graph.connect("source", "sink", capacity=1000)
+    graph = row(capacity=1000, source=busy, sink=Collect())
     async with graph.run():
         for _ in range(10):
             await checkpoint()

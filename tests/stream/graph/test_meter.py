@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from graph_rows import row
 
 from rollflow import Graph
 from rollflow.stream import Outlet
@@ -121,10 +122,7 @@ def test_the_time_of_start_is_that_of_the_node_itself() -> None:
 
 @pytest.mark.anyio
 async def test_a_reader_that_is_still_at_work_is_named() -> None:
-    graph = Graph()
-    graph.add(source=three, same=lambda number: number)
-    graph.connect("source", "same")
-    graph.output("out", "same")
+    graph = row(output="out", source=three, same=lambda number: number)
     async with graph.run() as run:
         await run["out"].receive()
         spin(2_000_000)
@@ -153,10 +151,7 @@ async def test_a_reader_that_waits_for_one_output_is_not_at_work_on_another() ->
 
 @pytest.mark.anyio
 async def test_a_report_stands_still_once_the_run_is_over() -> None:
-    graph = Graph()
-    graph.add(source=three, same=lambda number: number)
-    graph.connect("source", "same")
-    graph.output("out", "same")
+    graph = row(output="out", source=three, same=lambda number: number)
     async with graph.run() as run:
         assert [number async for number in run["out"]] == [0, 1, 2]
     report = run.report()

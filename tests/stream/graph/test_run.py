@@ -7,6 +7,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
+from graph_rows import row
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
@@ -53,9 +54,7 @@ class Round(NamedTuple):
 
 
 async def test_a_run_that_is_not_entered_says_so() -> None:
-    graph = Graph("forgotten")
-    graph.add(numbers=Numbers(), collect=Collect())
-    graph.connect("numbers", "collect")
+    graph = row("forgotten", numbers=Numbers(), collect=Collect())
     with pytest.warns(RuntimeWarning, match="graph 'forgotten' was not run: expected `async with graph.run"):
         graph.run()
 
@@ -94,9 +93,7 @@ def ring_graph(ring: Ring, gate: Any = None) -> Graph:
 
 async def test_a_stalled_reader_stops_the_source() -> None:
     source = Numbers()
-    graph = Graph()
-    graph.add(source=source, double=double)
-    graph.connect("source", "double", capacity=4)
+    graph = row(capacity=4, source=source, double=double)
     graph.output("doubled", "double", capacity=2)
     async with graph.run() as run:
         await anyio.wait_all_tasks_blocked()
@@ -267,10 +264,7 @@ async def test_a_call_that_still_runs_in_a_thread_counts_as_busy() -> None:
         began.set()
         go_on.wait()
 
-    graph = Graph()
-    graph.add(source=Numbers(1))
-    graph.add_node("work", work, where="thread")
-    graph.connect("source", "work", capacity=1)
+    graph = row(capacity=1, thread="work", source=Numbers(1), work=work)
     async with graph.run() as run:
         await anyio.to_thread.run_sync(began.wait)
         first = {node.name: node.busy_s for node in run.report().nodes}["work"]
@@ -304,9 +298,7 @@ async def test_a_ring_that_never_waits_can_still_be_cancelled() -> None:
 
 
 async def test_a_source_that_never_waits_can_still_be_cancelled() -> None:
-    graph = Graph()
-    graph.add(source=Numbers(), sink=Collect())
-    graph.connect("source", "sink", capacity=1000)
+    graph = row(capacity=1000, source=Numbers(), sink=Collect())
     with anyio.move_on_after(0.05) as scope:
         async with graph.run() as run:
             await run.wait()
@@ -315,12 +307,7 @@ async def test_a_source_that_never_waits_can_still_be_cancelled() -> None:
 
 async def test_drain_delivers_all_that_is_under_way() -> None:
     source, sink = Numbers(), Collect()
-    graph = Graph()
-    graph.add(source=source, double=double, sink=sink)
-    graph.connect("source", "double", capacity=8)
-    graph.add_node("slow", lambda number: number, where="thread")
-    graph.connect("double", "slow", capacity=8)
-    graph.connect("slow", "sink", capacity=8)
+    graph = row(capacity=8, thread="slow", source=source, double=double, slow=lambda number: number, sink=sink)
     async with graph.run() as run:
         while len(sink.items) < 5:
             await checkpoint()
@@ -453,9 +440,7 @@ def test_an_inline_run_is_for_once_and_for_synchronous_nodes() -> None:
         run.__enter__()
     with pytest.raises(RunError, match="is not running: it is closed"):
         run.next_outputs()
-    graph = Graph("threads")
-    graph.add(source=Numbers(), sink=Collect())
-    graph.connect("source", "sink")
+    graph = row("threads", source=Numbers(), sink=Collect())
     with pytest.raises(GraphError, match="graph 'threads' needs an event loop"):
         InlineRun(graph)
 
@@ -488,12 +473,14 @@ async def test_an_unknown_output_is_named() -> None:
 
 
 async def test_busy_idle_and_blocked_time_add_up_to_the_elapsed_time() -> None:
-    graph = Graph()
-    graph.add(source=Numbers(200), double=double, sink=Collect())
-    graph.add_node("work", lambda number: sum(range(2000)), where="thread")
-    graph.connect("source", "double", capacity=2)
-    graph.connect("double", "work", capacity=2)
-    graph.connect("work", "sink", capacity=2)
+    graph = row(
+        capacity=2,
+        thread="work",
+        source=Numbers(200),
+        double=double,
+        work=lambda number: sum(range(2000)),
+        sink=Collect(),
+    )
     async with graph.run() as run:
         await run.wait()
         report = run.report()
@@ -568,9 +555,7 @@ async def test_drain_delivers_what_several_tasks_of_a_source_are_sending() -> No
             for number in range(5):
                 tasks.start_soon(out.send, number)
 
-    graph = Graph()
-    graph.add(source=source)
-    graph.output("numbers", "source")
+    graph = row(output="numbers", source=source)
     async with graph.run() as run:
         await anyio.wait_all_tasks_blocked()
         run.stop()
@@ -609,7 +594,7 @@ async def test_drain_delivers_what_comes_into_a_ring_from_elsewhere() -> None:
 
     async def letters(out: Outlet[str]) -> None:
         for letter in "abcdefgh":
-            out.send_nowait(letter)
+            await out.send(letter)
         sent.set()
 
     sink, gate = Collect(), Every()
@@ -692,9 +677,7 @@ async def test_a_single_error_is_raised_as_it_is_to_one_who_waits_for_an_item() 
         await ready.wait()
         raise ValueError("no more")
 
-    graph = Graph()
-    graph.add(source=source)
-    graph.output("numbers", "source")
+    graph = row(output="numbers", source=source)
     with pytest.raises(ValueError, match="no more") as raised:
         async with graph.run() as run:
             ready.set()
@@ -703,9 +686,7 @@ async def test_a_single_error_is_raised_as_it_is_to_one_who_waits_for_an_item() 
 
 
 async def test_the_end_of_an_output_is_an_error_of_the_reader_where_no_node_has_raised() -> None:
-    graph = Graph()
-    graph.add(source=Numbers(1))
-    graph.output("numbers", "source")
+    graph = row(output="numbers", source=Numbers(1))
     with pytest.raises(anyio.EndOfStream):
         async with graph.run() as run:
             for _ in range(2):
@@ -714,9 +695,7 @@ async def test_the_end_of_an_output_is_an_error_of_the_reader_where_no_node_has_
 
 async def test_an_error_of_the_reader_is_raised_as_it_is_and_closes_every_node() -> None:
     sink = Collect()
-    graph = Graph()
-    graph.add(source=Numbers(), sink=sink)
-    graph.connect("source", "sink", capacity=1)
+    graph = row(capacity=1, source=Numbers(), sink=sink)
     with pytest.raises(LookupError, match="reader"):
         async with graph.run():
             raise LookupError("reader")
@@ -729,9 +708,7 @@ async def test_an_output_is_no_inlet_though_the_graph_bears_a_nodes_name() -> No
     async def reader(items: Inlet[int]) -> None:
         seen.extend([item async for item in items])
 
-    graph = Graph("reader")
-    graph.add(source=Numbers(6), reader=reader)
-    graph.connect("source", "reader", capacity=2)
+    graph = row("reader", capacity=2, source=Numbers(6), reader=reader)
     graph.output("items", "source", capacity=2)
     with anyio.fail_after(10):
         async with graph.run() as run:

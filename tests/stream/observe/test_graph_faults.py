@@ -11,6 +11,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from doctor_clock import Looking
+from graph_rows import row
 from held_envs import await_that
 from stalled_rollouts import line_of
 from stalled_runs import looked_at, numbers
@@ -61,10 +62,7 @@ async def test_code_of_a_node_that_holds_up_the_event_loop_is_named() -> None:
                 looker.join(LONGEST_S)
             await out.send(number)
 
-    graph = Graph()
-    graph.add(numbers=numbers, holds=holds)
-    graph.connect("numbers", "holds", capacity=1)
-    graph.output("out", "holds")
+    graph = row(capacity=1, output="out", numbers=numbers, holds=holds)
     async with graph.run(stall_after=None) as run:
         for _ in range(5):
             await run["out"].receive()
@@ -108,9 +106,7 @@ async def test_a_callback_that_holds_up_the_event_loop_is_named(caplog: pytest.L
     def sink(number: int) -> None:
         pass
 
-    graph = Graph()
-    graph.add(waits=waits, sink=sink)
-    graph.connect("waits", "sink", capacity=1)
+    graph = row(capacity=1, waits=waits, sink=sink)
     async with graph.run(stall_after=0.1), anyio.create_task_group() as tasks:
         tasks.start_soon(callback)
     assert "a task or a callback holds up the event loop since " in caplog.text
@@ -143,10 +139,7 @@ async def test_functions_and_readers_that_take_their_time_are_not_said_to_hold_u
         for number in (0, 3, 0, 0):
             await out.send(number)
 
-    graph = Graph()
-    graph.add(few=few, node=node)
-    graph.connect("few", "node", capacity=1)
-    graph.output("out", "node")
+    graph = row(capacity=1, output="out", few=few, node=node)
     with caplog.at_level(logging.WARNING):
         async with graph.run(stall_after=0.1) as run:
             async for number in run["out"]:
@@ -170,11 +163,7 @@ async def test_a_callback_that_holds_up_the_event_loop_is_what_a_stalled_run_wai
         is_held.set()
         await_that(lambda: told in caplog.text)
 
-    graph = Graph()
-    graph.add(numbers=numbers)
-    graph.add_node("node", in_thread, where="thread")
-    graph.connect("numbers", "node", capacity=1)
-    graph.output("out", "node")
+    graph = row(capacity=1, thread="node", output="out", numbers=numbers, node=in_thread)
     async with graph.run(stall_after=0.2) as run, anyio.create_task_group() as tasks:
         tasks.start_soon(callback)
         async for _ in run["out"]:

@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from doctor_clock import Looking
+from graph_rows import row
 from stalled_rollouts import line_of
 from stalled_runs import looked_at, numbers
 
@@ -33,11 +34,7 @@ async def test_a_lock_that_a_node_in_a_thread_takes_is_named_with_its_line() -> 
                 pass
         return number
 
-    graph = Graph()
-    graph.add(numbers=numbers)
-    graph.add_node("locked", locked, where="thread")
-    graph.connect("numbers", "locked", capacity=1)
-    graph.output("out", "locked")
+    graph = row(capacity=1, thread="locked", output="out", numbers=numbers, locked=locked)
     with lock:
         async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
 
@@ -93,9 +90,7 @@ async def test_a_source_that_awaits_what_never_comes_is_named_with_the_line_of_i
     def sink(number: int) -> None:
         pass
 
-    graph = Graph()
-    graph.add(source=source, sink=sink)
-    graph.connect("source", "sink", capacity=1)
+    graph = row(capacity=1, source=source, sink=sink)
     async with graph.run(stall_after=None) as run:
         text = await looked_at(run, lambda looking: looking.until_told(6.0), "source")
         never.set()
@@ -118,10 +113,7 @@ async def test_a_sink_that_puts_into_a_full_queue_is_named_after_ten_calls() -> 
     def put(number: int) -> None:
         full.put(number)
 
-    graph = Graph()
-    graph.add(numbers=numbers)
-    graph.add_node("put", put, where="thread")
-    graph.connect("numbers", "put", capacity=1)
+    graph = row(capacity=1, thread="put", numbers=numbers, put=put)
     async with graph.run(stall_after=None) as run:
         told: list[str] = []
 
@@ -148,10 +140,7 @@ async def test_a_synchronous_node_that_blocks_the_event_loop_is_named() -> None:
             looker.join(LONGEST_S)
         return number
 
-    graph = Graph()
-    graph.add(numbers=numbers, blocks=blocks)
-    graph.connect("numbers", "blocks", capacity=1)
-    graph.output("out", "blocks")
+    graph = row(capacity=1, output="out", numbers=numbers, blocks=blocks)
     async with graph.run(stall_after=None) as run:
         for _ in range(5):
             await run["out"].receive()
@@ -162,8 +151,7 @@ async def test_a_synchronous_node_that_blocks_the_event_loop_is_named() -> None:
 
 @pytest.mark.slow
 async def test_a_reader_that_does_not_ask_is_no_stall() -> None:
-    graph = Graph()
-    graph.add(numbers=numbers)
+    graph = row(numbers=numbers)
     graph.output("out", "numbers", capacity=2)
     async with graph.run(stall_after=None) as run:
         assert await run["out"].receive() == 0
@@ -217,9 +205,7 @@ async def test_a_run_that_stands_still_is_ended_with_a_stall_error_where_that_is
         await out.send(1)
         await anyio.sleep_forever()
 
-    graph = Graph()
-    graph.add(source=source)
-    graph.output("out", "source")
+    graph = row(output="out", source=source)
 
     async def read(run: Run) -> None:
         async for _ in run["out"]:
@@ -232,9 +218,7 @@ async def test_a_run_that_stands_still_is_ended_with_a_stall_error_where_that_is
 
 @pytest.mark.slow
 async def test_nothing_is_said_of_a_run_that_flows(caplog: pytest.LogCaptureFixture) -> None:
-    graph = Graph()
-    graph.add(numbers=numbers)
-    graph.output("out", "numbers")
+    graph = row(output="out", numbers=numbers)
     with caplog.at_level(logging.DEBUG, "rollflow.doctor"):
         async with graph.run(stall_after=0.05) as run:
             async for _ in run["out"]:
