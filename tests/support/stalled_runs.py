@@ -59,6 +59,37 @@ def running(
             ended.result()
 
 
+async def read_all(run: Run, output: str) -> None:
+    async for _ in run[output]:
+        pass
+
+
+async def stall_of(
+    graph: Graph,
+    party: str,
+    reads: str = "",
+    *,
+    is_there: Callable[[], bool] = lambda: True,
+    end_fault: Callable[[], object] | None = None,
+) -> str:
+    """What the doctor says of a run that finally waits for a party, 5 s of its clock later.
+
+    reads        output that is read; "": there is none
+    is_there     whether the fault is there by now
+    end_fault    ends the fault, after which the run ends by itself; None: the run is cancelled
+    """
+    async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
+        if reads:
+            tasks.start_soon(read_all, run, reads)
+        text = await looked_at(run, lambda looking: looking.until_told(6.0), party, is_there)
+        if end_fault is None:
+            tasks.cancel_scope.cancel()
+        else:
+            end_fault()
+            await run.wait()
+    return text
+
+
 async def looked_at(
     run: Run, look: Callable[[Looking], str], party: str, is_there: Callable[[], bool] = lambda: True
 ) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from graph_rows import row
+from graph_rows import drawn, row
 
 from rollflow import Graph
 from rollflow.stream import Outlet, RunError
@@ -175,10 +175,7 @@ class Echo:
 
 
 def echo_graph(echo: Echo) -> Graph:
-    graph = Graph("echo")
-    graph.add(echo=echo)
-    graph.connect("echo", "echo", feedback=True)
-    graph.output("out", "echo")
+    graph = drawn("echo >> echo", name="echo", outputs={"out": "echo"}, echo=echo)
     return graph
 
 

@@ -1,6 +1,8 @@
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from graph_rows import drawn
 
 from rollflow import Graph
 from rollflow.stream import GraphError, Inlet, Outlet
@@ -47,11 +49,9 @@ class Ring:
 
 
 def chained() -> Graph:
-    graph = Graph("chained")
-    graph.add(source=numbers, double=double, text=to_text, show=show)
-    graph.connect("source", "double", capacity=2)
-    graph.connect("double", "text")
-    graph.connect("text", "show")
+    graph = drawn(
+        "source >2 double > text > show", name="chained", source=numbers, double=double, text=to_text, show=show
+    )
     return graph
 
 
@@ -62,25 +62,22 @@ def test_synchronous_neighbours_without_a_capacity_are_one_task() -> None:
 
 
 def test_a_capacity_or_a_thread_keeps_neighbours_apart() -> None:
-    graph = Graph()
-    graph.add(source=numbers, a=double, b=double)
-    graph.add_node("c", to_text, where="thread")
-    graph.add(d=show)
-    graph.connect("source", "a")
-    graph.connect("a", "b", capacity=3)
-    graph.connect("b", "c")
-    graph.connect("c", "d")
+    graph = drawn("source > a >3 b > c > d", thread="c", source=numbers, a=double, b=double, c=to_text, d=show)
     graph.validate()
     assert graph.groups() == [["source"], ["a"], ["b"], ["c"], ["d"]]
 
 
 def test_the_fields_of_a_named_tuple_are_outlets() -> None:
-    graph = Graph()
-    graph.add(source=numbers, split=split, double=double, show=show)
-    graph.connect("source", "split")
-    graph.connect("split.low", "double")
-    graph.connect("split.high", "show")
-    graph.output("doubled", "double")
+    graph = drawn(
+        "source > split",
+        "split.low > double",
+        "split.high > show",
+        outputs={"doubled": "double"},
+        source=numbers,
+        split=split,
+        double=double,
+        show=show,
+    )
     graph.validate()
     with pytest.raises(GraphError, match=r"split.high gives str, but double.number takes int"):
         graph.connect("split.high", "double")
@@ -100,10 +97,7 @@ def test_explain_says_what_is_chained_and_how_much_each_edge_holds() -> None:
 
 
 def test_explain_marks_a_ring() -> None:
-    graph = Graph()
-    graph.add(ring=Ring(), double=double)
-    graph.connect("ring", "double")
-    graph.connect("double", "ring", feedback=True)
+    graph = drawn("ring > double >> ring", ring=Ring(), double=double)
     assert graph.explain() == "[ring → double ↺]   one task, inline"
 
 
@@ -113,11 +107,15 @@ def test_a_graph_is_a_node_of_another() -> None:
     inner.connect("a", "b")
     inner.input("number", "a.number")
     inner.output("doubled", "b")
-    outer = Graph("outer")
-    outer.add(source=numbers, twice=inner, text=to_text, show=show)
-    outer.connect("source", "twice.number")
-    outer.connect("twice.doubled", "text")
-    outer.connect("text", "show")
+    outer = drawn(
+        "source > twice.number",
+        "twice.doubled > text > show",
+        name="outer",
+        source=numbers,
+        twice=inner,
+        text=to_text,
+        show=show,
+    )
     outer.validate()
     assert list(outer.nodes) == ["source", "twice/a", "twice/b", "text", "show"]
     assert outer.groups() == [["source"], ["twice/a", "twice/b", "text", "show"]]
@@ -152,15 +150,41 @@ def test_what_is_no_node_is_refused(node: Any, told: str) -> None:
         Graph().add(x=node)
 
 
-def test_an_asynchronous_node_in_a_thread_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"node 'x' is asynchronous and can't be placed in a thread"):
-        Graph().add_node("x", numbers, where="thread")
+MISTAKES: list[tuple[Callable[[Graph], object], str]] = [
+    (lambda graph: graph.add_node("x", numbers, where="thread"), "node 'x' is asynchronous and can't be placed in a "),
+    (
+        lambda graph: graph.add_node("x", double, where="there"),
+        "node 'x': where is 'there', expected 'inline' or 'thread'",
+    ),  # type: ignore[arg-type]
+    (lambda graph: graph.add(double=double), "graph 'chained' has a node 'double' already"),
+    (lambda graph: graph.add_node("a.b", double), r"node 'a.b': a '.' stands between a node and its port"),
+    (
+        lambda graph: graph.add_node("a/b", double),
+        r"node 'a/b': .* a '/' between a node and its parts, expected a name",
+    ),
+    (lambda graph: graph.connect("text", "show", capacity=3), r"text.out → show.text: these are connected already"),
+    (lambda graph: graph.output("texts", "text", capacity=0), r"output 'texts': capacity is 0, expected at least 1"),
+    (lambda graph: [graph.output("o", "text") for _ in range(2)], "graph 'chained' has an output 'o' already"),
+    (lambda graph: [graph.input("i", "text") for _ in range(2)], "graph 'chained' has an input 'i' already"),
+    (lambda graph: [graph.input("i", "text"), graph.validate()], "'text.number' is an input of graph 'chained'"),
+    (lambda graph: [graph.add(other=show), graph.validate()], r"inlet 'other.text' is connected to nothing"),
+    (
+        lambda graph: [graph.add(split=split), graph.connect("split", "double")],
+        "has not one outlet but these: low, high; ",
+    ),
+    (lambda graph: Graph("nothing").validate(), "graph 'nothing' has no nodes"),
+    (lambda graph: drawn("a > b >> a", a=double, b=double).validate(), "nothing would ever flow through a, b"),
+    (
+        lambda graph: drawn("ring > a > b > ring", ring=Ring(), a=double, b=double).validate(),
+        "cycle ring → a → b → ring: declare the edge that closes it with feedback=True",
+    ),
+]
 
 
-def test_a_name_is_given_once() -> None:
-    graph = chained()
-    with pytest.raises(GraphError, match=r"graph 'chained' has a node 'double' already"):
-        graph.add(double=double)
+@pytest.mark.parametrize(("mistake", "told"), MISTAKES)
+def test_a_mistake_in_a_drawing_is_named(mistake: Callable[[Graph], object], told: str) -> None:
+    with pytest.raises(GraphError, match=told):
+        mistake(chained())
 
 
 @pytest.mark.parametrize(
@@ -188,72 +212,20 @@ def test_what_can_not_be_connected_is_refused(source: str, target: str, options:
         chained().connect(source, target, **options)
 
 
-def test_an_empty_graph_is_refused() -> None:
-    with pytest.raises(GraphError, match="graph 'nothing' has no nodes"):
-        Graph("nothing").validate()
-
-
-def test_an_unconnected_inlet_is_named() -> None:
-    graph = chained()
-    graph.add(other=show)
-    with pytest.raises(GraphError, match=r"inlet 'other.text' is connected to nothing"):
-        graph.validate()
-
-
-def test_a_cycle_is_named_all_round() -> None:
-    graph = Graph()
-    graph.add(ring=Ring(), a=double, b=double)
-    graph.connect("ring", "a")
-    graph.connect("a", "b")
-    graph.connect("b", "ring")
-    with pytest.raises(
-        GraphError, match=r"cycle ring → a → b → ring: declare the edge that closes it with feedback=True"
-    ):
-        graph.validate()
-
-
-def test_a_ring_that_nothing_sets_going_is_refused() -> None:
-    graph = Graph()
-    graph.add(a=double, b=double)
-    graph.connect("a", "b")
-    graph.connect("b", "a", feedback=True)
-    with pytest.raises(GraphError, match=r"nothing would ever flow through a, b"):
-        graph.validate()
-
-
-def test_an_input_has_to_be_fed() -> None:
-    graph = Graph("inner")
-    graph.add(a=double)
-    graph.input("number", "a")
-    graph.output("doubled", "a")
-    with pytest.raises(GraphError, match=r"'a.number' is an input of graph 'inner'"):
-        graph.validate()
-
-
 def test_neighbours_that_another_way_joins_through_a_channel_are_two_tasks() -> None:
-    graph = Graph()
-    graph.add(source=numbers, a=double, b=double, c=to_text, show=show)
-    graph.add_node("thread", double, where="thread")
-    graph.connect("source", "a")
-    graph.connect("a", "b")
-    graph.connect("b", "c")
+    nodes = {"source": numbers, "a": double, "b": double, "c": to_text, "show": show, "away": double}
+    graph = drawn("source > a > b > c", thread="away", **nodes)
     assert ["a", "b", "c"] in graph.groups()
-    graph.connect("a", "thread")
-    graph.connect("thread", "c")
+    graph.connect("a", "away")
+    graph.connect("away", "c")
     graph.connect("c", "show")
     graph.validate()
-    assert graph.groups() == [["source"], ["a", "b"], ["thread"], ["c", "show"]]
+    assert graph.groups() == [["source"], ["a", "b"], ["away"], ["c", "show"]]
     assert "b.out ──(capacity 1, block)──▶ c.number" in graph.explain()
 
 
 def test_neighbours_that_a_channel_joins_as_well_are_two_tasks() -> None:
-    graph = Graph()
-    graph.add(source=numbers, a=double, b=double, c=to_text, show=show)
-    graph.connect("source", "a")
-    graph.connect("a", "b")
-    graph.connect("b", "c")
-    graph.connect("a", "c", capacity=2)
-    graph.connect("c", "show")
+    graph = drawn("source > a > b > c", "a >2 c > show", source=numbers, a=double, b=double, c=to_text, show=show)
     assert graph.groups() == [["source"], ["a", "b"], ["c", "show"]]
 
 
@@ -276,42 +248,6 @@ def test_a_gate_where_another_way_leads_through_a_channel_is_refused() -> None:
     graph.connect("b", "show")
     with pytest.raises(GraphError, match=r"a.out → b.number: a gate can't stand where another way from 'a' to 'b'"):
         graph.validate()
-
-
-def test_two_ports_are_connected_once() -> None:
-    with pytest.raises(GraphError, match=r"text.out → show.text: these are connected already"):
-        chained().connect("text", "show", capacity=3)
-
-
-def test_a_name_with_a_dot_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"node 'a.b': a '.' stands between a node and its port"):
-        Graph().add_node("a.b", double)
-
-
-@pytest.mark.parametrize("direction", ["input", "output"])
-def test_what_a_graph_exports_has_a_name_of_its_own(direction: str) -> None:
-    graph = Graph("inner")
-    graph.add(a=double)
-    getattr(graph, direction)("port", "a")
-    with pytest.raises(GraphError, match=rf"graph 'inner' has an {direction} 'port' already"):
-        getattr(graph, direction)("port", "a")
-
-
-def test_an_output_without_room_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"output 'texts': capacity is 0, expected at least 1"):
-        chained().output("texts", "text", capacity=0)
-
-
-def test_an_unknown_place_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"node 'x': where is 'elsewhere', expected 'inline' or 'thread'"):
-        Graph().add_node("x", double, where="elsewhere")  # type: ignore[arg-type]
-
-
-def test_a_node_of_several_outlets_needs_one_named() -> None:
-    graph = Graph()
-    graph.add(source=numbers, split=split, double=double)
-    with pytest.raises(GraphError, match=r"node 'split' has not one outlet but these: low, high; write 'node.port'"):
-        graph.connect("split", "double")
 
 
 def test_a_composite_names_its_own_ports() -> None:

@@ -2,9 +2,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-from graph_rows import row
+from graph_rows import drawn, row
 
-from rollflow import Graph
 from rollflow.stream import Outlet
 from rollflow.stream.graph import meter
 from rollflow.stream.graph.inline_run import InlineRun
@@ -110,11 +109,9 @@ class HeavyStart:
 
 
 def test_the_time_of_start_is_that_of_the_node_itself() -> None:
-    graph = Graph()
-    graph.add(heavy=HeavyStart(), same=lambda number: number)
-    graph.connect("heavy.on", "same")
-    graph.connect("same", "heavy", feedback=True)
-    graph.output("out", "heavy.out")
+    graph = drawn(
+        "heavy.on > same >> heavy", outputs={"out": "heavy.out"}, heavy=HeavyStart(), same=lambda number: number
+    )
     with InlineRun(graph) as run:
         run.next_outputs()
         assert run.report().bottleneck == "heavy"
@@ -138,10 +135,7 @@ async def test_a_reader_that_waits_for_one_output_is_not_at_work_on_another() ->
                 spin()
                 await b.send(number)
 
-    graph = Graph()
-    graph.add(both=Both())
-    graph.output("a", "both.a")
-    graph.output("b", "both.b")
+    graph = drawn(outputs={"a": "both.a", "b": "both.b"}, both=Both())
     async with graph.run() as run:
         async for number in run["a"]:
             assert await run["b"].receive() == number

@@ -1,5 +1,5 @@
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -7,7 +7,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
-from graph_rows import row
+from graph_rows import drawn, row
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
@@ -137,10 +137,7 @@ async def test_a_fan_out_passes_the_object_itself() -> None:
     async def source(out: Outlet[object]) -> None:
         await out.send(item)
 
-    graph = Graph()
-    graph.add(source=source, first=first, second=second)
-    graph.connect("source", "first", capacity=1)
-    graph.connect("source", "second", capacity=1)
+    graph = drawn("source >1 first", "source >1 second", source=source, first=first, second=second)
     async with graph.run() as run:
         await run.wait()
     assert first.items[0] is second.items[0] is item
@@ -154,11 +151,7 @@ async def test_a_node_in_a_thread_works_off_the_event_loops_thread_and_in_order(
         return number
 
     sink = Collect()
-    graph = Graph()
-    graph.add(source=Numbers(20), sink=sink)
-    graph.add_node("work", work, where="thread")
-    graph.connect("source", "work", capacity=2)
-    graph.connect("work", "sink")
+    graph = drawn("source >2 work > sink", thread="work", source=Numbers(20), sink=sink, work=work)
     async with graph.run() as run:
         await run.wait()
     assert sink.items == list(range(20))
@@ -197,10 +190,7 @@ async def test_two_errors_at_once_are_told_both() -> None:
         await ready.wait()
         raise ValueError("one of two")
 
-    graph = Graph()
-    graph.add(a=fails, b=fails, sink=Collect())
-    graph.connect("a", "sink", capacity=1)
-    graph.connect("b", "sink", capacity=1)
+    graph = drawn("a >1 sink", "b >1 sink", a=fails, b=fails, sink=Collect())
     with pytest.raises(ExceptionGroup) as raised:
         async with graph.run() as run:
             await anyio.wait_all_tasks_blocked()
@@ -231,10 +221,7 @@ async def test_every_node_is_closed_even_when_one_close_raises() -> None:
             raise OSError("won't close")
 
     bad, good = Bad(), Collect()
-    graph = Graph()
-    graph.add(source=Numbers(1), bad=bad, good=good)
-    graph.connect("source", "bad", capacity=1)
-    graph.connect("source", "good", capacity=1)
+    graph = drawn("source >1 bad", "source >1 good", source=Numbers(1), bad=bad, good=good)
     with pytest.raises(OSError, match="won't close") as raised:
         async with graph.run() as run:
             await run.wait()
@@ -247,10 +234,7 @@ async def test_an_error_in_closing_does_not_hide_the_one_before() -> None:
         def close(self) -> None:
             raise OSError("won't close")
 
-    graph = Graph()
-    graph.add(source=Numbers(), work=fails_at(3), bad=Bad())
-    graph.connect("source", "work", capacity=1)
-    graph.connect("work", "bad")
+    graph = drawn("source >1 work > bad", source=Numbers(), work=fails_at(3), bad=Bad())
     with pytest.raises(ValueError, match="3 is too much") as raised:
         async with graph.run() as run:
             await run.wait()
@@ -285,22 +269,14 @@ async def test_leaving_the_block_cancels_what_still_runs() -> None:
     assert (ring.closed, sink.closed) == (1, 1)
 
 
-async def test_a_ring_that_never_waits_can_still_be_cancelled() -> None:
-    spins = Graph()
-    spins.add(spin=Ring(), same=lambda number: number, sink=Collect())
-    spins.connect("spin.on", "same")
-    spins.connect("spin.out", "sink")
-    spins.connect("same", "spin", feedback=True)
-    with anyio.move_on_after(0.05) as scope:
-        async with spins.run() as run:
-            await run.wait()
-    assert scope.cancelled_caught
+SPINNING_RING = "spin.on > same >> spin", "spin.out > sink"
 
 
-async def test_a_source_that_never_waits_can_still_be_cancelled() -> None:
-    graph = row(capacity=1000, source=Numbers(), sink=Collect())
+@pytest.mark.parametrize("ways", [SPINNING_RING, ("spin >1000 sink",)], ids=["ring", "source"])
+async def test_what_never_waits_can_still_be_cancelled(ways: Sequence[str]) -> None:
+    nodes = {"spin": Ring(), "same": lambda number: number} if ways is SPINNING_RING else {"spin": Numbers()}
     with anyio.move_on_after(0.05) as scope:
-        async with graph.run() as run:
+        async with drawn(*ways, **nodes, sink=Collect()).run() as run:
             await run.wait()
     assert scope.cancelled_caught
 
@@ -422,11 +398,7 @@ def test_an_inline_run_gives_nothing_while_all_is_parked() -> None:
 
 
 def test_an_inline_run_raises_the_error_itself() -> None:
-    graph = Graph("inline")
-    graph.add(ring=Ring(), work=fails_at(2))
-    graph.connect("ring.on", "work")
-    graph.connect("work", "ring", feedback=True)
-    graph.output("out", "ring.out")
+    graph = drawn("ring.on > work >> ring", name="inline", outputs={"out": "ring.out"}, ring=Ring(), work=fails_at(2))
     with InlineRun(graph) as run, pytest.raises(ValueError, match="2 is too much") as raised:
         run.next_outputs()
     assert raised.value.__notes__ == ["in node 'work'"]
@@ -564,10 +536,7 @@ async def test_drain_delivers_what_several_tasks_of_a_source_are_sending() -> No
 
 async def test_a_run_that_is_drained_before_its_source_has_begun_gives_nothing() -> None:
     source, first, second = Numbers(), Collect(), Collect()
-    graph = Graph()
-    graph.add(source=source, first=first, second=second)
-    graph.connect("source", "first", capacity=8)
-    graph.connect("source", "second", capacity=3)
+    graph = drawn("source >8 first", "source >3 second", source=source, first=first, second=second)
     with anyio.fail_after(10):
         async with graph.run() as run:
             await run.drain()

@@ -165,8 +165,3 @@ def test_a_node_that_refuses_what_leads_to_it_is_left_without_the_edge() -> None
         graph.connect("source", "refuses")
     assert raised.value.__notes__ == ["in node 'refuses'"]
     assert graph.edges == []
-
-
-def test_a_name_with_what_parts_it_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"node 'a/b': .* a '/' between a node and its parts, expected a name without"):
-        Graph().add_node("a/b", double)

@@ -11,12 +11,11 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from doctor_clock import Looking
-from graph_rows import row
+from graph_rows import drawn, row
 from held_envs import await_that
 from stalled_rollouts import line_of
-from stalled_runs import looked_at, numbers
+from stalled_runs import numbers, stall_of
 
-from rollflow import Graph
 from rollflow.stream import Inlet, Outlet
 
 LONGEST_S = 60.0
@@ -29,19 +28,8 @@ async def test_a_reader_of_one_output_while_the_other_is_full_is_a_deadlock_with
             await left.send(number)
             await right.send(number)
 
-    graph = Graph()
-    graph.add(both=both)
-    graph.output("left", "both.left")
-    graph.output("right", "both.right")
-    async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
-
-        async def read() -> None:
-            async for _ in run["right"]:
-                pass
-
-        tasks.start_soon(read)
-        text = await looked_at(run, lambda looking: looking.until_told(6.0), "both")
-        tasks.cancel_scope.cancel()
+    graph = drawn(outputs={"left": "both.left", "right": "both.right"}, both=both)
+    text = await stall_of(graph, "both", "right")
     deadlock = "caller waits for an item of graph.right; both waits for room in both.left → graph.left"
     assert f": deadlock: {deadlock}" in text
     read = "do: read output 'left' as well, in a task of its own: async for item in run['left']; or connect 'both.left'"
@@ -82,10 +70,7 @@ async def test_a_coroutine_that_holds_up_the_event_loop_is_named_though_its_read
             if number == 3:
                 until_said(caplog)
 
-    graph = Graph()
-    graph.add(numbers=numbers, more=numbers, holds=holds)
-    graph.connect("numbers", "holds", capacity=1)
-    graph.output("out", "more")
+    graph = drawn("numbers >1 holds", outputs={"out": "more"}, numbers=numbers, more=numbers, holds=holds)
     async with graph.run(stall_after=0.1) as run:
         async for _ in run["out"]:
             await anyio.lowlevel.checkpoint()

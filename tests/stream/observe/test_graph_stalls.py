@@ -5,7 +5,7 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -14,7 +14,7 @@ import pytest
 from doctor_clock import Looking
 from graph_rows import row
 from stalled_rollouts import line_of
-from stalled_runs import looked_at, numbers
+from stalled_runs import looked_at, numbers, read_all, stall_of
 
 from rollflow import Graph
 from rollflow.stream import Inlet, Outlet, StallError
@@ -35,18 +35,8 @@ async def test_a_lock_that_a_node_in_a_thread_takes_is_named_with_its_line() -> 
         return number
 
     graph = row(capacity=1, thread="locked", output="out", numbers=numbers, locked=locked)
-    with lock:
-        async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
-
-            async def read() -> None:
-                async for _ in run["out"]:
-                    pass
-
-            tasks.start_soon(read)
-            text = await looked_at(run, lambda looking: looking.until_told(6.0), "locked", hangs.is_set)
-            lock.release()
-            await run.wait()
-            lock.acquire()
+    lock.acquire()
+    text = await stall_of(graph, "locked", "out", is_there=hangs.is_set, end_fault=lock.release)
     assert text.startswith("no item for 5.")
     assert ": locked is in its call since 5." in text
     assert "caller waits for it" in text
@@ -67,12 +57,7 @@ async def test_two_nodes_that_wait_for_room_at_each_other_are_a_deadlock_named_e
     graph.connect("left.out", "right.inlet", capacity=2)
     graph.connect("right.out", "left.inlet", capacity=2, feedback=True)
     graph.output("done", "left.done")
-    async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
-        tasks.start_soon(run["done"].receive)
-        text = await looked_at(run, lambda looking: looking.until_told(6.0), "right")
-        diagnosis = run.diagnose()
-        tasks.cancel_scope.cancel()
-    assert diagnosis.is_closed
+    text = await stall_of(graph, "right", "done")
     assert (
         "deadlock: left waits for room in left.out → right.inlet; right waits for room in right.out → left.inlet"
         in text
@@ -91,10 +76,7 @@ async def test_a_source_that_awaits_what_never_comes_is_named_with_the_line_of_i
         pass
 
     graph = row(capacity=1, source=source, sink=sink)
-    async with graph.run(stall_after=None) as run:
-        text = await looked_at(run, lambda looking: looking.until_told(6.0), "source")
-        never.set()
-        await run.wait()
+    text = await stall_of(graph, "source", end_fault=never.set)
     # Where it takes a look more until nothing moves, the source has stood still for 6.0 s.
     assert re.search(r"source is at work, and neither sends nor receives since (5\.\d|6\.0) s", text), text
     assert line_of(source, "await never.wait()") in text
@@ -186,18 +168,10 @@ async def test_a_gate_that_does_not_open_is_named_with_what_it_waits_for() -> No
     graph.connect("counting", "after", gate=Shut())
     graph.connect("after", "counting", feedback=True)
     graph.output("out", "after")
-    async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
-        tasks.start_soon(run["out"].receive)
-        text = await looked_at(run, lambda looking: looking.until_told(6.0), "the trainer at tcp://there:1")
-        tasks.cancel_scope.cancel()
+    text = await stall_of(graph, "the trainer at tcp://there:1", "out")
     assert "the trainer at tcp://there:1 has not come since 5." in text
     assert "counting … after and caller wait" in text or "caller and counting … after wait for it" in text
     assert "do: start it, or look at its address and its log" in text
-
-
-async def read_until_stalled(graph: Graph, read: Callable[[Run], Awaitable[object]]) -> None:
-    async with graph.run(stall_after=0.2, on_stall="raise") as run:
-        await read(run)
 
 
 async def test_a_run_that_stands_still_is_ended_with_a_stall_error_where_that_is_asked_for() -> None:
@@ -207,12 +181,9 @@ async def test_a_run_that_stands_still_is_ended_with_a_stall_error_where_that_is
 
     graph = row(output="out", source=source)
 
-    async def read(run: Run) -> None:
-        async for _ in run["out"]:
-            pass
-
     with anyio.fail_after(LONGEST_S), pytest.raises(StallError, match="source is at work"):
-        await read_until_stalled(graph, read)
+        async with graph.run(stall_after=0.2, on_stall="raise") as run:
+            await read_all(run, "out")
     assert not [thread for thread in threading.enumerate() if thread.name == "rollflow doctor"]
 
 
