@@ -11,7 +11,7 @@ from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
 from rollflow.nodes.offloaded.replica import PIPELINES, OneReplica, Published, Replica, SeveralReplica
-from rollflow.nodes.rollout.options import ForwardOptions
+from rollflow.nodes.rollout.options import RolloutOptions
 from rollflow.nodes.stages.acting import Acting, seed_lane
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
 from rollflow.nodes.stages.agents_acting import AgentsActing
@@ -33,9 +33,8 @@ class OnePolicy:
 
     acting     the copy of the module that acts, and the pipelines around it
     weights    of that copy, as they are published
-    forward    how forward passes are done
+    options    how forward passes are done
     metrics    what pieces log into
-    seed       of what is sampled
 
     emitter         node that parts fragments from turns, if whole rollouts are elsewhere
     pipelines       of connectors
@@ -45,13 +44,10 @@ class OnePolicy:
     emitter: type[Emitter] = Emitter
     pipeline_names: Sequence[str] = PIPELINES
 
-    def __init__(
-        self, acting: Acting, weights: PolicyWeights, forward: ForwardOptions, metrics: Any, seed: int
-    ) -> None:
-        self._acting, self._weights, self._how = acting, weights, forward
-        self.metrics, self._seed = metrics, seed
+    def __init__(self, acting: Acting, weights: PolicyWeights, options: RolloutOptions, metrics: Any) -> None:
+        self._acting, self._weights, self._how, self.metrics = acting, weights, options, metrics
         self.pipelines = acting.env_to_module, acting.module_to_env
-        self.pass_options = forward.of_passes(acting.copy)
+        self.pass_options = options.of_passes(acting.copy)
 
     def stages(
         self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
@@ -77,7 +73,7 @@ class OnePolicy:
 
     def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
-        seed_lane(lane, self._seed)
+        seed_lane(lane, self._how.seed)
 
     def replica(self) -> OneReplica:
         """Copy for a lane elsewhere that begins."""
@@ -105,15 +101,15 @@ class AgentsPolicy:
     """Several modules and their connectors, which act in environments with several agents each; see `OnePolicy`.
 
     acting     the modules that act, and their pipelines
-    forward    how forward passes are done
+    options    how forward passes are done
     metrics    what pieces log into
     """
 
     emitter: type[Emitter] = AgentEmitter
 
-    def __init__(self, acting: AgentsActing, forward: ForwardOptions, metrics: Any) -> None:
-        self._acting, self._modules, self._how, self.metrics = acting, acting.modules, forward, metrics
-        self.pass_options = {"explore": forward.explore, **forward.of_several()}
+    def __init__(self, acting: AgentsActing, options: RolloutOptions, metrics: Any) -> None:
+        self._acting, self._modules, self._how, self.metrics = acting, acting.modules, options, metrics
+        self.pass_options = {"explore": options.explore, **options.of_several()}
 
     @property
     def pipelines(self) -> Sequence[Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.argument_checks import check_flags, check_numbers
+from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.logs.destinations import Log
 from rollflow.nodes.logs.figures import Axis
@@ -178,13 +178,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         debug: bool = False,
     ) -> None:
         arguments = dict(locals())
-        check_flags(debug=debug)
         check_numbers(num_envs=(num_envs, 1), lanes=(lanes, 1))
-        envs, options, flow = options_of(arguments)
-        self.seed = arguments["seed"] = envs.seed
+        options = options_of(arguments)
+        self.seed = options.seed
         self.metrics = MetricsLogger() if metrics is None else metrics
         self.environments, self.placement, options = place(
-            env, envs, options, flow, rollout=MultiAgentRollout, places=SEVERAL_AGENTS, arguments=arguments
+            env, options, arguments, rollout=MultiAgentRollout, places=SEVERAL_AGENTS
         )
         with closing_on_error(self.environments.close):
             acting = agents_acting_for(
@@ -199,7 +198,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 device=options.device,
                 seed=self.seed,
                 explore=options.explore,
-                may_be_stateful=flow.lookback != 0,
+                may_be_stateful=lookback != 0,
                 acting=options.of_several(),
             )
             self._modules, self.joint = acting.modules, acting.joint
@@ -210,12 +209,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             for pipeline in acting.pipelines:
                 pipeline.refuse_edits_while_run_by(self)
                 pipeline.fuses = pipeline.fuses and not debug
-            self._env, self._lookback_asked, self._pipelines = env, flow.lookback, acting.pipelines
+            self._env, self._lookback_asked, self._pipelines = env, lookback, acting.pipelines
             self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
             self.returns = AgentReturns(self.module.__contains__)
-            lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
+            lag = AgentLagBound(self._modules, self.learner.to_train, max_lag, on_excess)
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
-            super().__init__(self.environments, lag, rounds, flow, is_debugged=debug)
+            super().__init__(self.environments, lag, rounds, options)
             self._act_by(AgentsPolicy(acting, options, self.metrics))
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:

@@ -1,7 +1,7 @@
-"""Options of a rollout, in frozen records that hold what belongs together and check it."""
+"""Options of a rollout, in a frozen record that checks them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from rollflow.nodes.argument_checks import check_flags, check_numbers, checked_count, checked_number, seeds_of
@@ -22,25 +22,44 @@ Place = Where | OnHosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvOptions:
-    """Options of environments: their number, their place, and how long they may take; see `Rollout`.
+class RolloutOptions:
+    """Options of a rollout: those of its arguments that both kinds of rollouts have; see `Rollout`.
 
-    seed          of every environment
+    seed          of every environment, and of sampling
     slot_seeds    one seed for each slot's environment; None: they follow from `seed`
+    explore       True or False; of several modules also a dict, module id -> True or False
+    stall         rules of the stall doctor
 
-    Raises ValueError for numbers that are none, or too small.
+    Raises ValueError for numbers that are none, or too small, and for what makes no sense.
     """
 
-    num_envs: int | None = None
-    lanes: int | None = None
-    where: Place = "inline"
+    num_envs: int | None
+    lanes: int | None
+    where: Place
     autoreset_mode: Autoreset = None
-    workers: int | None = None
-    step_timeout: float | None = 60.0
-    reset_timeout: float | None = 120.0
-    fragment_length: int = 128
-    seed: int = 0
-    slot_seeds: tuple[int, ...] | None = None
+    workers: int | None
+    step_timeout: float | None
+    reset_timeout: float | None
+    fragment_length: int
+    seed: int
+    slot_seeds: tuple[int, ...] | None
+    explore: Any
+    flat_forward: bool | None
+    compile_forward: bool | Mapping[str, Any]
+    forward_threads: int | None
+    max_batch: int | None
+    max_wait: float
+    forward_in_thread: bool
+    device: Any
+    metrics: Any
+    debug: bool
+    lookback: int | None
+    num_fragments: int | None
+    prefetch: int
+    max_lag: int | None
+    on_excess: OnExcess
+    stall: StallRules
+    log: LogOptions
 
     def __post_init__(self) -> None:
         checked_count("fragment_length", self.fragment_length, 1)
@@ -48,45 +67,17 @@ class EnvOptions:
             workers=(self.workers, 1),
             step_timeout=(self.step_timeout, 0),
             reset_timeout=(self.reset_timeout, 0),
+            max_batch=(self.max_batch, 1),
+            forward_threads=(self.forward_threads, 1),
+            lookback=(self.lookback, 0),
+            num_fragments=(self.num_fragments, 1),
+            max_lag=(self.max_lag, 0),
         )
-
-    @property
-    def timeouts(self) -> dict[str, Any]:
-        """The keywords `step_timeout` and `reset_timeout`."""
-        return {"step_timeout": self.step_timeout, "reset_timeout": self.reset_timeout}
-
-    def debugged(self) -> "EnvOptions":
-        """These options with every environment in the loop's thread."""
-        return replace(self, where="inline", workers=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardOptions:
-    """Options of forward passes while acting; see `Rollout`.
-
-    explore        True or False; of several modules also a dict, module id -> True or False
-    is_debugged    whether `debug` was asked for
-
-    Raises ValueError for what is no number, or neither True nor False, and for both `flat_forward` and
-    `compile_forward`.
-    """
-
-    explore: Any = True
-    flat_forward: bool | None = None
-    compile_forward: bool | Mapping[str, Any] = False
-    forward_threads: int | None = 1
-    max_batch: int | None = None
-    max_wait: float = 0.0
-    forward_in_thread: bool = False
-    device: Any = None
-    is_debugged: bool = False
-
-    def __post_init__(self) -> None:
-        check_numbers(max_batch=(self.max_batch, 1), forward_threads=(self.forward_threads, 1))
         checked_number("max_wait", self.max_wait, least=0, noun="seconds")
-        check_flags(
-            forward_in_thread=self.forward_in_thread, flat_forward=self.flat_forward is not None and self.flat_forward
-        )
+        checked_count("prefetch", self.prefetch, 0)
+        flat = self.flat_forward is not None and self.flat_forward
+        check_flags(debug=self.debug, forward_in_thread=self.forward_in_thread, flat_forward=flat)
+        check_staleness(self.max_lag, self.on_excess)
         if not isinstance(self.compile_forward, bool | Mapping):
             raise ValueError(
                 f"compile_forward is {self.compile_forward!r}, expected True, False or a dict of torch.compile's "
@@ -95,10 +86,10 @@ class ForwardOptions:
         if self.flat_forward and self.compile_forward is not False:
             raise ValueError("flat_forward and compile_forward are two ways of doing a pass, expected one of them")
 
-    def debugged(self) -> "ForwardOptions":
-        """These options with the module's own passes, lane by lane, in the loop's thread."""
-        apart = ForwardOptions(explore=self.explore, forward_threads=self.forward_threads, device=self.device)
-        return replace(apart, flat_forward=False, is_debugged=True)
+    @property
+    def timeouts(self) -> dict[str, Any]:
+        """The keywords `step_timeout` and `reset_timeout`."""
+        return {"step_timeout": self.step_timeout, "reset_timeout": self.reset_timeout}
 
     @property
     def joins_lanes(self) -> bool:
@@ -121,12 +112,9 @@ class ForwardOptions:
             "compiled": compile_options(self.compile_forward),
         }
 
-    def check_offloaded(self, metrics: Any, *, is_remote: bool) -> None:
-        """Raise ValueError for what whole rollouts elsewhere can't do: on other hosts, or in worker processes.
-
-        metrics    what pieces log into; None: a `MetricsLogger`
-        """
-        if is_remote and self.is_debugged:
+    def check_offloaded(self, *, is_remote: bool) -> None:
+        """Raise ValueError for what whole rollouts elsewhere can't do: on other hosts, or in worker processes."""
+        if is_remote and self.debug:
             raise ValueError(
                 "debug is for what runs in this process, and RemoteRollouts act on the hosts; expected RemoteEnvs, or "
                 "environments here"
@@ -145,49 +133,24 @@ class ForwardOptions:
             if is_remote:
                 place, expected = "RemoteRollouts have", "RemoteEnvs"
             raise ValueError(f"{JOINT_PASSES}, but {place} one for each; expected {expected}")
-        if metrics is not None and not isinstance(metrics, MetricsLogger):
+        if self.metrics is not None and not isinstance(self.metrics, MetricsLogger):
             raise ValueError(
-                f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
+                f"metrics is {type(self.metrics).__name__}, expected a MetricsLogger: every worker has one, to be "
+                "merged"
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlowOptions:
-    """Options of the flow of fragments: their number, lookback, prefetch, staleness, stalls and log; see `Rollout`.
-
-    stall    rules of the stall doctor
-
-    Raises ValueError for numbers that are none, or too small, and for what `LagBound` does not take.
-    """
-
-    lookback: int | None = None
-    num_fragments: int | None = None
-    prefetch: int = 0
-    max_lag: int | None = None
-    on_excess: OnExcess = "drop"
-    stall: StallRules = field(default_factory=StallRules)
-    log: LogOptions = field(default_factory=LogOptions)
-
-    def __post_init__(self) -> None:
-        checked_count("prefetch", self.prefetch, 0)
-        check_numbers(lookback=(self.lookback, 0), num_fragments=(self.num_fragments, 1), max_lag=(self.max_lag, 0))
-        check_staleness(self.max_lag, self.on_excess)
-
-    def debugged(self) -> "FlowOptions":
-        """These options without running ahead, which takes a thread."""
-        return replace(self, prefetch=0)
-
-
-def options_of(arguments: Mapping[str, Any]) -> tuple[EnvOptions, ForwardOptions, FlowOptions]:
-    """The options among the arguments of a rollout; with `debug` everything is inline. Raises ValueError as they do."""
+def options_of(arguments: Mapping[str, Any]) -> RolloutOptions:
+    """The options of a rollout with these arguments; with `debug` everything is inline. Raises ValueError."""
     seed, slot_seeds = seeds_of(arguments["seed"])
     of_log = (arguments[name] for name in ("log", "log_every", "log_x", "num_fragments", "trace"))
     values = dict(arguments, seed=seed, slot_seeds=slot_seeds, log=LogOptions(*of_log))
     values["stall"] = StallRules(arguments["stall_after"], arguments["on_stall"])
-
-    def among(options: Any) -> Any:
-        names = {each.name for each in fields(options)} & values.keys()
-        return options(**{name: values[name] for name in names})
-
-    envs, forward, flow = among(EnvOptions), among(ForwardOptions), among(FlowOptions)
-    return (envs.debugged(), forward.debugged(), flow.debugged()) if arguments["debug"] else (envs, forward, flow)
+    names = {each.name for each in fields(RolloutOptions)} & values.keys()
+    options = RolloutOptions(**{name: values[name] for name in names})
+    if not options.debug:
+        return options
+    here = replace(options, where="inline", workers=None, prefetch=0)
+    return replace(
+        here, flat_forward=False, compile_forward=False, max_batch=None, max_wait=0.0, forward_in_thread=False
+    )

@@ -22,7 +22,7 @@ from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts, import_path
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
-from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Where
+from rollflow.nodes.rollout.options import RolloutOptions, Where
 from rollflow.nodes.rollout.race import Trial, race, trial_of, workers_in
 from rollflow.stream.data.errors import EnvError, ModuleError
 
@@ -54,111 +54,104 @@ SEVERAL_AGENTS = Places(
 
 def place(
     env: EnvSource | RemoteHosts,
-    envs: EnvOptions,
-    forward: ForwardOptions,
-    flow: FlowOptions,
+    options: RolloutOptions,
+    arguments: dict[str, Any],
     *,
     rollout: type,
     places: Places,
-    arguments: Mapping[str, Any],
-) -> tuple[Any, str, ForwardOptions]:
+) -> tuple[Any, str, RolloutOptions]:
     """The node that steps the environments, under `where="auto"` why it is where it is, else "", and what is left.
 
-    rollout      class of the rollout
+    arguments    of the rollout, by name
+    rollout      its class
     places       nodes that step environments of this kind
-    arguments    of the rollout, by name; `seed` is one number
 
-    What is left are the options of passes, without those that hosts were given which are started here. Raises EnvError,
+    What is left are the options, without those that hosts were given which are started here. Raises EnvError,
     ModuleError or ValueError for options that don't go with the place, and what making environments raises.
     """
-    reason, metrics = "", arguments["metrics"]
-    if isinstance(envs.where, OnHosts) and not isinstance(env, RemoteHosts):
-        env = envs.where.start(_command(env, envs, forward, arguments))
-        envs = replace(envs, where="inline", num_envs=None, lanes=None)
-        forward = replace(forward, device=None, compile_forward=False)
-    if envs.where == "auto" and not isinstance(env, RemoteHosts):
-        envs, reason = _chosen_place(env, envs, forward, flow, metrics, places, partial(trial_of, rollout, arguments))
+    reason = ""
+    if isinstance(options.where, OnHosts) and not isinstance(env, RemoteHosts):
+        env = options.where.start(_command(env, options, arguments))
+        options = replace(options, where="inline", num_envs=None, lanes=None, device=None, compile_forward=False)
+    if options.where == "auto" and not isinstance(env, RemoteHosts):
+        options, reason = _chosen_place(
+            env, options, places, partial(trial_of, rollout, arguments | {"seed": options.seed})
+        )
     if isinstance(env, RemoteRollouts):
         with closing_on_error(env.close):
-            forward.check_offloaded(metrics, is_remote=True)
-    elif envs.where == "rollouts":
-        forward.check_offloaded(metrics, is_remote=False)
-    return _environments_for(env, envs, places), reason, forward
+            options.check_offloaded(is_remote=True)
+    elif options.where == "rollouts":
+        options.check_offloaded(is_remote=False)
+    return _environments_for(env, options, places), reason, options
 
 
-def _environments_for(env: Any, envs: EnvOptions, places: Places) -> Any:
+def _environments_for(env: Any, asked: RolloutOptions, places: Places) -> Any:
     """The node that steps the environments, in as many lanes as suit the place where `lanes` is None.
 
     Raises ValueError for another `where`, for `workers` where there are none, and for a list of seeds where hosts say
     how many slots there are.
     """
-    where, lanes, workers = envs.where, envs.lanes, envs.workers
-    options: dict[str, Any] = {"num_envs": envs.num_envs, "fragment_length": envs.fragment_length, "seed": envs.seed}
+    where, lanes, workers = asked.where, asked.lanes, asked.workers
+    options: dict[str, Any] = {"num_envs": asked.num_envs, "fragment_length": asked.fragment_length, "seed": asked.seed}
     if isinstance(env, RemoteHosts):
         with closing_on_error(env.close):
-            _check_remote(envs)
+            _check_remote(asked)
         made = places.remote_envs if isinstance(env, RemoteEnvs) else places.remote_rollouts
-        return made(env, lanes=lanes, **envs.timeouts, **options)
+        return made(env, lanes=lanes, **asked.timeouts, **options)
     if not isinstance(where, str) or where not in get_args(Where):
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
     if workers is not None and where not in ("processes", "rollouts"):
         raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
-    options["slot_seeds"] = envs.slot_seeds
-    if envs.autoreset_mode is not None:
-        options["autoreset_mode"] = envs.autoreset_mode
+    options["slot_seeds"] = asked.slot_seeds
+    if asked.autoreset_mode is not None:
+        options["autoreset_mode"] = asked.autoreset_mode
     if lanes is None and where != "inline" and not places.is_ready(env):
         # One lane of processes at the least steps while another is in the forward pass.
         most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
-        lanes = min(count_of(env, envs.num_envs), most.get(where, workers or core_count()))
+        lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
     options["lanes"] = lanes
     if where == "processes":
-        return places.processes(env, workers=workers, **envs.timeouts, **options)
+        return places.processes(env, workers=workers, **asked.timeouts, **options)
     if where == "rollouts":
-        return places.rollouts(env, workers=workers, **envs.timeouts, **options)
+        return places.rollouts(env, workers=workers, **asked.timeouts, **options)
     environments = places.inline(env, **options)
-    return environments if where == "inline" else ThreadEnvironments(environments, **envs.timeouts)
+    return environments if where == "inline" else ThreadEnvironments(environments, **asked.timeouts)
 
 
-def _check_remote(envs: EnvOptions) -> None:
+def _check_remote(options: RolloutOptions) -> None:
     """Raise ValueError for what environments on hosts can't be given."""
-    if envs.where != "inline" or envs.workers is not None:
-        argument = f"where is '{envs.where}'" if envs.where != "inline" else f"workers is {envs.workers}"
+    if options.where != "inline" or options.workers is not None:
+        argument = f"where is '{options.where}'" if options.where != "inline" else f"workers is {options.workers}"
         raise ValueError(f"{argument}, but remote environments are where their hosts are; leave it out")
-    if envs.slot_seeds is not None:
+    if options.slot_seeds is not None:
         raise ValueError(
-            f"seed is a list of {len(envs.slot_seeds)}, but hosts say how many environments they have, and come and "
+            f"seed is a list of {len(options.slot_seeds)}, but hosts say how many environments they have, and come and "
             "go; expected one whole number, which the seeds of all of them follow from"
         )
-    if envs.autoreset_mode is not None:
+    if options.autoreset_mode is not None:
         raise ValueError(
-            f"autoreset_mode is {envs.autoreset_mode!r}, but remote environments are made by their hosts; "
+            f"autoreset_mode is {options.autoreset_mode!r}, but remote environments are made by their hosts; "
             "expected it to be given to each EnvHost or RolloutHost"
         )
 
 
 def _chosen_place(
-    env: Any,
-    envs: EnvOptions,
-    forward: ForwardOptions,
-    flow: FlowOptions,
-    metrics: Any,
-    places: Places,
-    make_trial: Callable[[], Trial],
-) -> tuple[EnvOptions, str]:
+    env: Any, options: RolloutOptions, places: Places, make_trial: Callable[[], Trial]
+) -> tuple[RolloutOptions, str]:
     """The options with the place that is fastest, and why; inline if that can't be measured."""
-    here = replace(envs, where="inline", workers=None)
+    here = replace(options, where="inline", workers=None)
     if places.is_ready(env):
         return here, "where='inline': these vector environments are here already"
     try:
-        result = race(env, envs, forward, flow, metrics, make_trial())
+        result = race(env, options, make_trial())
     except Exception as error:  # an argument that can't be worked with is refused by the rollout itself
         return here, f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
     if not result.rates:
         return here, f"where='inline': nothing could be measured; {result}"
     where: Any = result.fastest
-    workers = workers_in(where, envs)
-    unused = f"; workers={envs.workers} is not used" if workers != envs.workers else ""
-    return replace(envs, where=where, workers=workers), f"where='{where}': {result}{unused}"
+    workers = workers_in(where, options)
+    unused = f"; workers={options.workers} is not used" if workers != options.workers else ""
+    return replace(options, where=where, workers=workers), f"where='{where}': {result}{unused}"
 
 
 # Argument of a rollout -> option of a host.
@@ -170,7 +163,7 @@ _OPTIONS = {
 }
 
 
-def _command(env: Any, envs: EnvOptions, forward: ForwardOptions, arguments: Mapping[str, Any]) -> list[str]:
+def _command(env: Any, options: RolloutOptions, arguments: Mapping[str, Any]) -> list[str]:
     """The command of a host, but for the address that it dials.
 
     Raises EnvError, ModuleError or ValueError for what hosts can't be given.
@@ -181,10 +174,10 @@ def _command(env: Any, envs: EnvOptions, forward: ForwardOptions, arguments: Map
             "which makes the environment with them"
         ).see("started hosts")
     command = ["rollflow", "rollout-host", "--env", env if isinstance(env, str) else import_path(env, "env")]
-    numbers = {"--num-envs": envs.num_envs, "--lanes": envs.lanes, "--device": forward.device}
-    if isinstance(forward.compile_forward, Mapping):
+    numbers = {"--num-envs": options.num_envs, "--lanes": options.lanes, "--device": options.device}
+    if isinstance(options.compile_forward, Mapping):
         raise ValueError(
-            f"compile_forward is {forward.compile_forward!r}, expected True or False: hosts take no options"
+            f"compile_forward is {options.compile_forward!r}, expected True or False: hosts take no options"
         )
     for option, number in numbers.items():
         command += [] if number is None else [option, str(number)]
@@ -192,7 +185,7 @@ def _command(env: Any, envs: EnvOptions, forward: ForwardOptions, arguments: Map
     for argument, option in _OPTIONS.items():
         maker = arguments.get(argument)
         command += [] if maker is None else [option, import_path(maker, argument)]
-    return [*command, "--compile"] if forward.compile_forward else command
+    return [*command, "--compile"] if options.compile_forward else command
 
 
 def _modules(module: Any) -> list[str]:

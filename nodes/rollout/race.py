@@ -15,7 +15,7 @@ from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.env.env_source import count_of
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.rollout.options import JOINT_PASSES, EnvOptions, FlowOptions, ForwardOptions
+from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions
 from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces
 
 logger = logging.getLogger(__name__)
@@ -66,18 +66,18 @@ class Result(NamedTuple):
         return "; ".join([f"steps/s in a short run each: {', '.join(made)}", *refused])
 
 
-def race(env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions, metrics: Any, trial: Trial) -> Result:
+def race(env: Any, options: RolloutOptions, trial: Trial) -> Result:
     """Run each place for a moment, one after the other. Raises what an inline rollout of one environment raises.
 
     A place that raises is ruled out.
     """
     passes = {
-        "max_batch": forward.max_batch,
-        "max_wait": forward.max_wait,
-        "forward_in_thread": forward.forward_in_thread,
+        "max_batch": options.max_batch,
+        "max_wait": options.max_wait,
+        "forward_in_thread": options.forward_in_thread,
     }
     result = Result({}, {}, {})
-    slots = count_of(env, envs.num_envs)
+    slots = count_of(env, options.num_envs)
     with generators_kept():
         began = time.perf_counter()
         with _open(trial(_first(env, 1), num_envs=1, fragment_length=1)) as alone:
@@ -85,10 +85,10 @@ def race(env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions,
             next(fragments)
             start_s = time.perf_counter() - began
             step_s = min(_seconds(partial(next, fragments)) for _ in range(3))
-            result.ruled_out.update(_refusals(forward, metrics, alone))
+            result.ruled_out.update(_refusals(options, alone))
         if slots * start_s > _STARTS_S:
-            slots = min(slots, max(envs.lanes or 1, envs.workers or 1, 4 * core_count()))
-        length = max(1, min(envs.fragment_length, int(_FRAGMENT_S / (slots * step_s))))
+            slots = min(slots, max(options.lanes or 1, options.workers or 1, 4 * core_count()))
+        length = max(1, min(options.fragment_length, int(_FRAGMENT_S / (slots * step_s))))
         for where in PLACES:
             if where in result.ruled_out:
                 continue
@@ -98,10 +98,10 @@ def race(env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions,
                         _first(env, slots),
                         num_envs=slots,
                         where=where,
-                        lanes=envs.lanes,
-                        workers=workers_in(where, envs),
+                        lanes=options.lanes,
+                        workers=workers_in(where, options),
                         fragment_length=length,
-                        prefetch=flow.prefetch,
+                        prefetch=options.prefetch,
                         **passes,
                     )
                 ) as rollout:
@@ -112,9 +112,9 @@ def race(env: Any, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions,
     return result
 
 
-def workers_in(where: str, envs: EnvOptions) -> int | None:
+def workers_in(where: str, options: RolloutOptions) -> int | None:
     """The number of workers asked for, in a place that has workers."""
-    return envs.workers if where in ("processes", "rollouts") else None
+    return options.workers if where in ("processes", "rollouts") else None
 
 
 def trial_of(rollout: type, arguments: Mapping[str, Any]) -> Trial:
@@ -149,14 +149,14 @@ def _rate(rollout: Any) -> float:
     return steps / taken
 
 
-def _refusals(forward: ForwardOptions, metrics: Any, alone: Any) -> dict[str, str]:
+def _refusals(options: RolloutOptions, alone: Any) -> dict[str, str]:
     """Place -> why it does not keep to what is asked for."""
-    if forward.joins_lanes:
+    if options.joins_lanes:
         return {"rollouts": JOINT_PASSES}
-    if not isinstance(metrics, MetricsLogger | None):
-        return {"rollouts": f"metrics of type {type(metrics).__name__} can't be merged"}
+    if not isinstance(options.metrics, MetricsLogger | None):
+        return {"rollouts": f"metrics of type {type(options.metrics).__name__} can't be merged"}
     for module in alone.replica().modules.values():
-        on = device_of(module) if forward.device is None else torch.device(forward.device)
+        on = device_of(module) if options.device is None else torch.device(options.device)
         if on.type != "cpu":
             return {"rollouts": f"the module acts on {on}, where a copy for each worker is not faster"}
     return {}

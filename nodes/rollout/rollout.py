@@ -196,12 +196,12 @@ class Rollout(RolloutLoop[Fragment]):
         debug: bool = False,
     ) -> None:
         arguments = dict(locals())
-        check_flags(explore=explore, debug=debug)
+        check_flags(explore=explore)
         self.env_kwargs, self._env = dict(env_kwargs or {}), with_kwargs(env, env_kwargs)
-        envs, forward, flow = options_of(arguments)
-        self.seed = arguments["seed"] = envs.seed
-        self.environments, self.placement, forward = place(
-            self._env, envs, forward, flow, rollout=Rollout, places=ONE_AGENT, arguments=arguments
+        options = options_of(arguments)
+        self.seed = options.seed
+        self.environments, self.placement, options = place(
+            self._env, options, arguments, rollout=Rollout, places=ONE_AGENT
         )
         self.returns = EpisodeReturns()
         self.metrics = MetricsLogger() if metrics is None else metrics
@@ -213,7 +213,7 @@ class Rollout(RolloutLoop[Fragment]):
                 model_config=model_config,
                 env_to_module_connector=env_to_module_connector,
                 module_to_env_connector=module_to_env_connector,
-                device=forward.device,
+                device=options.device,
                 seed=self.seed,
             )
             self.environments.set_chosen_space(acting.spaces[1])
@@ -232,8 +232,8 @@ class Rollout(RolloutLoop[Fragment]):
             self._weights = PolicyWeights(acting.copy)
             lag = LagBound(self._weights, max_lag, on_excess)
             rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
-            super().__init__(self.environments, lag, rounds, flow, is_debugged=debug)
-            self._act_by(OnePolicy(acting, self._weights, forward, self.metrics, self.seed))
+            super().__init__(self.environments, lag, rounds, options)
+            self._act_by(OnePolicy(acting, self._weights, options, self.metrics))
             self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
 
     def publish(self, weights: Weights) -> int:

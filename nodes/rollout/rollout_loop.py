@@ -22,7 +22,7 @@ from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, ThreadDriver
 from rollflow.nodes.rollout.execution import ActingPolicy, execution_for
-from rollflow.nodes.rollout.options import FlowOptions
+from rollflow.nodes.rollout.options import RolloutOptions
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.stages.credits import AllGates, LaneGate, credits_of
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
@@ -51,22 +51,20 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     environments    the node that steps the environments
     lag             how old a fragment may be
     rounds          takes fragments and hands them out
-    flow            rounds that it may run ahead of its reader, in a thread, or 0; rules of the stall doctor; the log
+    options         rounds that it may run ahead of its reader, in a thread, or 0; rules of the stall doctor; the log
     """
 
     placement: str
 
-    def __init__(
-        self, environments: Any, lag: LagBound, rounds: FragmentRounds[F], flow: FlowOptions, *, is_debugged: bool
-    ) -> None:
-        self.environments, self.lag, self.stall = environments, lag, flow.stall
+    def __init__(self, environments: Any, lag: LagBound, rounds: FragmentRounds[F], options: RolloutOptions) -> None:
+        self.environments, self.lag, self.stall = environments, lag, options.stall
         self._rounds, self.hooks = rounds, rounds.hooks
         self._ledger = Ledger()  # of fragments in a graph
         self._ended_by: str | None = None  # the cause, of a loop
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
         self._steps_before = 0  # of an earlier run, which this one goes on with
-        self._credits, self._lane_counts = credits_of(environments, lag, rounds, flow.prefetch)
-        self._flow, self._is_debugged = flow, is_debugged
+        self._credits, self._lane_counts = credits_of(environments, lag, rounds, options.prefetch)
+        self._options = options
         self._is_in_graph = False  # once a graph has taken it apart: no gate or node may be added then
         self._gates: list[Gate] = []  # of a graph, which hold it back
         self._watching: list[Callable[[Any], None]] = []  # nodes of a graph, which see its fragments
@@ -76,8 +74,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
-        self._doctor = RolloutDoctor(flow.stall, self._learner_meter, self.signs, self.snapshot, flow.log.trace)
-        self.log = RolloutLog(self, rounds.note, flow.log)
+        self._doctor = RolloutDoctor(options.stall, self._learner_meter, self.signs, self.snapshot, options.log.trace)
+        self.log = RolloutLog(self, rounds.note, options.log)
 
     # Parts of a rollout
 
@@ -134,7 +132,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def _act_by(self, policy: ActingPolicy) -> None:
         """Make the stages; those that count lanes get to know of those that hosts bring and take."""
-        self._execution = execution_for(self.environments, policy, self._flow.num_fragments, self._ledger)
+        self._execution = execution_for(self.environments, policy, self._options.num_fragments, self._ledger)
         self._lane_counts.follow(self._execution.counting, self._execution.begin_lane)
 
     # The graph
@@ -165,7 +163,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     # The loop
 
     def __enter__(self) -> Self:
-        self._enter(ThreadDriver if self._flow.prefetch else InlineDriver)
+        self._enter(ThreadDriver if self._options.prefetch else InlineDriver)
         return self
 
     def _enter(self, driver: type[Driver]) -> None:
@@ -227,11 +225,11 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     async def __aenter__(self) -> Self:
         self._is_async = True
-        self._enter(InlineDriver if self._is_debugged else ThreadDriver)
+        self._enter(InlineDriver if self._options.debug else ThreadDriver)
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._is_debugged:
+        if self._options.debug:
             self.__exit__(kind, error, traceback)
             return
         with anyio.CancelScope(shield=True):  # other tasks go on meanwhile
