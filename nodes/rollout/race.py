@@ -71,11 +71,6 @@ def race(env: Any, options: RolloutOptions, trial: Trial) -> Result:
 
     A place that raises is ruled out.
     """
-    passes = {
-        "max_batch": options.max_batch,
-        "max_wait": options.max_wait,
-        "forward_in_thread": options.forward_in_thread,
-    }
     result = Result({}, {}, {})
     slots = count_of(env, options.num_envs)
     with generators_kept():
@@ -102,7 +97,9 @@ def race(env: Any, options: RolloutOptions, trial: Trial) -> Result:
                         workers=workers_in(where, options),
                         fragment_length=length,
                         prefetch=options.prefetch,
-                        **passes,
+                        max_batch=options.max_batch,
+                        max_wait=options.max_wait,
+                        forward_in_thread=options.forward_in_thread,
                     )
                 ) as rollout:
                     result.rates[where] = _rate(rollout)

@@ -443,10 +443,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def next_round(self, *, is_first: bool) -> bool:
         """Have the next round of a loop ready to be handed out; False if no more fragments come."""
-        drive, rounds = (
-            self._entered(is_first, "with Rollout(...) as rollout: around it, or rollout.start()"),
-            self._rounds,
-        )
+        rounds, expected = self._rounds, "with Rollout(...) as rollout: around it, or rollout.start()"
+        drive = self._entered(is_first, expected)
         if not rounds.is_gathered or rounds.is_empty:
             with self._raising_when_closed():
                 rounds.gather(drive.next, drive.release)
@@ -454,10 +452,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     async def next_round_async(self, *, is_first: bool) -> bool:
         """Have the next round ready, as `next_round` does, in an event loop."""
-        drive, rounds = (
-            self._entered(is_first, "async with Rollout(...) as rollout: around it", is_async=True),
-            self._rounds,
-        )
+        rounds, expected = self._rounds, "async with Rollout(...) as rollout: around it"
+        drive = self._entered(is_first, expected, is_async=True)
         if not rounds.is_gathered or rounds.is_empty:
             with self._raising_when_closed():
                 await rounds.gather_async(drive.next_async, drive.release)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
-from rollflow.stream.graph.node import Background, GateMethods, NodeMethods, note_node
+from rollflow.stream.graph.node import Background, GateMethods, note_node
 from rollflow.stream.graph.port import Edge, Port
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Chain:
         self.parked: list[tuple[GateMethods, Deliver, Any]] = []
         self.reopened = False
         self.on_gate: Callable[[], None] = _nothing
-        self._graph = graph
+        self.graph = graph
         self._methods = [graph.nodes[name].methods for name in names]
         self._meters = meters
         self._raised_on: list[Any] = []  # items whose call raised
@@ -83,14 +83,6 @@ class Chain:
     def entry(self, port: Port) -> Deliver:
         """The function that `carry` calls with an item that arrives at an inlet."""
         return self._steps[port[0]]
-
-    def methods_of(self, name: str) -> NodeMethods:
-        """Optional methods of a node of the chain, by its name."""
-        return self._graph.nodes[name].methods
-
-    def is_sink(self, name: str) -> bool:
-        """True if a node of the chain has no outputs."""
-        return not self._graph.nodes[name].outlets
 
     @property
     def can_start(self) -> bool:
@@ -245,7 +237,7 @@ class Chain:
 
     def _step(self, name: str) -> Deliver:
         """A function that calls a node with an item, and routes the output on."""
-        spec = self._graph.nodes[name]
+        spec = self.graph.nodes[name]
         call: Callable[[Any], Any] = spec.node
         meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
         calls = (
@@ -279,8 +271,8 @@ class Chain:
 
     def _route(self, name: str) -> Deliver:
         """A function that delivers a node's output to its outlets' edges."""
-        spec = self._graph.nodes[name]
-        all_edges = (*self._graph.edges, *self._graph.outputs.values())
+        spec = self.graph.nodes[name]
+        all_edges = (*self.graph.edges, *self.graph.outputs.values())
         by_port = [
             self._deliver_all([edge for edge in all_edges if edge.source == (name, port)], self._meters[name])
             for port in spec.outlets
@@ -309,7 +301,7 @@ class Chain:
         return delivers[0] if len(delivers) == 1 else deliver
 
     def _deliver(self, edge: Edge, meter: NodeMeter) -> Deliver:
-        if not self._graph.is_chained(edge):
+        if not self.graph.is_chained(edge):
             pending = self.pending
             return lambda item: pending.append((edge, item, meter))
         target = edge.target[0]

@@ -1,7 +1,6 @@
 """InlineRun: a graph that runs step by step, without an event loop."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
@@ -201,8 +200,8 @@ class InlineRun:
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
         under_way = dict([self.chain.under_way])
         meters = [*self.meters_by_name.values(), self.caller]
-        report = report_of(elapsed, meters, [], under_way=under_way, pieces=self.graph.slowest_pieces())
-        return replace(report, notes=self.graph.report_notes())
+        pieces, notes = self.graph.slowest_pieces(), self.graph.report_notes()
+        return report_of(elapsed, meters, [], under_way=under_way, pieces=pieces, notes=notes)
 
     def close(self) -> None:
         """Call every node's `close()`, and let go of all items. A second call does nothing."""

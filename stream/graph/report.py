@@ -80,15 +80,10 @@ class Report:
 
         calls    of node `name`, without that part
         """
-        nodes: list[NodeReport] = []
-        for node in self.nodes:
-            if node.name == name:
-                if part.items or part.busy_s:
-                    nodes.append(part)
-                left = max(node.busy_s - part.busy_s, 0.0)
-                node = replace(node, busy_s=left, idle_s=self.elapsed_s - left - node.blocked_s, calls=calls)
-            nodes.append(node)
-        return replace(self, nodes=tuple(nodes))
+        [node] = [each for each in self.nodes if each.name == name]
+        left = max(node.busy_s - part.busy_s, 0.0)
+        rest = replace(node, busy_s=left, idle_s=self.elapsed_s - left - node.blocked_s, calls=calls)
+        return self.with_parts(name, [part, rest] if part.items or part.busy_s else [rest])
 
     def with_parts(self, name: str, parts: Sequence[NodeReport]) -> "Report":
         """This report with `parts` in the place of node `name`; unchanged if there are none."""
@@ -218,6 +213,7 @@ def report_of(
     holders: frozenset[str] = frozenset(),
     under_way: Mapping[str, int] = NOTHING,
     pieces: Mapping[str, str] = NOTHING,
+    notes: tuple[str, ...] = (),
 ) -> Report:
     """Make a report of the meters' current values.
 
@@ -244,4 +240,4 @@ def report_of(
                 full=min(1.0, full_ns / elapsed_ns),
             )
         )
-    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), harmless, holders)
+    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), harmless, holders, notes)

@@ -8,7 +8,6 @@ are cancelled.
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from threading import get_ident
@@ -98,11 +97,8 @@ class Run:
         channels = [channel.meter for channel in self.channels.values()]
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
         under_way = dict(chain.under_way for chain in self.chains)
-        graph = self.graph
-        report = report_of(
-            elapsed, nodes, channels, graph.harmless(), frozenset(holders), under_way, graph.slowest_pieces()
-        )
-        return replace(report, notes=graph.report_notes())
+        harmless, pieces, notes = self.graph.harmless(), self.graph.slowest_pieces(), self.graph.report_notes()
+        return report_of(elapsed, nodes, channels, harmless, frozenset(holders), under_way, pieces, notes)
 
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now, and whether it is stalled. From any thread."""

@@ -269,10 +269,10 @@ def _call(chain: Chain, name: str, calls: int, mark: Any, age_s: float) -> Wait:
     """The call that a chain is in, as its node describes it."""
     stack = partial(stack_of_thread, chain.thread)
     is_background = any(meter.name == name for _, meter in chain.background)  # what it works on is not this call
-    for wait in () if is_background else _asked(chain.methods_of(name), name):
+    for wait in () if is_background else _asked(chain.graph.nodes[name].methods, name):
         done = wait.calls if wait.limit == "reset" else calls  # resets are not what the meter counts
         return Wait(name, "call", wait.doing, (), mark, age_s, done, wait.where, wait.limit, wait.remedy, stack=stack)
-    limit: Limit | None = "sink" if chain.is_sink(name) else None
+    limit: Limit | None = None if chain.graph.nodes[name].outlets else "sink"
     return Wait(name, "call", "is in its call", (), mark, age_s, calls, limit=limit, stack=stack)
 
 
@@ -280,7 +280,7 @@ def _background(chain: Chain, node: Background, meter: NodeMeter) -> list[Wait]:
     """What a background node works on; nothing where it has no items."""
     if not node.in_flight:
         return []
-    asked = list(_asked(chain.methods_of(meter.name), meter.name))
+    asked = list(_asked(chain.graph.nodes[meter.name].methods, meter.name))
     doing = f"has {node.in_flight} items in work"
     return asked or [Wait(meter.name, "call", doing, mark=(meter.items, node.in_flight), calls=meter.items)]
 

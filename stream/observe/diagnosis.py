@@ -68,8 +68,9 @@ class Diagnosis:
 
     def _first_line(self) -> str:
         blocker = self.blocker
-        if self.state == "caller works" or (blocker is not None and blocker.kind == "works"):
-            return self._of_caller()
+        if self.state == "caller works" and (blocker is None or blocker.party == CALLER):
+            usual = f" (the median was {median(self.caller_s):.1f} s)" if self.caller_s else ""
+            return f"the caller works: it has had its {self.noun} for {self.stood_s:.1f} s{usual}"
         if blocker is None:
             return {"not running": "it is not running"}.get(self.state, f"it flows: nobody waits for {_a(self.noun)}")
         begin = f"no {self.noun} for {self.waited_s:.1f} s: "
@@ -78,16 +79,7 @@ class Diagnosis:
             return f"{begin}deadlock: {edges}"
         text = f"{begin}{blocker.name} {blocker.doing} since {self.stood_s:.1f} s"
         others = list(dict.fromkeys(wait.party for wait in self.way[:-1] if not wait.is_part))
-        return f"{text}; {_listed(others)} for it" if others else text
-
-    def _of_caller(self) -> str:
-        usual = f" (the median was {median(self.caller_s):.1f} s)" if self.caller_s else ""
-        blocker = self.blocker
-        if blocker is not None and blocker.party != CALLER:
-            return (
-                f"no {self.noun} for {self.waited_s:.1f} s: {blocker.name} {blocker.doing} since {self.stood_s:.1f} s"
-            )
-        return f"the caller works: it has had its {self.noun} for {self.stood_s:.1f} s{usual}"
+        return f"{text}; {_listed(others)} for it" if others and blocker.kind != "works" else text
 
 
 def diagnosed(

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import mmap
 import os
 import secrets
 import select
@@ -17,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from rollflow.stream.observe.memory_check import process_memory
 
 logger = logging.getLogger(__name__)
 
@@ -163,20 +164,12 @@ def _answer(snapshot: Snapshot | None, began: float) -> bytes:
         "command": " ".join(sys.argv),
         "began": began,
         "time": now,
-        "memory_bytes": _resident_bytes(),
+        "memory_bytes": process_memory()[1] or None,
     }
     try:
         return json.dumps(found | ({} if snapshot is None else snapshot())).encode()
     except Exception as error:  # it changes while it is read, or has a value that JSON has not
         return json.dumps(found | {"error": f"{type(error).__name__}: {error}"}).encode()
-
-
-def _resident_bytes() -> int | None:
-    """Memory of this process, as the system counts it; None: it does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return None
 
 
 def run_folder() -> Path | None:
