@@ -14,7 +14,7 @@ node that is being called, and since when.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.node import Background, GateMethods, note_node
@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 Deliver = Callable[[Any], None]
 
 
-class CallMark(Protocol):
-    """Two integers: the time at which the last call ended, in ns, and the number of the node called now (-1: none)."""
-
-    def __getitem__(self, index: int, /) -> int: ...
-
-    def __setitem__(self, index: int, value: int, /) -> None: ...
+CallMark = list[int] | memoryview
+"""Two integers: the time at which the last call ended, in ns, and the number of the node called now (-1: none)."""
 
 
 class Chain:

@@ -289,11 +289,6 @@ class Outlet(Generic[T]):
             if stop.requested:
                 await stop.wait()
 
-    def close(self) -> None:
-        """Close all channels."""
-        for channel in self._channels:
-            channel.close()
-
     def held(self) -> list[T]:
         """The item that is not in every channel yet."""
         return [] if self._current is None else [self._current]

@@ -24,11 +24,6 @@ waits         for others, which are in `on`
 Limit = Literal["reset", "compile", "sink"]
 
 
-def no_stack() -> tuple[StackFrame, ...]:
-    """The stack of a party that has none here."""
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
     """One party at one look.
@@ -43,7 +38,7 @@ class Wait:
     where     lane, worker, process or host, in words
     limit     kind of a call that may take longer: a reset, one that may compile, a sink's
     remedy    what to change; "": the usual words for this kind
-    stack     gives the stack of the thread that does it
+    stack     gives the stack of the thread that does it; empty: it has none here
     is_part   whether it stands for a task whose node is named by itself, and is left out of texts
     """
 
@@ -57,7 +52,7 @@ class Wait:
     where: str = ""
     limit: Limit | None = None
     remedy: str = ""
-    stack: Callable[[], tuple[StackFrame, ...]] = field(default=no_stack, compare=False)
+    stack: Callable[[], tuple[StackFrame, ...]] = field(default=tuple, compare=False)
     is_part: bool = False
 
     @property

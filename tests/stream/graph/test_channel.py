@@ -138,7 +138,8 @@ async def test_two_readers_of_one_inlet_are_both_woken() -> None:
 
 @pytest.mark.anyio
 async def test_a_reader_that_waits_is_told_of_the_end() -> None:
-    outlet, inlet = ends(Channel[int]("a", 1), Channel[int]("b", 1))
+    channels = Channel[int]("a", 1), Channel[int]("b", 1)
+    outlet, inlet = ends(*channels)
     seen: list[int] = []
 
     async def read() -> None:
@@ -149,7 +150,8 @@ async def test_a_reader_that_waits_is_told_of_the_end() -> None:
             tasks.start_soon(read)
             await anyio.wait_all_tasks_blocked()
             await outlet.send(1)
-            outlet.close()
+            for channel in channels:
+                channel.close()
     assert seen == [1, 1]
 
 
