@@ -167,14 +167,6 @@ def test_an_async_function_whose_parameter_is_no_item_is_told_what_to_write() ->
 # Mistakes
 
 
-def test_an_outlet_that_is_connected_to_nothing_is_told_both_calls() -> None:
-    graph = Graph()
-    graph.add(source=numbers)
-    told = r"neither by graph.connect\('source.out', …\) nor by graph.output\('out', 'source.out'\)"
-    with pytest.raises(GraphError, match=told):
-        graph.validate()
-
-
 def test_a_sink_without_an_annotation_is_told_the_form_of_its_own() -> None:
     class Sink:
         def __call__(self, number):  # type: ignore[no-untyped-def]

@@ -20,6 +20,10 @@ def show(text: str) -> None:
     del text
 
 
+def keep(number: int) -> None:
+    del number
+
+
 async def numbers(out: Outlet[int]) -> None:
     await out.send(1)
 
@@ -49,22 +53,26 @@ class Ring:
 
 
 def chained() -> Graph:
-    graph = drawn(
-        "source >2 double > text > show", name="chained", source=numbers, double=double, text=to_text, show=show
-    )
-    return graph
+    nodes = {"source": numbers, "double": double, "text": to_text, "show": show}
+    return drawn("source >2 double > text > show", name="chained", **nodes)
 
 
-def test_synchronous_neighbours_without_a_capacity_are_one_task() -> None:
-    graph = chained()
+@pytest.mark.parametrize(
+    ("ways", "groups"),
+    [
+        (["source >2 a > b > show"], ["source", "a b show"]),
+        (["source > a >3 b > away > show"], ["source", "a", "b", "away", "show"]),
+        (["source > a > b > show", "a > away > show"], ["source", "a b", "away", "show"]),
+        (["source > a > b > show", "a >2 show"], ["source", "a b", "show"]),
+    ],
+    ids=["chain", "capacity and thread", "another way through a thread", "another way through a channel"],
+)
+def test_synchronous_neighbours_are_one_task_unless_a_channel_lies_between(ways: list[str], groups: list[str]) -> None:
+    nodes = {"source": numbers, "a": double, "b": double, "away": double, "show": keep}
+    used = {name: node for name, node in nodes.items() if any(name in way.split() for way in ways)}
+    graph = drawn(*ways, thread="away", **used)
     graph.validate()
-    assert graph.groups() == [["source"], ["double", "text", "show"]]
-
-
-def test_a_capacity_or_a_thread_keeps_neighbours_apart() -> None:
-    graph = drawn("source > a >3 b > c > d", thread="c", source=numbers, a=double, b=double, c=to_text, d=show)
-    graph.validate()
-    assert graph.groups() == [["source"], ["a"], ["b"], ["c"], ["d"]]
+    assert sorted(graph.groups()) == sorted(group.split() for group in groups)
 
 
 def test_the_fields_of_a_named_tuple_are_outlets() -> None:
@@ -172,6 +180,10 @@ MISTAKES: list[tuple[Callable[[Graph], object], str]] = [
         lambda graph: [graph.add(split=split), graph.connect("split", "double")],
         "has not one outlet but these: low, high; ",
     ),
+    (
+        lambda graph: [graph.add(more=numbers), graph.validate()],
+        r"neither by graph.connect\('more.out', …\) nor by graph.output\('out', 'more.out'\)",
+    ),
     (lambda graph: Graph("nothing").validate(), "graph 'nothing' has no nodes"),
     (lambda graph: drawn("a > b >> a", a=double, b=double).validate(), "nothing would ever flow through a, b"),
     (
@@ -212,23 +224,6 @@ def test_what_can_not_be_connected_is_refused(source: str, target: str, options:
         chained().connect(source, target, **options)
 
 
-def test_neighbours_that_another_way_joins_through_a_channel_are_two_tasks() -> None:
-    nodes = {"source": numbers, "a": double, "b": double, "c": to_text, "show": show, "away": double}
-    graph = drawn("source > a > b > c", thread="away", **nodes)
-    assert ["a", "b", "c"] in graph.groups()
-    graph.connect("a", "away")
-    graph.connect("away", "c")
-    graph.connect("c", "show")
-    graph.validate()
-    assert graph.groups() == [["source"], ["a", "b"], ["away"], ["c", "show"]]
-    assert "b.out ──(capacity 1, block)──▶ c.number" in graph.explain()
-
-
-def test_neighbours_that_a_channel_joins_as_well_are_two_tasks() -> None:
-    graph = drawn("source > a > b > c", "a >2 c > show", source=numbers, a=double, b=double, c=to_text, show=show)
-    assert graph.groups() == [["source"], ["a", "b"], ["c", "show"]]
-
-
 class Open:
     def admits(self, item: Any) -> bool:
         return True
@@ -238,14 +233,9 @@ class Open:
 
 
 def test_a_gate_where_another_way_leads_through_a_channel_is_refused() -> None:
-    graph = Graph()
-    graph.add(source=numbers, a=double, b=to_text, show=show)
-    graph.add_node("thread", double, where="thread")
-    graph.connect("source", "a")
+    nodes = {"source": numbers, "a": double, "away": double, "b": to_text, "show": show}
+    graph = drawn("source > a > away > b > show", thread="away", **nodes)
     graph.connect("a", "b", gate=Open())
-    graph.connect("a", "thread")
-    graph.connect("thread", "b")
-    graph.connect("b", "show")
     with pytest.raises(GraphError, match=r"a.out → b.number: a gate can't stand where another way from 'a' to 'b'"):
         graph.validate()
 

@@ -463,40 +463,6 @@ async def test_busy_idle_and_blocked_time_add_up_to_the_elapsed_time() -> None:
     assert all(edge.items == 200 and edge.peak <= edge.capacity for edge in report.edges)
 
 
-@settings(max_examples=examples(40))
-@given(
-    st.lists(st.tuples(st.sampled_from(["chain", "channel", "thread", "async"]), st.integers(1, 5)), max_size=5),
-    st.integers(0, 60),
-    st.integers(1, 3),
-    st.sampled_from(["asyncio", "trio"]),
-)
-def test_every_item_reaches_every_sink_once(
-    stages: list[tuple[str, int]], count: int, sinks: int, backend: str
-) -> None:
-    async def passes(items: Inlet[int], out: Outlet[int]) -> None:
-        async for item in items:
-            await out.send(item)
-
-    graph, before, collected = Graph(), "source", [Collect() for _ in range(sinks)]
-    graph.add(source=Numbers(count))
-    for number, (kind, capacity) in enumerate(stages):
-        name = f"stage{number}"
-        node: Any = passes if kind == "async" else lambda item: item
-        graph.add_node(name, node, where="thread" if kind == "thread" else None)
-        graph.connect(before, name, capacity=None if kind == "chain" else capacity)
-        before = name
-    for number, sink in enumerate(collected):
-        graph.add_node(f"sink{number}", sink)
-        graph.connect(before, f"sink{number}", capacity=number or None)
-
-    async def main() -> None:
-        async with graph.run() as run:
-            await run.wait()
-
-    anyio.run(main, backend=backend)
-    assert [sink.items for sink in collected] == [list(range(count))] * sinks
-
-
 async def test_drain_delivers_a_send_that_is_under_way_on_any_outlet_of_a_source() -> None:
     class Two:
         def __init__(self) -> None:
@@ -639,21 +605,6 @@ async def test_a_gate_that_opens_lets_the_oldest_pass_first() -> None:
     assert sink.items == list(range(6))
 
 
-async def test_a_single_error_is_raised_as_it_is_to_one_who_waits_for_an_item() -> None:
-    ready = anyio.Event()
-
-    async def source(out: Outlet[int]) -> None:
-        await ready.wait()
-        raise ValueError("no more")
-
-    graph = row(output="numbers", source=source)
-    with pytest.raises(ValueError, match="no more") as raised:
-        async with graph.run() as run:
-            ready.set()
-            await run["numbers"].receive()
-    assert raised.value.__notes__ == ["in node 'source'"]
-
-
 async def test_the_end_of_an_output_is_an_error_of_the_reader_where_no_node_has_raised() -> None:
     graph = row(output="numbers", source=Numbers(1))
     with pytest.raises(anyio.EndOfStream):
@@ -688,7 +639,7 @@ async def test_an_output_is_no_inlet_though_the_graph_bears_a_nodes_name() -> No
 
 @settings(max_examples=examples(60))
 @given(st.data(), st.integers(1, 6), st.integers(0, 25), st.sampled_from(["asyncio", "trio"]))
-def test_a_graph_without_cycles_delivers_every_item_along_every_way(
+def test_a_graph_without_cycles_delivers_every_item_along_every_way_in_order(
     data: st.DataObject, nodes: int, count: int, backend: str
 ) -> None:
     async def passes(items: Inlet[int], out: Outlet[int]) -> None:
@@ -721,3 +672,5 @@ def test_a_graph_without_cycles_delivers_every_item_along_every_way(
 
     anyio.run(main, backend=backend)
     assert sorted(sink.items) == sorted([*range(count)] * sum(ways[number] for number in leaves))
+    if len(sink.items) == count:  # there is one way
+        assert sink.items == [*range(count)]

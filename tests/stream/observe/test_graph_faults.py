@@ -10,7 +10,6 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
-from doctor_clock import Looking
 from graph_rows import drawn, row
 from held_envs import await_that
 from stalled_rollouts import line_of
@@ -34,28 +33,6 @@ async def test_a_reader_of_one_output_while_the_other_is_full_is_a_deadlock_with
     assert f": deadlock: {deadlock}" in text
     read = "do: read output 'left' as well, in a task of its own: async for item in run['left']; or connect 'both.left'"
     assert read in text
-
-
-async def test_code_of_a_node_that_holds_up_the_event_loop_is_named() -> None:
-    texts: list[str] = []
-
-    def look() -> None:
-        texts.append(Looking(run.doctor).until_told(6.0))
-
-    async def holds(inlet: Inlet[int], out: Outlet[int]) -> None:
-        async for number in inlet:
-            if number == 3:
-                looker = threading.Thread(target=look)
-                looker.start()
-                looker.join(LONGEST_S)
-            await out.send(number)
-
-    graph = row(capacity=1, output="out", numbers=numbers, holds=holds)
-    async with graph.run(stall_after=None) as run:
-        for _ in range(5):
-            await run["out"].receive()
-    assert "holds is at work, and neither sends nor receives since 5." in texts[0]
-    assert line_of(holds, "looker.join") in texts[0]
 
 
 def until_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -112,23 +112,31 @@ async def test_a_sink_that_puts_into_a_full_queue_is_named_after_ten_calls() -> 
     assert line_of(put, "full.put(number)") in text
 
 
-async def test_a_synchronous_node_that_blocks_the_event_loop_is_named() -> None:
+@pytest.mark.parametrize(
+    ("is_async", "doing"),
+    [(False, "is in its call"), (True, "is at work, and neither sends nor receives")],
+    ids=["function", "coroutine"],
+)
+async def test_a_node_that_holds_up_the_event_loop_is_named(is_async: bool, doing: str) -> None:
     texts: list[str] = []
 
-    def blocks(number: int) -> int:
+    def holds(number: int) -> int:
         if number == 3:
             looker = threading.Thread(target=lambda: texts.append(Looking(run.doctor).until_told(6.0)))
             looker.start()
             looker.join(LONGEST_S)
         return number
 
-    graph = row(capacity=1, output="out", numbers=numbers, blocks=blocks)
+    async def relays(inlet: Inlet[int], out: Outlet[int]) -> None:
+        async for number in inlet:
+            await out.send(holds(number))
+
+    graph = row(capacity=1, output="out", numbers=numbers, holds=relays if is_async else holds)
     async with graph.run(stall_after=None) as run:
         for _ in range(5):
             await run["out"].receive()
-    assert ": blocks is in its call since 5." in texts[0]
-    assert f"  at {__file__}:" in texts[0]
-    assert "blocks: looker." in texts[0]
+    assert f": holds {doing} since 5." in texts[0]
+    assert line_of(holds, "looker.join") in texts[0]
 
 
 @pytest.mark.slow
