@@ -196,26 +196,18 @@ def test_an_asker_that_reads_nothing_holds_nobody_up(folder: Path, monkeypatch: 
         assert len(snapshot_at(path)["text"]) == 1 << 22
 
 
-def test_a_killed_process_leaves_a_socket_that_the_next_asker_removes(folder: Path) -> None:
-    with another() as (process, _):
-        assert [each["name"] for each in snapshots()] == ["another"]
+@pytest.mark.parametrize("how", [(), ("fork",)], ids=["alone", "with a child that holds its socket"])
+def test_a_killed_process_leaves_a_socket_that_the_next_asker_removes(
+    how: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_socket, "ANSWER_S", 0.2)
+    with another(*how) as (process, _):
         process.kill()
         process.wait()
         [path] = folder.iterdir()
-        with pytest.raises(ConnectionRefusedError):
-            snapshot_at(path)
-        assert snapshots() == []
-        assert list(folder.iterdir()) == []
-
-
-def test_a_killed_process_whose_child_holds_its_socket_is_gone_as_well(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_socket, "ANSWER_S", 0.2)
-    with another("fork") as (process, _):
-        process.kill()
-        process.wait()
-        assert len(list(folder.iterdir())) == 1
+        if not how:
+            with pytest.raises(ConnectionRefusedError):
+                snapshot_at(path)
         assert snapshots() == []
         assert list(folder.iterdir()) == []
 
