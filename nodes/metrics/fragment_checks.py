@@ -18,7 +18,7 @@ from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.diagnosis import median
-from rollflow.stream.observe.memory_check import memory_bound
+from rollflow.stream.observe.machine_checks import memory_bound
 from rollflow.stream.observe.waits import Sign
 
 _SAMPLE = 256  # transitions of a fragment that are looked at

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Overflow
-from rollflow.stream.graph.drawing import explain, shape
+from rollflow.stream.graph.drawing import explain, mermaid, shape
 from rollflow.stream.graph.meter import CallTimes, NodeMeter
 from rollflow.stream.graph.node import Gate, NodeMethods, gate_methods, node_methods
 from rollflow.stream.graph.port import (
@@ -286,6 +286,10 @@ class Graph:
     def explain(self) -> str:
         """A text of the tasks, where each node runs, and how much each edge holds."""
         return explain(self)
+
+    def mermaid(self) -> str:
+        """A Mermaid flowchart of the graph."""
+        return mermaid(self)
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Write a picture of the graph to a file, as SVG. Raises GraphError for a file of another kind."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rollflow.stream.data.errors import StallError
 from rollflow.stream.observe.diagnosis import Diagnosis, diagnosed
-from rollflow.stream.observe.memory_check import MemoryCheck
+from rollflow.stream.observe.machine_checks import MachineChecks
 from rollflow.stream.observe.stacks import answering_dumps, is_debugged_now
 from rollflow.stream.observe.waits import Look, Probe, Sign, Wait, Way, way_from
 
@@ -132,7 +132,7 @@ class StallWatch:
         probe          gives the looks
         rules          when and how it speaks
         is_debugged    whether a debugger holds this process
-        memory         finds memory of this process that rises
+        machine        finds silent faults of this process and its machine
 
     It keeps no thread and reads no time but that of the rules' clock. `look` is to be called every `rules.look_s`.
     """
@@ -142,10 +142,10 @@ class StallWatch:
         probe: Probe,
         rules: StallRules,
         is_debugged: Callable[[], bool] = is_debugged_now,
-        memory: MemoryCheck | None = None,
+        machine: MachineChecks | None = None,
     ) -> None:
         self._probe, self._rules, self._is_debugged = probe, rules, is_debugged
-        self._memory = MemoryCheck() if memory is None else memory
+        self._machine = MachineChecks() if machine is None else machine
         self._after = 5.0 if rules.after is None else rules.after
         self._times = LongCalls()
         self._seen: dict[str, _Seen] = {}
@@ -192,7 +192,7 @@ class StallWatch:
             return self.finish(), None
         self._follow(look, now)
         gone = now - AGAIN_S[0]  # what was there later than that is told already
-        self._signs = [*self._probe.signs(), *self._memory.signs(now)]
+        self._signs = [*self._probe.signs(), *self._machine.signs(now)]
         texts = [sign.text for sign in self._signs if self._notes.get(sign.kind, gone) <= gone]
         self._notes.update((sign.kind, now) for sign in self._signs)
         found = self._stalled(look, now)

@@ -109,6 +109,22 @@ def test_explain_marks_a_ring() -> None:
     assert graph.explain() == "[ring → double ↺]   one task, inline"
 
 
+def test_mermaid_draws_boxes_frames_and_dashed_feedback() -> None:
+    graph = drawn("ring > double >> ring", ring=Ring(), double=double)
+    graph.output("doubled", "double", capacity=3)
+    assert graph.mermaid().splitlines() == [
+        "flowchart LR",
+        '    subgraph g0["one task"]',
+        '        n0["ring"]',
+        '        n1["double"]',
+        "    end",
+        '    n0 -- "out" --> n1',
+        '    n1 -. "out" .-> n0',
+        '    out2(["doubled"])',
+        '    n1 -- "out, capacity 3, block" --> out2',
+    ]
+
+
 def test_a_graph_is_a_node_of_another() -> None:
     inner = Graph("inner")
     inner.add(a=double, b=double)

@@ -1,4 +1,4 @@
-"""Memory that rises steadily is named, by figures that are made up."""
+"""Memory that rises steadily and a clock that was set are named, by figures that are made up."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from doctor_clock import ToldClock
 
-from rollflow.stream.observe.memory_check import MemoryCheck, memory_bound, process_memory
+from rollflow.stream.observe.machine_checks import MachineChecks, memory_bound, process_memory
 from rollflow.stream.observe.waits import Exit, Look, Sign, Wait
 from rollflow.stream.observe.watch import StallRules, StallWatch
 
@@ -19,7 +19,7 @@ BOUND = 10_000 * MB  # a rise is 10 MB
 def told(usage: Iterable[tuple[int, int]], seconds: float) -> list[Sign]:
     """The signs of looks twice a second, of a process that has so much, half minute by half minute."""
     figures = iter(usage)
-    checks = MemoryCheck(lambda: next(figures), BOUND)
+    checks = MachineChecks(lambda: next(figures), BOUND)
     return [sign for look in range(round(2 * seconds)) for sign in checks.signs(look / 2)]
 
 
@@ -58,6 +58,18 @@ def test_a_process_that_keeps_more_has_more() -> None:
     assert process_memory()[1] < memory_bound()
 
 
+@pytest.mark.parametrize(("by", "how"), [(3600.0, "forward by 3600.0 s"), (-5.0, "back by 5.0 s")])
+def test_a_clock_that_was_set_is_named_once(by: float, how: str) -> None:
+    times = {"wall": 1e9, "steady": 100.0}
+    checks = MachineChecks(lambda: (0, 0), BOUND, lambda: times["wall"], lambda: times["steady"])
+    texts = []
+    for look in range(10):
+        times["steady"] += 0.5
+        times["wall"] += 0.5004 + (by if look == 5 else 0.0)  # it is a little fast, too
+        texts += [sign.text for sign in checks.signs(look / 2)]
+    assert [text.partition(":")[0] for text in texts] == [f"the system's clock was set {how}"]
+
+
 def test_the_doctor_logs_what_the_machine_has() -> None:
     class Flows:
         def look(self) -> Look:
@@ -68,7 +80,7 @@ def test_the_doctor_logs_what_the_machine_has() -> None:
 
     clock = ToldClock()
     rising = ((MB * 100 * each, MB * 100 * each) for each in itertools.count())
-    watch = StallWatch(Flows(), StallRules(clock=clock), lambda: False, MemoryCheck(lambda: next(rising), BOUND))
+    watch = StallWatch(Flows(), StallRules(clock=clock), lambda: False, MachineChecks(lambda: next(rising), BOUND))
     texts = []
     for _ in range(700):
         clock.time += 0.5
