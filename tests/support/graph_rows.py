@@ -7,7 +7,7 @@ from typing import Any
 from rollflow import Graph
 
 
-def row(name: str = "row", *, capacity: int | None = None, thread: str = "", output: str = "", **nodes: Any) -> Graph:
+def row(name: str = "graph", *, capacity: int | None = None, thread: str = "", output: str = "", **nodes: Any) -> Graph:
     """A graph of nodes that are connected one to the next.
 
     capacity    of each edge
@@ -19,7 +19,7 @@ def row(name: str = "row", *, capacity: int | None = None, thread: str = "", out
 
 
 def drawn(
-    *ways: str, name: str = "drawn", thread: str = "", outputs: Mapping[str, str] | None = None, **nodes: Any
+    *ways: str, name: str = "graph", thread: str = "", outputs: Mapping[str, str] | None = None, **nodes: Any
 ) -> Graph:
     """A graph of nodes that are connected along ways.
 
