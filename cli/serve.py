@@ -6,7 +6,7 @@ import logging
 import ssl
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from rollflow.cli import arguments
 from rollflow.sinks import WeightsFollower
 from rollflow.stream.data.errors import RollflowError
-from rollflow.stream.wire import parse_trainer_address
 
 if TYPE_CHECKING:
     from rollflow.policy.serving import Shelf
@@ -45,7 +44,15 @@ def add_to(commands: Any) -> None:
     arguments.add_secret(parser, "the secret that clients show; asked for off loopback")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="this server's certificate: listen with TLS")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, where it is in a file of its own")
-    _add_follow(parser)
+    parser.add_argument(
+        "--follow",
+        action="append",
+        default=[],
+        metavar="[NAME=]ADDRESS",
+        help="a trainer, a TrainerStream at tcp://host:port, unix:/path or shm:/path, whose newest weights act; where "
+        "it trains several modules, in the policies of their names",
+    )
+    arguments.add_protection(parser, PREFIX)
     arguments.add_allow(parser)
     parser.add_argument("--device", help="of the forward passes, such as cuda")
     parser.add_argument("--max-batch", type=int, default=64, help="requests in one forward pass, at most (64)")
@@ -63,19 +70,18 @@ def _run(args: argparse.Namespace) -> int:
     from rollflow.policy.serving import BatchOptions, HttpServer, Shelf, WatchedPolicy, Watcher
 
     shelf = Shelf(BatchOptions(args.max_batch, args.max_wait / 1000, args.max_waiting))
-    watched: list[WatchedPolicy] = []
-    for text in args.policies:
-        name, path = _named(text)
-        watched.append(WatchedPolicy(shelf, name, path, allow=args.allow, device=args.device))
-    followed = following(shelf, args)
+    looks: list[Callable[[], object]] = []
     with ExitStack() as stack:
         stack.callback(shelf.close)
+        for text in args.policies:
+            name, path = _named(text)
+            looks.append(WatchedPolicy(shelf, name, path, allow=args.allow, device=args.device).look)
+        for each in _following(shelf, args):
+            stack.callback(each.close)
+            looks.append(each.look)
         options: dict[str, Any] = {"certificate": args.tls_cert, "key": args.tls_key}
         server = stack.enter_context(HttpServer(shelf, args.http, secret=arguments.secret_of(args), **options))
-        for each in followed:
-            each.begin()
-            stack.callback(each.close)
-        stack.callback(Watcher([*(each.look for each in watched), *(each.look for each in followed)]).close)
+        stack.callback(Watcher(looks).close)
         print(f"serving {', '.join(shelf.names)} at {server.url}", file=sys.stderr, flush=True)
         threading.Event().wait()  # until a signal
     return 0
@@ -90,36 +96,20 @@ def _named(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _add_follow(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `rollflow serve` that name trainers to follow."""
-    parser.add_argument(
-        "--follow",
-        action="append",
-        default=[],
-        metavar="[NAME=]ADDRESS",
-        help="a trainer, a TrainerStream at tcp://host:port, unix:/path or shm:/path, whose newest weights act; where "
-        "it trains several modules, in the policies of their names",
-    )
-    arguments.add_protection(parser, PREFIX)
-
-
-def following(shelf: "Shelf", args: argparse.Namespace) -> list["Following"]:
+def _following(shelf: "Shelf", args: argparse.Namespace) -> Iterator["Following"]:
     """One `Following` for each `--follow`. Raises ValueError and RollflowError if one is invalid."""
     secret, tls = arguments.secret_of(args, PREFIX), arguments.tls_of(args, PREFIX, listens=False)
     if not args.follow and (secret is not None or tls is not None):
         raise ValueError("--follow-secret-… and --follow-tls are for --follow ADDRESS, expected it as well")
-    made: list[Following] = []
     for text in args.follow:
         name, equals, address = text.rpartition("=")
         if equals:
             shelf.versions(name)
-        parse_trainer_address(address)
-        made.append(Following(shelf, name or None, address, secret, tls))
-    return made
+        yield Following(shelf, name or None, address, secret, tls)
 
 
 class Following:
-    """Policies of a shelf that follow a trainer, from `begin` on; what becomes of it is logged.
+    """Policies of a shelf that follow a trainer; what becomes of it is logged.
 
     name    of the policy; None: the only one, or those that are named as the trainer's modules
     """
@@ -130,17 +120,11 @@ class Following:
         self._shelf, self._name, self._address = shelf, name, address
         self._options: dict[str, Any] = {"secret": secret, "tls": tls}
         self._version, self._is_away, self._looks = 0, False, 0
-        self._follower: WeightsFollower | None = None
-
-    def begin(self) -> None:
-        """Dial the trainer."""
-        self._follower = WeightsFollower(self._address, self._take, **self._options)
+        self._follower = self._dialled()
 
     def look(self) -> None:
         """Say whether the trainer is away or back; after an error dial it again some time later."""
         follower = self._follower
-        if follower is None:
-            return
         if (is_away := bool(problem := follower.problem)) != self._is_away:
             self._is_away = is_away
             if is_away:
@@ -153,12 +137,14 @@ class Following:
             if self._looks >= _LOOKS_UNTIL_AGAIN:
                 self._looks = 0
                 follower.close()
-                self.begin()
+                self._follower = self._dialled()
 
     def close(self) -> None:
         """Leave the trainer."""
-        if self._follower is not None:
-            self._follower.close()
+        self._follower.close()
+
+    def _dialled(self) -> WeightsFollower:
+        return WeightsFollower(self._address, self._take, **self._options)
 
     def _take(self, version: int, weights: Mapping[str, Any]) -> None:
         try:

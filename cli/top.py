@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -65,20 +66,27 @@ def _print_json(poller: "SnapshotPoller", every: float, *, once: bool) -> None:
 
 
 class SnapshotPoller:
-    """Takes snapshots of runs, again and again.
+    """Takes snapshots of runs, again and again. From any thread.
 
     address    of the run; None: all runs
+    least_s    between two looks; whoever asks earlier gets the last one
     """
 
-    def __init__(self, address: str | None) -> None:
-        self._address = address
+    def __init__(self, address: str | None, least_s: float = 0.0) -> None:
+        self._address, self._least_s, self._due = address, least_s, 0.0
+        self._lock = threading.Lock()
         self._before: dict[str, dict[str, Any]] = {}
+        self._runs: list[dict[str, Any]] = []
 
     def next(self) -> list[dict[str, Any]]:
         """Snapshots of the runs now, with rates since the last ones. Raises ValueError as `load_snapshots` does."""
-        found, before = load_snapshots(self._address), self._before
-        self._before = {each["path"]: each for each in found}
-        return [with_rates(each, before.get(each["path"])) for each in found]
+        with self._lock:
+            if time.monotonic() >= self._due:
+                found, before = load_snapshots(self._address), self._before
+                self._before = {each["path"]: each for each in found}
+                self._runs = [with_rates(each, before.get(each["path"])) for each in found]
+                self._due = time.monotonic() + self._least_s
+            return self._runs
 
 
 def load_snapshots(address: str | None) -> list[dict[str, Any]]:

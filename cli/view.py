@@ -5,8 +5,6 @@ import importlib
 import importlib.util
 import secrets
 import socket
-import threading
-import time
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -71,7 +69,7 @@ def application(address: str | None, token: str) -> Any:
     names = ("view.html", "uPlot.min.css", "view.css", "uPlot.iife.min.js", "view.js")
     frame, *styles_and_scripts = ((files / name).read_text() for name in names)
     styles, scripts = "\n".join(styles_and_scripts[:2]), "\n".join(styles_and_scripts[2:])
-    polled = PolledRuns(address)
+    poller = SnapshotPoller(address, _LOOK_S)
 
     def page(request: Any) -> Any:
         nonce = secrets.token_urlsafe(16)
@@ -83,34 +81,14 @@ def application(address: str | None, token: str) -> Any:
         return responses.HTMLResponse(frame.format(nonce=nonce, css=styles, js=scripts), headers=headers)
 
     def runs(request: Any) -> Any:
-        found = {"runs": polled.next(), "folder": str(run_folder())}
-        return responses.JSONResponse(found, headers={"Cache-Control": "no-store"})
+        try:
+            found = [shown(run) for run in poller.next()]
+        except ValueError:  # it has ended
+            found = []
+        answer = {"runs": found, "folder": str(run_folder())}
+        return responses.JSONResponse(answer, headers={"Cache-Control": "no-store"})
 
     return starlette.Starlette(routes=[routing.Route(f"/{token}/", page), routing.Route(f"/{token}/runs", runs)])
-
-
-class PolledRuns:
-    """Takes snapshots of runs for browsers, which share them. From any thread.
-
-    address    of the run that is looked at; None: all
-    """
-
-    def __init__(self, address: str | None) -> None:
-        self._poller = SnapshotPoller(address)
-        self._lock = threading.Lock()
-        self._runs: list[dict[str, Any]] = []
-        self._due = 0.0
-
-    def next(self) -> list[dict[str, Any]]:
-        """The runs as they are now, or were a moment ago, with what the page shows of them."""
-        with self._lock:
-            if time.monotonic() >= self._due:
-                try:
-                    self._runs = [shown(run) for run in self._poller.next()]
-                except ValueError:  # it has ended
-                    self._runs = []
-                self._due = time.monotonic() + _LOOK_S
-            return self._runs
 
 
 def shown(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import importlib.util
 import logging
 import math
 import os
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from rollflow.nodes.logs.figures import (
     FIGURES,
     GLOBAL_STEP,
     OWN,
-    PLACE,
     Axis,
     Figure,
     Row,
@@ -30,7 +28,7 @@ from rollflow.nodes.logs.figures import (
     busiest_stage,
     figure_of,
 )
-from rollflow.nodes.logs.text_files import CsvFile, JsonLines, checked_path, tail_of
+from rollflow.nodes.logs.text_files import CsvFile, JsonLines, checked_path
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.graph.report import duration_text
 from rollflow.stream.observe.trace import check_trace
@@ -43,8 +41,6 @@ _SERVICE = "OTEL_SERVICE_NAME"  # variable that names the run; it is rollflow wh
 _LINE_S = 60.0  # between two lines, where none can be written over
 _WIDE = 110  # characters of a line that has room for a bar
 _LOOPBACK = "127.0.0.1"
-_ALWAYS = "time/total_timesteps"  # which every row has
-_TAIL_BYTES = 1 << 18  # of an event file, in which the last rows are
 _MLFLOW_MOST = 1000  # metrics in a batch
 _IN_FILES = ("csv", "jsonl", "tensorboard")  # kinds whose targets are paths
 
@@ -296,11 +292,9 @@ class TensorBoard:
         self._folder = checked_path(target, "tensorboard", is_folder=True)
         self._writer: Any = None
 
-    def open(self) -> dict[str, int]:
-        """Begin an event file; the steps and updates of the last row in the folder's others."""
-        last = max(map(_last_x, self._folder.glob("events.out.tfevents.*")), default=0)
+    def open(self) -> None:
+        """Begin an event file."""
         self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
-        return dict.fromkeys(PLACE[:2], last)  # whichever its x axis is
 
     def write(self, row: Row) -> None:
         """Write a scalar for each figure."""
@@ -311,27 +305,6 @@ class TensorBoard:
     def close(self) -> None:
         """End the event file."""
         self._writer.close()
-
-
-def _last_x(path: Path) -> int:
-    """The largest place on the x axis of a row near the end of an event file; 0 if no such log has written it.
-
-    A record is its length, u64, the check sum of that, u32, the event, and the event's check sum, u32.
-    """
-    check_sum = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow").masked_crc32c
-    event_of = importlib.import_module("tensorboard.compat.proto.event_pb2").Event.FromString
-    tail, at, last = tail_of(path, _TAIL_BYTES), 0, 0
-    while at + 12 <= len(tail):
-        length, expected = struct.unpack_from("<QI", tail, at)
-        end = at + 12 + length
-        if end + 4 > len(tail) or check_sum(tail[at : at + 8]) != expected:
-            at += 1  # the tail begins within a record
-            continue
-        event = event_of(tail[at + 12 : end])
-        if any(value.tag == _ALWAYS for value in event.summary.value):
-            last = max(last, event.step)
-        at = end + 4
-    return last
 
 
 class Wandb:
@@ -407,11 +380,8 @@ class Mlflow:
 class Destination(Protocol):
     """Where rows go. It is made in the program's thread, and written and closed in a thread of its own."""
 
-    def open(self) -> Mapping[str, int] | None:
-        """Make ready to be written, in the thread that begins the run. Raises where that can't be done.
-
-        Returns the steps and updates of the last row that is there, by these names, as far as that is known.
-        """
+    def open(self) -> None:
+        """Make ready to be written, in the thread that begins the run. Raises where that can't be done."""
         ...
 
     def write(self, row: Row) -> None:

@@ -95,7 +95,7 @@ class RunLog(abc.ABC):
             return
         with ExitStack() as opened:
             for writer in self.writers:
-                self._open(writer)
+                writer.destination.open()
                 opened.callback(writer.destination.close)
             opened.pop_all()
         self._began, self._has_begun = time.monotonic(), True  # in this order: others look meanwhile
@@ -113,23 +113,11 @@ class RunLog(abc.ABC):
             return
         writer = RowWriter(text, destination_of(text))
         if self._has_begun:
-            self._open(writer)
+            writer.destination.open()
             writer.start()
         self.writers.append(writer)
         if self._has_begun:
             self._make_rows()
-
-    def _open(self, writer: "RowWriter") -> None:
-        """Open a destination; log it if it has rows of later steps or updates than those that come now."""
-        axis, last = self._options.axis, writer.destination.open() or {}
-        begin = self._row(self._first, {}).x
-        if axis != "time" and last.get(axis, 0) > begin:
-            logger.warning(
-                "the log %s has rows up to %s %s already, and the rows of this run begin at %s: they lie over each "
-                "other; load_state_dict(saved) before the run, with what state_dict() gave, goes on from there, or "
-                "expected a path of its own for each run",
-                *(writer.text, f"{last[axis]:,}", axis, f"{begin:,}"),
-            )
 
     def _row(self, now: Counts, values: Mapping[str, float]) -> Row:
         options = self._options

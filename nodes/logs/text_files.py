@@ -27,15 +27,10 @@ class _TextFile:
         self._path = checked_path(target, kind)
         self._file: TextIO | None = None
 
-    def open(self) -> dict[str, int]:
-        """Open the file; the steps and updates of its last row, {} where it has none."""
+    def open(self) -> None:
+        """Open the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _appended(self._path)
-        return self._last(tail_of(self._path, _LONGEST).decode(errors="replace").rstrip().rpartition("\n")[2])
-
-    def _last(self, line: str) -> dict[str, int]:
-        """Steps and updates of a line."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Close the file."""
@@ -63,9 +58,9 @@ class CsvFile(_TextFile):
                 f"{_BEGINNING!r}"
             )
 
-    def open(self) -> dict[str, int]:
+    def open(self) -> None:
         """Open the file, with a header where it is new."""
-        last = super().open()
+        super().open()
         assert self._file is not None
         if not _locked(self._file, self._path):
             self.close()
@@ -77,11 +72,6 @@ class CsvFile(_TextFile):
         if not self._names:
             self._names = list(PLACE)
             self._write(self._names)
-        return last
-
-    def _last(self, line: str) -> dict[str, int]:
-        numbers = line.split(",")[:2]
-        return dict(zip(PLACE, map(int, numbers), strict=False)) if all(map(str.isdecimal, numbers)) else {}
 
     def write(self, row: Row) -> None:
         """Write one line."""
@@ -135,13 +125,6 @@ class JsonLines(_TextFile):
     def __init__(self, target: str) -> None:
         super().__init__(target, "jsonl")
 
-    def _last(self, line: str) -> dict[str, int]:
-        try:
-            row = json.loads(line)
-            return {name: int(row[name]) for name in PLACE[:2]}
-        except (ValueError, TypeError, KeyError):  # another program's, or what a kill has left
-            return {}
-
     def write(self, row: Row) -> None:
         """Write one line."""
         assert self._file is not None
@@ -165,13 +148,6 @@ def checked_path(target: str, kind: str, *, is_folder: bool = False) -> Path:
     if not os.access(there, os.W_OK):
         raise MetricsError(f"log='{kind}:{target}': {there} may not be written, {expected}")
     return path.absolute()
-
-
-def tail_of(path: Path, size: int) -> bytes:
-    """The last `size` bytes of a file, or all that it has."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read()
 
 
 def _locked(file: TextIO, path: Path) -> bool:

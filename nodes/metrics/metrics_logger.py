@@ -1,11 +1,9 @@
 """Figures that connector pieces and learners log, reduced over time and merged across processes."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from threading import RLock
-from time import perf_counter
 from typing import Any, Literal, NamedTuple, Self
 
 from rollflow.stream.data.errors import MetricsError, shown
@@ -217,38 +215,17 @@ class MetricsLogger:
         clear_on_reduce: bool = False,
     ) -> None:
         """Log one number: a Python one, or the only element of an array or tensor."""
-        self._log(_path_of(key), value, Reduction.of(reduce, window, ema_coeff, clear_on_reduce))
-
-    def log_dict(
-        self,
-        values: Mapping[str, Any],
-        *,
-        key: Key = (),
-        reduce: Reduce = "mean",
-        window: int | None = None,
-        ema_coeff: float | None = None,
-        clear_on_reduce: bool = False,
-    ) -> None:
-        """Log every number of a mapping, which may be nested, under `key`."""
-        self._log_all(_path_of(key), values, Reduction.of(reduce, window, ema_coeff, clear_on_reduce))
-
-    @contextmanager
-    def log_time(
-        self,
-        key: Key,
-        *,
-        reduce: Reduce = "mean",
-        window: int | None = None,
-        ema_coeff: float | None = None,
-        clear_on_reduce: bool = False,
-    ) -> Iterator[None]:
-        """Log how many seconds the block took, also when it raises."""
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            seconds = perf_counter() - began
-            self._log(_path_of(key), seconds, Reduction.of(reduce, window, ema_coeff, clear_on_reduce))
+        path, reduction = _path_of(key), Reduction.of(reduce, window, ema_coeff, clear_on_reduce)
+        number = number_of(path, value)
+        with self._lock:
+            statistic = self._statistics.get(path)
+            if statistic is None:
+                _check_place(path, self._statistics)
+                reduction.check(path)
+                statistic = self._statistics[path] = Statistic(reduction)
+            else:
+                statistic.reduction.check_same(path, reduction)
+            statistic.push(number)
 
     def peek(self, key: Key, default: Any = _MISSING) -> Any:
         """Reduced value of a name, or a dict of all names under it; nothing is cleared.
@@ -322,25 +299,6 @@ class MetricsLogger:
                     _check_place(path, merged)
                 merged[path] = Statistic.merged(several)
             self._statistics = merged
-
-    # Inside
-
-    def _log(self, path: tuple[str, ...], value: Any, reduction: Reduction) -> None:
-        number = number_of(path, value)
-        with self._lock:
-            statistic = self._statistics.get(path)
-            if statistic is None:
-                _check_place(path, self._statistics)
-                reduction.check(path)
-                statistic = self._statistics[path] = Statistic(reduction)
-            else:
-                statistic.reduction.check_same(path, reduction)
-            statistic.push(number)
-
-    def _log_all(self, path: tuple[str, ...], values: Mapping[str, Any], reduction: Reduction) -> None:
-        for name, value in values.items():
-            log = self._log_all if isinstance(value, Mapping) else self._log
-            log((*path, name), value, reduction)
 
 
 def _path_of(key: Key) -> tuple[str, ...]:

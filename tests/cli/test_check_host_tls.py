@@ -4,7 +4,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -78,17 +78,15 @@ def unused_address() -> str:
 
 
 @pytest.mark.slow
-def test_a_host_that_listens_is_checked_over_tls(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    with listening_host(context_of(files, ssl.Purpose.CLIENT_AUTH)) as address:
-        assert main(["check-host", address, *files.arguments]) == 0
-    assert capsys.readouterr().out.endswith("all is well\n")
-
-
-@pytest.mark.slow
-def test_a_host_that_dials_is_checked_over_tls(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    address = unused_address()
-    with dialling_host(address, context_of(files, ssl.Purpose.SERVER_AUTH)):
-        assert main(["check-host", "--listen", address, *files.arguments]) == 0
+@pytest.mark.parametrize("side", ["listens", "dials"])
+def test_a_host_is_checked_over_tls(side: str, files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    with ExitStack() as stack:
+        if side == "listens":
+            words = [stack.enter_context(listening_host(context_of(files, ssl.Purpose.CLIENT_AUTH)))]
+        else:
+            words = ["--listen", unused_address()]
+            stack.enter_context(dialling_host(words[1], context_of(files, ssl.Purpose.SERVER_AUTH)))
+        assert main(["check-host", *words, *files.arguments]) == 0
     assert capsys.readouterr().out.endswith("all is well\n")
 
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from rollflow import Rollout
-from rollflow.cli import view
+from rollflow.cli import top, view
 from rollflow.cli.main import main
 from rollflow.stream.observe.snapshot import with_rates
 
@@ -79,8 +79,8 @@ def test_a_run_that_was_asked_for_and_has_ended_leaves_an_empty_page(running: Ro
 
 def test_browsers_share_a_look(running: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
     times = [100.0]
-    monkeypatch.setattr(view, "time", SimpleNamespace(monotonic=lambda: times[-1]))
-    polled = view.PolledRuns(None)
+    monkeypatch.setattr(top, "time", SimpleNamespace(monotonic=lambda: times[-1]))
+    polled = top.SnapshotPoller(None, 0.8)
     first = polled.next()
     next(running.batches())
     times.append(100.7)
@@ -90,7 +90,7 @@ def test_browsers_share_a_look(running: Rollout, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_has_the_caller_and_the_learner_pipeline_behind_its_ring(running: Rollout) -> None:
-    [run] = view.PolledRuns(None).next()
+    [run] = map(view.shown, top.SnapshotPoller(None).next())
     assert {name for task in run["tasks"] for name in task} == run["nodes"].keys()
     ways = {edge["source"]: edge["target"] for edge in run["edges"] if not edge["feedback"]}
     assert ways["learner_pipeline"] == "caller"
