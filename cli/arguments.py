@@ -105,19 +105,14 @@ def tls_of(args: argparse.Namespace, prefix: str = "", *, listens: bool | None =
     if listens and files["tls-ca"] is not None:
         context.verify_mode = ssl.CERT_REQUIRED
     if files["tls-cert"] is not None:
-        load_certificate(context, args, prefix)
+        certificate, key = files["tls-cert"], files["tls-key"]
+        try:
+            context.load_cert_chain(certificate, key)
+        except OSError as error:  # ssl.SSLError is one
+            raise ValueError(
+                f"--{prefix}tls-cert {certificate} with --{prefix}tls-key {key}: {error}; expected PEM files that match"
+            ) from error
     return context
-
-
-def load_certificate(context: ssl.SSLContext, args: argparse.Namespace, prefix: str = "") -> None:
-    """Have a context use the certificate and key of the arguments. Raises ValueError where it can't."""
-    certificate, key = _given(args, prefix, "tls-cert"), _given(args, prefix, "tls-key")
-    try:
-        context.load_cert_chain(certificate, key)
-    except OSError as error:  # ssl.SSLError is one
-        raise ValueError(
-            f"--{prefix}tls-cert {certificate} with --{prefix}tls-key {key}: {error}; expected PEM files that match"
-        ) from error
 
 
 def add_max_frame(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,8 @@ from rollflow.nodes.env.multi_agent.lane_envs import first_made
 from rollflow.nodes.rollout.options import Where
 from rollflow.stream.graph.report import Report
 
+_SETTING = ("num_envs", "lanes", "where", "workers", "fragment_length", "seed", "num_fragments")  # of a rollout
+
 
 def add_to(commands: Any) -> None:
     """Add the command to those of `rollflow`."""
@@ -21,7 +23,15 @@ def add_to(commands: Any) -> None:
         "until it says goodbye. Ctrl-C has the environments stop, and waits until the trainer has what was under way. "
         "At its end it says which stage has held the others back.",
     )
-    add_setting(parser)
+    parser.add_argument("--env", required=True, help=arguments.ENV_HELP)
+    parser.add_argument("--num-envs", type=int, default=1, help="how many environments (1)")
+    parser.add_argument("--lanes", type=int, help="groups of them that step apart (as suits --where)")
+    parser.add_argument(
+        "--where", choices=get_args(Where), default="inline", help="where the environments step (inline)"
+    )
+    parser.add_argument("--workers", type=int, help="processes, for where=processes and where=rollouts (one a core)")
+    parser.add_argument("--fragment-length", type=int, default=128, metavar="T", help="steps in a fragment (128)")
+    parser.add_argument("--seed", type=int, help="of environments and sampling (a fresh one)")
     parser.add_argument(
         "--trainer",
         required=True,
@@ -49,24 +59,6 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run, listen=None)  # None: TLS and secrets are those of a client
 
 
-def add_setting(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `setting_of` reads, and `--env`."""
-    parser.add_argument("--env", required=True, help=arguments.ENV_HELP)
-    parser.add_argument("--num-envs", type=int, default=1, help="how many environments (1)")
-    parser.add_argument("--lanes", type=int, help="groups of them that step apart (as suits --where)")
-    parser.add_argument(
-        "--where", choices=get_args(Where), default="inline", help="where the environments step (inline)"
-    )
-    parser.add_argument("--workers", type=int, help="processes, for where=processes and where=rollouts (one a core)")
-    parser.add_argument("--fragment-length", type=int, default=128, metavar="T", help="steps in a fragment (128)")
-    parser.add_argument("--seed", type=int, help="of environments and sampling (a fresh one)")
-
-
-def setting_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of a rollout for the arguments of `add_setting`, but for its environment."""
-    return {name: getattr(args, name) for name in ("num_envs", "lanes", "where", "workers", "fragment_length", "seed")}
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit status."""
     options = {
@@ -85,8 +77,7 @@ def _rollout_of(args: argparse.Namespace) -> Rollout | MultiAgentRollout:
     """The rollout for the arguments: of one agent or of several, as the environment has."""
     env, of_agents = arguments.environment_of(args.env), arguments.agents_of(args)
     options: dict[str, Any] = {
-        **setting_of(args),
-        "num_fragments": args.num_fragments,
+        **{name: getattr(args, name) for name in _SETTING},
         "log": args.log,
         **arguments.acting_of(args),
     }
