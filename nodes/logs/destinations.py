@@ -282,32 +282,44 @@ class Prometheus:
         yield from (family for family in families.values() if family.samples)
 
 
-class TensorBoard:
+class Tracker:
+    """Destination that another package writes.
+
+    opens    begins, and gives what writes a row, and what ends
+    """
+
+    write: Callable[[Row], None]
+    close: Callable[[], None]
+
+    def __init__(self, opens: Callable[[], tuple[Callable[[Row], None], Callable[[], None]]]) -> None:
+        self._opens = opens
+
+    def open(self) -> None:
+        """Begin."""
+        self.write, self.close = self._opens()
+
+
+def tensorboard_of(target: str) -> Tracker:
     """Event files in a folder, written by `torch.utils.tensorboard`.
 
     Each row has its time beside its place on the x axis. Raises MetricsError where the folder can't be written.
     """
+    folder = checked_path(target, "tensorboard", is_folder=True)
 
-    def __init__(self, target: str) -> None:
-        self._folder = checked_path(target, "tensorboard", is_folder=True)
-        self._writer: Any = None
+    def opens() -> Any:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
 
-    def open(self) -> None:
-        """Begin an event file."""
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
+        def write(row: Row) -> None:
+            for name, value in row.values.items():
+                writer.add_scalar(name, value, row.x, walltime=row.time)
+            writer.flush()
 
-    def write(self, row: Row) -> None:
-        """Write a scalar for each figure."""
-        for name, value in row.values.items():
-            self._writer.add_scalar(name, value, row.x, walltime=row.time)
-        self._writer.flush()
+        return write, writer.close
 
-    def close(self) -> None:
-        """End the event file."""
-        self._writer.close()
+    return Tracker(opens)
 
 
-class Wandb:
+def wandb_of(target: str) -> Tracker:
     """A run of Weights & Biases, by its own settings: WANDB_MODE=offline, WANDB_DIR, a login.
 
     target    PROJECT or PROJECT/NAME of a new run; "": the run that the program has begun by `wandb.init`, which is not
@@ -315,66 +327,47 @@ class Wandb:
 
     The x axis is `global_step`.
     """
+    project, _, name = target.partition("/")
 
-    def __init__(self, target: str) -> None:
-        self._project, _, self._name = target.partition("/")
-        self._run: Any = None
-        self._is_own = True
-
-    def open(self) -> None:
-        """Begin the run."""
+    def opens() -> Any:
         wandb = importlib.import_module("wandb")
-        self._is_own = bool(self._project) or wandb.run is None
-        self._run = wandb.run
-        if self._is_own:
-            self._run = wandb.init(project=self._project or None, name=self._name or None, reinit="create_new")
-        self._run.define_metric("*", step_metric=GLOBAL_STEP)
+        run: Any = None if project else wandb.run
+        is_own = run is None
+        if is_own:
+            run = wandb.init(project=project or None, name=name or None, reinit="create_new")
+        run.define_metric("*", step_metric=GLOBAL_STEP)
+        return lambda row: run.log({**row.values, GLOBAL_STEP: row.x}), run.finish if is_own else bool
 
-    def write(self, row: Row) -> None:
-        """Log the figures of the row together."""
-        self._run.log({**row.values, GLOBAL_STEP: row.x})
-
-    def close(self) -> None:
-        """Finish the run, where it was begun here."""
-        if self._is_own:
-            self._run.finish()
+    return Tracker(opens)
 
 
-class Mlflow:
+def mlflow_of(target: str) -> Tracker:
     """A run of MLflow, by its own settings: MLFLOW_TRACKING_URI says where.
 
     target    EXPERIMENT or EXPERIMENT/NAME of a new run; the experiment is made where it is missing
 
     A run whose last row was written is FINISHED, also after an error of the program.
     """
+    name, _, run_name = target.partition("/")
+    if not name:
+        raise MetricsError(f"log='mlflow:{target}' names no experiment, expected 'mlflow:EXPERIMENT'")
 
-    def __init__(self, target: str) -> None:
-        self._experiment, _, self._name = target.partition("/")
-        if not self._experiment:
-            raise MetricsError(f"log='mlflow:{target}' names no experiment, expected 'mlflow:EXPERIMENT'")
-        self._client: Any = None
-        self._metric: Any = None
-        self._run_id = ""
+    def opens() -> Any:
+        client = importlib.import_module("mlflow").MlflowClient()
+        metric = importlib.import_module("mlflow.entities").Metric
+        there = client.get_experiment_by_name(name)
+        experiment = there.experiment_id if there else client.create_experiment(name)
+        run_id = client.create_run(experiment, run_name=run_name or None).info.run_id
 
-    def open(self) -> None:
-        """Begin the run."""
-        mlflow = importlib.import_module("mlflow")
-        self._metric = importlib.import_module("mlflow.entities").Metric
-        self._client = mlflow.MlflowClient()
-        there = self._client.get_experiment_by_name(self._experiment)
-        experiment = there.experiment_id if there else self._client.create_experiment(self._experiment)
-        self._run_id = self._client.create_run(experiment, run_name=self._name or None).info.run_id
+        def write(row: Row) -> None:
+            when, step = int(row.time * 1000), row.x
+            metrics = [metric(name, value, when, step) for name, value in row.values.items()]
+            for first in range(0, len(metrics), _MLFLOW_MOST):  # at most as many as MLflow takes at a time
+                client.log_batch(run_id, metrics=metrics[first : first + _MLFLOW_MOST])
 
-    def write(self, row: Row) -> None:
-        """Log the figures of the row together, at most a thousand at a time, as MLflow takes them."""
-        when, step = int(row.time * 1000), row.x
-        metrics = [self._metric(name, value, when, step) for name, value in row.values.items()]
-        for first in range(0, len(metrics), _MLFLOW_MOST):
-            self._client.log_batch(self._run_id, metrics=metrics[first : first + _MLFLOW_MOST])
+        return write, partial(client.set_terminated, run_id)
 
-    def close(self) -> None:
-        """End the run."""
-        self._client.set_terminated(self._run_id)
+    return Tracker(opens)
 
 
 class Destination(Protocol):
@@ -399,12 +392,12 @@ class Destination(Protocol):
 KINDS: Mapping[str, Callable[[str], Destination]] = {
     "csv": CsvFile,
     "jsonl": JsonLines,
-    "mlflow": Mlflow,
+    "mlflow": mlflow_of,
     "otlp": Otlp,
     "progress": Progress,
     "prometheus": Prometheus,
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
+    "tensorboard": tensorboard_of,
+    "wandb": wandb_of,
 }
 """Kind -> maker of a destination from its target."""
 

@@ -37,7 +37,7 @@ from rollflow.nodes.policies.artifact_files import (
 )
 from rollflow.nodes.policies.examples import Arrays, difference_of, drawn_inputs, observations_at, played
 from rollflow.nodes.policies.program_module import ProgramModule
-from rollflow.nodes.policies.sessions import Ids, SessionGroup, SessionLane, Sessions
+from rollflow.nodes.policies.sessions import Ids, SessionLane, Sessions
 from rollflow.nodes.stages.acting import chosen_space, sampling_data
 from rollflow.nodes.stages.connector_builders import acting_copy, lookback_for, module_for
 from rollflow.nodes.stages.env_to_module import EnvToModule
@@ -227,7 +227,7 @@ class Policy:
         context = {"module": self.module, "explore": explore}
         self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
         self._needs_lane = has_memory(self.module, *pipelines)
-        self._sessions = Sessions(self._group, remembers=self._needs_lane)
+        self._sessions = Sessions(self._lane, remembers=self._needs_lane)
 
     # Acting
 
@@ -467,10 +467,10 @@ class Policy:
     def _example_batch(self, inputs: Arrays) -> Batch:
         """The batch that the module gets of the examples' first observations."""
         actor = self._copy(self.env_to_module, self.module_to_env, self.explore, 0)
-        lane, prepare = actor._sessions.group(tuple(range(inputs["inputs/rewards"].shape[1])))
+        lane = actor._sessions.lane(tuple(range(inputs["inputs/rewards"].shape[1])))
         observations = lane.checked(observations_at(self.observation_space, inputs, 0))
         lane.take_observations(observations, inputs["inputs/rewards"][0], None)
-        prepare(lane)
+        lane.prepare(lane)
         batch: Batch = lane.batch
         return batch
 
@@ -487,8 +487,7 @@ class Policy:
         return made
 
     def _acted(self, observations: Tree, rewards: Any, ids: Ids, infos: Sequence[Mapping[str, Any]] | None) -> Tree:
-        group = self._sessions.group(ids)
-        lane = group.lane
+        lane = self._sessions.lane(ids)
         try:
             observations = lane.checked(observations)
         except ColumnError as error:
@@ -500,27 +499,26 @@ class Policy:
                 "reward of each session's action before"
             )
         try:
-            self.outputs = outputs = self._passed(group, observations, rewards, infos)
+            self.outputs = outputs = self._passed(lane, observations, rewards, infos)
         except BaseException:
-            self._sessions.lose(group)
+            self._sessions.lose(lane)
             raise
         return outputs.get(Columns.ACTIONS_FOR_ENV, outputs[Columns.ACTIONS])
 
     def _passed(
         self,
-        group: SessionGroup,
+        lane: SessionLane,
         observations: Tree,
         rewards: NDArray[np.float32] | None,
         infos: Sequence[Mapping[str, Any]] | None,
     ) -> Batch:
-        """All columns, any[N, ...], of a pass over the next observation of each of the group's sessions.
+        """All columns, any[N, ...], of a pass over the next observation of each of the lane's sessions.
 
         Where nothing is remembered and the default pieces alone are around the module, observations don't go through
         a lane, which takes two thirds of the time for one environment.
 
         observations, rewards, infos    as `SessionLane.take_observations` takes them; observations in new memory
         """
-        lane = group.lane
         is_tried = not (self._needs_lane or lane.is_fresh)  # a lane's first pass is its own, which checks types
         output = self._output(observations) if is_tried else None
         if output is not None:
@@ -530,7 +528,7 @@ class Policy:
                 convert_actions(made, lane.layout.action_space, self.action_space)
                 return made
         lane.take_observations(observations, rewards, infos)
-        group.prepare(lane)
+        lane.prepare(lane)
         if output is None:
             self._forward(lane)
         else:
@@ -551,10 +549,11 @@ class Policy:
             note_batch(error, "sessions without a memory", batch)
             raise
 
-    def _group(self, ids: Ids) -> SessionGroup:
-        lane = SessionLane(ids, self.lookback, self.observation_space, self._chosen_space)
+    def _lane(self, ids: Ids) -> SessionLane:
+        prepare = EnvToModule(self.env_to_module, self.module, explore=self.explore)
+        lane = SessionLane(ids, self.lookback, self.observation_space, self._chosen_space, prepare)
         lane.first_step, lane.shared_data = self.trained_on.get(VECTOR_STEPS, 0), dict(self._sampling)
-        return SessionGroup(lane, EnvToModule(self.env_to_module, self.module, explore=self.explore))
+        return lane
 
     def __repr__(self) -> str:
         return f"<Policy {type(self.module).__name__}: {self.observation_space} → {self.action_space}>"

@@ -1,7 +1,7 @@
 """Sessions of a policy: which lane has the memory of each, and lanes for those that act together."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -28,6 +28,7 @@ class SessionLane(Lane):
     lookback             rows that the connector pieces look back
     observation_space    of what callers give
     action_space         of what the module chooses
+    prepare              the stage before the forward pass, which follows this lane
 
     It stands either before its first observations, or at a row whose actions are recorded.
     """
@@ -38,8 +39,9 @@ class SessionLane(Lane):
         lookback: int,
         observation_space: gym.Space[Any],
         action_space: gym.Space[Any],
+        prepare: EnvToModule,
     ) -> None:
-        self.sessions = tuple(sessions)
+        self.sessions, self.prepare = tuple(sessions), prepare
         layout = FragmentLayout(len(sessions), _ROWS, lookback, action_space, False, self._episode_id)
         super().__init__(0, layout, observation_space)
         self.is_fresh = True  # no observation has come yet, and no session was taken over
@@ -143,28 +145,21 @@ class SessionLane(Lane):
 Ids = tuple[Hashable, ...]
 
 
-class SessionGroup(NamedTuple):
-    """Sessions that act together: their lane, and the stage before the forward pass that follows it."""
-
-    lane: SessionLane
-    prepare: EnvToModule
-
-
 class Sessions:
     """Finds or makes the lane in which the sessions of a call stand side by side.
 
-    make          makes a group of the sessions named
+    make          makes a lane of the sessions named
     remembers     False: nothing of a session matters to its next step, so any lane of as many slots will do
 
     A call with the same sessions as an earlier one goes on in their lane. Other calls take the sessions' memory over
     into a lane of their own.
     """
 
-    def __init__(self, make: Callable[[Ids], SessionGroup], *, remembers: bool = True) -> None:
+    def __init__(self, make: Callable[[Ids], SessionLane], *, remembers: bool = True) -> None:
         self._make, self._remembers = make, remembers
-        self._of_size: dict[int, SessionGroup] = {}  # where nothing is remembered
-        self._homes: dict[Hashable, tuple[SessionGroup, int]] = {}  # group and slot
-        self._groups: dict[Ids, SessionGroup] = {}  # those that have all their sessions still
+        self._of_size: dict[int, SessionLane] = {}  # where nothing is remembered
+        self._homes: dict[Hashable, tuple[SessionLane, int]] = {}  # lane and slot
+        self._lanes: dict[Ids, SessionLane] = {}  # those that have all their sessions still
         self._lost: set[Hashable] = set()
 
     def __len__(self) -> int:
@@ -175,71 +170,71 @@ class Sessions:
         """All sessions that have a memory."""
         return tuple(self._homes)
 
-    def group(self, ids: Ids) -> SessionGroup:
-        """The group of these sessions, in their order.
+    def lane(self, ids: Ids) -> SessionLane:
+        """The lane of these sessions, in their order.
 
         Raises PolicyError for a session that comes twice, and for one whose memory was lost.
         """
         if not self._remembers:
             return self._any_of_size(ids)
-        group = self._groups.get(ids)
-        return self._gathered(ids) if group is None else group
+        lane = self._lanes.get(ids)
+        return self._gathered(ids) if lane is None else lane
 
     def reset(self, session: Hashable) -> None:
         """Begin a new episode with the session's next observation."""
         self._lost.discard(session)
         home = self._homes.get(session)
         if home is not None:
-            home[0].lane.begins.add(home[1])
+            home[0].begins.add(home[1])
 
     def forget(self, session: Hashable) -> None:
         """Release the memory of a session."""
         self._lost.discard(session)
         home = self._homes.pop(session, None)
         if home is not None:
-            self._groups.pop(home[0].lane.sessions, None)
+            self._lanes.pop(home[0].sessions, None)
 
-    def lose(self, group: SessionGroup) -> None:
-        """Give up the memory of a group's sessions, which a failure left half written."""
-        self._groups.pop(group.lane.sessions, None)
+    def lose(self, lane: SessionLane) -> None:
+        """Give up the memory of a lane's sessions, which a failure left half written."""
+        self._lanes.pop(lane.sessions, None)
         if not self._remembers:
             self._of_size.clear()
             return
-        for session in group.lane.sessions:
+        for session in lane.sessions:
             self._homes.pop(session, None)
             self._lost.add(session)
 
-    def _any_of_size(self, ids: Ids) -> SessionGroup:
+    def _any_of_size(self, ids: Ids) -> SessionLane:
         self._check(ids)
         count = len(ids)
-        group = self._of_size.get(count)
-        if group is None:
+        lane = self._of_size.get(count)
+        if lane is None:
             if len(self._of_size) >= _MOST_SIZES:
                 self._of_size.clear()
-            group = self._of_size[count] = self._make(tuple(range(count)))
-        return group
+            lane = self._of_size[count] = self._make(tuple(range(count)))
+        return lane
 
-    def _gathered(self, ids: Ids) -> SessionGroup:
+    def _gathered(self, ids: Ids) -> SessionLane:
         self._check(ids)
-        group = self._make(ids)
+        made = self._make(ids)
         moves: dict[int, tuple[SessionLane, list[int], list[int]]] = {}
         for slot, session in enumerate(ids):
             home = self._homes.get(session)
-            if home is not None and not home[0].lane.is_fresh:
-                _, theirs, ours = moves.setdefault(id(home[0].lane), (home[0].lane, [], []))
+            if home is not None and not home[0].is_fresh:
+                _, theirs, ours = moves.setdefault(id(home[0]), (home[0], [], []))
                 theirs.append(home[1])
                 ours.append(slot)
         for lane, theirs, ours in moves.values():
-            group.lane.adopt(lane, theirs, ours)
-        left: set[int] = set()  # groups that have lost a session: a lane's name is as long as it has sessions
+            made.adopt(lane, theirs, ours)
+        left: set[int] = set()  # lanes that have lost a session: a lane's name is as long as it has sessions
         for slot, session in enumerate(ids):
             before = self._homes.get(session)
             if before is not None and id(before[0]) not in left:
                 left.add(id(before[0]))
-                self._groups.pop(before[0].lane.sessions, None)
-            self._homes[session] = group, slot
-        self._groups[ids] = group
-        return group
+                self._lanes.pop(before[0].sessions, None)
+            self._homes[session] = made, slot
+        self._lanes[ids] = made
+        return made
 
     def _check(self, ids: Ids) -> None:
         if len(set(ids)) < len(ids):

@@ -1,13 +1,16 @@
 """Ways to alter a saved policy, as accidents do and as somebody does who means harm."""
 
 import json
+import resource
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes
 
+MOST_MEMORY = 2 << 30  # bytes that loading may ask for beyond what the program has
 FORBIDDEN = ["os:system", "subprocess:Popen", "builtins:eval", "rollflow.nodes.policies.policy:Policy", "__main__:x"]
 FORBIDDEN += ["rollflow.Rollout", "rollflow.EnvHost", "rollflow.DefaultModule", "numpy:load", "", "x"]
 HOSTILE: list[Any] = [
@@ -27,6 +30,18 @@ HOSTILE: list[Any] = [
     {"$array": "x"},
 ]
 HOSTILE += [{"$tuple": 3}, {"$float": "x"}, {"$function": "os:system"}, {"$space": {}}, {"$dict": [[[], 1]]}]
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """A limit of the memory that the program may ask for."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def sign(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -2,17 +2,16 @@
 
 import json
 import random
-import resource
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from altered_policies import FORBIDDEN, HOSTILE, change_arrays, no_change, places_of, sign
+from altered_policies import FORBIDDEN, HOSTILE, bounded_memory, change_arrays, no_change, places_of, sign
 from drawn_policies import logged_rollout
 from extras import needs
 
@@ -23,7 +22,6 @@ from rollflow.stream import PolicyError
 needs("onnx", "onnxruntime", "onnxscript")
 
 SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}
-MOST_MEMORY = 2 << 30  # bytes that loading may ask for beyond what the program has
 COUNT, PARTS = 3_000, 4
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors", "programs.safetensors")
 FILES = ("policy.json", "programs.json", "policy.onnx", *ARRAYS)
@@ -72,16 +70,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         policy.save(folder / name, program=True, onnx=True)
         OnnxPolicy.load(folder / name)
     return folder
-
-
-@pytest.fixture
-def bounded_memory() -> Iterator[None]:
-    """A limit of the memory that the program may ask for."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_MEMORY, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # Ways to alter a copy; each returns the path that is to be loaded
@@ -235,9 +223,7 @@ WAYS: list[Callable[[Path, Path, random.Random], Path]] = [
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_an_altered_policy_is_refused_or_does_what_it_did(
-    part: int, saved: Path, tmp_path: Path, watch: Watch, bounded_memory: None
-) -> None:
+def test_an_altered_policy_is_refused_or_does_what_it_did(part: int, saved: Path, tmp_path: Path, watch: Watch) -> None:
     rng = random.Random(part)
     copy, refused = tmp_path / "p", 0
     for number in range(COUNT // PARTS):
@@ -246,7 +232,7 @@ def test_an_altered_policy_is_refused_or_does_what_it_did(
         way = WAYS[number % len(WAYS)]
         path = way(copy, saved, rng)
         load = OnnxPolicy.load if way is change_onnx else Policy.load
-        with watch:
+        with watch, bounded_memory():
             try:
                 load(path)
             except PolicyError as error:

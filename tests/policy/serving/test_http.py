@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from served_policies import Echo, Held, Sums, policy_of
+from served_policies import Echo, Sums, policy_of
 from websockets.sync.client import connect
 
-from rollflow.policy.serving import BatchOptions
 from rollflow.policy.serving.http import HttpServer
 from rollflow.policy.serving.items import CONTENT_TYPE, pack, unpack
 from rollflow.policy.serving.shelf import Shelf
@@ -132,35 +130,13 @@ def test_policies_describe_themselves(server: HttpServer) -> None:
 
 
 def test_probes_and_metrics(server: HttpServer) -> None:
+    with HttpServer(Shelf(), "127.0.0.1:0") as empty:
+        assert [httpx.get(f"{empty.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 503]
     ask(server, observation=[1, 2])
     assert [httpx.get(f"{server.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 200]
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'rollflow_serve_actions_total{policy="echo",version="1"} 1.0' in metrics
     assert 'rollflow_serve_batch_size_bucket{le="+Inf",policy="echo",version="1"} 1.0' in metrics
-
-
-def test_a_server_without_a_policy_is_healthy_and_not_ready() -> None:
-    shelf = Shelf()
-    with HttpServer(shelf, "127.0.0.1:0") as server:
-        assert [httpx.get(f"{server.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 503]
-
-
-def test_too_many_requests_get_429_and_the_others_their_answers() -> None:
-    held = Held(policy_of(Echo))
-    shelf = Shelf(BatchOptions(max_waiting=2))
-    shelf.put("echo", held, "1")
-    with HttpServer(shelf, "127.0.0.1:0") as server, ThreadPoolExecutor(8) as clients:
-        first = clients.submit(ask, server, observation=[0, 0])
-        held.begun.acquire()
-        others = [clients.submit(ask, server, observation=[number, 0]) for number in range(1, 7)]
-        done = as_completed(others)
-        refused = [next(done).result() for _ in range(4)]
-        for _ in range(2):
-            held.go.release()
-        answered = [other.result() for other in (first, *others)]
-    shelf.close()
-    assert [response.status_code for response in refused] == [429] * 4
-    assert sorted(response.status_code for response in answered) == [200] * 3 + [429] * 4
 
 
 def test_a_secret_is_asked_for(shelf: Shelf) -> None:
