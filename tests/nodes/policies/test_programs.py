@@ -133,7 +133,9 @@ def test_a_class_that_nobody_can_import_is_saved_with_a_program_alone(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cls", "text"), [(Choosy, "Choosy.forward_exploration has no program"), (Frozen, "does not do what it did")])
+@pytest.mark.parametrize(
+    ("cls", "text"), [(Choosy, "Choosy.forward_exploration has no program"), (Frozen, "does not do what it did")]
+)
 def test_a_module_that_torch_can_not_follow_is_refused(cls: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=text):
         own(cls).save(tmp_path / "p", program=True)
