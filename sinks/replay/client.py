@@ -22,7 +22,7 @@ from rollflow.sinks.trainer.newest_weights import PublishedWeights
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import Tree
-from rollflow.stream.net.request_link import LinkTarget, RequestLink
+from rollflow.stream.net.request_link import RequestLink
 
 _HOSTS_SHARE = 0.9  # of the time that an answer is waited for, so that a reason not to sample comes in time
 
@@ -58,10 +58,16 @@ class ReplayClient:
         target, known_secret = wire.parse_address(address), secret_bytes(secret)
         wire.check_secret(target, known_secret)
         check_tls(target, tls)
-        name = socket.gethostname() if name is None else name
-        limits = limits or wire.Limits()
         self.address, self.timeout = str(target), timeout
-        self._link = RequestLink(LinkTarget(target, known_secret, tls, limits, timeout, software(), name))
+        self._link = RequestLink(
+            target,
+            secret=known_secret,
+            tls=tls,
+            limits=limits or wire.Limits(),
+            timeout_s=timeout,
+            software=software(),
+            name=socket.gethostname() if name is None else name,
+        )
 
     def sample(self, count: int | None = None, *, wait_s: float | None = None) -> Batch:
         """A batch of `count` rows, as `Replay.sample` gives it; None: as many as the host's `batch_size`.

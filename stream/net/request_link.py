@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
-from typing import NamedTuple
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError, WireError
@@ -24,41 +23,38 @@ logger = logging.getLogger(__name__)
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
 
 
-class LinkTarget(NamedTuple):
-    """Server that a link asks.
-
-    timeout           seconds that an answer is waited for
-    software, name    of this end, for people
-    """
-
-    address: wire.Address
-    secret: bytes | None
-    tls: ssl.SSLContext | None
-    limits: wire.Limits
-    timeout: float
-    software: str
-    name: str
-
-
 class RequestLink:
     """Asks a server, from any number of threads, until it is closed. A connection that breaks is dialled again.
+
+    timeout_s         that an answer is waited for
+    software, name    of this end, for people
 
     changed    condition, notified whenever something has come
     session    memory of the requests
     loop       of the sockets
     """
 
-    def __init__(self, target: LinkTarget) -> None:
-        self._target = target
+    def __init__(
+        self,
+        address: wire.Address,
+        *,
+        secret: bytes | None,
+        tls: ssl.SSLContext | None,
+        limits: wire.Limits,
+        timeout_s: float,
+        software: str,
+        name: str,
+    ) -> None:
+        self._address, self._secret, self._tls, self._limits = address, secret, tls, limits
+        self._timeout_s, self._software, self._name = timeout_s, software, name
         self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._futures: dict[int, Future[wire.Result]] = {}
         self._fatal: Exception | None = None
         self._is_closing = False
         self.loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
-        self.loop.dial([target.address], self)
+        self.loop.dial([address], self)
         self.changed = threading.Condition(self.loop.lock)  # of all of the above
-        name = f"rollflow sampler of {target.address}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {address}", daemon=True)
         self._thread.start()
 
     def ask(self, make: Callable[[int, int], wire.Query], until: float) -> wire.Result:
@@ -142,12 +138,12 @@ class RequestLink:
             logger.warning("waiting for %.0f s: %s", patience.waited_s, self._server(state))
 
     def _unanswered(self) -> Exception:
-        return ReplayError(self._server(f"has not answered within {self._target.timeout:g} s"))
+        return ReplayError(self._server(f"has not answered within {self._timeout_s:g} s"))
 
     def _server(self, text: str) -> str:
         """What is said of the server, with the problems of its connections."""
         problems = "; ".join(self.loop.dialler.problems)
-        return f"the replay host at {self._target.address} {text}{problems and ': '}{problems}"
+        return f"the replay host at {self._address} {text}{problems and ': '}{problems}"
 
     def _closed(self) -> Exception:
         return ReplayError("this client is closed")
@@ -182,23 +178,22 @@ class RequestLink:
     ) -> Peer[wire.SamplerConnection]:
         """Peer of a socket with a server at its other end, which is told hello."""
         assert dialled is not None
-        target = self._target
         hello = wire.Hello(
             versions=(wire.VERSION, wire.VERSION),
             role="sampler",
-            software=target.software,
-            name=target.name[:256],
+            software=self._software,
+            name=self._name[:256],
             nonce=secrets.token_bytes(wire.NONCE_BYTES),
             session=self.session.token,
-            max_frame=target.limits.max_frame,
+            max_frame=self._limits.max_frame,
             slots=(1,),
             observation_space={},
             action_space={},
             autoreset="DISABLED",
             metadata={},
         )
-        connection = wire.SamplerConnection(hello, self.session, secret=target.secret, limits=target.limits, now=now)
-        transport = transport_for(sock, connection, target.tls, dialled=dialled.address)
+        connection = wire.SamplerConnection(hello, self.session, secret=self._secret, limits=self._limits, now=now)
+        transport = transport_for(sock, connection, self._tls, dialled=dialled.address)
         return Peer(transport, connection, where, dialled=dialled)
 
     def handle(self, peer: Peer[wire.SamplerConnection], event: wire.Message, now: float) -> None:

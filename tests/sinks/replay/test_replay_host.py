@@ -23,10 +23,9 @@ from leftovers import held_here
 from rollflow import Replay, Rollout, feed
 from rollflow.cli.main import main
 from rollflow.sinks import Newest, Prioritized, ReplayClient, ReplayHost, SamplesPerInsert
-from rollflow.sinks.replay.host import SampleServer
+from rollflow.sinks.replay.sample_server import SampleServer
 from rollflow.stream import ReplayError
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.net.request_clients import RequestClients
 from rollflow.stream.observe.run_socket import FOLDER, snapshots
 from rollflow.stream.wire import Limits
 
@@ -312,7 +311,7 @@ def test_an_error_inside_a_host_comes_out_as_it_is(tmp_path: Path, monkeypatch: 
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"), serving(Replay(64), tmp_path) as host:
-        monkeypatch.setattr(RequestClients, "tick", fail)
+        monkeypatch.setattr(SampleServer, "_forget_lost", fail)
         host.wait()
 
 
