@@ -167,13 +167,45 @@ last steps; with these, the states before their first steps as well, if a statef
 """
 
 
-class EpisodeBlock:
+class EpisodeRows:
+    """Rows of K episodes in memory, one episode behind the other.
+
+    ordinal        number of the first episode in the order of its pass
+    start, stop    i64[K]    rows of each episode; `start` is below 0 where rows before were let go
+    num_rows       R
+    """
+
+    ordinal: int
+    start: Ints
+    stop: Ints
+    num_rows: int
+    _heads: Ints = np.empty(0, np.int64)  # rows at which a fragment has to begin
+
+    def ends(self, row: int, size: int, *, whole: bool) -> list[int]:
+        """The rows behind each next `size` steps from a row on, as far as there are as many, or a fragment has to end.
+
+        whole    up to the end of the episode in which they end
+        """
+        heads = [*self._heads[self._heads > row].tolist(), self.num_rows + size]
+        found, head = [], 0
+        while (end := min(row + size, heads[head])) <= self.num_rows:
+            if end < heads[head] and whole:
+                end = min(int(self.stop[np.searchsorted(self.stop, end)]), heads[head])
+            found.append(end)
+            head += end == heads[head]
+            row = end
+        return found
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """The episode that a row is of, as a number in the order of the pass, and the step in it."""
+        at = int(np.searchsorted(self.stop, row, "right"))
+        return self.ordinal + at, 0 if at == len(self.stop) else row - int(self.start[at])
+
+
+class EpisodeBlock(EpisodeRows):
     """Steps of K episodes in memory; a row is a step, and the rows of one episode stand behind those of another.
 
     store, episodes        i64[K]
-    ordinal                number of the first episode in the order of its pass
-    start, stop            i64[K]    rows of each episode; `start` is below 0 where rows before were let go
-    num_rows               R
     steps                  of the R rows
     terminated, truncated  bool[K]
     is_cut                 bool[K]   of episodes whose end is not stored; they count as truncated
@@ -190,10 +222,7 @@ class EpisodeBlock:
             start = np.concatenate([rest.start, start + rest.num_rows])
             stop = np.concatenate([rest.stop, stop + rest.num_rows])
         self.episodes: Ints = episodes
-        self.start: Ints = start
-        self.stop: Ints = stop
-        self.ordinal: int = ordinal
-        self.num_rows: int = int(stop[-1])
+        self.start, self.stop, self.ordinal, self.num_rows = start, stop, ordinal, int(stop[-1])
         self.steps.join()
         self.terminated, truncated = (
             self.steps.taken(name, stop - 1) for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS)
@@ -204,25 +233,6 @@ class EpisodeBlock:
         if self.is_cut.any():
             self.steps.write(Columns.TRUNCATEDS, stop[self.is_cut] - 1, True)
         self.truncated = truncated | self.is_cut
-
-    def ends(self, row: int, size: int, *, whole: bool) -> list[int]:
-        """The rows behind each next `size` steps from a row on, as far as there are as many.
-
-        whole    up to the end of the episode in which they end
-        """
-        ends = range(row + size, self.num_rows + 1, size)
-        if not whole:
-            return list(ends)
-        found: list[int] = []
-        while row + size <= self.num_rows:
-            row = int(self.stop[np.searchsorted(self.stop, row + size)])
-            found.append(row)
-        return found
-
-    def place_of(self, row: int) -> tuple[int, int]:
-        """The episode that a row is of, as a number in the order of the pass, and the step in it."""
-        at = int(np.searchsorted(self.stop, row, "right"))
-        return self.ordinal + at, 0 if at == len(self.stop) else row - int(self.start[at])
 
     def rest(self, row: int, lookback: int) -> "BlockRest | None":
         """What is there from a row on, with some rows before it of the same episode; None: nothing."""

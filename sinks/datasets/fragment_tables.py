@@ -143,14 +143,9 @@ def _joined(times: Sequence[AgentTimes]) -> AgentTimes | None:
     """The times of several fragments, one behind the other; None: of none."""
     if not times:
         return None
-
-    def texts(name: str) -> list[str]:
-        return [*chain.from_iterable(getattr(each, name) for each in times)]
-
-    def numbers(name: str) -> NDArray[np.int64]:
-        return np.concatenate([getattr(each, name) for each in times])
-
-    return AgentTimes(texts("agents"), texts("modules"), texts("env_ids"), numbers("env_t"), numbers("env_t_stopped"))
+    fields: list[Any] = list(zip(*times, strict=True))
+    joined: list[Any] = [[*chain.from_iterable(each)] for each in fields[:3]]
+    return AgentTimes(*joined, *map(np.concatenate, fields[3:]))
 
 
 Ints = NDArray[np.int64]

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, EPISODES, DatasetFolder
-from rollflow.sinks.datasets.episode_block import EpisodeSummary, Ints, step_bytes, windows_of
+from rollflow.sinks.datasets.episode_block import EpisodeRows, EpisodeSummary, Ints, step_bytes, windows_of
 from rollflow.sinks.datasets.fragment_tables import ids_by_text
 from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisodes, damaged, numbers_in, ranges
 from rollflow.stream.data.column import Column
@@ -215,12 +215,10 @@ class AgentsRest(NamedTuple):
     row: int
 
 
-class AgentsBlock:
+class AgentsBlock(EpisodeRows):
     """Env steps of K environments' episodes, one behind the other; a row is a vector step of one environment.
 
     store, episodes    i64[K]
-    ordinal            number of the first episode in the order of its pass
-    start, stop        i64[K]    rows of each episode
     modules            steps of each module's agents
     """
 
@@ -228,33 +226,17 @@ class AgentsBlock:
         if rest is not None:
             episodes, ordinal = np.concatenate([rest.episodes, episodes]), rest.ordinal
         lengths = store.num_steps[episodes]
-        self.store, self.ordinal = store, ordinal
+        self.store: EnvEpisodes = store
+        self.ordinal = ordinal
         self.episodes: Ints = episodes
-        self.stop: Ints = np.cumsum(lengths)
-        self.start: Ints = self.stop - lengths
+        self.stop = np.cumsum(lengths)
+        self.start = self.stop - lengths
         self.num_rows = int(self.stop[-1])
         places = np.full(len(store.num_steps), -1)
         places[episodes] = np.arange(len(episodes))
         self.modules = [ModuleSteps(each, places, self.start - store.t_started[episodes]) for each in store.modules]
         # One environment can't begin an episode in its midst behind another: such a one begins a fragment.
-        self._heads: Ints = self.start[store.t_started[episodes] > 0]
-
-    def ends(self, row: int, size: int, *, whole: bool) -> list[int]:
-        """As of `EpisodeBlock`; an episode whose beginning is missing ends a fragment as well."""
-        heads = [*self._heads[self._heads > row].tolist(), self.num_rows + size]
-        found, head = [], 0
-        while (end := min(row + size, heads[head])) <= self.num_rows:
-            if end < heads[head] and whole:
-                end = min(int(self.stop[np.searchsorted(self.stop, end)]), heads[head])
-            found.append(end)
-            head += end == heads[head]
-            row = end
-        return found
-
-    def place_of(self, row: int) -> tuple[int, int]:
-        """The episode that a row is of, as a number in the order of the pass, and the step in it."""
-        at = int(np.searchsorted(self.stop, row, "right"))
-        return self.ordinal + at, 0 if at == len(self.stop) else row - int(self.start[at])
+        self._heads = self.start[store.t_started[episodes] > 0]
 
     def rest(self, row: int, lookback: int) -> AgentsRest | None:
         """What is there from a row on; None: nothing."""

@@ -238,9 +238,8 @@ class Replay:
         with self._lock:
             if parts := self._announced(fragment):
                 self._wait("insert", lambda: _admit(parts), wait_s)
-                checked = [(table, table.checked(part)) for table, part in parts]  # all of them before one is written
-                for table, insertion in checked:
-                    table.insert(insertion)
+                for insert in [table.checked(part) for table, part in parts]:  # all of them before one is written
+                    insert()
                 self.turns.notify()
 
     async def insert_in_loop(self, fragment: AnyFragment) -> None:

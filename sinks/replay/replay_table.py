@@ -1,7 +1,8 @@
 """Replay table: the steps of one agent, or of the agents of one module, in rows, with the sampler that draws them."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +20,6 @@ from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
 Batch = dict[str, Any]
-
-
-class Insertion(NamedTuple):
-    """A fragment that a table can take, with what it keeps of it, the columns that this goes to, and its room."""
-
-    fragment: Fragment
-    columns: dict[str, Any]
-    into: RowColumns
-    room: Room
 
 
 class ReplayTable:
@@ -78,10 +70,10 @@ class ReplayTable:
         may = self.rate.admits_sample(count * self.sampler.steps, self.rows.inserted, self.rows.removed)
         return may and not self.sampler.waits_for(self.rows)
 
-    def checked(self, fragment: Fragment) -> Insertion:
-        """A fragment that can be inserted now. Raises ReplayError for one of another kind, and one that is too large.
+    def checked(self, fragment: Fragment) -> Callable[[], None]:
+        """The insert of a fragment, to be called before anything else changes; no step comes or goes yet.
 
-        No step comes or goes.
+        Raises ReplayError for a fragment of another kind, and for one that is too large.
         """
         columns = columns_of(fragment, self._storage.extra)
         if self._columns is not None:
@@ -89,11 +81,11 @@ class ReplayTable:
         lane = f"{fragment.lane} {fragment.layout.episode_id(0, 0)}"  # no other lane's, also when a run goes on
         room = self.rows.room_for(lane, fragment.layout, fragment.chunks)
         self._check_min_size(room)
-        return Insertion(fragment, columns, self._columns or self._make_columns(items_of(columns)), room)
+        return partial(self._insert, fragment, columns, self._columns or self._make_columns(items_of(columns)), room)
 
-    def insert(self, insertion: Insertion) -> None:
-        """Copy a fragment's steps, of which nothing has changed since it was checked; the oldest make room."""
-        rows, (fragment, columns, self._columns, room) = self.rows, insertion
+    def _insert(self, fragment: Fragment, columns: dict[str, Any], into: RowColumns, room: Room) -> None:
+        """Copy a fragment's steps; the oldest make room."""
+        rows, self._columns = self.rows, into
         placement = rows.place(room)
         self._columns.write(placement.begin, placement.source, columns)
         if len(placement.ended):

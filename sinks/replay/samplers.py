@@ -228,18 +228,11 @@ class Episodes(Sampler):
             chunks, last = rows.chunks, rows.chunks.numbers()
             is_there = chunks.read("stop", last) > rows.begin  # else only the last observation is left
             last = last[chunks.read("has_ended", last) & chunks.read("is_whole", last) & is_there]
-            lengths = self._lengths(rows, last)
+            lengths = chunks.read("t_started", last) + chunks.read("stop", last) - chunks.read("first", last)
             firsts, _ = rows.back(chunks.read("stop", last) - 1, int(lengths.max(initial=1)) - 1)
             kept = (rows.episode_step(firsts) == 0) & rows.is_kept(firsts)
             self._whole, self._counts = (firsts[kept], lengths[kept]), counts
         return self._whole
-
-    @staticmethod
-    def _lengths(rows: RowIndex, last: Ints) -> Ints:
-        """The lengths of the episodes that end with the chunks `last`."""
-        chunks = rows.chunks
-        lengths: Ints = chunks.read("t_started", last) + chunks.read("stop", last) - chunks.read("first", last)
-        return lengths
 
 
 def _checked(draw: Callable[..., Any]) -> Callable[..., Draw]:

@@ -9,10 +9,12 @@ from time import monotonic
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import Reminder, pause_s
-from rollflow.stream.net.dial import LOOK_S, reach
+from rollflow.stream.net.dial import REACH_S, DialTarget, Lookup, check_connected, dial, targets_at_hand
 from rollflow.stream.wire import Address
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # between two looks at whether anybody waits still
 
 
 class Redialler:
@@ -49,9 +51,20 @@ class Redialler:
         self._reminder = Reminder(monotonic())
 
     def reach(self) -> socket.socket:
-        """Non-blocking socket that is connected. Raises OSError where that fails, InterruptedError where it is over."""
-        until, waiting = self._until, self._remind
-        return reach(self.address, self._failures, self._wakeup, self._is_over, until=until, waiting=waiting)
+        """Non-blocking socket that is connected; each attempt takes another of a name's targets.
+
+        Raises OSError where that fails, InterruptedError where it is over.
+        """
+        targets = targets_at_hand(self.address) or self._looked_up()
+        sock = dial(targets[self._failures % len(targets)])
+        try:
+            if not self._has_event(sock.fileno(), select.POLLOUT, monotonic() + REACH_S):
+                raise TimeoutError(f"no answer within {REACH_S:g} s")
+            check_connected(sock)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     def connected(self) -> None:
         """Note that the other end has taken this one in."""
@@ -97,8 +110,37 @@ class Redialler:
         poll = select.poll()
         poll.register(self._wakeup.fileno(), select.POLLIN)
         while not self._is_over() and (left_s := until - monotonic()) > 0:
-            poll.poll(min(left_s, LOOK_S) * 1e3)
+            poll.poll(min(left_s, _LOOK_S) * 1e3)
             self._wakeup.silence()
+
+    def _looked_up(self) -> list[DialTarget]:
+        """Targets of a name. Raises OSError where it is not looked up before it is given up, or within `REACH_S`."""
+        lookup: Lookup[None] = Lookup()
+        thread = lookup.ask(None, self.address)
+        latest = None if self._until is None else max(self._until, monotonic() + REACH_S)
+        if not self._has_event(lookup.fileno(), select.POLLIN, latest):
+            raise TimeoutError("no name server has said where this is")
+        thread.join()
+        [(_, found)] = lookup.answers()
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    def _has_event(self, fd: int, event: int, until: float | None) -> bool:
+        """True once a descriptor has an event, False after `until`. Raises InterruptedError where it is over."""
+        poll = select.poll()
+        poll.register(fd, event)
+        poll.register(self._wakeup.fileno(), select.POLLIN)
+        while True:
+            left_s = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - monotonic()))
+            if fd in {ready for ready, _ in poll.poll(left_s * 1e3)}:
+                return True
+            self._wakeup.silence()
+            if self._is_over():
+                raise InterruptedError("given up before there was an answer")
+            self._remind()
+            if until is not None and monotonic() >= until:
+                return False
 
     @property
     def _until(self) -> float | None:

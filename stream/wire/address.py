@@ -59,26 +59,21 @@ Address = TcpAddress | UnixAddress
 
 def parse_address(address: str | Address) -> Address:
     """Parse the address of a gateway or host. Raises WireError for a text that is no address."""
-    return _parsed(_text_of(address), f"{_TCP_FORMS} or 'unix:/path'")
+    return _parsed(address, f"{_TCP_FORMS} or 'unix:/path'", UnixAddress)
 
 
 def parse_trainer_address(address: str | Address) -> Address:
     """Parse the address of a trainer, which may be `shm:/path`. Raises WireError for a text that is no address."""
-    text = _text_of(address)
-    if isinstance(text, str) and text.startswith("shm:"):
-        return SharedAddress(_path_behind("shm:", text))
-    return _parsed(text, f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'")
+    return _parsed(address, f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'", UnixAddress, SharedAddress)
 
 
-def _text_of(address: str | Address) -> str:
-    return str(address) if isinstance(address, Address) else address
-
-
-def _parsed(text: str, forms: str) -> Address:
+def _parsed(address: str | Address, forms: str, *kinds: type[UnixAddress]) -> Address:
+    text = str(address) if isinstance(address, Address) else address
     if not isinstance(text, str):
         raise _no_address(text, f"a string: {forms}")
-    if text.startswith("unix:"):
-        return UnixAddress(_path_behind("unix:", text))
+    for kind in kinds:
+        if text.startswith(kind.scheme):
+            return kind(_path_behind(kind.scheme, text))
     match = _TCP.fullmatch(text)
     if match is None:
         has_no_port = _TCP.fullmatch(f"{text}:0") is not None

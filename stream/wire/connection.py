@@ -85,7 +85,7 @@ class Connection:
         self._pings = self._unanswered = 0
         self._sent_bytes = 0
         self._taken_before: int | None = None  # bytes taken by the peer at the last heartbeat; None: bytes came since
-        self.queued: Callable[[], int] = _nothing
+        self.queued: Callable[[], int] = int  # 0
 
     @property
     def is_open(self) -> bool:
@@ -327,10 +327,6 @@ class Connection:
                 self._append(refusal, sum(map(len, refusal)), None)
             self.phase = ConnectionPhase.BROKEN
         return ConnectionBroken(self.error)
-
-
-def _nothing() -> int:
-    return 0
 
 
 def encoded(message: Message, most: int, peer: str) -> list[Buffer]:

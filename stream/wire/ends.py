@@ -51,6 +51,8 @@ class Initiator(Connection):
                 raise WireError(
                     "the host is busy with another gateway, expected one that comes when it is free", "busy"
                 )
+            if message.session != self._hello.session:
+                raise WireError("welcome.session is not the one in the hello", "session")
             self._begin(message)
             self._decoder.widen(self.limits.max_frame)
             self.phase = ConnectionPhase.RUNNING
@@ -82,9 +84,11 @@ class Acceptor(Connection):
     nonce       32 random bytes, new for every connection
     secret      shared secret; None: this end has none, and refuses a peer that has one
     hello       the other end's Hello; None before its proof has come
+    accepts     role of a Hello that this end accepts; None: `_check` says so
     """
 
     roles = "gateway", "host"
+    accepts: str | None = None
 
     def __init__(
         self,
@@ -101,13 +105,14 @@ class Acceptor(Connection):
         self._unproved: handshake.Hello | None = None  # a Hello whose sender may not know the secret
         self._transcript = b""
 
-    # To be defined by subclasses
+    # Inside
 
     def _check(self, hello: handshake.Hello) -> None:
         """Raise WireError for a Hello that this end does not accept; its sender has proved itself."""
-        raise NotImplementedError
-
-    # Inside
+        if hello.role != self.accepts:
+            raise WireError(
+                f"hello.role is {hello.role!r}, expected {self.accepts!r}: this is a {self.roles[0]}", "role"
+            )
 
     def _welcome(self, token: bytes, *, resumed: bool, credits: int, lanes: tuple[handshake.LaneGrant, ...]) -> None:
         """Answer the Hello. Raises WireError if there is none to answer, or it has another session."""

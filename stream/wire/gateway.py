@@ -31,8 +31,7 @@ class HostConnection(Initiator):
 
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
         super().__init__(hello, secret=secret, limits=limits, now=now)
-        if hello.session != session.token:
-            raise WireError("hello.session is not the token of the session that it comes with", "session")
+        assert hello.session == session.token
         self.credits = 0
         self._session = session
         self._form = form_of(hello)
@@ -162,11 +161,11 @@ class GatewayConnection(Acceptor):
         """Send settings, weights, states or a cut, whose arrays must not change until they are sent.
 
         A cut of an answered turn is not sent. The session's next connection sends none of these again. Raises WireError
-        if the connection is not running, the host runs no rollouts, or a cut is of a turn that was not requested.
+        if the connection is not running, or a cut is of a turn that was not requested.
         """
         self._check_running(news.kind)
-        if self.hello is None or self.hello.role not in ROLLOUTS:
-            raise WireError(f"{news.kind}: not for a host of environments", "role")
+        assert self.hello is not None
+        assert self.hello.role in ROLLOUTS
         if not isinstance(news, messages.Cut) or self._welcomed(news.kind)[0].cuts(news):
             super().tell(news)
 

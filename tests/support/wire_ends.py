@@ -4,17 +4,21 @@ from typing import Any
 
 from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
 
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import (
     AgentRows,
     ClientSession,
     Connection,
+    ConnectionBroken,
     Event,
+    FrameDecoder,
     GatewayConnection,
     GatewaySession,
     Hello,
     HostConnection,
     HostSession,
     Limits,
+    Message,
     Query,
     ReplayConnection,
     Reset,
@@ -25,6 +29,7 @@ from rollflow.stream.wire import (
     SourceSession,
     TrainerConnection,
     TrainerSession,
+    encode,
 )
 
 
@@ -33,6 +38,22 @@ def taken_from(connection: Connection) -> bytes:
     data = b"".join(connection.outgoing())
     connection.sent(len(data))
     return data
+
+
+def frame_as(message: Message) -> bytes:
+    """The bytes of a message."""
+    return b"".join(encode(message))
+
+
+def error_of(events: list[Event]) -> WireError:
+    """Why a connection broke: the last event."""
+    assert isinstance(events[-1], ConnectionBroken), events
+    return events[-1].error
+
+
+def allocated(decoder: FrameDecoder) -> int:
+    """Bytes that a decoder has allocated for receiving."""
+    return len(decoder._inbox) + len(decoder._large)
 
 
 class Ends:

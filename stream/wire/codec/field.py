@@ -59,13 +59,6 @@ def seconds(value: Any, where: str) -> float:
     return float(value)
 
 
-def elapsed(value: Any, where: str) -> float:
-    """A number of seconds, 0 or more."""
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise wrong(value, where, "a number of seconds, 0 or more")
-    return float(value)
-
-
 flag = check_that(lambda value: type(value) is bool, "true or false")
 
 
@@ -111,17 +104,6 @@ def list_of(check: Check, most: int) -> Check:
         return tuple([check(item, f"{where}[{index}]") for index, item in enumerate(value)])
 
     return check_all
-
-
-def items(*checks: Check) -> Check:
-    """A list with one value for each of the checks."""
-
-    def check_each(value: Any, where: str) -> list[Any]:
-        if not isinstance(value, list | tuple) or len(value) != len(checks):
-            raise wrong(value, where, f"a list of {len(checks)} values")
-        return [check(item, f"{where}[{index}]") for index, (check, item) in enumerate(zip(checks, value, strict=True))]
-
-    return check_each
 
 
 def span(least: int, most: int) -> Check:

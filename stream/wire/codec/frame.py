@@ -98,11 +98,6 @@ class FrameDecoder:
         """Number of bytes that have come of an incomplete frame."""
         return self._filled + self._end - self._begin
 
-    @property
-    def allocated(self) -> int:
-        """Bytes allocated for receiving."""
-        return len(self._inbox) + len(self._large)
-
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """Take bytes, and iterate over the frames that they complete."""
         rest = memoryview(data).cast("B")

@@ -35,49 +35,32 @@ class LentLeaf(NamedTuple):
     block: int
     offset: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def array(self, blocks: list[NDArray[np.uint8]]) -> NDArray[Any]:
-        """The array `dtype[shape]`, a view of `u8[n]` blocks that it must lie in. Raises WireError for wrong bools."""
+        """The array `dtype[shape]`, a view of `u8[n]` blocks. Raises WireError beyond these, and for wrong bools."""
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)
-        array: NDArray[Any] = np.ndarray(self.shape, self.dtype, blocks[self.block], self.offset)
-        self._check_bool(array)
-        return array
-
-    def check_lies_in(self, blocks: list[NDArray[np.uint8]]) -> None:
-        """Raise WireError if the array lies in none of the `u8[n]` blocks."""
-        if self.block >= len(blocks) or self.offset + self.nbytes > blocks[self.block].size:
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        if self.block >= len(blocks) or self.offset + nbytes > blocks[self.block].size:
             sizes = [len(block) for block in blocks]
             raise WireError(f"lent: {self} does not lie in its blocks, of {shown(sizes)} bytes", "memory")
-
-    def _check_bool(self, array: NDArray[Any]) -> None:
-        """Raise WireError for a bool array with a byte above 1."""
+        array: NDArray[Any] = np.ndarray(self.shape, self.dtype, blocks[self.block], self.offset)
         if self.dtype.kind == "b" and np.count_nonzero(array.view(np.uint8) > 1):
             most = array.view(np.uint8).max()
             raise WireError(f"lent: array |b1{list(self.shape)} has a byte {most}, expected 0 or 1", "memory")
+        return array
 
 
 class LentColumns(NamedTuple):
     """Places of a tree of columns.
 
     leaves    of the tree `spec`
-    ends      index of a block -> bytes of it that they reach into
     """
 
     leaves: list[LentLeaf]
     spec: optree.PyTreeSpec
-    ends: dict[int, int]
 
     def tree(self, blocks: list[NDArray[np.uint8]]) -> Any:
         """The columns, views of `u8[n]` blocks. Raises WireError where one lies in none of them."""
-        for index, end in self.ends.items():
-            if index >= len(blocks) or end > blocks[index].size:
-                for leaf in self.leaves:
-                    leaf.check_lies_in(blocks)
         return optree.tree_unflatten(self.spec, [leaf.array(blocks) for leaf in self.leaves])
 
 
@@ -116,16 +99,8 @@ def _unpacked(packed: bytes) -> LentColumns:
         raise WireError(f"lent.columns is {shown(columns)}, expected a map", "memory")
     for name, tree in columns.items():
         _check(tree, f"lent.columns[{name!r}]")
-    return _located(columns)
-
-
-def _located(columns: Any) -> LentColumns:
-    leaves, spec = optree.tree_flatten(columns, is_leaf=_is_leaf)
-    ends: dict[int, int] = {}
-    for leaf in leaves:
-        if 0 not in leaf.shape:
-            ends[leaf.block] = max(ends.get(leaf.block, 0), leaf.offset + leaf.nbytes)
-    return LentColumns(leaves, spec, ends)
+    plain: Any = columns
+    return LentColumns(*optree.tree_flatten(plain, is_leaf=_is_leaf))
 
 
 _remembered = lru_cache(256)(_unpacked)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from numbered_module import NumberedModule
 from replayed import Played, write_dataset
+from replayed_agents import fragments_of
 from torch.utils.data import DataLoader
 
 from rollflow import DatasetSink, DatasetSource
@@ -80,12 +81,19 @@ def test_a_window_keeps_what_was_made_together(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("agents", ["one", "several"])
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("seed", [None, 4])
-def test_a_loaded_state_goes_on_exactly(path: Path, seed: int | None, complete: bool) -> None:
+def test_a_loaded_state_goes_on_exactly(
+    path: Path, tmp_path: Path, seed: int | None, complete: bool, agents: str
+) -> None:
+    if agents == "several":
+        path = tmp_path / "several"
+        write_dataset(fragments_of(count=4), path)
+
     def source() -> DatasetSource:
         return DatasetSource(
-            path, batch_size=37, shuffle_seed=seed, passes=2, window_steps=50, complete_episodes=complete
+            path, batch_size=17, shuffle_seed=seed, passes=2, window_steps=30, complete_episodes=complete
         )
 
     run = source()

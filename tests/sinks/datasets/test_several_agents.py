@@ -19,6 +19,7 @@ from lost_agents import agent_chunks, check_continuity, check_multi_agent_chunks
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from replayed import write_dataset
+from replayed_agents import TURNS, fragments_of
 from serial_module import SerialModule, at_of
 
 from rollflow import (
@@ -31,11 +32,6 @@ from rollflow import (
 from rollflow.nodes import DefaultModule
 from rollflow.stream import DatasetError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-
-TURNS = Drawn(
-    envs=3, lanes=1, agents=4, nested=1, length=12, at_once=False,
-    fragment_length=5, lookback=1, by_episode=True, seed=3,
-)  # fmt: skip
 
 
 def steps_in(fragments: Sequence[MultiAgentFragment]) -> Counter[Any]:
@@ -173,9 +169,7 @@ def _at(data: Any, places: Any) -> Any:
 
 
 def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(tmp_path: Path) -> None:
-    _, rollout = made(TURNS, num_fragments=8)
-    with rollout:
-        fragments = list(rollout.fragments())
+    fragments = fragments_of(TURNS, 8)
     parts = [steps_in([fragment]) for fragment in fragments]
     write_dataset(fragments[:1], tmp_path, max_file_bytes=1)
     generator, expected = np.random.default_rng(0), [1]
@@ -203,9 +197,7 @@ def _fragments_of(number: int, source: DatasetSource, fragments: Sequence[MultiA
 
 
 def test_files_that_no_file_of_environments_commits_are_passed_over_and_removed(tmp_path: Path) -> None:
-    _, rollout = made(TURNS, num_fragments=2)
-    with rollout:
-        fragments = list(rollout.fragments())
+    fragments = fragments_of(TURNS, 2)
     write_dataset(fragments, tmp_path, max_file_bytes=1)
     (tmp_path / "env_episodes/000002.parquet").unlink()
     source = DatasetSource(tmp_path)
@@ -223,9 +215,7 @@ def test_files_that_no_file_of_environments_commits_are_passed_over_and_removed(
 
 
 def test_a_missing_fragment_in_between_ends_the_episodes_of_its_environments(tmp_path: Path) -> None:
-    _, rollout = made(TURNS._replace(envs=1, length=30, fragment_length=3, at_once=True), num_fragments=3)
-    with rollout:
-        fragments = list(rollout.fragments())
+    fragments = fragments_of(TURNS._replace(envs=1, length=30, fragment_length=3, at_once=True), 3)
     write_dataset([fragments[0], fragments[2]], tmp_path)
     episodes = list(DatasetSource(tmp_path).episodes())
     stored = list(DatasetSource(tmp_path, batch_size=100).fragments())
@@ -266,26 +256,8 @@ def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
         DatasetSink(tmp_path / "modules" / name)
 
 
-@pytest.mark.slow
-def test_a_state_goes_on_exactly_behind_its_place(tmp_path: Path) -> None:
-    _, rollout = made(TURNS, num_fragments=4)
-    with rollout:
-        write_dataset(list(rollout.fragments()), tmp_path)
-    options: dict[str, Any] = {"batch_size": 9, "shuffle_seed": 1, "window_steps": 20, "passes": 2}
-    source = DatasetSource(tmp_path, **options)
-    loop, whole = source.fragments(), [steps_in([each]) for each in DatasetSource(tmp_path, **options).fragments()]
-    for place, _ in enumerate(whole):
-        assert steps_in([next(loop)]) == whole[place]
-        again = DatasetSource(tmp_path, **options)
-        again.load_state_dict(source.state_dict())
-        rest = [steps_in([each]) for each in again.fragments()]
-        assert place == len(whole) - 1 or rest == whole[place + 1 :]
-
-
 def test_agents_of_one_kind_and_their_mistakes_are_refused(tmp_path: Path) -> None:
-    _, rollout = made(TURNS, num_fragments=1)
-    with rollout:
-        (fragment,) = rollout.fragments()
+    (fragment,) = fragments_of(TURNS, 1)
     write_dataset([fragment], tmp_path)
     envs = [lambda: NumberedAgents(0, agents=1, nested=0)]
     with MultiAgentRollout(envs, module=DefaultModule, num_fragments=1, fragment_length=4, seed=0) as other:

@@ -255,17 +255,6 @@ def test_a_piece_does_not_undo_what_one_before_it_has_changed(piece: Any, name: 
     assert torch.equal(behind.sample(8)["rewards"], 2 * alone.sample(8)["rewards"])
 
 
-def test_goals_behind_sums_over_steps_are_refused() -> None:
-    replay = Replay(2000, pieces=[SampledNStepReturns(n_step=1), HindsightGoals(goal_reward)])
-    replay.insert(walked(num_fragments=1)[0])
-    with pytest.raises(ReplayError, match="sums over several steps; expected it before SampledNStepReturns"):
-        replay.sample(8)
-    replay = Replay(2000, pieces=[HindsightGoals(goal_reward), HindsightGoals(goal_reward)], seed=0)
-    replay.insert(walked(num_fragments=1)[0])
-    with pytest.raises(ReplayError, match="another one has given these rows their goals"):
-        replay.sample(8)
-
-
 @pytest.mark.parametrize(
     ("rewards", "count", "text"),
     [
@@ -286,13 +275,6 @@ def test_what_is_no_reward_of_each_row_is_refused(rewards: Any, count: int, text
     replay.insert(walked(num_fragments=1)[0])
     with pytest.raises(ReplayError, match=f"compute_reward .*{text}"):
         replay.sample(count)
-
-
-def test_ends_that_are_no_bools_are_refused() -> None:
-    replay = Replay(2000, pieces=[HindsightGoals(goal_reward, share=1.0, compute_terminated=goal_reward)])
-    replay.insert(walked(num_fragments=1)[0])
-    with pytest.raises(ReplayError, match="compute_terminated gave float64, expected a bool for each row"):
-        replay.sample(8)
 
 
 class Unlike(Walk):
@@ -322,26 +304,34 @@ def test_goals_that_are_not_like_what_is_achieved_are_refused(desired: gym.space
         replay.sample(8)
 
 
-def test_goals_and_several_frames_are_refused() -> None:
-    replay = Replay(2000, pieces=[HindsightGoals(goal_reward)], storage=Storage(frames=2))
-    replay.insert(walked(num_fragments=1)[0])
-    with pytest.raises(ReplayError, match=r"each item of obs has 2 observations, by Storage\(frames=2\)"):
+GOALS, SUMS = HindsightGoals(goal_reward), SampledNStepReturns(n_step=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "has_goals", "text"),
+    [
+        ({"pieces": [SUMS, GOALS]}, True, "sums over several steps; expected it before SampledNStepReturns"),
+        ({"pieces": [GOALS, GOALS]}, True, "another one has given these rows their goals"),
+        (
+            {"pieces": [HindsightGoals(goal_reward, share=1.0, compute_terminated=goal_reward)]},
+            True,
+            "compute_terminated gave float64, expected a bool for each row",
+        ),
+        ({"pieces": GOALS, "storage": Storage(frames=2)}, True, r"has 2 observations, by Storage\(frames=2\)"),
+        ({"pieces": GOALS}, False, "observations have no 'achieved_goal' and 'desired_goal'"),
+        ({"pieces": SUMS, "sampler": Sequences(3)}, False, "works on single steps, but the sampler draws sequences"),
+    ],
+)
+def test_pieces_of_a_replay_say_where_they_belong(options: dict[str, Any], has_goals: bool, text: str) -> None:
+    replay = Replay(2000, seed=0, **options)
+    replay.insert(walked(num_fragments=1)[0] if has_goals else Played(2, 1).fragments[0])
+    with pytest.raises(ReplayError, match=text):
         replay.sample(8)
 
 
-def test_pieces_of_a_replay_say_where_they_belong() -> None:
-    played = Played(2, 3)
-    piece = SampledNStepReturns(n_step=2)
+def test_a_piece_of_a_replay_is_for_nothing_else() -> None:
     with pytest.raises(ReplayError, match=r"got list, expected what a replay has sampled: Replay\(pieces="):
-        piece(batch={}, episodes=[], rl_module=None)
-    replay = Replay(100, pieces=[piece], sampler=Sequences(3))
-    replay.insert(played.fragments[0])
-    with pytest.raises(ReplayError, match="works on single steps, but the sampler draws sequences"):
-        replay.sample(4)
-    replay = Replay(100, pieces=[HindsightGoals(goal_reward)])
-    replay.insert(played.fragments[0])
-    with pytest.raises(ReplayError, match="observations have no 'achieved_goal' and 'desired_goal'"):
-        replay.sample(4)
+        SUMS(batch={}, episodes=[], rl_module=None)
 
 
 @pytest.mark.parametrize("piece", [NStepReturns(n_step=3), GeneralAdvantageEstimation()])

@@ -245,6 +245,7 @@ def test_a_client_that_is_closed_says_so_at_once(tmp_path: Path) -> None:
     ("options", "error"),
     [
         ({"every": 0.0}, "every is 0.0, expected seconds above 0"),
+        ({"replay": "replay"}, "replay is 'replay', expected a Replay"),
         ({"checkpoint": "/nowhere/replay"}, "expected a path in a folder that is there"),
         ({"trainers": "udp:1"}, "udp"),
         ({"rollouts": "tcp://0.0.0.0:0"}, "secret"),
@@ -252,7 +253,10 @@ def test_a_client_that_is_closed_says_so_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_host_that_can_not_be_is_refused(tmp_path: Path, options: dict[str, Any], error: str) -> None:
-    with pytest.raises((ValueError, WireError), match=error), serving(Replay(64), tmp_path, **options):
+    with (
+        pytest.raises((ValueError, WireError), match=error),
+        serving(**{"replay": Replay(64)} | options, tmp_path=tmp_path),
+    ):
         pass
 
 
@@ -287,11 +291,6 @@ def test_a_client_whose_host_stands_still_says_so_in_the_log(
     with serving(replay, tmp_path) as host, client_of(host) as client:
         call(client)
         assert f"waiting for 0 s: the replay host at {host.trainers} has not answered yet" in caplog.text
-
-
-def test_what_is_no_replay_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="replay is 'replay', expected a Replay"), serving("replay", tmp_path):  # type: ignore[arg-type]
-        pass
 
 
 def test_what_is_held_back_when_the_host_ends_is_counted_as_undelivered(tmp_path: Path) -> None:

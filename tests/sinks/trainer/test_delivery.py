@@ -20,8 +20,7 @@ from remote_rollouts import await_that
 
 from rollflow import Fragment, TrainerStream
 from rollflow.stream import RunError
-from rollflow.stream.net import redialler
-from rollflow.stream.net.dial import reach
+from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.wire import Limits
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
@@ -159,7 +158,8 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
 ) -> None:
     """It is taken for lost, dialled in vain until several handshakes were given up, and passes all its own limits."""
     dialled: list[int] = []
-    monkeypatch.setattr(redialler, "reach", lambda *told, **more: dialled.append(1) or reach(*told, **more))
+    reach = Redialler.reach
+    monkeypatch.setattr(Redialler, "reach", lambda self: dialled.append(1) or reach(self))
     with shared_address() as shared:
         address = f"{scheme}:{shared.removeprefix('shm:')}"
         with feeding(address, lanes=2, sink={"limits": HASTY}) as feed:

@@ -21,7 +21,7 @@ from rollflow.nodes.env.remote.remote_host import HostWait
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.net.dial import reach
+from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.wire import parse_address
 
 Answer = Callable[[], list[tuple[str, int]]]
@@ -140,8 +140,9 @@ def test_what_is_not_wanted_any_more_is_not_waited_for() -> None:
             bell.ring()
             return next(rings)
 
+        address = parse_address(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(InterruptedError):
-            reach(parse_address(f"tcp://127.0.0.1:{silent.getsockname()[1]}"), 0, bell, is_over)
+            Redialler("end", address, retry_s=None, longest_pause_s=1.0, wakeup=bell, is_over=is_over).reach()
         assert list(rings) == []
 
 
@@ -189,8 +190,8 @@ def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
         released.wait()
         return []
 
-    monkeypatch.setattr("rollflow.stream.net.dial.REACH_S", 0.1)
-    monkeypatch.setattr("rollflow.stream.net.dial.LOOK_S", 0.05)
+    monkeypatch.setattr("rollflow.stream.net.redialler.REACH_S", 0.1)
+    monkeypatch.setattr("rollflow.stream.net.redialler._LOOK_S", 0.05)
     names["name.test"] = hang
     try:
         given_up(0.5, dial, caplog, "no (answer yet|name server has said where this is)")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
+from wire_ends import frame_as
 from wire_messages import EXAMPLES, hello, rows
 from wire_values import ARRAYS, VALUES, same
 
@@ -33,10 +34,6 @@ from rollflow.stream.wire.codec.field import checks_of
 from rollflow.stream.wire.codec.frame import frame_of, taken_apart
 from rollflow.stream.wire.codec.message import KINDS
 from rollflow.stream.wire.codec.value import decode_value, encode_value
-
-
-def frame_as(message: Message) -> bytes:
-    return b"".join(encode(message))
 
 
 def fields_of(message: Any) -> dict[str, Any]:

@@ -4,12 +4,11 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from property_examples import examples
-from wire_ends import StreamEnds, taken_from
+from wire_ends import StreamEnds, error_of, frame_as, taken_from
 from wire_messages import EXAMPLES, TOKEN
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import (
-    ConnectionBroken,
     Done,
     Event,
     Finished,
@@ -21,7 +20,6 @@ from rollflow.stream.wire import (
     TrainerSession,
     Weights,
     Welcome,
-    encode,
 )
 
 
@@ -35,15 +33,6 @@ class Ends(StreamEnds):
 
 def fragment(number: int) -> Fragment:
     return Fragment(number % 3, number, {}, {})
-
-
-def frame(message: Message) -> bytes:
-    return b"".join(encode(message))
-
-
-def error_of(events: list[Event]) -> WireError:
-    assert isinstance(events[-1], ConnectionBroken), events
-    return events[-1].error
 
 
 def test_fragments_go_one_way_and_how_far_the_trainer_is_the_other() -> None:
@@ -77,16 +66,6 @@ def test_a_source_tells_that_no_more_comes() -> None:
     assert isinstance(finished, Finished)
 
 
-def test_the_next_connection_goes_on_behind_what_the_trainer_has() -> None:
-    ends = Ends(given=5)
-    for number in (1, 2, 3):
-        ends.give(number)
-    again = Ends(ends.session, ends.known)
-    assert again.source.next == 4
-    (came,) = again.give(4)
-    assert isinstance(came, Fragment)
-
-
 def test_a_trainer_that_knows_nothing_gets_what_is_kept() -> None:
     ends = Ends(given=5)
     for number in range(1, 6):
@@ -108,19 +87,6 @@ def test_a_trainer_that_goes_on_from_an_older_state_is_told_what_it_missed() -> 
     assert (again.known.missed, again.known.done) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        (EXAMPLES["rows"], "rows from a source, expected fragment or finished"),
-        (EXAMPLES["turn"], "turn from a source"),
-        (EXAMPLES["metrics"], "metrics from a source"),
-    ],
-    ids=lambda value: getattr(value, "kind", ""),
-)
-def test_a_trainer_refuses_what_must_not_come(message: Message, told: str) -> None:
-    assert told in str(error_of(Ends(given=9).trainer.receive(frame(message), 0.0)))
-
-
 def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
     for numbers, window, told, code in (
         ((1, 3), None, "fragment 3, expected 2", "number"),
@@ -131,7 +97,7 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
         ends.known.window = window
         events: list[Event] = []
         for number in numbers:
-            events = ends.trainer.receive(frame(fragment(number)), 0.0)
+            events = ends.trainer.receive(frame_as(fragment(number)), 0.0)
         error = error_of(events)
         assert told in str(error)
         assert error.code == code
@@ -140,6 +106,9 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
 @pytest.mark.parametrize(
     ("message", "told", "code"),
     [
+        (EXAMPLES["rows"], "rows from a source, expected fragment or finished", "order"),
+        (EXAMPLES["turn"], "turn from a source", "order"),
+        (EXAMPLES["metrics"], "metrics from a source", "order"),
         (Done(1, 0), "done 1, of which 0 are kept, expected kept <= done < 1, the next to be sent", "number"),
         (Done(0, 2), "done 0, of which 2 are kept", "number"),
         (EXAMPLES["turn"], "turn to a source, expected settings, weights or done", "order"),
@@ -147,21 +116,16 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_a_source_refuses_what_must_not_come(message: Message, told: str, code: str) -> None:
+def test_an_end_refuses_what_must_not_come(message: Message, told: str, code: str) -> None:
     ends = Ends(given=2)
-    error = error_of(ends.source.receive(frame(message), 0.0))
+    end = ends.trainer if " from " in told else ends.source
+    error = error_of(end.receive(frame_as(message), 0.0))
     assert told in str(error)
     assert error.code == code
 
 
-def test_a_source_sends_nothing_out_of_turn() -> None:
+def test_a_source_sends_nothing_behind_its_goodbye() -> None:
     ends = Ends(given=2)
-    with pytest.raises(WireError, match="fragment 2, expected 1"):
-        ends.source.send(fragment(2))
-    ends.give(1)
-    ends.give(2)
-    with pytest.raises(WireError, match="fragment 3, expected 2 at most"):
-        ends.source.send(fragment(3))  # which has not been given
     ends.source.goodbye("enough")
     with pytest.raises(WireError, match="the connection is leaving, expected running"):
         ends.source.tell(Finished(2))
