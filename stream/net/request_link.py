@@ -6,7 +6,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from time import monotonic
 
 from rollflow.stream import wire
@@ -48,7 +47,7 @@ class RequestLink:
         self._address, self._secret, self._tls, self._limits = address, secret, tls, limits
         self._timeout_s, self._software, self._name = timeout_s, software, name
         self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
-        self._futures: dict[int, Future[wire.Result]] = {}
+        self._results: dict[int, wire.Result] = {}  # that nobody has taken yet
         self._fatal: Exception | None = None
         self._is_closing = False
         self.loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
@@ -62,20 +61,16 @@ class RequestLink:
 
         make    makes the request of its number, and the number up to which all are answered
         """
-        future: Future[wire.Result] = Future()
         with self.changed:
             self.wait(until, lambda: self.session.may_ask)
             request = make(self.session.number + 1, self.session.done)
-            self._futures[request.number] = future
             self._send(request)
-        try:
-            return self._answer(future, until)
-        except TimeoutError:
-            with self.changed:
+            try:
+                self.wait(until, lambda: request.number in self._results)
+                return self._results.pop(request.number)
+            except BaseException:
                 self.session.drop(request.number)
-                raise self._unanswered() from None
-        finally:
-            self._futures.pop(request.number, None)
+                raise
 
     @property
     def is_connected(self) -> bool:
@@ -85,16 +80,18 @@ class RequestLink:
     def wait(self, until: float, is_there: Callable[[], bool]) -> None:
         """Wait, with the lock held, until something is there. Raises what has ended the link, or ReplayError."""
         patience: WaitReminder | None = None  # as a rule it is there
-        while not is_there() or self._fatal is not None or self._is_closing:
+        while not is_there():
             if self._fatal is not None:
                 raise self._fatal
             if self._is_closing:
-                raise self._closed()
+                raise ReplayError("this client is closed")
             patience = patience or WaitReminder(until - monotonic())
             if patience.is_over:
-                raise self._unanswered()
+                raise ReplayError(self._server(f"has not answered within {self._timeout_s:g} s"))
             self.changed.wait(patience.left)
-            self._remind(patience)
+            if not is_there() and patience.is_long:
+                state = "has not answered yet" if self.is_connected else "is away"
+                logger.warning("waiting for %.0f s: %s", patience.waited_s, self._server(state))
 
     def close(self) -> None:
         """Say goodbye; requests under way raise ReplayError."""
@@ -120,33 +117,10 @@ class RequestLink:
         if peer.transport.waits_to_write or not peer.connection.is_open:
             self.loop.wakeup.ring()
 
-    def _answer(self, future: Future[wire.Result], until: float) -> wire.Result:
-        """The answer that a future gets, with log lines while it does not come. Raises TimeoutError at a time."""
-        patience = WaitReminder(until - monotonic())
-        while True:
-            try:
-                return future.result(min(patience.left, _left(until)))
-            except TimeoutError:
-                if future.done() or patience.is_over:
-                    raise
-                self._remind(patience)
-
-    def _remind(self, patience: WaitReminder) -> None:
-        """Log that the server is waited for, where that is due."""
-        if patience.is_long:
-            state = "has not answered yet" if self.is_connected else "is away"
-            logger.warning("waiting for %.0f s: %s", patience.waited_s, self._server(state))
-
-    def _unanswered(self) -> Exception:
-        return ReplayError(self._server(f"has not answered within {self._timeout_s:g} s"))
-
     def _server(self, text: str) -> str:
         """What is said of the server, with the problems of its connections."""
         problems = "; ".join(self.loop.dialler.problems)
         return f"the replay host at {self._address} {text}{problems and ': '}{problems}"
-
-    def _closed(self) -> Exception:
-        return ReplayError("this client is closed")
 
     # In the thread
 
@@ -161,10 +135,6 @@ class RequestLink:
         except Exception as error:
             self._fatal = error
         with self.changed:
-            ending = self._fatal or self._closed()
-            for future in self._futures.values():
-                if not future.done():
-                    future.set_exception(ending)
             for peer in self.loop.peers:
                 peer.connection.goodbye("the client is closed")
                 self.loop.drop(peer)
@@ -201,9 +171,7 @@ class RequestLink:
         with self.changed:
             match event:
                 case wire.Result():
-                    future = self._futures.get(event.number)
-                    if future is not None and not future.done():
-                        future.set_result(event)
+                    self._results[event.number] = event
                 case wire.Welcome():
                     self.loop.dialler.welcomed(peer.dialled)
                 case wire.Goodbye():
@@ -223,8 +191,3 @@ class RequestLink:
         else:
             peer.connection.refuse(getattr(error, "code", "message"), str(error))
             self._fatal = error
-
-
-def _left(until: float) -> float:
-    """Seconds until a time, as a lock takes them; the time may be infinite."""
-    return min(max(0.0, until - monotonic()), threading.TIMEOUT_MAX)

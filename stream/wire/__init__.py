@@ -62,7 +62,6 @@ from rollflow.stream.wire.codec.messages import (
 )
 from rollflow.stream.wire.codec.rows import AgentForm, RowForm
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
-from rollflow.stream.wire.ends import Acceptor
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
 from rollflow.stream.wire.queries import (
     ClientSession,
