@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow import DatasetSink, Rollout
+from rollflow import DatasetSink, Replay, Rollout
 
 Step = tuple[int, int, int]  # slot, episode, step
 
@@ -21,6 +21,11 @@ def write_dataset(fragments: Iterable[Any], path: Any, **options: Any) -> Datase
         for fragment in fragments:
             sink(fragment)
     return sink
+
+
+def insert_all(replay: Replay, fragments: Iterable[Any]) -> None:
+    for fragment in fragments:
+        replay.insert(fragment)
 
 
 class Played:

@@ -67,34 +67,33 @@ def _check(described: Any, where: str) -> int:
     return _SPACE + check(described, where)
 
 
-def _dict(described: Mapping[str, Any], where: str) -> int:
+def _parts(described: Mapping[str, Any], where: str) -> int:
+    """The bytes of the parts of a Dict, [key, space] each, or of a Tuple."""
     keys, size = set(), 0
-    for part in _list(described["parts"], f"{where}.parts"):
-        if type(part) is not list or len(part) != 2 or type(part[0]) is not str or part[0] in keys:
-            raise _wrong(f"{where}.parts", part, "[key, space], each key once")
-        keys.add(part[0])
-        size = _sum(size, _check(part[1], f"{where}[{part[0]!r}]"), where)
-    return size
-
-
-def _tuple(described: Mapping[str, Any], where: str) -> int:
-    size = 0
     for index, part in enumerate(_list(described["parts"], f"{where}.parts")):
-        size = _sum(size, _check(part, f"{where}[{index}]"), where)
+        place: Any = index
+        if described["kind"] == "Dict":
+            if type(part) is not list or len(part) != 2 or type(part[0]) is not str or part[0] in keys:
+                raise _wrong(f"{where}.parts", part, "[key, space], each key once")
+            place, part = part
+            keys.add(place)
+        size += _check(part, f"{where}[{place!r}]")
+        if size > _MOST_ITEM:
+            raise WireError(f"{where} takes more than {_MOST_ITEM} bytes, expected less", "spaces")
     return size
 
 
-def _sum(size: int, more: int, where: str) -> int:
-    if size + more > _MOST_ITEM:
-        raise WireError(f"{where} takes more than {_MOST_ITEM} bytes, expected less", "spaces")
-    return size + more
+def _alike(one: str, other: str, dtypes: tuple[str, ...]) -> Callable[[Mapping[str, Any], str], int]:
+    """Check of two arrays of one dtype and shape."""
 
+    def check(described: Mapping[str, Any], where: str) -> int:
+        array, beside = (_array(described[name], f"{where}.{name}", dtypes) for name in (one, other))
+        if array != beside:
+            raise _wrong(f"{where}.{other}", described[other][:2], f"the dtype and shape of {one}")
+        dtype, shape = array
+        return DTYPES[dtype].itemsize * math.prod(shape)
 
-def _box(described: Mapping[str, Any], where: str) -> int:
-    low, high = (_array(described[name], f"{where}.{name}", _NUMBERS) for name in ("low", "high"))
-    if low != high:
-        raise _wrong(f"{where}.high", described["high"][:2], "the dtype and shape of low")
-    return _bytes(low)
+    return check
 
 
 def _discrete(described: Mapping[str, Any], where: str) -> int:
@@ -108,13 +107,6 @@ def _discrete(described: Mapping[str, Any], where: str) -> int:
     return 0
 
 
-def _multi_discrete(described: Mapping[str, Any], where: str) -> int:
-    nvec, start = (_array(described[name], f"{where}.{name}", _INTS) for name in ("nvec", "start"))
-    if nvec != start:
-        raise _wrong(f"{where}.start", described["start"][:2], "the dtype and shape of nvec")
-    return _bytes(nvec)
-
-
 def _multi_binary(described: Mapping[str, Any], where: str) -> int:
     size = described["shape"]
     shape = _shape([size] if type(size) is int else size, f"{where}.shape", 1)
@@ -125,11 +117,11 @@ def _multi_binary(described: Mapping[str, Any], where: str) -> int:
 
 # Kind of space -> its check, and the fields that it looks at.
 _CHECKS: dict[str, tuple[Callable[[Mapping[str, Any], str], int], tuple[str, ...]]] = {
-    "Dict": (_dict, ("parts",)),
-    "Tuple": (_tuple, ("parts",)),
-    "Box": (_box, ("low", "high")),
+    "Dict": (_parts, ("parts",)),
+    "Tuple": (_parts, ("parts",)),
+    "Box": (_alike("low", "high", _NUMBERS), ("low", "high")),
     "Discrete": (_discrete, ("n", "start", "dtype")),
-    "MultiDiscrete": (_multi_discrete, ("nvec", "start")),
+    "MultiDiscrete": (_alike("nvec", "start", _INTS), ("nvec", "start")),
     "MultiBinary": (_multi_binary, ("shape",)),
 }
 
@@ -145,11 +137,6 @@ def _array(described: Any, where: str, dtypes: tuple[str, ...]) -> tuple[str, li
     if described[0] == "|b1" and any(byte > 1 for byte in described[2]):
         raise _wrong(where, described, "bytes of 0 or 1")
     return described[0], shape
-
-
-def _bytes(array: tuple[str, list[int]]) -> int:
-    dtype, shape = array
-    return DTYPES[dtype].itemsize * math.prod(shape)
 
 
 def _dtype(described: Any, where: str, dtypes: tuple[str, ...]) -> np.dtype[Any]:

@@ -177,12 +177,6 @@ def test_the_files_can_be_understood_without_rollflow(path: Path, played: Played
     assert (rewards.compression, "RLE_DICTIONARY" in rewards.encodings) == ("ZSTD", False)
 
 
-def test_files_without_a_description_are_no_empty_dataset(path: Path) -> None:
-    (path / "dataset.json").unlink()
-    with pytest.raises(DatasetError, match=r"has files of a dataset, but dataset\.json is missing"):
-        DatasetSource(path)
-
-
 def test_episodes_are_chosen_by_numbers_or_by_a_mask(played: Played, tmp_path: Path) -> None:
     write_dataset(played.fragments, tmp_path)
     lengths = DatasetSource(tmp_path).summary().lengths
@@ -290,7 +284,7 @@ def test_a_damaged_file_is_named(path: Path) -> None:
         DatasetSource(path)
 
 
-def test_a_newer_or_a_damaged_description_is_refused(path: Path, tmp_path: Path) -> None:
+def test_a_newer_a_damaged_and_a_missing_description_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="there is no dataset at"):
         DatasetSource(tmp_path / "nothing")
     name = path / "dataset.json"
@@ -303,6 +297,9 @@ def test_a_newer_or_a_damaged_description_is_refused(path: Path, tmp_path: Path)
         DatasetSource(path)
     name.write_text(name.read_text()[:50])
     with pytest.raises(DatasetError, match=r"dataset.json can't be read"):
+        DatasetSource(path)
+    name.unlink()  # which leaves no empty dataset
+    with pytest.raises(DatasetError, match=r"has files of a dataset, but dataset\.json is missing"):
         DatasetSource(path)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
-from replayed import Played
+from replayed import Played, insert_all
 
 from rollflow import (
     ConnectorV2,
@@ -116,8 +116,7 @@ def goal_reached(achieved: Any, desired: Any, info: Any) -> Any:
 @pytest.mark.parametrize("share", [0.0, 0.75, 1.0])
 def test_goals_in_hindsight_are_what_the_episode_reached_later(share: float) -> None:
     replay = Replay(2000, pieces=[HindsightGoals(goal_reward, share=share)], seed=0)
-    for fragment in walked(4, num_fragments=60):
-        replay.insert(fragment)
+    insert_all(replay, walked(4, num_fragments=60))
     batch = replay.sample(20_000)
     goals, achieved = batch["obs"]["desired_goal"][:, 0], batch["new_obs"]["achieved_goal"][:, 0]
     assert torch.equal(batch["obs"]["desired_goal"], batch["new_obs"]["desired_goal"])
@@ -130,8 +129,7 @@ def test_goals_in_hindsight_are_what_the_episode_reached_later(share: float) -> 
 
 
 def walks_by_rate(replay: Replay, tmp_path: Path) -> Iterator[Any]:
-    for fragment in walked():
-        replay.insert(fragment)
+    insert_all(replay, walked())
     yield replay.sample(1000)
 
 

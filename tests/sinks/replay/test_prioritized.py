@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
-from replayed import Played, plays
+from replayed import Played, insert_all, plays
 
 from rollflow import Replay
 from rollflow.sinks import Prioritized, Storage
@@ -19,8 +19,7 @@ def filled(sampler: Prioritized) -> Replay:
     """A replay with 40 steps, whose ids are 0 … 39."""
     played = Played(4, 2, lengths=(100, 100), fragment_length=5)
     replay = Replay(100, sampler=sampler, seed=0)
-    for fragment in played.fragments:
-        replay.insert(fragment)
+    insert_all(replay, played.fragments)
     return replay
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
-from replayed import Played, plays, rows_of
+from replayed import Played, insert_all, plays, rows_of
 from shapes_env import FixedModule, Shapes
 
 from rollflow import Replay, Rollout
@@ -65,8 +65,7 @@ def test_every_single_step_that_is_sampled_was_made_so(
 @given(played=plays(), frames=st.integers(1, 4))
 def test_with_room_for_all_every_step_is_there_once(played: Played, frames: int) -> None:
     replay = Replay(1000, sampler=Newest(), storage=Storage(frames=frames))
-    for fragment in played.fragments:
-        replay.insert(fragment)
+    insert_all(replay, played.fragments)
     made = {played.check_row(row, frames) for row in rows_of(replay.sample(1000))}
     emitted = sum(fragment.num_steps for fragment in played.fragments)
     assert len(made) == len(replay) == emitted
@@ -170,8 +169,7 @@ def test_a_replay_that_is_restored_goes_on_exactly(make: Callable[[], Sampler], 
     played = Played(3, 12, nested=True)
     first = Replay(60, sampler=make(), storage=Storage(frames=2), seed=5)
     second = Replay(60, sampler=make(), storage=Storage(frames=2), seed=6)
-    for fragment in played.fragments[:6]:
-        first.insert(fragment)
+    insert_all(first, played.fragments[:6])
     batch = first.sample(8)
     if first.sampler.has_priorities:
         first.update_priorities(batch["ids"], np.arange(8.0))
@@ -276,8 +274,7 @@ def test_steps_leave_after_so_many_samples() -> None:
 def test_an_episode_leaves_after_so_many_samples() -> None:
     played = Played(2, 8, lengths=(3, 4), fragment_length=5)
     replay = Replay(200, sampler=Episodes(), max_samples=1, seed=0)
-    for fragment in played.fragments:
-        replay.insert(fragment)
+    insert_all(replay, played.fragments)
     drawn: list[tuple[int, int]] = []
     while len(replay) > 14:  # those that have not ended
         rows = replay.sample(1)["seen"][0]
@@ -387,8 +384,7 @@ def test_rollouts_with_one_seed_are_not_joined() -> None:
     chunks = [len(chunk) for fragment in one.fragments + other.fragments for chunk in fragment.episodes()]
     assert replay.sample(200)["seq_lens"].max() <= max(chunks)
     alone = Replay(100, sampler=Sequences(12), seed=0)
-    for fragment in one.fragments:
-        alone.insert(fragment)
+    insert_all(alone, one.fragments)
     assert alone.sample(200)["seq_lens"].max() >= 9
 
 
@@ -397,8 +393,7 @@ def test_whole_episodes_of_a_rollout_are_taken_as_they_are() -> None:
     envs, makers = numbered_envs(3, lengths=(2, 6))
     replay = Replay(300, sampler=Newest())
     with Rollout(makers, module=NumberedModule(), fragment_length=5, num_fragments=8, seed=0) as rollout:
-        for fragment in rollout.fragments(complete_episodes=True):
-            replay.insert(fragment)
+        insert_all(replay, rollout.fragments(complete_episodes=True))
     played.steps = {(env.slot, entry[0], entry[1]): tuple(entry[2:]) for env in envs for entry in env.log}
     made = {played.check_row(row) for row in rows_of(replay.sample(300))}
     ended = {(slot, episode) for (slot, episode, _), entry in played.steps.items() if any(entry[2:])}
@@ -412,8 +407,7 @@ def test_uniform_draws_are_uniform_however_many_steps_are_gone(before: int) -> N
     counts = np.zeros(200, np.int64)
     for seed in range(400):
         replay = Replay(200, sampler=Uniform(), max_samples=1, seed=seed)
-        for fragment in played.fragments:
-            replay.insert(fragment)
+        insert_all(replay, played.fragments)
         first, second = replay.sample(before)["ids"], replay.sample(10)["ids"]
         assert not set(first.tolist()) & set(second.tolist())
         counts += np.bincount(second.numpy(), minlength=200)

@@ -18,6 +18,7 @@ from lost_agents import numbers
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
+from replayed import insert_all
 from replayed_agents import TURNS, fragments_of, rows_in, steps_by_module
 from serial_module import SerialModule, at_of
 
@@ -62,8 +63,7 @@ def test_n_step_returns_go_along_an_agents_own_steps() -> None:
     """Whoever waits, comes late or leaves: k steps on are k steps of the same agent in the same episode."""
     fragments = fragments_of()
     replay = Replay(4000, sampler=Newest(), pieces=[SampledNStepReturns(n_step=3, gamma=0.5)])
-    for fragment in fragments:
-        replay(fragment)
+    insert_all(replay, fragments)
     for module_id, batch in replay.sample(4000).items():
         steps = steps_by_module(fragments)[module_id]
         for place, at in enumerate(map(numbers, at_of(batch["obs"]))):
@@ -194,14 +194,12 @@ def test_a_checkpoint_goes_on_with_every_modules_steps_and_draws(tmp_path: Path)
         return Replay(400, sampler=Prioritized(), seed=1, storage=Storage(path=tmp_path / name, extra=("weight",)))
 
     one, other = new("one"), new("other")
-    for fragment in fragments[:3]:
-        one(fragment)
+    insert_all(one, fragments[:3])
     one.sample(8)
     one.save(tmp_path / "saved")
     other.load(tmp_path / "saved")
     for replay in (one, other):
-        for fragment in fragments[3:]:
-            replay(fragment)
+        insert_all(replay, fragments[3:])
     drawn, again = one.sample(8), other.sample(8)
     assert drawn.keys() == again.keys()
     for module_id in drawn:
@@ -212,8 +210,7 @@ def test_a_state_that_cant_be_taken_leaves_the_steps_that_are_there() -> None:
     fragments = of_two_modules()
     plain, replay = Replay(400, seed=0), Replay(400, sampler=Prioritized(), seed=0)
     plain(fragments[0])
-    for fragment in fragments:
-        replay(fragment)
+    insert_all(replay, fragments)
     before, state = replay.report(), replay.get_state()
     cut = {**state, "tables": [state["tables"][0], ["b", {**state["tables"][1][1], "rows": {}}]]}
     cant_be_taken = r"can't be taken: .*; expected get_state\(\) of a replay with the same"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from replayed import Played
+from replayed import Played, insert_all
 
 from rollflow import DatasetSink, DatasetSource, Replay, RLModule
 from rollflow.sinks import Newest, Sequences
@@ -31,8 +31,7 @@ def played() -> Played:
 
 def filled(fragments: Any, **options: Any) -> Replay:
     replay = Replay(500, seed=0, **options)
-    for fragment in fragments:
-        replay.insert(fragment)
+    insert_all(replay, fragments)
     return replay
 
 

@@ -27,6 +27,22 @@ from rollflow.stream.wire import parse_address
 Answer = Callable[[], list[tuple[str, int]]]
 
 
+class Hanging:
+    """An answer of a name server that does not come until it is released."""
+
+    def __init__(self) -> None:
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def __call__(self) -> list[tuple[str, int]]:
+        self.asked.set()
+        self.released.wait()
+        return [("127.0.0.1", 1)]
+
+
+def unknown() -> list[tuple[str, int]]:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
     """Table of names for a name server, which is asked in a thread; numbers need none."""
@@ -53,27 +69,21 @@ def unused_port() -> int:
 
 
 def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], tmp_path: Path) -> None:
-    asked, released = threading.Event(), threading.Event()
-
-    def hang() -> list[tuple[str, int]]:
-        asked.set()
-        released.wait()
-        return []
-
+    hang = Hanging()
     names["slow.test"] = hang
     before = set(threading.enumerate())
     envs = RemoteEnvs.connect(["tcp://slow.test:1", f"unix:{tmp_path}/host"], secret="s", hosts=1, limits=SHORT)
     try:
         with dialled_host(f"unix:{tmp_path}/host", makers(0), secret="s"):
             with rollout_over(envs, num_fragments=5) as rollout:
-                assert asked.wait(60)
+                assert hang.asked.wait(60)
                 assert len(list(rollout.fragments())) == 5
                 waited_for = rollout.environments.gateway.waited_for()
         assert "tcp://slow.test:1: no name server has said yet where this is" in waited_for
         [hanging] = set(threading.enumerate()) - before
         assert hanging.daemon
     finally:
-        released.set()
+        hang.released.set()
     hanging.join()
 
 
@@ -82,18 +92,12 @@ def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], tmp
 def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(
     names: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, released = threading.Event(), threading.Event()
-
-    def hang() -> list[tuple[str, int]]:
-        asked.set()
-        released.wait()
-        return [("127.0.0.1", 1)]
-
+    hang = Hanging()
     names["slow.test"] = hang
-    end_waits_once(monkeypatch, asked.is_set)
+    end_waits_once(monkeypatch, hang.asked.is_set)
     with pytest.raises(EnvError, match=r"0 of 1 hosts came within 60 s, dialling tcp://slow.test:1; "):
         Rollout(RemoteEnvs.connect("tcp://slow.test:1", secret="s", join_timeout=60.0))
-    released.set()  # its answer comes when nobody is there any more
+    hang.released.set()  # its answer comes when nobody is there any more
 
 
 def test_a_host_is_found_by_any_of_the_addresses_that_its_name_stands_for(names: dict[str, Answer]) -> None:
@@ -113,10 +117,7 @@ def test_a_host_is_found_by_any_of_the_addresses_that_its_name_stands_for(names:
 def test_a_name_that_leads_nowhere_is_said_to(
     names: dict[str, Answer], name: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> list[tuple[str, int]]:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    names["nowhere.test"] = fail
+    names["nowhere.test"] = unknown
     said: list[str] = []
     monkeypatch.setattr(HostWait, "remind", lambda _, state, where: said.append(where))
     end_waits_once(monkeypatch, lambda: bool(said) and told in said[-1])
@@ -172,10 +173,7 @@ def dialled_by_a_rollout(address: str, retry_s: float) -> None:
 def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
     dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> list[tuple[str, int]]:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    names["name.test"] = fail
+    names["name.test"] = unknown
     given_up(0.5, dial, caplog, "Name or service not known")
 
 
@@ -184,35 +182,24 @@ def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
 def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
     dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    released = threading.Event()
-
-    def hang() -> list[tuple[str, int]]:
-        released.wait()
-        return []
-
+    hang = Hanging()
     monkeypatch.setattr("rollflow.stream.net.redialler.REACH_S", 0.1)
     monkeypatch.setattr("rollflow.stream.net.redialler._LOOK_S", 0.05)
     names["name.test"] = hang
     try:
         given_up(0.5, dial, caplog, "no (answer yet|name server has said where this is)")
     finally:
-        released.set()
+        hang.released.set()
 
 
 def test_a_host_that_asks_for_a_name_can_be_stopped(names: dict[str, Answer]) -> None:
-    asked, released = threading.Event(), threading.Event()
-
-    def hang() -> list[tuple[str, int]]:
-        asked.set()
-        released.wait()
-        return []
-
+    hang = Hanging()
     names["name.test"] = hang
     with EnvHost(makers(0), secret="s") as host, ThreadPoolExecutor(1) as threads:
         connected = threads.submit(host.connect, "tcp://name.test:1", retry_s=None)
-        assert asked.wait(60)
+        assert hang.asked.wait(60)
         host.stop()
         try:
             assert connected.result(60) == "stopped"
         finally:
-            released.set()
+            hang.released.set()
