@@ -106,6 +106,17 @@ def list_of(check: Check, most: int) -> Check:
     return check_all
 
 
+def items(*checks: Check) -> Check:
+    """A list with one value for each of the checks."""
+
+    def check_each(value: Any, where: str) -> list[Any]:
+        if not isinstance(value, list | tuple) or len(value) != len(checks):
+            raise wrong(value, where, f"a list of {len(checks)} values")
+        return [check(item, f"{where}[{index}]") for index, (check, item) in enumerate(zip(checks, value, strict=True))]
+
+    return check_each
+
+
 def span(least: int, most: int) -> Check:
     """Two whole numbers, the second not below the first, as a tuple."""
     check = list_of(whole(least, most), 2)
