@@ -4,14 +4,13 @@ Without torch, so that a worker process that steps them is there soon.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv
 from rollflow.stream.data.tree import leaves_of, map_tree
 
 OBSERVATION_DTYPES = ("u1", "u2", "i4", "i8", "f2", "f4", "f8", "?")
@@ -131,30 +130,6 @@ class TypedEnv(gym.Env[Any, Any]):
 
     def _infos(self) -> dict[str, Any]:
         return {"slot": self._slot, "episode": self._episode, "step": self._step}
-
-
-class TypedAgents(MultiAgentEnv):
-    """A `TypedEnv` for each agent, with slots from `first` on; each ends by itself, and all begin again together."""
-
-    def __init__(self, first: int, forms: Sequence[Form]) -> None:
-        self._envs = {f"agent {first + place}": TypedEnv(first + place, form) for place, form in enumerate(forms)}
-        self.possible_agents = list(self._envs)
-        self.observation_spaces = {agent: env.observation_space for agent, env in self._envs.items()}
-        self.action_spaces = {agent: env.action_space for agent, env in self._envs.items()}
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed, options=options)
-        begun = {agent: env.reset() for agent, env in self._envs.items()}
-        return {agent: seen for agent, (seen, _) in begun.items()}, {
-            agent: infos for agent, (_, infos) in begun.items()
-        }
-
-    def step(self, actions: Any) -> Any:
-        made = {agent: self._envs[agent].step(action) for agent, action in actions.items()}
-        seen, rewards, terminateds, truncateds, infos = (
-            {agent: step[i] for agent, step in made.items()} for i in range(5)
-        )
-        return seen, rewards, terminateds, truncateds, infos  # the episode ends with its last agent
 
 
 class MaskedEnv(gym.Env[Any, Any]):

@@ -218,30 +218,23 @@ def test_loops_of_both_kinds_do_not_mix() -> None:
         assert next(iter(rollout.fragments(complete_episodes=True))).num_steps
 
 
-def test_where_fragments_may_be_left_out_there_are_no_whole_episodes() -> None:
-    with (
-        Rollout("CartPole-v1", max_lag=1) as rollout,
-        pytest.raises(ValueError, match="complete_episodes with max_lag=1: an episode may span"),
-    ):
-        rollout.batches(complete_episodes=True)
-
-
+@pytest.mark.parametrize(
+    ("rollout", "flag", "told"),
+    [
+        (partial(Rollout, "CartPole-v1", max_lag=1), True, "complete_episodes with max_lag=1: an episode may span"),
+        *((partial(Rollout, "CartPole-v1"), flag, f"is {flag!r}, expected True or False") for flag in ("yes", 1, None)),
+        (
+            partial(MultiAgentRollout, partial(NumberedAgents, 0, nested=0), module=RandomModule),
+            True,
+            "complete_episodes is for environments of one agent",
+        ),
+    ],
+    ids=["max_lag", "text", "number", "none", "several agents"],
+)
 @pytest.mark.parametrize("loop", ["batches", "fragments"])
-@pytest.mark.parametrize("flag", ["yes", 1, None])
-def test_what_is_neither_true_nor_false_is_refused(loop: str, flag: Any) -> None:
-    with (
-        Rollout("CartPole-v1") as rollout,
-        pytest.raises(ValueError, match=rf"complete_episodes is {flag!r}, expected True or False"),
-    ):
-        getattr(rollout, loop)(complete_episodes=flag)
-
-
-def test_several_agents_are_refused() -> None:
-    with (
-        MultiAgentRollout(lambda: NumberedAgents(0, nested=0), module=RandomModule) as rollout,
-        pytest.raises(ValueError, match="complete_episodes is for environments of one agent"),
-    ):
-        rollout.fragments(complete_episodes=True)
+def test_what_has_no_whole_episodes_is_refused(rollout: Any, flag: Any, told: str, loop: str) -> None:
+    with rollout() as made, pytest.raises(ValueError, match=told):
+        getattr(made, loop)(complete_episodes=flag)
 
 
 def test_observations_of_a_dict_space_stay_one() -> None:

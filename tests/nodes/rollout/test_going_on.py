@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from extras import needs
+from together import Together
 
 from rollflow import Graph, MultiAgentRollout, Rollout
-from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.nodes import RandomModule
 from rollflow.stream import ModuleError, RunError
 
 
@@ -32,16 +33,8 @@ class Walk(gym.Env[Any, Any]):
         return np.full(1, self.t, np.float32), 1.0, self.t == 5, False, {}
 
 
-class Two(MultiAgentEnv):
-    possible_agents = "a", "b"
-    observation_spaces = dict.fromkeys("ab", Walk.observation_space)
-    action_spaces = dict.fromkeys("ab", Walk.action_space)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return dict.fromkeys("ab", np.zeros(1, np.float32)), {}
-
-    def step(self, actions: Any) -> Any:
-        return dict.fromkeys("ab", np.ones(1, np.float32)), dict.fromkeys("ab", 1.0), {}, {}, {}
+def two() -> Together:
+    return Together({agent: Walk() for agent in "ab"})
 
 
 SAVED = {"steps": 1000, "vector_steps": 500, "rounds": 30, "versions": {"": 7}}
@@ -102,7 +95,7 @@ def test_pace_holds_with_versions_that_go_on() -> None:
 
 def test_several_modules_go_on_each_with_its_version() -> None:
     options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "seed": 0}
-    rollout = MultiAgentRollout(Two, module={"a": None, "b": RandomModule}, **options)
+    rollout = MultiAgentRollout(two, module={"a": None, "b": RandomModule}, **options)
     rollout.load_state_dict({"steps": 100, "vector_steps": 50, "rounds": 5, "versions": {"a": 4, "b": 0}})
     with rollout:
         for fragment in rollout.fragments():
@@ -110,7 +103,7 @@ def test_several_modules_go_on_each_with_its_version() -> None:
             rollout.publish({"a": rollout.module["a"].state_dict()})
     assert seen == {"a": 5, "b": 0}
     assert rollout.state_dict() == {"steps": 116, "vector_steps": 58, "rounds": 7, "versions": {"a": 6, "b": 0}}
-    other = MultiAgentRollout(Two, module={"a": None, "b": RandomModule}, **options)
+    other = MultiAgentRollout(two, module={"a": None, "b": RandomModule}, **options)
     with pytest.raises(ModuleError, match=r"versions of the modules \['past'\], which are not there"):
         other.load_state_dict({"steps": 1, "vector_steps": 1, "rounds": 1, "versions": {"a": 1, "past": 2}})
     assert (other.num_steps, other.policy_versions) == (0, {"a": 0, "b": 0})

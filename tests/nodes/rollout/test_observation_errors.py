@@ -6,9 +6,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from together import Together
 
 from rollflow import ConnectorV2, MultiAgentRollout, Rollout
-from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.nodes import RandomModule
 from rollflow.stream import ColumnError
 
 IMAGE = spaces.Dict({"image": spaces.Box(0, 255, (12, 12, 3), np.uint8)})
@@ -23,20 +24,6 @@ class Camera(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         return SEEN, 0.0, False, False, {}
-
-
-class Cameras(MultiAgentEnv):
-    def __init__(self) -> None:
-        self.possible_agents = ["a", "b"]
-        self.observation_spaces = dict.fromkeys(self.possible_agents, IMAGE)
-        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(2))
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return dict.fromkeys(self.possible_agents, SEEN), {}
-
-    def step(self, actions: Any) -> Any:
-        nothing = dict.fromkeys(self.possible_agents, 0.0)
-        return dict.fromkeys(self.possible_agents, SEEN), nothing, {"__all__": False}, {"__all__": False}, {}
 
 
 class Adds(ConnectorV2):
@@ -75,11 +62,13 @@ class Adds(ConnectorV2):
     ],
 )
 def test_observations_of_pieces_that_do_not_fit_are_told_by_leaf_and_shapes(piece: Any, told: str, agents: str) -> None:
-    kind, env, count = (Rollout, Camera, 4) if agents == "one" else (MultiAgentRollout, Cameras, 2)
+    kind: Any = Rollout if agents == "one" else MultiAgentRollout
+    env: Any = Camera if agents == "one" else lambda: Together({agent: Camera() for agent in "ab"})
+    count = 4 if agents == "one" else 2
     options = {"module": RandomModule, "num_envs": count, "fragment_length": 8, "num_fragments": 1, "seed": 0}
     with (
         pytest.raises(ColumnError) as raised,
-        kind(env, **options, env_to_module_connector=lambda *args: piece()) as rollout,  # type: ignore[operator]
+        kind(env, **options, env_to_module_connector=lambda *args: piece()) as rollout,
     ):
         list(rollout.fragments())
     text = str(raised.value)

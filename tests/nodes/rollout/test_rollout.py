@@ -32,8 +32,8 @@ class Policy(RLModule):
 
 
 def numbered(count: int = 3, **kwargs: Any) -> Rollout:
-    _, makers = numbered_envs(count)
-    return Rollout(makers, **{"module": NumberedModule(), "fragment_length": 5, "seed": 0, **kwargs})
+    given = {"env": numbered_envs(count)[1], "module": NumberedModule(), "fragment_length": 5, "seed": 0}
+    return Rollout(**(given | kwargs))
 
 
 # The short form
@@ -475,6 +475,23 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
 # What is refused, before anything runs
 
 
+SHARED = NumberedEnv(0)
+
+
+class OddEnv(NumberedEnv):
+    """Has observations of which there are no columns."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.observation_space = gym.spaces.Text(3)
+
+
+class WithoutMode(SyncVectorEnv):
+    def __init__(self) -> None:
+        super().__init__(numbered_envs(2)[1])
+        self.metadata = {}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
@@ -526,19 +543,27 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
         ({"lanes": 0, "where": "threads"}, EnvError, "lanes is 0, expected at least 1"),
         ({"env_to_module_connector": 3}, ConnectorError, "env_to_module_connector is 3, expected a function"),
         ({"learner_connector": lambda obs, act: None}, ConnectorError, "learner_connector returned NoneType, expected"),
+        *(({"env": env}, EnvError, "env is .*, expected an environment's id, a callable") for env in (7, [], [7])),
+        (
+            {"env": lambda: SHARED, "num_envs": 3},
+            EnvError,
+            "the callable for slot 1 gave an environment that another slot has already",
+        ),
+        ({"env": lambda: None}, EnvError, r"the callable for slot 0 gave None, expected a gymnasium\.Env"),
+        ({"env": "CartPole"}, EnvError, "; expected a version, such as 'CartPole-v1'\nsee "),
+        ({"env": "gymnasium:CartPole"}, EnvError, "; expected a version, such as 'gymnasium:CartPole-v1'\nsee "),
+        ({"env": "gymnasium:Cartpole-v1"}, EnvError, r"Did you mean: `CartPole`\?\nsee "),
+        ({"env": OddEnv}, EnvError, r"slot 0: the observation space Text\(.*\) has no columns"),
+        (
+            {"env": WithoutMode},
+            EnvError,
+            r"autoreset_mode.\] is None, expected a gymnasium.vector.Autoreset",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         numbered(**options)
-
-
-def test_callables_that_give_no_environment_of_their_own_are_refused() -> None:
-    shared = NumberedEnv(0)
-    with pytest.raises(EnvError, match="the callable for slot 1 gave an environment that another slot has already"):
-        Rollout(lambda: shared, num_envs=3, module=NumberedModule())
-    with pytest.raises(EnvError, match=r"the callable for slot 0 gave None, expected a gymnasium\.Env"):
-        Rollout(lambda: None, num_envs=3, module=NumberedModule())
 
 
 @pytest.mark.anyio
@@ -562,39 +587,11 @@ def test_a_piece_that_does_not_declare_its_space_is_told_how() -> None:
     assert "recompute_output_observation_space" in raised.value.__notes__[0]
 
 
-@pytest.mark.parametrize("prefix", ["", "gymnasium:"])
-def test_an_id_without_a_version_gets_the_newest_one_as_a_suggestion(prefix: str) -> None:
-    with pytest.raises(EnvError, match=f"; expected a version, such as '{prefix}CartPole-v1'\nsee "):
-        Rollout(f"{prefix}CartPole", module=NumberedModule())
-    with pytest.raises(EnvError, match=r"Did you mean: `CartPole`\?\nsee "):
-        Rollout(f"{prefix}Cartpole-v1", module=NumberedModule())
-
-
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts", "auto"])
 @pytest.mark.parametrize("num_envs", [0, -1])
 def test_too_few_environments_are_refused_by_their_number(where: Any, num_envs: int) -> None:
     with pytest.raises(EnvError, match=f"^num_envs is {num_envs}, expected at least 1$"):
         Rollout("CartPole-v1", num_envs=num_envs, where=where)
-
-
-def test_what_is_no_environment_is_refused() -> None:
-    for env in (7, [], [7]):
-        with pytest.raises(EnvError, match=r"env is .*, expected an environment's id, a callable"):
-            Rollout(env, module=NumberedModule())
-
-
-class OddEnv(NumberedEnv):
-    """One thing about it is wrong."""
-
-    def __init__(self, **wrong: Any) -> None:
-        super().__init__(0)
-        for name, value in wrong.items():
-            setattr(self, name, value)
-
-
-def test_a_space_without_columns_is_refused() -> None:
-    with pytest.raises(EnvError, match=r"slot 0: the observation space Text\(.*\) has no columns"):
-        Rollout(lambda: OddEnv(observation_space=gym.spaces.Text(3)), module=NumberedModule())
 
 
 class WrongVector(SyncVectorEnv):
@@ -625,6 +622,13 @@ class Outputs(NumberedModule):
         return self.output
 
 
+def one_left(others: float) -> torch.Tensor:
+    """Logits with one action that is left in slot 0, which will do, and the same for all actions of the others."""
+    logits = torch.full((3, 7), others)
+    logits[0] = torch.tensor([-torch.inf] * 6 + [0.0])
+    return logits
+
+
 @pytest.mark.parametrize(
     ("output", "error", "told"),
     [
@@ -642,6 +646,16 @@ class Outputs(NumberedModule):
             r"output 'loss' is float32\[\], expected numbers with a leading axis of 3",
         ),
         (torch.zeros(3), ModuleError, "Outputs.forward_exploration returned Tensor, expected a dict of tensors"),
+        (
+            {"action_dist_inputs": one_left(-torch.inf)},
+            ModuleError,
+            "rules out every action in lane 0, vector step 0, slot 1, 2",
+        ),
+        (
+            {"action_dist_inputs": one_left(torch.inf)},
+            ModuleError,
+            r"is \+inf in lane 0",
+        ),
     ],
 )
 def test_a_modules_output_that_can_not_be_used_is_refused_before_a_step(
@@ -704,18 +718,6 @@ def test_a_module_is_not_blamed_for_an_environment_whose_observations_are_no_num
         next(iter(rollout.batches()))
 
 
-@pytest.mark.parametrize(
-    ("logits", "told"),
-    [(-torch.inf, "rules out every action in lane 0, vector step 0, slot 1, 2"), (torch.inf, r"is \+inf in lane 0")],
-)
-def test_logits_that_leave_nothing_to_choose_are_refused(logits: float, told: str) -> None:
-    row = torch.zeros(3, 7)
-    row[0, :6] = -torch.inf  # one action is left: that will do
-    row[1:] = logits
-    with pytest.raises(ModuleError, match=told), numbered(module=Outputs({"action_dist_inputs": row})) as rollout:
-        next(iter(rollout.batches()))
-
-
 def test_outputs_that_change_between_steps_are_refused() -> None:
     class Fickle(NumberedModule):
         def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -736,13 +738,6 @@ def test_a_connector_that_returns_none_is_named() -> None:
     told = r"connector piece 'Forgets' \(1 of 4 in EnvToModulePipeline\) returned NoneType, expected the batch"
     with pytest.raises(ConnectorError, match=told), numbered(env_to_module_connector=lambda env: Forgets()):
         pass
-
-
-def test_an_environment_without_its_autoreset_mode_is_refused() -> None:
-    env = SyncVectorEnv(numbered_envs(2)[1])
-    env.metadata = {}
-    with pytest.raises(EnvError, match=r"metadata\['autoreset_mode'\] is None, expected a gymnasium.vector.Autoreset"):
-        Rollout(env, module=NumberedModule())
 
 
 def test_an_environment_that_loses_the_last_observation_is_refused() -> None:

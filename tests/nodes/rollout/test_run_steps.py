@@ -13,9 +13,10 @@ import torch
 from gymnasium import spaces
 from remote_hosts import hosting, listening
 from remote_rollouts import HASTY, taken_until
+from together import Together
 
 from rollflow import EpsilonGreedy, MultiAgentRollout, Policy, RemoteEnvs, RemoteRollouts, RLModule, Rollout
-from rollflow.nodes import MultiAgentEnv, RolloutHost
+from rollflow.nodes import RolloutHost
 from rollflow.stream import RunError
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
@@ -46,25 +47,6 @@ class Ends(gym.Env[Any, Any]):
             os.kill(os.getpid(), signal.SIGKILL)
         self.made, self.steps = self.made + 1, self.steps + 1
         return np.zeros(1, np.float32), float(action == 2), False, self.steps == LENGTH, {}
-
-
-class EndingAgents(MultiAgentEnv):
-    """Two agents that act in every step of an `Ends`."""
-
-    possible_agents = ("a", "b")
-    observation_spaces = dict.fromkeys(possible_agents, Ends.observation_space)
-    action_spaces = dict.fromkeys(possible_agents, Ends.action_space)
-
-    def __init__(self, folder: Path | None = None, fate: str = "") -> None:
-        self.env = Ends(folder, fate)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return dict.fromkeys(self.possible_agents, self.env.reset()[0]), {}
-
-    def step(self, actions: Any) -> Any:
-        seen, reward, _, is_over, _ = self.env.step(actions["a"])
-        both = self.possible_agents
-        return dict.fromkeys(both, seen), dict.fromkeys(both, reward), {}, {"__all__": is_over}, {}
 
 
 class Two(RLModule):
@@ -121,8 +103,12 @@ def test_a_lane_that_begins_anew_goes_on_where_the_run_is(where: Any, fate: str,
 
 @pytest.mark.parametrize("where", ["inline", "rollouts"])
 def test_so_does_one_of_several_agents(where: Any, tmp_path: Path) -> None:
-    makers: Any = partial(EndingAgents, tmp_path, "" if where == "inline" else "kill")
-    with MultiAgentRollout(makers, num_envs=1, where=where, num_fragments=4, **OPTIONS) as rollout:
+    fate = "" if where == "inline" else "kill"
+
+    def two() -> Together:
+        return Together({"a": Ends(tmp_path, fate), "b": Ends()})
+
+    with MultiAgentRollout(two, num_envs=1, where=where, num_fragments=4, **OPTIONS) as rollout:
         fragments = list(rollout.fragments())
     for agent in ("a", "b"):
         alone = [each.agent_episodes[agent] for fragment in fragments for each in fragment.episodes()]

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,15 +14,15 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings, strategies as st
+from places import rollout_at
 from property_examples import examples
-from remote_hosts import hosting, listening
+from together import Together
 from typed_env import (
     ACTION_SPACES,
     OBSERVATION_DTYPES,
     Episode,
     Form,
     MaskedEnv,
-    TypedAgents,
     TypedEnv,
     action_for,
     checksum,
@@ -38,18 +38,16 @@ from rollflow import (
     EpsilonGreedy,
     GeneralAdvantageEstimation,
     MultiAgentRollout,
-    RemoteEnvs,
-    RemoteRollouts,
     Replay,
     RLModule,
     Rollout,
     SingleAgentEpisode,
 )
-from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, RolloutHost, mask_logits
+from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, mask_logits
 from rollflow.sinks import Sequences
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
 
-PLACES = ("inline", "threads", "processes", "rollouts", "hosts", "hosted rollouts")
+AWAY = ["processes", "rollouts", "hosts", "hosted rollouts"]
 
 
 class Setting(NamedTuple):
@@ -82,7 +80,7 @@ drawn_settings = st.builds(
     slots=st.integers(1, 4),
     lanes=st.integers(1, 2),
     fragment_length=st.integers(1, 8),
-    lookback=st.integers(0, 3),
+    lookback=st.integers(0, 12),
     mode=st.sampled_from(list(AutoresetMode)),
     pieces=st.lists(st.tuples(st.sampled_from(["u1", "i2", "f2", "f4"]), st.booleans()), max_size=2).map(tuple),
     prefetch=st.integers(0, 1),
@@ -167,33 +165,14 @@ def turned_by(drawn: Setting) -> Callable[[Any], Any]:
     return turned
 
 
-@contextmanager
-def rollout_at(
-    place: str, makers: list[Any], envs: dict[str, Any], acts: dict[str, Any], **options: Any
-) -> Iterator[Rollout]:
-    """A rollout of two fragments of every lane, stepped in a place.
-
-    envs    options of environments, which hosts have instead
-    acts    module and connectors for acting, which hosts of whole rollouts have as well
-    """
-    options = {"num_fragments": 2, **acts, **options}
-    if not place.startswith("host"):
-        with Rollout(makers, where=place, **envs, **options) as rollout:
-            yield rollout
-        return
-    hosted: dict[str, Any] = {"kind": RolloutHost, **acts} if place == "hosted rollouts" else {}
-    remote = listening(RemoteRollouts if hosted else RemoteEnvs)
-    with hosting(remote.addresses[0], makers, **envs, **hosted), Rollout(remote, **options) as rollout:
-        yield rollout
-
-
 def rollout_in(place: str, drawn: Setting, **options: Any) -> AbstractContextManager[Rollout]:
     """A rollout over a `TypedEnv` in each slot."""
     return rollout_at(
         place,
         [partial(TypedEnv, slot, drawn.form) for slot in range(drawn.slots)],
-        {"lanes": drawn.lanes, "autoreset_mode": drawn.mode},
-        {"module": Exact(), "env_to_module_connector": pieces_of(drawn)},
+        envs={"lanes": drawn.lanes, "autoreset_mode": drawn.mode},
+        acts={"module": Exact(), "env_to_module_connector": pieces_of(drawn)},
+        num_fragments=2,
         fragment_length=drawn.fragment_length,
         lookback=drawn.lookback,
         prefetch=drawn.prefetch,
@@ -210,8 +189,11 @@ def same_bits(values: Any, expected: list[Any], like: Any) -> None:
         assert array.tobytes() == wanted.tobytes(), f"{array} is not {wanted}"
 
 
-def check_chunk(chunk: SingleAgentEpisode, episode: Episode, action_space: gym.Space[Any]) -> None:
+def check_chunk(chunk: SingleAgentEpisode, episode: Episode, drawn: Setting, made: dict[str, int]) -> None:
+    """Check a chunk, which goes on with its episode where the one before ended; `made` has the steps till then."""
     start, stop, lookback = chunk.t_started, chunk.t, chunk.rewards.lookback
+    assert (start, lookback) == (made.get(chunk.id_, 0), min(drawn.lookback, start))
+    made[chunk.id_] = stop
     seen = [chunk.get_observations(i, neg_index_as_lookback=True) for i in range(-lookback, len(chunk) + 1)]
     same_bits(stack_trees(seen), episode.observations[start - lookback : stop + 1], episode.observations[0])
     assert chunk.get_infos() == episode.infos[start : stop + 1]
@@ -252,7 +234,7 @@ def check_place(place: str, drawn: Setting) -> None:
         estimation = GeneralAdvantageEstimation(gamma=0.0, lambda_=0.0, normalize_advantages=False)
         return [AddNextObservationsFromEpisodesToTrainBatch(), estimation]
 
-    with rollout_in(place, drawn, learner_connector=learner_pieces) as rollout:
+    with rollout_in(place, drawn, learner_connector=learner_pieces) as rollout, rollout:
         fragments = list(rollout.fragments())
         module = rollout.module
         module.train()
@@ -265,15 +247,14 @@ def check_place(place: str, drawn: Setting) -> None:
         stepped_directly(TypedEnv(slot, drawn.form), turned_by(drawn), 2 * drawn.fragment_length + 3)
         for slot in range(drawn.slots)
     ]
-    steps = 0
+    made: dict[str, int] = {}
     for fragment, batch in zip(fragments, batches, strict=True):
         told = [(chunk, played[info["slot"]][info["episode"]]) for chunk, info in first_infos(fragment.episodes())]
         for chunk, episode in told:
-            check_chunk(chunk, episode, ACTION_SPACES[drawn.form.action])
-            steps += len(chunk)
+            check_chunk(chunk, episode, drawn, made)
         if batch:
             check_batch(batch, told)
-    assert steps == rollout.num_steps
+    assert sum(made.values()) == rollout.num_steps
 
 
 def first_infos(chunks: Any) -> Iterator[tuple[SingleAgentEpisode, dict[str, Any]]]:
@@ -287,7 +268,7 @@ def test_values_are_those_of_direct_stepping(drawn: Setting, place: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES[2:])
+@pytest.mark.parametrize("place", AWAY)
 @given(drawn=drawn_settings)
 @settings(max_examples=examples(12))
 def test_values_are_those_of_direct_stepping_in_every_place(place: str, drawn: Setting) -> None:
@@ -296,19 +277,18 @@ def test_values_are_those_of_direct_stepping_in_every_place(place: str, drawn: S
 
 def check_agents(place: str, drawn: Setting, others: list[Form]) -> None:
     forms = [drawn.form, *others]
-    count = len(forms)
-    modules = {f"agent {slot}": None for slot in range(count)}
+    modules = {f"agent {slot}": Exact() for slot in range(len(forms))}
     rollout = MultiAgentRollout(
-        [partial(TypedAgents, 0, forms)],
-        module={name: Exact() for name in modules},
+        [lambda: Together({f"agent {slot}": TypedEnv(slot, form) for slot, form in enumerate(forms)})],
+        module=modules,
         agent_to_module_mapping_fn=agent_as_module,
-        where=place,
+        env_to_module_connector=pieces_of(drawn),
         fragment_length=drawn.fragment_length,
         lookback=drawn.lookback,
-        env_to_module_connector=pieces_of(drawn),
         prefetch=drawn.prefetch,
         num_fragments=2,
         seed=drawn.seed,
+        where=place,
     )
     with rollout:
         fragments = list(rollout.fragments())
@@ -316,14 +296,14 @@ def check_agents(place: str, drawn: Setting, others: list[Form]) -> None:
         stepped_directly(TypedEnv(slot, form), turned_by(drawn), 2 * drawn.fragment_length + 3)
         for slot, form in enumerate(forms)
     ]
-    numbers: dict[str, int] = defaultdict(int)
+    served, made = set(), dict[str, int]()
     for fragment in fragments:
         for module_id in fragment.module_ids:
             for chunk, info in first_infos(fragment.agent_episodes(module_id)):
-                check_chunk(chunk, played[info["slot"]][info["episode"]], ACTION_SPACES[forms[info["slot"]].action])
-                numbers[module_id] += len(chunk)
-    assert numbers.keys() == modules.keys()
-    assert sum(numbers.values()) == rollout.num_steps
+                check_chunk(chunk, played[info["slot"]][info["episode"]], drawn, made)
+                served.add(module_id)
+    assert served == modules.keys()
+    assert sum(made.values()) == rollout.num_steps
     assert rollout.lost == {}
 
 
@@ -403,7 +383,7 @@ def check_choices(place: str, drawn: Chosen) -> None:
     # In this mode each vector step is a step of every slot.
     envs = {"lanes": drawn.lanes, "autoreset_mode": AutoresetMode.SAME_STEP}
     options = {"fragment_length": drawn.fragment_length, "prefetch": drawn.prefetch, "seed": drawn.seed}
-    with rollout_at(place, makers, envs, acts, **options) as rollout:
+    with rollout_at(place, makers, envs=envs, acts=acts, num_fragments=2, **options) as rollout, rollout:
         fragments = list(rollout.fragments())
         batches = [rollout.learner_pipeline.of_fragments([fragment], rollout.module) for fragment in fragments]
         assert rollout.lost == {}
@@ -449,7 +429,7 @@ def test_masks_schedules_and_states_hold(drawn: Chosen, place: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES[2:])
+@pytest.mark.parametrize("place", AWAY)
 @given(drawn=chosen_settings)
 @settings(max_examples=examples(10))
 def test_masks_schedules_and_states_hold_in_every_place(place: str, drawn: Chosen) -> None:

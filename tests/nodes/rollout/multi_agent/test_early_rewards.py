@@ -1,16 +1,14 @@
 """Rewards of agents before their first observation: they count in the episode's return, and are in no step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from remote_hosts import hosting, listening
+from places import rollout_at
 
-from rollflow import MultiAgentEpisode, MultiAgentRollout, RemoteRollouts, Replay
-from rollflow.nodes import EnvHost, MultiAgentEnv, RandomModule, RolloutHost
+from rollflow import MultiAgentEpisode, MultiAgentRollout, Replay
+from rollflow.nodes import MultiAgentEnv, RandomModule
 from rollflow.stream import EnvError
 
 LENGTH = 7
@@ -47,21 +45,6 @@ WHOLE = 7 * 1.0 + 7 * 10.0 + 7 * 100.0 + 2 * 1000.0
 STEPS = {"a": [1.0] * 7, "b": [20.0, 10.0]}  # b acts on the observations of steps 4 and 6; the episode ends in step 7
 
 
-@contextmanager
-def inside(where: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The environments, and options of a rollout for the place."""
-    if where == "hosts":
-        envs = listening()
-        with hosting(envs.addresses[0], Team, kind=EnvHost):
-            yield envs, {}
-    elif where == "hosted rollouts":
-        hosts = listening(RemoteRollouts)
-        with hosting(hosts.addresses[0], Team, kind=RolloutHost, module=RandomModule):
-            yield hosts, {"module": RandomModule}
-    else:
-        yield Team, {"where": where, "num_envs": 2}
-
-
 PLACES = ["inline", "threads", "processes", "rollouts", "hosts", "hosted rollouts"]
 
 
@@ -69,13 +52,12 @@ PLACES = ["inline", "threads", "processes", "rollouts", "hosts", "hosted rollout
     ("where", "fragment_length"), [*(("inline", each) for each in (1, 2, 7, 50)), *((each, 3) for each in PLACES)]
 )
 def test_the_return_of_an_episode_has_them(where: str, fragment_length: int) -> None:
-    finished = []
-    with inside(where) as (envs, options):
-        count = -(-3 * LENGTH // fragment_length)
-        options = {"module": RandomModule, "fragment_length": fragment_length, "num_fragments": count} | options
-        with MultiAgentRollout(envs, seed=0, **options) as rollout:
-            rollout.on_episode(finished.append)
-            fragments = list(rollout.fragments())
+    finished: list[Any] = []
+    options: Any = {"kind": MultiAgentRollout, "acts": {"module": RandomModule}, "seed": 0}
+    options |= {"fragment_length": fragment_length, "num_fragments": -(-3 * LENGTH // fragment_length)}
+    with rollout_at(where, [Team, Team], **options) as rollout, rollout:
+        rollout.on_episode(finished.append)
+        fragments = list(rollout.fragments())
     assert rollout.lost == {}
     assert rollout.returns.count == len(finished) >= 3
     assert {each.episode_return for each in finished} == set(rollout.returns.returns) == {WHOLE}

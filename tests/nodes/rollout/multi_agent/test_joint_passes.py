@@ -9,14 +9,13 @@ import torch
 from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, run
 from hypothesis import given, settings, strategies as st
 from leftovers import join_loop_workers
-from lost_agents import emitted_steps
+from lost_agents import emitted_steps, in_time
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule
 
 from rollflow import ConnectorV2, DefaultModelConfig, MultiAgentRollout
 from rollflow.stream import ModuleError
-from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 few = settings(max_examples=examples(20))
 LARGEST = 3 * 4  # slots of agents in the largest lane that is drawn
@@ -29,15 +28,11 @@ GATHERING: dict[str, dict[str, Any]] = {
 }
 
 
-def in_order(fragments: list[MultiAgentFragment]) -> list[MultiAgentFragment]:
-    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
-
-
 @few
 @given(drawn=drawn_settings, how=st.sampled_from(list(GATHERING)))
 def test_joint_passes_give_the_same_fragments(drawn: Drawn, how: str) -> None:
     together = fragments_of(drawn, **GATHERING[how])
-    assert_alike(in_order(together), in_order(fragments_of(drawn)))
+    assert_alike(in_time(together), in_time(fragments_of(drawn)))
 
 
 @few
@@ -96,8 +91,8 @@ class Doubles(ConnectorV2):
 def test_pieces_that_know_one_lane_at_a_time_get_the_rows_of_one() -> None:
     drawn = Drawn(3, 3, 4, 2, 9, False, 8, 1, True, 7)
     options: dict[str, Any] = {"module_to_env_connector": lambda part: Doubles()}
-    together = in_order(fragments_of(drawn, max_batch=12, **options))
-    assert_alike(together, in_order(fragments_of(drawn, **options)))
+    together = in_time(fragments_of(drawn, max_batch=12, **options))
+    assert_alike(together, in_time(fragments_of(drawn, **options)))
     for fragment in together:
         for module_id in fragment.module_ids:
             columns = fragment.of_module(module_id)
@@ -114,7 +109,7 @@ def test_stateful_modules_keep_every_agents_own_state(how: str) -> None:
             makers, lanes=3, module=None, model_config=config, fragment_length=9, num_fragments=2, seed=3, **options
         )
         with rollout:
-            for fragment in in_order(list(rollout.fragments())):
+            for fragment in in_time(list(rollout.fragments())):
                 columns = fragment.of_module("default_policy")
                 kept.append((columns.gather("actions"), columns.gather("action_dist_inputs")))
         return kept

@@ -1,49 +1,26 @@
 """The laws that hold of every rollout of several agents, on environments that number the steps of each."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from agent_logs import AgentStep, Hanging, steps_of
+from agent_logs import Hanging, steps_of
 from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, made, mapping_of, run
 from hypothesis import given, settings, strategies as st
+from lost_agents import agent_chunks, check_multi_agent_chunks, emitted_steps, numbers
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule, at_of, logits_of
 
-from rollflow import MultiAgentRollout, SingleAgentEpisode
+from rollflow import MultiAgentRollout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 few = settings(max_examples=examples(20))
 PREFETCH = st.integers(0, 2)
 COUNT = st.integers(1, 6)
 WAY = st.sampled_from(list(WAYS))
-
-
-def numbers(at: Any) -> tuple[int, ...]:
-    return tuple(int(number) for number in np.asarray(at))
-
-
-def agent_chunks(fragments: list[MultiAgentFragment]) -> Iterator[tuple[str, SingleAgentEpisode]]:
-    """Every chunk of every agent, with the module that acted."""
-    for fragment in fragments:
-        for module_id in fragment.module_ids:
-            for chunk in fragment.agent_episodes(module_id):
-                yield module_id, chunk
-
-
-def emitted_steps(fragments: list[MultiAgentFragment]) -> list[AgentStep]:
-    steps = []
-    for _, chunk in agent_chunks(fragments):
-        at, rewards, actions = at_of(chunk.get_observations()), chunk.get_rewards(), chunk.get_actions()
-        for i in range(len(chunk)):
-            last = i == len(chunk) - 1
-            flags = last and chunk.is_terminated, last and chunk.is_truncated
-            steps.append(AgentStep(numbers(at[i]), int(actions[i]), float(rewards[i]), numbers(at[i + 1]), *flags))
-    return steps
 
 
 def hanging_actions(fragments: list[MultiAgentFragment]) -> list[Hanging]:
@@ -135,23 +112,18 @@ def test_an_agents_chunks_join_without_gap_or_repeat(drawn: Drawn, count: int, w
 @given(drawn_settings, COUNT, WAY)
 def test_an_environments_chunks_join_without_gap_or_repeat(drawn: Drawn, count: int, way: str) -> None:
     envs, rollout = made(drawn)
-    by_id = defaultdict(list)
-    for fragment in WAYS[way](rollout, count):
-        for chunk in fragment.episodes():
-            by_id[chunk.id_].append(chunk)
-    for chunks in by_id.values():
-        assert [chunk.env_t_started for chunk in chunks] == [0, *(chunk.env_t for chunk in chunks[:-1])]
-        assert not any(chunk.is_done for chunk in chunks[:-1])
+    fragments = WAYS[way](rollout, count)
+    check_multi_agent_chunks(fragments)
     steps = sum(told.env_step > 0 for env in envs for told in env.log)
-    assert sum(len(chunk) for chunks in by_id.values() for chunk in chunks) == steps
+    assert sum(len(chunk) for fragment in fragments for chunk in fragment.episodes()) == steps
 
 
 @few
 @given(drawn_settings, COUNT, PREFETCH, WAY)
 def test_outputs_are_those_of_the_pass_that_made_the_action(drawn: Drawn, count: int, prefetch: int, way: str) -> None:
     _, rollout = made(drawn, prefetch=prefetch)
-    for module_id, chunk in agent_chunks(WAYS[way](rollout, count)):
-        module: SerialModule = rollout.module[module_id]
+    for _, chunk in agent_chunks(WAYS[way](rollout, count)):
+        module: SerialModule = rollout.module[chunk.module_id]
         at = at_of(chunk.get_observations(slice(0, len(chunk))))
         outputs = {name: chunk.get_extra_model_outputs(name) for name in chunk.extra_model_outputs}
         np.testing.assert_array_equal(outputs["seen"], at)

@@ -2,41 +2,46 @@
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from together import Together
 
 from rollflow import ConnectorV2, MultiAgentRollout, RLModule
-from rollflow.nodes import MultiAgentEnv, MultiRLModule
+from rollflow.nodes import MultiRLModule
 from rollflow.stream import ModuleError
 
 AGENTS = ("a", "b")
 
 
-class Marathon(MultiAgentEnv):
-    """Two agents that act in every step, `length` steps long; they observe the number of the step."""
+class Steps(gym.Env[Any, Any]):
+    """Shows the number of the step, in episodes of `length`."""
 
-    possible_agents = AGENTS
-    observation_spaces = dict.fromkeys(AGENTS, gym.spaces.Box(0, 1000, (1,), np.float32))
-    action_spaces = dict.fromkeys(AGENTS, gym.spaces.Discrete(50))
+    action_space = gym.spaces.Discrete(50)
 
-    def __init__(self, length: int = 4) -> None:
-        super().__init__()
-        self.length = length
+    def __init__(self, length: int, high: int = 1000) -> None:
+        self.length, self.observation_space = length, gym.spaces.Box(0, high, (1,), np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         self.now = 0
-        return self._seen(), {}
+        return np.zeros(1, np.float32), {}
 
-    def step(self, actions: Any) -> Any:
+    def step(self, action: Any) -> Any:
         self.now += 1
-        return self._seen(), dict.fromkeys(AGENTS, 1.0), {"__all__": self.now == self.length}, {"__all__": False}, {}
+        return np.full(1, self.now, np.float32), 1.0, self.now == self.length, False, {}
 
-    def _seen(self) -> Any:
-        return {agent: np.full(1, self.now, np.float32) for agent in AGENTS}
+
+def alike(length: int) -> Together:
+    return Together({agent: Steps(length) for agent in AGENTS})
+
+
+def unlike(length: int) -> Together:
+    """Two agents with spaces of their own."""
+    return Together({"a": Steps(length), "b": Steps(length, high=999)})
 
 
 class Acts(RLModule):
@@ -61,7 +66,7 @@ class Acts(RLModule):
 
 def marathon(length: int = 4, **options: Any) -> MultiAgentRollout:
     given = {"module": {"a": Acts(0), "b": Acts(1)}, "fragment_length": 2, "num_fragments": 8, "seed": 0}
-    return MultiAgentRollout(lambda: Marathon(length), **{**given, **options})
+    return MultiAgentRollout(partial(alike, length), **{**given, **options})
 
 
 def rows(fragment: Any, module_id: Any, name: str = "actions") -> list[Any]:
@@ -141,15 +146,9 @@ def test_removed_modules_are_gone_once_they_serve_nobody() -> None:
     assert rollout.returns.by_module["b"].count == 120
 
 
-class Unlike(Marathon):
-    """Two agents with spaces of their own."""
-
-    observation_spaces = {**Marathon.observation_spaces, "b": gym.spaces.Box(0, 999, (1,), np.float32)}  # noqa: RUF012
-
-
-@pytest.mark.parametrize("kind", [Marathon, Unlike])
+@pytest.mark.parametrize("make", [alike, unlike])
 @pytest.mark.parametrize("where", ["inline", "threads"])
-def test_the_mapping_is_asked_once_for_an_agent_in_an_episode(kind: type[Marathon], where: str) -> None:
+def test_the_mapping_is_asked_once_for_an_agent_in_an_episode(make: Any, where: str) -> None:
     """Modules that come and go ask it of no episode that there was, or goes on; lookback and cuts ask of none."""
     asked: list[tuple[Any, str]] = []
     newest = {"a": "a 0", "b": "b"}
@@ -162,7 +161,7 @@ def test_the_mapping_is_asked_once_for_an_agent_in_an_episode(kind: type[Maratho
     modules = {"a 0": Acts(0), "b": Acts(1)}
     played, before = set(), 0
     rollout = MultiAgentRollout(
-        lambda: kind(4), module=modules, num_envs=2, agent_to_module_mapping_fn=mapping, seed=0, **options
+        partial(make, 4), module=modules, num_envs=2, agent_to_module_mapping_fn=mapping, seed=0, **options
     )
     probes = len(asked)
     with rollout:
@@ -177,7 +176,7 @@ def test_the_mapping_is_asked_once_for_an_agent_in_an_episode(kind: type[Maratho
     of_episodes = asked[probes:]
     assert {id_ for _, id_ in of_episodes} >= played
     assert not {id_ for _, id_ in asked[:probes]} & played
-    assert probes == (0 if kind is Marathon else 2 * 16)  # to tell which module has which spaces
+    assert probes == (0 if make is alike else 2 * 16)  # to tell which module has which spaces
 
 
 def test_a_class_that_is_added_takes_the_spaces_of_the_agents_that_the_mapping_names_now() -> None:
@@ -188,12 +187,12 @@ def test_a_class_that_is_added_takes_the_spaces_of_the_agents_that_the_mapping_n
         return newest[agent]
 
     options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "agent_to_module_mapping_fn": mapping}
-    with MultiAgentRollout(lambda: Unlike(4), module={"a": Acts(0), "b": Acts(1)}, seed=0, **options) as rollout:
+    with MultiAgentRollout(partial(unlike, 4), module={"a": Acts(0), "b": Acts(1)}, seed=0, **options) as rollout:
         for _ in rollout.fragments():
             if newest["b"] == "b":
                 newest["b"] = "new b"
                 rollout.add_module("new b", None)
-                assert rollout.module["new b"].observation_space == Unlike.observation_spaces["b"]
+                assert rollout.module["new b"].observation_space == Steps(4, high=999).observation_space
     assert len(set(asked)) == len(asked)
 
 
@@ -305,7 +304,7 @@ def test_of_two_modules_of_one_id_the_columns_are_those_that_both_have() -> None
 def test_lanes_may_be_at_different_modules_of_one_id() -> None:
     first = {"x": torch.zeros(()), "y": torch.zeros(2), "z": torch.zeros(())}
     second = {"y": torch.ones(3), "z": torch.ones(())}
-    makers = [lambda: Marathon(2), lambda: Marathon(50)]
+    makers = [partial(alike, 2), partial(alike, 50)]
     modules = {"a": Acts(0, outputs=first), "b": Acts(1)}
     with MultiAgentRollout(makers, module=modules, lanes=2, fragment_length=2, num_fragments=4, seed=0) as rollout:
         batches = rollout.batches()

@@ -159,18 +159,6 @@ def test_a_module_that_is_added_acts_for_agents_that_begin() -> None:
     assert actions == [1]
 
 
-def test_a_module_that_comes_back_is_the_new_one() -> None:
-    with talk(fragment_length=4, num_fragments=3) as rollout:
-        actions = []
-        for fragment in rollout.fragments():
-            actions.append(fragment.of_module("a").gather("actions").tolist())
-            if len(actions) == 1:
-                rollout.remove_module("a")
-                rollout.add_module("a", Values(1))
-    assert actions[0] == [0, 0]
-    assert actions[2] == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
