@@ -6,32 +6,31 @@ Fences on a page, by their first words:
     python file=NAME      a file in that folder
     python with=PACKAGE   a program of another engine, which `tests/oracle` runs
     text output           what the part before prints; `...` stands for anything
-    console               commands, after `$ `, that run in that folder, and what they print
+    console               commands `$ rollflow …` that run in that folder, and what they print
 
 A comment `<!-- together: A B -->` runs files at the same time; each has to end without an error. `bash`, `text` and
 others are only shown.
 """
 
 import doctest
-import os
 import re
-import subprocess
+import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from extras import needs
+from forked_programs import Program, Programs
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LONGEST_S = 300
 _FENCE = re.compile(r"^```(\S+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TOGETHER = re.compile(r"<!-- together: (.+?) -->")
-ENVIRONMENT = os.environ | {
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-}  # with the command `rollflow`
+COMMAND = Path(sys.executable).parent / "rollflow"
 _MARK = "\N{NULL}next part"
 
 
@@ -48,13 +47,17 @@ def blocks_of(page: Path) -> list[Block]:
     return [Block(kind, rest.strip(), text) for kind, rest, text in _FENCE.findall(page.read_text())]
 
 
-def run(command: list[str], folder: Path) -> str:
-    """Run a command that must end without an error, and return what it prints."""
-    done = subprocess.run(
-        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=LONGEST_S, check=False
-    )
-    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def run(programs: Programs, folder: Path, path: Path, *arguments: str) -> str:
+    """Run a script that must end without an error, and return what it prints."""
+    with programs.start(folder, path, *arguments) as program:
+        return checked(program, path.name)
+
+
+def checked(program: Program, name: str) -> str:
+    """What a program prints that must end without an error."""
+    ended = program.wait(LONGEST_S)
+    assert ended.status == 0, f"{name} ended with {ended.status}:\n{ended.out}\n{ended.errors}"
+    return ended.out
 
 
 def check_printed(expected: str, printed: str) -> None:
@@ -63,7 +66,7 @@ def check_printed(expected: str, printed: str) -> None:
     assert doctest.OutputChecker().check_output(expected, printed, flags), f"expected:\n{expected}\ngot:\n{printed}"
 
 
-def check_program(blocks: list[Block], folder: Path) -> None:
+def check_program(programs: Programs, blocks: list[Block], folder: Path) -> None:
     """Run the page's program, and hold what each of its parts prints against the page."""
     parts, expected, is_ours = list[str](), dict[int, str](), True
     for block in blocks:
@@ -75,50 +78,44 @@ def check_program(blocks: list[Block], folder: Path) -> None:
             expected[len(parts) - 1] = block.text
     if parts:
         (folder / "page.py").write_text(f"\nprint({_MARK!r}, flush=True)\n".join(parts))
-        printed = run([sys.executable, "page.py"], folder).split(f"{_MARK}\n")
+        printed = run(programs, folder, folder / "page.py").split(f"{_MARK}\n")
         assert len(printed) == len(parts)
         for number, text in expected.items():
             check_printed(text, printed[number])
 
 
-def check_together(names: list[str], folder: Path) -> None:
+def check_together(programs: Programs, names: list[str], folder: Path) -> None:
     """Run files at the same time, all of which end by themselves."""
-    running = [
-        subprocess.Popen([sys.executable, name], cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-        for name in names
-    ]
-    try:
-        for name, process in zip(names, running, strict=True):
-            _, errors = process.communicate(timeout=LONGEST_S)
-            assert process.returncode == 0, f"{name} ended with {process.returncode}:\n{errors}"
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    with ExitStack() as running:
+        started = [running.enter_context(programs.start(folder, folder / name)) for name in names]
+        for name, program in zip(names, started, strict=True):
+            checked(program, name)
 
 
-def commands_in(text: str) -> Iterator[tuple[str, str]]:
-    """The commands of a console block, each with what it prints."""
+def commands_in(text: str) -> Iterator[tuple[list[str], str]]:
+    """The arguments of each command `rollflow` of a console block, with what it prints."""
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, printed = part.partition("\n")
-        yield command, printed
+        name, *arguments = shlex.split(command)
+        assert name == "rollflow"
+        yield arguments, printed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_a_pages_programs_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_a_pages_programs_run_and_print_what_it_says(page: Path, programs: Programs, tmp_path: Path) -> None:
     blocks = blocks_of(page)
     if any("OnnxPolicy" in block.text for block in blocks):
         needs("onnx", "onnxruntime", "onnxscript")
     for block in blocks:
         if block.rest.startswith("file="):
             (tmp_path / block.rest.removeprefix("file=")).write_text(block.text)
-    check_program(blocks, tmp_path)
+    check_program(programs, blocks, tmp_path)
     for names in _TOGETHER.findall(page.read_text()):
-        check_together(names.split(), tmp_path)
+        check_together(programs, names.split(), tmp_path)
     for block in blocks:
-        for command, printed in commands_in(block.text) if block.language == "console" else ():
-            check_printed(printed, run(["bash", "-c", command], tmp_path))
+        for arguments, printed in commands_in(block.text) if block.language == "console" else ():
+            check_printed(printed, run(programs, tmp_path, COMMAND, *arguments))
 
 
 def test_every_python_block_of_a_page_is_run() -> None:
@@ -151,11 +148,14 @@ def test_files_that_pages_name_are_there() -> None:
             assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}, which is not there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shown", "is_right"), [("12", True), ("1...", True), ("13", False), ("12\n12", False)])
-def test_a_page_with_another_output_than_its_programs_is_refused(tmp_path: Path, shown: str, is_right: bool) -> None:
+def test_a_page_with_another_output_than_its_programs_is_refused(
+    programs: Programs, tmp_path: Path, shown: str, is_right: bool
+) -> None:
     page = [Block("python", "", "x = 5\n"), Block("python", "", "print(7 + x)\n"), Block("text", "output", shown)]
     if is_right:
-        check_program(page, tmp_path)
+        check_program(programs, page, tmp_path)
     else:
         with pytest.raises(AssertionError, match="expected:"):
-            check_program(page, tmp_path)
+            check_program(programs, page, tmp_path)

@@ -4,12 +4,12 @@ import importlib
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from extras import needs
+from forked_programs import Programs
 
 needs("sphinx", "furo", "myst_parser")
 
@@ -26,14 +26,14 @@ WRONG = {
 }
 
 
-def command() -> list[str]:
-    """The program and its options, as CONTRIBUTING.md has them, without the two folders."""
+def options() -> list[str]:
+    """The program's options, as CONTRIBUTING.md has them, without the two folders."""
     section = (ROOT / "CONTRIBUTING.md").read_text().split("<!-- docs -->")[1]
     [found] = re.findall(r"sphinx-build (.*) docs build/site$", section, re.MULTILINE)
-    return [sys.executable, "-m", "sphinx", *shlex.split(found), "-q"]
+    return [*shlex.split(found), "-q"]
 
 
-def build(pages: dict[str, str], folder: Path) -> tuple[int, str]:
+def build(programs: Programs, pages: dict[str, str], folder: Path) -> tuple[int, str]:
     """Build a site of these pages, by the docs' own settings; the exit status, and what was said."""
     for name in ("_extensions", "_static"):
         shutil.copytree(ROOT / "docs" / name, folder / name)
@@ -42,18 +42,15 @@ def build(pages: dict[str, str], folder: Path) -> tuple[int, str]:
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(f"# Page\n\n{text}\n")
     (folder / "index.md").write_text(INDEX)
-    return run([str(folder), str(folder / "site")])
-
-
-def run(folders: list[str]) -> tuple[int, str]:
-    """Build one folder into another."""
-    done = subprocess.run([*command(), *folders], capture_output=True, text=True, timeout=600, check=False)
-    return done.returncode, done.stderr
+    sphinx = Path(sys.executable).parent / "sphinx-build"
+    with programs.start(folder, sphinx, *options(), str(folder), str(folder / "site")) as program:
+        status, _, errors = program.wait(longest_s=600)
+    return status, errors
 
 
 @pytest.mark.slow
-def test_every_kind_of_wrong_page_is_named_and_fails_the_build(tmp_path: Path) -> None:
-    status, problems = build({name: text for name, (text, _) in WRONG.items()}, tmp_path)
+def test_every_kind_of_wrong_page_is_named_and_fails_the_build(programs: Programs, tmp_path: Path) -> None:
+    status, problems = build(programs, {name: text for name, (text, _) in WRONG.items()}, tmp_path)
     assert status == 1
     for name, (_, expected) in WRONG.items():
         assert re.search(rf"/{name}\.md.*{re.escape(expected)}", problems), f"{name}:\n{problems}"
@@ -70,6 +67,6 @@ def test_the_api_page_has_every_public_name_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_a_page_without_a_fault_is_built(tmp_path: Path) -> None:
+def test_a_page_without_a_fault_is_built(programs: Programs, tmp_path: Path) -> None:
     page = "[there](index.md#site) {py:class}`rollflow.stream.Report`\n\n```{public-names} rollflow.stream\n```"
-    assert build({"right": page}, tmp_path) == (0, "")
+    assert build(programs, {"right": page}, tmp_path) == (0, "")
