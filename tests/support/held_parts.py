@@ -1,4 +1,7 @@
-"""Modules, connectors and environments that come to a place and wait there for a file, once for a folder."""
+"""Modules, connectors and environments of several agents that are held in a call, once for a folder.
+
+As `Held`, of slot 0: `await_held(folder, 0)` waits until one is there, and `let_go(folder, 0)` has it go on.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,20 +14,20 @@ from rollflow import ConnectorV2
 
 
 class HeldCall:
-    """Hangs in its third call, which the file `hangs` says, until the file `go` is there."""
+    """Is held in its third call."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, 0
 
     def call(self) -> None:
         self.calls += 1
-        if self.calls == 3 and not (self.folder / "hangs").exists():
-            (self.folder / "hangs").touch()
-            await_file(self.folder / "go")
+        if self.calls == 3 and not (self.folder / "held 0 0").exists():
+            (self.folder / "held 0 0").touch()
+            await_file(self.folder / "go 0 0")
 
 
 class HeldModule(NumberedModule):
-    """Hangs in its third forward pass."""
+    """Is held in its third forward pass."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -36,7 +39,7 @@ class HeldModule(NumberedModule):
 
 
 class HeldPiece(ConnectorV2):
-    """Hangs in its third call."""
+    """Is held in its third call."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -51,12 +54,18 @@ class HeldPiece(ConnectorV2):
 
 
 class HeldAgents(NumberedAgents):
-    """Hangs in its third step."""
+    """Is held in its third step, or its third reset."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, method: str) -> None:
         super().__init__(0, nested=0)
-        self.held = HeldCall(folder)
+        self.held, self.method = HeldCall(folder), method
 
     def step(self, actions: Any) -> Any:
-        self.held.call()
+        if self.method == "step":
+            self.held.call()
         return super().step(actions)
+
+    def reset(self, **kwargs: Any) -> Any:
+        if self.method == "reset":
+            self.held.call()
+        return super().reset(**kwargs)

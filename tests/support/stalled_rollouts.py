@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from held_envs import await_that
 
+from rollflow.stream import Report
 from rollflow.stream.graph.background import Waiter
 
 OPTIONS: Any = {"fragment_length": 8, "num_fragments": 1, "seed": 0, "stall_after": None}
@@ -47,6 +48,18 @@ def await_blocker(rollout: Any, party: str, calls: int = 0) -> None:
         return blocker is not None and blocker.party == party and blocker.calls >= calls
 
     await_that(is_there, rollout.diagnose)
+
+
+def await_bottleneck(report: Callable[[], Report], name: str) -> Report:
+    """The first report that says that a stage holds all others back."""
+    told: list[Report] = []
+
+    def is_told() -> bool:
+        told.append(report())
+        return told[-1].bottleneck == name
+
+    await_that(is_told, lambda: told[-1])
+    return told[-1]
 
 
 def await_end_of(rollout: Any, lane: int) -> None:

@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 from numbered_module import NumberedEnv, NumberedModule
+from places import PLACES
 
 from rollflow import Rollout
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.stream.graph.meter import CallTimes
-
-PLACES: dict[str, dict[str, Any]] = {
-    "inline": {"lanes": 2},
-    "threads": {"where": "threads", "lanes": 2},
-    "processes": {"where": "processes", "workers": 2},
-    "rollouts": {"where": "rollouts", "workers": 2},
-}
 
 
 class Slow(ConnectorV2):
@@ -26,9 +20,15 @@ class Slow(ConnectorV2):
         return batch
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["inline", "threads", "processes", "rollouts"])
 def test_a_report_has_the_calls_of_each_stage_and_the_slowest_piece(place: str) -> None:
-    options: dict[str, Any] = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
+    options: dict[str, Any] = {
+        "module": NumberedModule(),
+        "fragment_length": 8,
+        "num_fragments": 3,
+        "seed": 0,
+        "lanes": 2,
+    }
     pieces: dict[str, Any] = {
         name: lambda *spaces: Slow() for name in ("env_to_module_connector", "module_to_env_connector")
     }

@@ -1,7 +1,7 @@
-"""An hour of each kind of the benchmarks' environments, inline, in which the doctor says nothing.
+"""A quarter of an hour of each kind of the benchmarks' environments, inline, in which the doctor says nothing.
 
 Steps and updates take drawn times, on a clock of their own; the doctor looks at each half second of it, within a step
-as well. Nobody sleeps, so that an hour of the doctor takes seconds, and is none the less true.
+as well. Nobody sleeps, so that it takes seconds, and is none the less true.
 """
 
 import random
@@ -20,7 +20,7 @@ from benchmarks import envs
 from benchmarks.policies import Mlp, Noop, Zeros
 from rollflow import Rollout
 
-HOUR_S, STEP_S, UPDATE_S, SIGMA = 3600.0, 0.3, 8.0, 1.0
+LONG_S, STEP_S, UPDATE_S, SIGMA = 900.0, 0.3, 8.0, 1.0
 
 
 class DrawnTime:
@@ -75,7 +75,7 @@ def train(rollout: Rollout) -> None:
     ],
     ids=["nothing done", "CartPole", "steps of lognormal time", "pixels"],
 )
-def test_nothing_is_said_in_an_hour(
+def test_nothing_is_said_in_a_long_run(
     make: Callable[[], Any], module: Any, update: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(envs, "time", SimpleNamespace(sleep=str, perf_counter=perf_counter))
@@ -87,8 +87,8 @@ def test_nothing_is_said_in_an_hour(
         for _ in rollout.batches():
             update(rollout)
             time.spend(UPDATE_S)
-            if time.looking.spent >= HOUR_S:
+            if time.looking.spent >= LONG_S:
                 break
         notes = time.looking.watch.diagnose().notes
     assert (time.texts, notes) == ([], ())
-    assert rollout.num_steps > 1000
+    assert rollout.num_steps > 250

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from feeding_rollouts import fed, trainer
+from replayed import write_dataset
 
-from rollflow import DatasetSink, DatasetSource, MultiAgentRollout, Replay, RLModule, Rollout
+from rollflow import DatasetSource, MultiAgentRollout, Replay, RLModule, Rollout
 from rollflow.nodes import MultiAgentEnv
 from rollflow.sinks import Newest, Sequences
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
@@ -83,45 +84,45 @@ def before(t: Any, begin: float = 1000.0) -> Any:
     return begin + np.asarray(t) * (np.asarray(t) - 1) / 2
 
 
-def rollout(**options: Any) -> Rollout:
-    chosen = {"module": Remembers, "num_envs": 2, "fragment_length": 4, "num_fragments": 5, "seed": 0, **options}
-    return Rollout(chosen.pop("env", Six), **chosen)
-
-
-def rollout_of_two(**options: Any) -> MultiAgentRollout:
+def rollout(*, several: bool = False, **options: Any) -> Any:
     chosen = {"num_envs": 2, "fragment_length": 4, "num_fragments": 5, "seed": 0, **options}
-    return MultiAgentRollout(
-        SixOfTwo,
-        module={"one": Remembers, "two": Remembers},
-        agent_to_module_mapping_fn={"a": "one", "b": "two"},
-        **chosen,
-    )
+    if not several:
+        return Rollout(**({"env": Six, "module": Remembers} | chosen))
+    modules = {"one": Remembers, "two": Remembers}
+    return MultiAgentRollout(SixOfTwo, module=modules, agent_to_module_mapping_fn={"a": "one", "b": "two"}, **chosen)
 
 
-def check_rows(batch: Any, begin: float = 1000.0) -> None:
+SEVERAL = pytest.mark.parametrize("several", [False, True])
+
+
+def check_rows(batch: Any) -> None:
     """Every row's state is that before its first step."""
     obs, state = np.asarray(batch["obs"]), np.asarray(batch["state_in"]["s"][0])
     first = obs[:, 0, 0] if obs.ndim == 3 else obs[:, 0]
     assert len(first)
     assert (first == 1).any()
-    assert state[:, 0].tolist() == before(first, begin).tolist()
+    assert state[:, 0].tolist() == before(first).tolist()
     steps = np.asarray(batch["state_in"]["s"][1])
     assert steps.tolist() == (first - 1).tolist()
 
 
-def check_fragments(fragments: list[Any], begin: float = 1000.0) -> None:
+def check_fragments(fragments: list[Any], *, several: bool = False) -> None:
     """A replay of single steps, one of sequences, and the episodes of fragments know the state."""
+    if several:
+        for module_id in ("one", "two"):
+            check_fragments([each.of_module(module_id) for each in fragments if module_id in each.module_ids])
+        return
     for sampler in (Newest(), Sequences(3), Sequences(3, burn_in=2)):
         replay = Replay(500, sampler=sampler, batch_size=60, seed=0)
         for fragment in fragments:
             replay.insert(fragment)
-        check_rows(replay.sample(), begin)
+        check_rows(replay.sample())
     for episode in (episode for fragment in fragments for episode in fragment.episodes()):
         if episode.t_started:
             assert episode.initial_state is None
         else:
-            assert episode.initial_state["s"][0].tolist() == [begin]
-            assert type(episode).from_state(episode.get_state()).initial_state["s"][0].tolist() == [begin]
+            assert episode.initial_state["s"][0].tolist() == [1000.0]
+            assert type(episode).from_state(episode.get_state()).initial_state["s"][0].tolist() == [1000.0]
 
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -161,10 +162,9 @@ def by_episode(made: Any, fragments: list[Any], module: Any) -> Any:
 
 @pytest.mark.parametrize("place", ["inline", "processes", "rollouts"])
 def test_fragments_of_several_agents(place: str) -> None:
-    with rollout_of_two(**PLACES[place]) as made:
+    with rollout(several=True, **PLACES[place]) as made:
         fragments = list(made.fragments())
-    for module_id in ("one", "two"):
-        check_fragments([fragment.of_module(module_id) for fragment in fragments])
+    check_fragments(fragments, several=True)
     replay = Replay(500, sampler=Sequences(3), batch_size=60, seed=0)
     for fragment in fragments:
         replay.insert(fragment)
@@ -191,12 +191,18 @@ def test_a_state_that_is_learnt_is_recorded_as_it_was_when_the_episode_began() -
     assert state.tolist() == [float(before(a, begins[b])) for a, b in zip(t.tolist(), episode.tolist(), strict=True)]
 
 
+@SEVERAL
 @pytest.mark.parametrize("batch_size", [3, 16])
-def test_a_dataset_gives_what_was_recorded(batch_size: int, tmp_path: Path) -> None:
-    written(tmp_path / "first", rollout())
-    written(tmp_path / "second", DatasetSource(tmp_path / "first", batch_size=batch_size, window_steps=8))
+def test_a_dataset_gives_what_was_recorded(batch_size: int, several: bool, tmp_path: Path) -> None:
+    with rollout(several=several) as made:
+        write_dataset(made.fragments(), tmp_path / "first", rollout=made)
+    source = DatasetSource(tmp_path / "first", batch_size=batch_size, window_steps=8)
+    write_dataset(source.fragments(), tmp_path / "second")
     for folder in ("first", "second"):
-        check_fragments(list(DatasetSource(tmp_path / folder, batch_size=batch_size).fragments()))
+        fragments = DatasetSource(tmp_path / folder, batch_size=batch_size).fragments()
+        check_fragments(list(fragments), several=several)
+        if several:
+            continue
         source = DatasetSource(tmp_path / folder, batch_size=batch_size, module=Remembers(SEEN, CHOSEN), window_steps=8)
         with torch.no_grad():
             source._module.begin.fill_(7.0)
@@ -205,36 +211,11 @@ def test_a_dataset_gives_what_was_recorded(batch_size: int, tmp_path: Path) -> N
             assert batch["state_in"]["s"][0][:, 0].tolist() == before(first).tolist()
 
 
-def test_a_dataset_of_several_agents_gives_what_was_recorded(tmp_path: Path) -> None:
-    written(tmp_path / "first", rollout_of_two())
-    written(tmp_path / "second", DatasetSource(tmp_path / "first", batch_size=5, window_steps=8))
-    for folder in ("first", "second"):
-        fragments = list(DatasetSource(tmp_path / folder, batch_size=5, window_steps=8).fragments())
-        for module_id in ("one", "two"):
-            check_fragments([each.of_module(module_id) for each in fragments if module_id in each.module_ids])
-
-
-def written(folder: Path, made: Any) -> None:
-    with DatasetSink(folder, rollout=made if isinstance(made, Rollout | MultiAgentRollout) else None) as sink:
-        if isinstance(made, DatasetSource):
-            for fragment in made.fragments():
-                sink(fragment)
-            return
-        with made:
-            for fragment in made.fragments():
-                sink(fragment)
-
-
-@pytest.mark.parametrize("several", [False, True])
+@SEVERAL
 def test_a_trainer_elsewhere_gets_what_was_recorded(several: bool) -> None:
     stream = trainer(yields="fragments")
-    with fed(stream, rollout_of_two() if several else rollout(), sends="fragments"):
-        fragments = list(stream)
-    if several:
-        for module_id in ("one", "two"):
-            check_fragments([fragment.of_module(module_id) for fragment in fragments])
-    else:
-        check_fragments(fragments)
+    with fed(stream, rollout(several=several), sends="fragments"):
+        check_fragments(list(stream), several=several)
 
 
 class Dies(Six):

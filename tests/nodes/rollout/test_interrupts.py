@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from hypothesis import given, settings, strategies as st
 from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
-from remote_hosts import hosting, listening
+from places import rollout_at
 
-from rollflow import ConnectorV2, Graph, MultiAgentRollout, Policy, RemoteEnvs, RemoteRollouts, Rollout
-from rollflow.nodes import MultiRLModule, RolloutHost
+from rollflow import ConnectorV2, Graph, MultiAgentRollout, Policy, Rollout
+from rollflow.nodes import MultiRLModule
 from rollflow.sinks import LearnerPipeline
 from rollflow.stream import RunError
 
@@ -95,40 +95,34 @@ class InterruptedPiece(ConnectorV2):
         return batch
 
 
-def one_agent(point: str, interrupts: Interrupts, **options: Any) -> tuple[Rollout, list[InterruptedEnv]]:
-    envs = [InterruptedEnv(slot) for slot in range(4)]
-    module = InterruptedModule(envs[0].observation_space, envs[0].action_space)
-    if point in ("env_to_module", "module_to_env", "learner"):
-        options[f"{point}_connector"] = lambda *spaces: InterruptedPiece(interrupts)
-    return Rollout(prepared(envs, module, point, interrupts), module=module, **OPTIONS, **options), envs
-
-
-def several_agents(point: str, interrupts: Interrupts, **options: Any) -> tuple[Any, list[InterruptedAgents]]:
-    envs = [InterruptedAgents(slot, nested=0) for slot in range(3)]
-    module = InterruptedModule(envs[0].observation_spaces["agent 0"], envs[0].action_spaces["agent 0"])
-    if point in ("env_to_module", "module_to_env", "learner"):
-        options[f"{point}_connector"] = lambda *args: InterruptedPiece(interrupts)
-    if "max_batch" in options:
-        options["max_batch"] = 8
-    rollout = MultiAgentRollout(
-        prepared(envs, module, point, interrupts),
-        module=MultiRLModule({"m": module}),
-        agent_to_module_mapping_fn=lambda agent, episode: "m",
-        **OPTIONS,
-        **options,
-    )
-    return rollout, envs
-
-
-def prepared(envs: list[Any], module: InterruptedModule, point: str, interrupts: Interrupts) -> list[Any]:
+def rollout_of(kind: str, point: str, interrupts: Interrupts, **options: Any) -> tuple[Any, list[Any]]:
+    """A rollout that is interrupted at a point, and its environments."""
+    several = kind == "several agents"
+    envs: list[Any] = [
+        InterruptedAgents(slot, nested=0) if several else InterruptedEnv(slot) for slot in range(3 if several else 4)
+    ]
     for env in envs:
         env.interrupts, env.point = interrupts, point
+    spaces = (
+        (envs[0].observation_spaces["agent 0"], envs[0].action_spaces["agent 0"])
+        if several
+        else (envs[0].observation_space, envs[0].action_space)
+    )
+    module = InterruptedModule(*spaces)
     module.interrupts = interrupts if point == "forward" else None
-    return [lambda env=env: env for env in envs]
+    if point in ("env_to_module", "module_to_env", "learner"):
+        options[f"{point}_connector"] = lambda *spaces: InterruptedPiece(interrupts)
+    makers = [lambda env=env: env for env in envs]
+    if not several:
+        return Rollout(makers, module=module, **OPTIONS, **options), envs
+    if "max_batch" in options:
+        options["max_batch"] = 8
+    given: Any = {"module": MultiRLModule({"m": module}), "agent_to_module_mapping_fn": lambda agent, episode: "m"}
+    return MultiAgentRollout(makers, **given, **OPTIONS, **options), envs
 
 
 OPTIONS: Any = {"fragment_length": 8, "seed": 0}
-KINDS = {"one agent": one_agent, "several agents": several_agents}
+KINDS = ["one agent", "several agents"]
 POINTS = ["before the step", "after the step", "reset", "forward", "env_to_module", "module_to_env", "learner", "hook"]
 WAYS: dict[str, dict[str, Any]] = {
     "inline": {},
@@ -201,6 +195,17 @@ def read(rollout: Any, *, learns: bool) -> tuple[int, list[Any], BaseException]:
     raise AssertionError("the loop has ended, expected an interrupt")
 
 
+def tell_gathering(rollout: Any, gathering: threading.Event) -> None:
+    """Set an event once the rollout gathers a round for its reader."""
+    gather = rollout._rounds.gather
+
+    def told_gather(*args: Any) -> None:
+        gathering.set()
+        gather(*args)
+
+    rollout._rounds.gather = told_gather
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("point", POINTS)
@@ -215,16 +220,10 @@ def test_it_ends_the_run_at_once_and_counts_what_is_lost(
     if is_elsewhere:  # the reader is the one to be interrupted, once it reads
         interrupts.way = lambda: gathering.wait() and press_in_reader()
     with no_thread_left():
-        rollout, envs = KINDS[kind](point, interrupts, **WAYS[way])
+        rollout, envs = rollout_of(kind, point, interrupts, **WAYS[way])
         if point == "hook":
             rollout.on_episode(lambda episode: interrupts.here())
-        gather = rollout._rounds.gather
-
-        def told_gather(*args: Any) -> None:
-            gathering.set()
-            gather(*args)
-
-        rollout._rounds.gather = told_gather
+        tell_gathering(rollout, gathering)
         with rollout:
             steps, fragments, told = read(rollout, learns=point == "learner")
             check_ended(rollout, told, envs, steps)
@@ -242,7 +241,7 @@ def test_it_ends_the_run_at_once_and_counts_what_is_lost(
         handed = emitted_steps(fragments)
     assert len(set(handed)) == len(handed)
     assert set(handed) <= made
-    again, _ = KINDS[kind]("", interrupts, **WAYS[way])
+    again, _ = rollout_of(kind, "", interrupts, **WAYS[way])
     again.load_state_dict(rollout.state_dict())
     assert again.num_steps == rollout.num_steps
 
@@ -253,7 +252,7 @@ def test_what_else_is_no_exception_ends_it_too_when_it_reaches_the_reader(way: s
     def fail() -> None:
         raise error
 
-    rollout, envs = one_agent("after the step", Interrupts(fail, 50), **WAYS[way])
+    rollout, envs = rollout_of("one agent", "after the step", Interrupts(fail, 50), **WAYS[way])
     with no_thread_left(), rollout:
         steps, _, told = read(rollout, learns=False)
         assert type(told) is error
@@ -265,7 +264,7 @@ def test_what_else_is_no_exception_ends_it_too_when_it_reaches_the_reader(way: s
 def test_it_ends_the_run_at_whatever_call_it_comes(call: int) -> None:
     """The interpreter looks for signals where a function begins, or a generator goes on."""
     interrupts = Interrupts(PRESS, call)
-    rollout, envs = one_agent("", interrupts)
+    rollout, envs = rollout_of("one agent", "", interrupts)
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         if frame.f_globals.get("__name__", "").startswith("rollflow."):
@@ -314,37 +313,17 @@ def test_all_is_closed_though_ctrl_c_comes_meanwhile(prefetch: int, is_interrupt
         next(rollout.fragments())
 
 
-@contextmanager
-def waiting(place: str) -> Iterator[Any]:
-    """A rollout whose reader waits for long for its first fragment."""
-    options: Any = {"module": NumberedModule(), "fragment_length": 100_000, "seed": 0}
-    makers = [partial(NumberedEnv, slot) for slot in range(2)]
-    with ExitStack() as stack:
-        if place in ("hosts", "rollouts on hosts"):
-            whole = place == "rollouts on hosts"
-            remote: Any = listening(RemoteRollouts if whole else RemoteEnvs)
-            more: Any = {"kind": RolloutHost, "module": NumberedModule()} if whole else {}
-            stack.enter_context(hosting(remote.addresses[0], makers, **more))
-            yield Rollout(remote, **options)
-        else:
-            yield Rollout(makers, **(options | (WAYS.get(place) or {"where": place, "workers": 2}) | {"lanes": 2}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", ["threads", "ahead", "forward in a thread", "processes", "rollouts", "hosts", "rollouts on hosts"]
+    "place", ["threads", "ahead", "forward in a thread", "processes", "rollouts", "hosts", "hosted rollouts"]
 )
 def test_it_ends_a_wait(place: str, press_in_reader: Raise, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.env.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)  # of a long fragment
-    with waiting(place) as rollout:
+    acts: Any = {"module": NumberedModule()}
+    makers = [partial(NumberedEnv, slot) for slot in range(2)]
+    with rollout_at(place, makers, acts=acts, fragment_length=100_000, seed=0) as rollout:
         gathering = threading.Event()
-        gather = rollout._rounds.gather
-
-        def told_gather(*args: Any) -> None:
-            gathering.set()
-            gather(*args)
-
-        rollout._rounds.gather = told_gather
+        tell_gathering(rollout, gathering)
         pressing = threading.Thread(target=lambda: gathering.wait() and press_in_reader())
         pressing.start()
         with rollout:
@@ -356,7 +335,7 @@ def test_it_ends_a_wait(place: str, press_in_reader: Raise, monkeypatch: pytest.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_in_the_callers_code_between_two_rounds_it_breaks_nothing(way: str, kind: str) -> None:
-    rollout, envs = KINDS[kind]("", Interrupts(PRESS, 0), **WAYS[way])
+    rollout, envs = rollout_of(kind, "", Interrupts(PRESS, 0), **WAYS[way])
     fragments: list[Any] = []
     with rollout:
         for rounds in (4, 9):
@@ -378,7 +357,7 @@ def test_in_the_callers_code_between_two_rounds_it_breaks_nothing(way: str, kind
 
 
 def test_in_the_first_reset_it_closes_the_environments() -> None:
-    rollout, envs = one_agent("", Interrupts(PRESS, 1))
+    rollout, envs = rollout_of("one agent", "", Interrupts(PRESS, 1))
     envs[1].episode, envs[1].point = 0, "reset"
     with no_thread_left(), pytest.raises(KeyboardInterrupt), rollout:
         raise AssertionError("the rollout was entered")
@@ -413,7 +392,7 @@ def test_on_an_event_loop_it_ends_the_program(point: str, way: str, form: str, b
     is_elsewhere = point != "learner" and (form == "async for" or way != "inline")
     press = partial(os.kill, os.getpid(), signal.SIGINT) if is_elsewhere else PRESS
     interrupts = Interrupts(press, 3 if point == "learner" else 21)
-    rollout, envs = one_agent(point, interrupts, **WAYS[way])
+    rollout, envs = rollout_of("one agent", point, interrupts, **WAYS[way])
     steps = 0
 
     async def looping() -> None:
@@ -447,7 +426,7 @@ def test_after_an_error_it_says_that_it_can_not_go_on(way: str) -> None:
     def fail() -> None:
         raise ZeroDivisionError("no more")
 
-    rollout, _ = one_agent("forward", Interrupts(fail, 6), **WAYS[way])
+    rollout, _ = rollout_of("one agent", "forward", Interrupts(fail, 6), **WAYS[way])
     with rollout:
         with pytest.raises(ZeroDivisionError, match="no more"):
             list(rollout.fragments())

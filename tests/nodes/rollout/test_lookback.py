@@ -7,10 +7,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from feeding_rollouts import fed, trainer
+from replayed import write_dataset
+from together import Together
 
 from rollflow import (
     ConnectorV2,
-    DatasetSink,
     DatasetSource,
     FrameStacking,
     MultiAgentRollout,
@@ -18,7 +19,7 @@ from rollflow import (
     Rollout,
     SingleAgentEpisode,
 )
-from rollflow.nodes import LearnerConnectorPipeline, MultiAgentEnv, RandomModule
+from rollflow.nodes import LearnerConnectorPipeline, RandomModule
 from rollflow.sinks import LearnerPipeline, Storage
 from rollflow.stream import ConnectorError, ReplayError
 
@@ -38,28 +39,6 @@ class Count(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.t += 1
         return np.full(1, self.t, np.float32), 0.0, False, self.t == LENGTH + 1, {}
-
-
-class CountOfTwo(MultiAgentEnv):
-    """`Count` for two agents."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.possible_agents = self.agents = ["a", "b"]
-        self.observation_spaces, self.action_spaces = dict.fromkeys("ab", SEEN), dict.fromkeys("ab", CHOSEN)
-
-    def look(self) -> Any:
-        return {each: np.full(1, self.t, np.float32) for each in "ab"}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t, self.agents = 1, ["a", "b"]
-        return self.look(), {}
-
-    def step(self, action_dict: Any) -> Any:
-        self.t += 1
-        ended = self.t == LENGTH + 1
-        flags = {**dict.fromkeys("ab", ended), "__all__": ended}
-        return self.look(), dict.fromkeys("ab", 0.0), dict.fromkeys([*"ab", "__all__"], False), flags, {}
 
 
 class Before(ConnectorV2):
@@ -94,29 +73,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:the module is given observations
 TAUGHT = pytest.mark.parametrize("pieces", PIECES)
 
 
-def rollout(fragment_length: int, num_fragments: int, **options: Any) -> Rollout:
-    return Rollout(
-        Count,
-        module=RandomModule,
-        num_envs=2,
-        fragment_length=fragment_length,
-        num_fragments=num_fragments,
-        seed=0,
-        **options,
-    )
+def rollout(fragment_length: int, num_fragments: int, *, several: bool = False, **options: Any) -> Any:
+    given: dict[str, Any] = {"fragment_length": fragment_length, "num_fragments": num_fragments, "seed": 0, **options}
+    if not several:
+        return Rollout(Count, module=RandomModule, num_envs=2, **given)
+    given |= {"module": {"one": RandomModule}, "agent_to_module_mapping_fn": dict.fromkeys("ab", "one")}
+    return MultiAgentRollout(lambda: Together({agent: Count() for agent in "ab"}), num_envs=1, **given)
 
 
-def rollout_of_two(fragment_length: int, num_fragments: int, **options: Any) -> MultiAgentRollout:
-    return MultiAgentRollout(
-        CountOfTwo,
-        module={"one": RandomModule},
-        agent_to_module_mapping_fn=dict.fromkeys("ab", "one"),
-        num_envs=1,
-        fragment_length=fragment_length,
-        num_fragments=num_fragments,
-        seed=0,
-        **options,
-    )
+def observations(batches: Any, *, several: bool = False) -> Any:
+    """The observations of all batches, of the module "one" where there are several agents."""
+    return np.concatenate([(batch["one"] if several else batch)["obs"] for batch in batches if batch])
 
 
 def assert_stacks(rows: Any, least: int) -> None:
@@ -128,66 +95,46 @@ def assert_stacks(rows: Any, least: int) -> None:
 
 
 @TAUGHT
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_train_batches_of_a_rollout(pieces: str, length: int) -> None:
-    with rollout(length, 12, learner_connector=PIECES[pieces]) as made:
-        assert_stacks(np.concatenate([batch["obs"] for batch in made.batches()]), 24 * length)
+@pytest.mark.parametrize(("several", "length"), [(False, 1), (False, 2), (False, 5), (True, 5)])
+def test_train_batches_of_a_rollout(pieces: str, length: int, several: bool) -> None:
+    with rollout(length, 10, several=several, learner_connector=PIECES[pieces]) as made:
+        assert_stacks(observations(made.batches(), several=several), 20 * length - 2 * several)
 
 
 @TAUGHT
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_batches_of_a_dataset(pieces: str, batch_size: int, shuffled: bool, tmp_path: Path) -> None:
-    with rollout(5, 5) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
-        for fragment in made.fragments():
-            sink(fragment)
-    source = DatasetSource(
-        tmp_path / "set",
-        batch_size=batch_size,
-        learner_connector=PIECES[pieces],
-        window_steps=8,
-        shuffle_seed=3 if shuffled else None,
-    )
-    assert_stacks(np.concatenate([batch["obs"] for batch in source.batches()]), 50)
-
-
-@TAUGHT
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_several_agents_batches_of_a_rollout_and_of_a_dataset(pieces: str, batch_size: int, tmp_path: Path) -> None:
-    with rollout_of_two(5, 5, learner_connector=PIECES[pieces]) as made:
-        assert_stacks(np.concatenate([batch["one"]["obs"] for batch in made.batches()]), 48)
-    with rollout_of_two(5, 5) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
-        for fragment in made.fragments():
-            sink(fragment)
-    source = DatasetSource(tmp_path / "set", batch_size=batch_size, learner_connector=PIECES[pieces])
-    batches = [batch["one"]["obs"] for batch in source.batches() if "one" in batch]
-    assert_stacks(np.concatenate(batches), 48)
+@pytest.mark.parametrize("shuffle_seed", [None, 3])
+@pytest.mark.parametrize("several", [False, True])
+def test_batches_of_a_dataset(
+    pieces: str, batch_size: int, shuffle_seed: int | None, several: bool, tmp_path: Path
+) -> None:
+    with rollout(5, 5, several=several) as made:
+        write_dataset(made.fragments(), tmp_path / "set", rollout=made)
+    options: Any = {"batch_size": batch_size, "learner_connector": PIECES[pieces], "shuffle_seed": shuffle_seed}
+    source = DatasetSource(tmp_path / "set", window_steps=8, **options)
+    assert_stacks(observations(source.batches(), several=several), 50 - 2 * several)
 
 
 def test_a_piece_that_joins_a_datasets_pipeline_later_is_counted(tmp_path: Path) -> None:
-    with rollout(11, 1) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
-        for fragment in made.fragments():
-            sink(fragment)
+    with rollout(11, 1) as made:
+        write_dataset(made.fragments(), tmp_path / "set", rollout=made)
     source = DatasetSource(tmp_path / "set", batch_size=4)
     source.learner_pipeline.prepend(FrameStacking(num_frames=4, as_learner_connector=True))
-    assert_stacks(np.concatenate([batch["obs"] for batch in source.batches()]), 22)
+    assert_stacks(observations(source.batches()), 22)
 
 
 @TAUGHT
 def test_a_lookback_of_a_dataset_that_is_too_small_is_refused(pieces: str, tmp_path: Path) -> None:
-    with rollout(5, 1) as made, DatasetSink(tmp_path / "set", rollout=made) as sink:
-        for fragment in made.fragments():
-            sink(fragment)
+    with rollout(5, 1) as made:
+        write_dataset(made.fragments(), tmp_path / "set", rollout=made)
     with pytest.raises(ValueError, match=r"lookback is 2, expected at least 3: (FrameStacking|Before) looks back"):
         DatasetSource(tmp_path / "set", lookback=2, learner_connector=PIECES[pieces])
 
 
 @TAUGHT
 def test_an_episode_without_its_beginning_is_refused(pieces: str, tmp_path: Path) -> None:
-    with rollout(5, 2) as made, DatasetSink(tmp_path / "set") as sink:
-        for fragment in made.fragments():
-            if fragment.sequence == 1:
-                sink(fragment)
+    with rollout(5, 2) as made:
+        write_dataset([fragment for fragment in made.fragments() if fragment.sequence == 1], tmp_path / "set")
     source = DatasetSource(tmp_path / "set", learner_connector=PIECES[pieces])
     with pytest.raises(ConnectorError, match=r"looks back 3 steps, but the chunk that begins at step 5 of .* shows 0"):
         list(source.batches())
@@ -232,7 +179,7 @@ def test_a_trainer_elsewhere_refuses_the_first_fragment_of_a_rollout_that_keeps_
     stream = trainer(learner_connector=PIECES[pieces])
     with fed(stream, rollout(5, 3, lookback=lookback)):
         if lookback == 3:
-            assert_stacks(np.concatenate([np.asarray(batch["obs"]) for batch in stream]), 30)
+            assert_stacks(observations(stream), 30)
         else:
             with pytest.raises(ConnectorError, match="looks back 3 steps, but fragments keep 1"):
                 next(iter(stream))

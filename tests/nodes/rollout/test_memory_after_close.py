@@ -14,6 +14,7 @@ from feeding_rollouts import agents_rollout_over, fed, trainer
 from leftovers import join_loop_workers, shared_mappings
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
+from places import PLACES
 from remote_hosts import hosting, listening
 from remote_rollouts import makers, rollouts_on
 
@@ -25,15 +26,8 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.graph.run import Run
 
-PLACES: list[dict[str, Any]] = [
-    {"where": "inline"},
-    {"where": "inline", "prefetch": 1},  # in a thread
-    {"where": "inline", "lanes": 2, "max_batch": 4},
-    {"where": "threads", "lanes": 2},
-    {"where": "processes", "workers": 1},
-    {"where": "rollouts", "workers": 1},
-]
-NAMES = ["inline", "ahead", "joint", "threads", "processes", "rollouts"]
+WAYS = {name: options for name, options in PLACES.items() if name != "forward in a thread"}
+JOINT: dict[str, Any] = {"joint": {"lanes": 2, "max_batch": 4}}
 
 
 class Memory:
@@ -163,13 +157,13 @@ def check_ended(memory: Memory, ended: Any) -> "weakref.ref[Any]":
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
-@pytest.mark.parametrize("place", PLACES, ids=NAMES)
+@pytest.mark.parametrize("way", WAYS | JOINT)
 def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(
-    memory: Memory, place: dict[str, Any], end: Callable[[Any], None]
+    memory: Memory, way: str, end: Callable[[Any], None]
 ) -> None:
-    if place.get("prefetch") and end is leave_async:
+    if way == "ahead" and end is leave_async:
         pytest.skip("an async loop runs in no thread of its own")
-    rollout = rollout_of(**place)
+    rollout = rollout_of(**(WAYS | JOINT)[way])
     end(rollout)
     ref = check_ended(memory, rollout)
     assert rollout.report().nodes
@@ -179,9 +173,9 @@ def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(
     assert memory.mappings == 0
 
 
-@pytest.mark.parametrize("place", [*PLACES[:2], *PLACES[3:]], ids=[*NAMES[:2], *NAMES[3:]])
-def test_memory_of_several_agents_is_free(memory: Memory, place: dict[str, Any]) -> None:
-    rollout = agents_of(**place)
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_of_several_agents_is_free(memory: Memory, way: str) -> None:
+    rollout = agents_of(**WAYS[way])
     read_all(rollout)
     ref = check_ended(memory, rollout)
     del rollout
@@ -189,9 +183,9 @@ def test_memory_of_several_agents_is_free(memory: Memory, place: dict[str, Any])
     assert memory.mappings == 0
 
 
-@pytest.mark.parametrize("place", PLACES[:4], ids=NAMES[:4])
-def test_memory_is_free_once_the_error_of_an_environment_is_gone(memory: Memory, place: dict[str, Any]) -> None:
-    rollout = rollout_of(fails_at=12, **place)
+@pytest.mark.parametrize("way", ["inline", "ahead", "threads", "joint"])
+def test_memory_is_free_once_the_error_of_an_environment_is_gone(memory: Memory, way: str) -> None:
+    rollout = rollout_of(fails_at=12, **(WAYS | JOINT)[way])
     with pytest.raises(ValueError, match="the simulator fails"), rollout:  # its traceback refers to the rollout
         for _ in rollout.batches():
             pass
@@ -305,12 +299,12 @@ async def be_cancelled(graph: Graph, runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("end", [run_to_the_end, leave_at_a_batch, be_cancelled], ids=lambda end: end.__name__)
-@pytest.mark.parametrize("place", [PLACES[0], PLACES[3]], ids=[NAMES[0], NAMES[3]])
+@pytest.mark.parametrize("place", ["inline", "threads"])
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_memory_is_free_after_a_graph(
-    memory: Memory, end: Callable[[Graph, list[Run]], Any], place: dict[str, Any], backend: str
+    memory: Memory, end: Callable[[Graph, list[Run]], Any], place: str, backend: str
 ) -> None:
-    rollout = rollout_of(**place)
+    rollout = rollout_of(**WAYS[place])
     graph = graph_with(rollout, latest=Latest(), thread=InThread(False))
     runs: list[Run] = []
     anyio.run(end, graph, runs, backend=backend)

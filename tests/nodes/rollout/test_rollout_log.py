@@ -19,6 +19,7 @@ from anyio import to_thread
 from leftovers import held_here
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
+from places import PLACES
 
 from rollflow import Graph, MultiAgentRollout, Rollout
 from rollflow.nodes import EpisodeReturns, RandomModule
@@ -39,20 +40,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"prefetch": 1},
-        {"where": "threads"},
-        {"where": "processes", "workers": 1},
-        {"where": "rollouts", "workers": 1},
-    ],
-    ids=["inline", "ahead", "threads", "processes", "rollouts"],
-)
-def test_the_last_row_has_what_the_rollout_says_of_itself(tmp_path: Path, options: Any) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_the_last_row_has_what_the_rollout_says_of_itself(tmp_path: Path, place: str) -> None:
     path = tmp_path / "run.jsonl"
-    with rollout_of(path, **options) as rollout:
+    with rollout_of(path, **PLACES[place]) as rollout:
         for number, _ in enumerate(rollout.batches()):
             rollout.log("train/loss", number)
             rollout.metrics.log_value(("filter", "mean"), 2.0)

@@ -1,32 +1,23 @@
 """Snapshots of rollouts: what another process sees of them, also while a step hangs, and that nothing is left."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from anyio import to_thread
-from held_envs import LONGEST_S, Held, await_held, let_go
+from held_envs import await_that
 from leftovers import held_here
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
+from places import PLACES
 
 from rollflow import Fragment, Graph, MultiAgentRollout, Rollout
 from rollflow.nodes import RandomModule
 from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.run_socket import snapshots
 
-ANYWHERE: dict[str, dict[str, Any]] = {
-    "inline": {},
-    "ahead": {"prefetch": 1},
-    "threads": {"where": "threads"},
-    "forward in a thread": {"where": "threads", "forward_in_thread": True},
-    "processes": {"where": "processes", "workers": 1},
-    "rollouts": {"where": "rollouts", "workers": 1},
-}
-PLACES = [*list(ANYWHERE)[:-1], pytest.param("rollouts", marks=pytest.mark.slow)]
 STAGES = ["env", "env_to_module", "module", "module_to_env"]
 
 
@@ -43,7 +34,7 @@ def rollout_of(**options: Any) -> Rollout:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_snapshot_has_what_the_rollout_says_of_itself(place: str, folder: Path) -> None:
-    with rollout_of(num_fragments=None, **ANYWHERE[place]) as rollout:
+    with rollout_of(num_fragments=None, **PLACES[place]) as rollout:
         next(rollout.batches())
         rollout.publish(rollout.module.state_dict())
         [found] = snapshots()
@@ -62,57 +53,6 @@ def test_a_snapshot_has_what_the_rollout_says_of_itself(place: str, folder: Path
         assert {edge["target"] for edge in found["edges"]} <= inside | {"fragments"}
     assert snapshots() == []
     assert not folder.exists()
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_rollout_whose_step_hangs_answers(place: str, tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    rollout = Rollout(env, module=NumberedModule(), fragment_length=8, num_fragments=1, seed=0, **ANYWHERE[place])
-
-    def read() -> None:
-        with rollout:
-            for _ in rollout.batches():
-                pass
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        try:
-            await_held(tmp_path, 0)
-            found = awaited(" is in step()")
-        finally:
-            let_go(tmp_path, 0)
-        reading.result()
-    [party] = [party for party in found["parties"] if party["doing"] == "is in step()"]
-    assert "lane 0" in party["name"]
-    assert party["age_s"] > 0.0
-    assert found["diagnosis"]["state"] == "waits"
-    assert f"{party['name']} is in step()" in found["diagnosis"]["text"]
-
-
-@pytest.mark.parametrize("place", list(ANYWHERE)[:-1])
-def test_a_rollout_in_its_first_reset_answers(place: str, tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(50, 50), resets=[0])
-    rollout = Rollout(env, module=NumberedModule(), fragment_length=8, num_fragments=1, seed=0, **ANYWHERE[place])
-    with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(rollout.start)
-        try:
-            await_held(tmp_path, 0)
-            [found] = snapshots()
-        finally:
-            let_go(tmp_path, 0)
-        starting.result()
-    rollout.close()
-    assert "error" not in found
-    assert found["figures"]["time/total_timesteps"] == 0
-
-
-def awaited(text: str) -> dict[str, Any]:
-    """The only run's snapshot, once its diagnosis has a text."""
-    until = time.monotonic() + LONGEST_S
-    while text not in (found := snapshots()[0])["diagnosis"]["text"]:
-        assert time.monotonic() < until, found
-        time.sleep(0.01)
-    return found
 
 
 @pytest.mark.anyio
@@ -158,14 +98,19 @@ async def test_a_graph_has_one_snapshot_with_its_rollouts_as_parts() -> None:
 
 def with_returns() -> dict[str, Any]:
     """The only run's snapshot, once its sink has a fragment, and each rollout a round, a mean return, and a lag."""
-    until = time.monotonic() + LONGEST_S
-    while True:
+    taken: list[dict[str, Any]] = []
+
+    def is_there() -> bool:
         [found] = snapshots()
+        taken.append(found)
         of_parts = [part["figures"] for part in found["parts"].values()]
-        has_returns = [{"rollout/ep_rew_mean", "policy/lag"} <= each.keys() for each in of_parts]
-        if all(has_returns) and all(each["time/iterations"] for each in of_parts) and found["nodes"]["sink"]["items"]:
-            return found
-        assert time.monotonic() < until, found
+        have_returns = all({"rollout/ep_rew_mean", "policy/lag"} <= each.keys() for each in of_parts)
+        return bool(
+            have_returns and found["nodes"]["sink"]["items"] and all(each["time/iterations"] for each in of_parts)
+        )
+
+    await_that(is_there, lambda: taken[-1])
+    return taken[-1]
 
 
 def test_several_agents_have_a_snapshot() -> None:

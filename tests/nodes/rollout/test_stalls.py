@@ -7,165 +7,137 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
-import held_envs
 import pytest
 from doctor_clock import Looking
-from held_envs import LONGEST_S, Held, await_held, await_that, let_go
-from numbered_agents import NumberedAgents
+from held_envs import LONGEST_S, Held, await_file, await_held, await_that, let_go
+from held_parts import HeldAgents, HeldModule, HeldPiece
 from numbered_module import NumberedEnv, NumberedModule
-from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
+from places import PLACES, rollout_at
+from remote_hosts import HostProcess, listening
+from remote_rollouts import HASTY
+from stalled_rollouts import OPTIONS, await_blocker, await_bottleneck, await_end_of, being_read, line_of
 
-from rollflow import ConnectorV2, MultiAgentRollout, Rollout
+from rollflow import MultiAgentRollout, RemoteEnvs, Rollout
 from rollflow.nodes import RandomModule
 from rollflow.stream import StallError
+from rollflow.stream.observe import run_socket
+from rollflow.stream.observe.run_socket import snapshots
 from rollflow.stream.observe.stacks import is_debugged_now
 
-ANYWHERE: dict[str, dict[str, Any]] = {
-    "inline": {},
-    "ahead": {"prefetch": 1},
-    "threads": {"where": "threads"},
-    "forward in a thread": {"where": "threads", "forward_in_thread": True},
-    "processes": {"where": "processes", "workers": 1},
-    "rollouts": {"where": "rollouts", "workers": 1},
-}
-PLACES = {
+WORKER = r"\(lane 0, worker 0, pid \d+\)"
+HOST = r"\(lane 0, host sim \(.*\)\)"
+ENVS = {
     "inline": r"env \(lane 0\)",
     "ahead": r"env \(lane 0\)",
     "threads": r"env \(lane 0, in its thread\)",
     "forward in a thread": r"env \(lane 0, in its thread\)",
-    "processes": r"env \(lane 0, worker 0, pid \d+\)",
-    "rollouts": r"rollouts \(lane 0, worker 0, pid \d+\)",
+    "processes": f"env {WORKER}",
+    "rollouts": f"rollouts {WORKER}",
+    "hosts": f"env {HOST}",
+    "hosted rollouts": f"rollouts {HOST}",
+}
+HERE = ["inline", "ahead", "threads"]
+
+
+class Fault(NamedTuple):
+    """What comes to a stand: a function of an environment or of a stage's part, of which the log says this.
+
+    held      arguments of `Held`
+    places    where it is tried
+    """
+
+    function: Any
+    says: str
+    stage: str = "env"
+    held: dict[str, Any] = {}  # noqa: RUF012
+    places: list[str] = HERE
+
+
+STEP, RESET = r"is in step\(\)", r"is in reset\(\)"
+FAULTS = {
+    "step": Fault(Held.step, STEP, held={"lengths": (50, 50), "steps": [3]}, places=list(ENVS)),
+    "first reset": Fault(
+        Held.reset, RESET, held={"resets": [0]}, places=[*HERE, "processes", "hosts", "hosted rollouts"]
+    ),
+    "first reset of an episode": Fault(
+        Held.reset, RESET, held={"lengths": (4, 4), "resets": [1]}, places=[*HERE, "processes", "rollouts"]
+    ),
+    "later reset": Fault(Held.reset, RESET, held={"lengths": (3, 3), "resets": [2]}, places=[*HERE, "processes"]),
+    "step of agents": Fault(HeldAgents.step, STEP, places=[*HERE, "processes", "rollouts"]),
+    "reset of agents": Fault(HeldAgents.reset, RESET),
+    "module": Fault(
+        HeldModule._forward, "is in a forward pass", "module", places=[*HERE, "forward in a thread", "rollouts"]
+    ),
+    "env_to_module": Fault(HeldPiece.__call__, "is in its call", "env_to_module", places=[*HERE, "rollouts"]),
+    "module_to_env": Fault(HeldPiece.__call__, "is in its call", "module_to_env"),
+    "learner": Fault(HeldPiece.__call__, "makes a batch", "learner_pipeline", places=["inline"]),
 }
 
 
-@pytest.mark.parametrize("place", ANYWHERE)
-def test_a_step_that_hangs_is_named_with_its_place_and_its_line(place: str, tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **OPTIONS, **ANYWHERE[place])
-    with being_read(rollout, lambda: let_go(tmp_path, 0)):
-        await_held(tmp_path, 0)
-        await_blocker(rollout, "rollouts" if place == "rollouts" else "env")
-        lines = Looking(rollout._doctor).until_told(6.5).splitlines()
-        is_one = r"no fragment for \d\.\d s: " + PLACES[place] + r" is in step\(\) since \d\.\d s; .*caller waits?.*"
-        assert re.fullmatch(is_one, lines[0]), lines[0]
-        assert any(line_of(Held.step, "self._wait()") in line for line in lines[1:-1]), lines
-        assert lines[1].startswith(f"  at {held_envs.__file__}:")
-        assert re.fullmatch(r"do: .* see docs/how_to/find_what_holds_back\.md#when-it-stands-still", lines[-1])
-        diagnosis = rollout.diagnose()
-        assert diagnosis.blocker is not None
-        assert (diagnosis.state, diagnosis.blocker.doing, diagnosis.is_closed) == ("waits", "is in step()", False)
-        assert any(frame.name.endswith("step") and frame.file == held_envs.__file__ for frame in diagnosis.stack)
+@contextmanager
+def held_rollout(name: str, place: str, folder: Path) -> Iterator[Any]:
+    """A rollout that has come to a stand, and goes on at the end."""
+    fault, options = FAULTS[name], dict(OPTIONS)
+    module: Any = NumberedModule()
+    env: Any = partial(Held, 0, folder, **fault.held) if fault.held else partial(NumberedEnv, 0)
+    if name.endswith("of agents"):
+        env, module = partial(HeldAgents, folder, fault.function.__name__), RandomModule
+        options |= {"kind": MultiAgentRollout, "fragment_length": 256}
+    elif name == "module":
+        module, options = HeldModule(folder), options | {"flat_forward": False}
+    elif fault.stage != "env":
+        options |= {f"{name}_connector": lambda *spaces: HeldPiece(folder), "num_fragments": 5}
+    with (
+        rollout_at(place, [env], acts={"module": module}, hosts={"name": "sim"}, **options) as rollout,
+        being_read(rollout, lambda: let_go(folder, 0)),
+    ):
+        await_held(folder, 0)
+        yield rollout
 
 
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "processes"])
-@pytest.mark.parametrize("number", [0, 1], ids=["before a step", "within a step"])
-def test_a_first_reset_has_half_a_minute_and_is_named_then(place: str, number: int, tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(4, 4), resets=[number])
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **OPTIONS, **ANYWHERE[place])
-    with being_read(rollout, lambda: let_go(tmp_path, 0)):
-        await_held(tmp_path, 0)
-        await_blocker(rollout, "env")
+@pytest.fixture(autouse=True)
+def _own_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(run_socket.FOLDER, str(tmp_path / "runs"))
+
+
+@pytest.mark.parametrize(("name", "place"), [(name, place) for name, fault in FAULTS.items() for place in fault.places])
+def test_what_hangs_is_named_with_its_place_and_its_line(name: str, place: str, tmp_path: Path) -> None:
+    """By the log and `diagnose()`, in a snapshot as other processes take it, and in the report."""
+    function, says, stage, *_ = FAULTS[name]
+    has_rollouts, is_hosted = place in ("rollouts", "hosted rollouts"), place in ("hosts", "hosted rollouts")
+    if is_hosted:
+        says = rf"has no answer to {function.__name__}\(\)"
+    elif has_rollouts and stage != "env":
+        says = f"is in node '{stage}'"
+    party = ENVS[place] if has_rollouts or stage == "env" else stage
+    with held_rollout(name, place, tmp_path) as rollout:
+        await_blocker(rollout, party.split()[0], calls=int(name == "later reset" or (is_hosted and name == "step")))
         looking = Looking(rollout._doctor)
-        assert looking.for_s(25.0) == []
-        text = looking.until_told(8.0)
-        assert re.search(PLACES[place] + r" is in reset\(\) since", text), text
-        assert line_of(Held.reset, "self._wait()") in text
-
-
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "processes"])
-def test_a_later_reset_is_named_after_the_time_of_any_call(place: str, tmp_path: Path) -> None:
-    env = partial(Held, 0, tmp_path, lengths=(3, 3), resets=[2])
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **OPTIONS, **ANYWHERE[place])
-    with being_read(rollout, lambda: let_go(tmp_path, 0)):
-        await_held(tmp_path, 0)
-        await_blocker(rollout, "env", calls=1)
-        text = Looking(rollout._doctor).until_told(6.5)
-        assert re.search(PLACES[place] + r" is in reset\(\) since 5", text), text
-
-
-class Locked(NumberedModule):
-    """Takes a lock in its third forward pass that somebody else has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes, self.lock, self.hangs = 0, threading.Lock(), threading.Event()
-        self.lock.acquire()
-
-    def __deepcopy__(self, memo: Any) -> "Locked":
-        return self
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.passes += 1
-        if self.passes == 3:
-            self.hangs.set()
-            with self.lock:
-                pass
-        return super()._forward(batch, **kwargs)
-
-
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "forward in a thread"])
-def test_a_lock_in_a_module_is_named_with_its_line(place: str) -> None:
-    module = Locked()
-    rollout = Rollout(lambda: NumberedEnv(0), module=module, flat_forward=False, **OPTIONS, **ANYWHERE[place])
-    with being_read(rollout, module.lock.release):
-        assert module.hangs.wait(LONGEST_S)
-        await_blocker(rollout, "module")
-        text = Looking(rollout._doctor).until_told(6.5)
-        assert re.match(r"no fragment for .*: module is in a forward pass since 5\.\d s; ", text), text
-        assert (
-            text.splitlines()[1]
-            == f"  at {line_of(Locked._forward, 'with self.lock')} in Locked._forward: with self.lock:"
-        )
-
-
-class Stuck(ConnectorV2):
-    """Stands still at its third call."""
-
-    calls = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.hangs, self.goes = threading.Event(), threading.Event()
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        if self.calls == 3:
-            self.hangs.set()
-            self.goes.wait(LONGEST_S)
-        return batch
-
-
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads"])
-@pytest.mark.parametrize("pipeline", ["env_to_module", "module_to_env"])
-def test_a_connector_that_stands_still_is_named_with_its_line(place: str, pipeline: str) -> None:
-    piece = Stuck()
-    connector: Any = {f"{pipeline}_connector": lambda env: piece}
-    rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **connector, **OPTIONS, **ANYWHERE[place])
-    with being_read(rollout, piece.goes.set):
-        assert piece.hangs.wait(LONGEST_S)
-        await_blocker(rollout, pipeline)
-        text = Looking(rollout._doctor).until_told(6.5)
-        assert f": {pipeline} is in its call since 5." in text
-        assert text.splitlines()[1].startswith(f"  at {line_of(Stuck.__call__, 'goes.wait')} in Stuck.__call__")
-
-
-def test_a_learner_piece_that_stands_still_is_named() -> None:
-    piece = Stuck()
-    options = OPTIONS | {"num_fragments": 5}
-    rollout = Rollout(
-        lambda: NumberedEnv(0), module=NumberedModule(), learner_connector=lambda *spaces: piece, **options
-    )
-    with being_read(rollout, piece.goes.set):
-        assert piece.hangs.wait(LONGEST_S)
-        text = Looking(rollout._doctor).until_told(6.5)
-        assert ": learner_pipeline makes a batch since 5." in text
-        assert f"  at {line_of(Stuck.__call__, 'goes.wait')} in Stuck.__call__" in text
-        assert "rollout.learner_pipeline.timers()" in text
+        if name.startswith("first reset") and place != "rollouts":
+            assert looking.for_s(25.0) == []  # it has half a minute
+        lines = looking.until_told(10.0 if looking.spent else 6.5).splitlines()
+        assert re.fullmatch(rf"no fragment for \d+\.\d s: {party} {says} since \d+\.\d s; .*", lines[0]), lines[0]
+        assert lines[-1].startswith("do: ")
+        diagnosis, [found] = rollout.diagnose(), snapshots()
+        assert diagnosis.blocker is not None
+        assert re.fullmatch(says, diagnosis.blocker.doing)
+        assert (diagnosis.state, diagnosis.is_closed, found["diagnosis"]["state"]) == ("waits", False, "waits")
+        assert re.search(f"{party} {says}", found["diagnosis"]["text"])
+        [told] = [each for each in found["parties"] if re.fullmatch(party, each["name"])]
+        assert told["age_s"] > 0.0
+        if not is_hosted:
+            at = line_of(function, "held.call()" if function.__qualname__ != f"Held.{function.__name__}" else "_wait()")
+            assert any(at in line for line in lines[1:-1]), lines
+            assert any(frame.name.endswith(function.__name__) for frame in diagnosis.stack)
+        if name in ("step", "first reset", "module"):
+            report = await_bottleneck(rollout.report, "rollouts" if place == "hosted rollouts" else stage)
+            assert f"held back by {report.bottleneck}" in str(report)
 
 
 @pytest.mark.slow
@@ -175,7 +147,7 @@ def test_a_reader_that_holds_its_batch_is_no_stall_and_diagnose_says_for_how_lon
         next(batches)
         next(batches)
         looking = Looking(rollout._doctor)
-        assert looking.for_s(3600.0) == []
+        assert looking.for_s(600.0) == []
         diagnosis = rollout.diagnose()
         assert diagnosis.state == "caller works"
         assert re.fullmatch(
@@ -201,15 +173,79 @@ def test_a_worker_that_is_stopped_is_named_with_its_process(tmp_path: Path) -> N
         assert f"do: kill -CONT {pid}" in text
 
 
-def test_of_several_lanes_in_a_worker_the_one_that_hangs_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["processes", "hosts"])
+def test_of_several_lanes_in_a_process_the_one_that_hangs_is_named(place: str, tmp_path: Path) -> None:
     envs = [partial(Held, slot, tmp_path, lengths=(50, 50), steps=[3] if slot == 1 else []) for slot in range(2)]
-    rollout = Rollout(envs, lanes=2, module=NumberedModule(), where="processes", workers=1, **OPTIONS)
-    with being_read(rollout, lambda: let_go(tmp_path, 1)):
-        await_held(tmp_path, 1)  # lane 0 waits for its turn in the same thread
+    options: Any = {"envs": {"lanes": 2}, "acts": {"module": NumberedModule()}, "hosts": {"name": "sim"}, **OPTIONS}
+    with (
+        rollout_at(place, envs, **options) as rollout,
+        being_read(rollout, lambda: let_go(tmp_path, 1)),
+    ):
+        await_held(tmp_path, 1)  # lane 0 of the worker waits for its turn in the same thread
+        if place == "hosts":
+            await_end_of(rollout, 0)
+        await_blocker(rollout, "env", calls=int(place == "hosts"))
+        text = Looking(rollout._doctor).until_told(8.0)
+    told = r"host sim \(.*\)\) has no answer to" if place == "hosts" else r"worker 0, pid \d+\) is in"
+    assert re.search(rf"env \(lane 1, {told} step\(\)", text), text
+    assert place == "hosts" or line_of(Held.step, "self._wait()") in text, text
+
+
+class WithoutEnd(NumberedEnv):
+    """Is in C code, which lets no other thread of the process have the interpreter, in its first life's third step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(0)
+        self.folder, self.steps = folder, 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 3 and not (self.folder / "hangs").exists():
+            (self.folder / "hangs").touch()
+            re.fullmatch("(a+)+b", "a" * 64)
+        return super().step(action)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_a_worker_that_hangs_in_c_code_gives_its_stack_too(where: str, tmp_path: Path) -> None:
+    rollout = Rollout(lambda: WithoutEnd(tmp_path), module=NumberedModule(), **OPTIONS, **PLACES[where])
+    pid = rollout.environments._workers[0].pid
+    with being_read(rollout, partial(os.kill, pid, signal.SIGKILL)):
+        await_file(tmp_path / "hangs")
+        await_blocker(rollout, "rollouts" if where == "rollouts" else "env")
+        text = Looking(rollout._doctor).until_told(6.5)
+    assert re.search(WORKER + r" is in step\(\) since 5\.", text), text
+    assert f"  at {line_of(WithoutEnd.step, 're.fullmatch')}" in text, text
+
+
+@pytest.mark.slow
+def test_a_host_that_was_killed_is_named_and_then_that_none_is_left(tmp_path: Path) -> None:
+    remote = listening(RemoteEnvs, limits=HASTY)
+    makers = [((0, tmp_path), {"lengths": (50, 50), "steps": [3]})]
+    host = HostProcess(remote.addresses[0], makers, name="sim", env=Held)
+    rollout = Rollout(remote, module=NumberedModule(), **OPTIONS)
+
+    def none_is_left() -> bool:
+        look, blocker = rollout._doctor.look(), rollout.diagnose().blocker
+        has_steps = look is not None and look.exits[0].items == 1  # the fragment of the lost lane's steps has left
+        return has_steps and blocker is not None and blocker.doing == "has no host left, and waits for others"
+
+    def kill() -> None:
+        await_held(tmp_path, 0)
+        host.signal(signal.SIGKILL)
+        host.process.communicate()
+        await_that(none_is_left, rollout.diagnose)
+
+    another = HostProcess(remote.addresses[0], [((1,), {})], name="another")
+    another.signal(signal.SIGSTOP)
+    with being_read(rollout, partial(another.signal, signal.SIGCONT)):
+        kill()
         await_blocker(rollout, "env")
-        text = Looking(rollout._doctor).until_told(7.5)
-        assert re.search(r"env \(lane 1, worker 0, pid \d+\) is in step\(\)", text), text
-        assert line_of(Held.step, "self._wait()") in text, text
+        text = Looking(rollout._doctor).until_told(8.0)
+    another.end()
+    assert re.match(r"no fragment for 5\.\d s: env has no host left, and waits for others since 5\.\d s; ", text), text
+    assert "do: start a host" in text
 
 
 # With the watcher's own thread
@@ -236,11 +272,11 @@ def heard() -> Iterator[Heard]:
     logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("place", ANYWHERE)
+@pytest.mark.parametrize("place", PLACES)
 def test_the_log_says_it_by_itself_and_once_more_when_it_goes_on(place: str, tmp_path: Path, heard: Heard) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
     options = OPTIONS | {"stall_after": 0.3, "num_fragments": None}
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **ANYWHERE[place])
+    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place])
 
     def read() -> None:
         with rollout:
@@ -267,7 +303,7 @@ def test_a_run_that_stands_still_is_ended_where_it_is_asked_for(place: str, tmp_
     options = OPTIONS | {"stall_after": 0.3, "on_stall": "raise"}
     with (
         pytest.raises(StallError, match=r"is in step\(\) since") as caught,
-        Rollout(env, num_envs=1, module=NumberedModule(), **options, **ANYWHERE[place]) as rollout,
+        Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place]) as rollout,
     ):
         try:
             next(rollout.fragments())
@@ -317,7 +353,7 @@ def test_a_debugger_that_holds_a_thread_is_seen() -> None:
 async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_path: Path) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
     options = OPTIONS | {"stall_after": 0.3, "on_stall": "raise"}
-    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **ANYWHERE[place])
+    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place])
     if place == "inline":  # the loop's own thread hangs: the error comes when the step does
         threading.Timer(1.0, let_go, [tmp_path, 0]).start()
     try:
@@ -330,49 +366,13 @@ async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_
     assert str(rollout.diagnose()) == "it is not running"
 
 
-class HeldAgents(NumberedAgents):
-    """Stands still in its third call of a method."""
-
-    method = ""
-    calls = 0
-    hangs, goes = threading.Event(), threading.Event()
-
-    def step(self, actions: Any) -> Any:
-        self.wait("step")
-        return super().step(actions)
-
-    def reset(self, **kwargs: Any) -> Any:
-        self.wait("reset")
-        return super().reset(**kwargs)
-
-    def wait(self, method: str) -> None:
-        self.calls += self.method == method
-        if self.method == method and self.calls == 3:
-            self.hangs.set()
-            self.goes.wait(LONGEST_S)
-
-
-@pytest.mark.parametrize("place", ["inline", "ahead", "threads"])
-@pytest.mark.parametrize("method", ["step", "reset"])
-def test_a_call_of_several_agents_that_hangs_is_named(method: str, place: str) -> None:
-    HeldAgents.hangs, HeldAgents.goes, HeldAgents.method = threading.Event(), threading.Event(), method
-    options = OPTIONS | {"fragment_length": 256}
-    rollout = MultiAgentRollout(lambda: HeldAgents(0, nested=0), module=RandomModule, **options, **ANYWHERE[place])
-    with being_read(rollout, HeldAgents.goes.set):
-        assert HeldAgents.hangs.wait(LONGEST_S)
-        await_blocker(rollout, "env", calls=int(method == "reset"))
-        text = Looking(rollout._doctor).until_told(6.5)
-        assert re.search(PLACES[place] + rf" is in {method}\(\) since 5", text), text
-        assert f"  at {line_of(HeldAgents.wait, 'goes.wait')} in HeldAgents.wait" in text
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("place", ["inline", "threads", pytest.param("rollouts", marks=pytest.mark.slow)])
 async def test_another_task_that_holds_up_the_event_loop_of_a_rollout_is_named(
     place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = OPTIONS | {"num_fragments": None, "stall_after": 0.2}
-    rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **options, **ANYWHERE[place])
+    rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **options, **PLACES[place])
     told = "the event loop is held up by a task or a callback since "
 
     async def holds() -> None:  # from when the reader waits on

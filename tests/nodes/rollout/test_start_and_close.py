@@ -14,6 +14,7 @@ from leftovers import join_loop_workers
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv, numbered_envs
 from numbered_module import NumberedModule
+from places import PLACES
 
 from rollflow import Graph, MultiAgentRollout, Rollout
 from rollflow.nodes import EpisodeReturns, RandomModule
@@ -31,41 +32,33 @@ def rollout_of(count: int = 2, **options: Any) -> tuple[list[Any], Rollout]:
     return envs, Rollout(makers, module=NumberedModule(), fragment_length=4, seed=0, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"prefetch": 1}, {"where": "threads"}, {"max_batch": 2, "max_wait": 0.01, "lanes": 2}],
-    ids=["inline", "ahead", "threads", "joint passes"],
-)
-def test_what_start_begins_close_ends(options: Any) -> None:
+DRIVERS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "ahead": {"prefetch": 1},
+    "threads": {"where": "threads"},
+    "forward in a thread": {"forward_in_thread": True},
+    "joint passes": {"max_batch": 4, "max_wait": 0.01, "lanes": 1},
+}
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("options", DRIVERS.values(), ids=DRIVERS)
+def test_what_start_begins_close_ends(options: Any, several: bool) -> None:
     join_loop_workers()
     threads = set(threading.enumerate())
-    envs, rollout = rollout_of(**options)
+    rollout: Any = agents_rollout(**options) if several else rollout_of(**options)[1]
     assert rollout.start() is rollout
-    batches = rollout.batches()
-    for _, batch in zip(range(2), batches, strict=False):
-        assert len(batch["obs"])
+    for _, batch in zip(range(2), rollout.batches(), strict=False):
+        assert batch
     for _, batch in zip(range(1), rollout.batches(), strict=False):  # the next cell of a notebook
-        assert len(batch["obs"])
+        assert batch
     rollout.close()
     rollout.close()
-    assert all(env.closed for env in envs)
+    join_loop_workers()
+    assert rollout.environments.is_closed
     assert set(threading.enumerate()) <= threads
     assert rollout.report().nodes
     assert sum(rollout.lost.values()) + rollout._rounds.handed_steps == rollout.num_steps
-
-
-@pytest.mark.parametrize("options", [{}, {"where": "threads"}, {"forward_in_thread": True}])
-def test_several_agents_start_and_close_as_well(options: Any) -> None:
-    join_loop_workers()
-    threads = set(threading.enumerate())
-    rollout = agents_rollout(**options).start()
-    assert next(iter(rollout.batches()))
-    rollout.close()
-    join_loop_workers()
-    assert set(threading.enumerate()) <= threads
-    assert rollout.environments.is_closed
-    with pytest.raises(RunError, match="the rollout is closed: it runs once"):
-        rollout.start()
 
 
 def test_a_loop_goes_on_in_another_call_and_ends_with_close() -> None:
@@ -99,22 +92,19 @@ def test_before_start_and_after_close_errors_say_what_is_expected() -> None:
         rollout.drain()
 
 
-def test_close_without_start_closes_the_environments() -> None:
-    envs, rollout = rollout_of()
+@pytest.mark.parametrize("where", ["inline", "processes"])
+def test_close_without_start_closes_the_environments(where: Any) -> None:
+    envs, makers = numbered_envs(2)
+    rollout: Any = Rollout(makers, module=NumberedModule(), **PLACES[where])
+    workers = [] if where == "inline" else list(rollout.environments._workers.values())
     rollout.close()
     rollout.close()
-    assert all(env.closed for env in envs)
+    assert rollout.environments.is_closed
+    assert all(worker.has_ended(0.0) for worker in workers)
+    assert where == "processes" or all(env.closed for env in envs)
     assert rollout.lost == {}
     with pytest.raises(RunError, match="the rollout is closed: it runs once"):
         rollout.start()
-
-
-def test_worker_processes_end_with_close_without_start() -> None:
-    rollout = Rollout(numbered_envs(2)[1], where="processes", workers=1, module=NumberedModule())
-    [worker] = rollout.environments._workers.values()  # type: ignore[attr-defined]
-    rollout.close()
-    assert rollout.environments.is_closed
-    assert worker.has_ended(0.0)
 
 
 def test_close_within_a_block_is_all_that_the_block_would_do() -> None:
@@ -174,14 +164,6 @@ def test_repr_says_how_far_it_is() -> None:
     several = agents_rollout()
     assert repr(several) == "<MultiAgentRollout new: 1 lane × 1 environment × 4 agents, 0 steps made>"
     several.close()
-
-
-DRIVERS: dict[str, dict[str, Any]] = {
-    "inline": {},
-    "ahead": {"prefetch": 1},
-    "threads": {"where": "threads"},
-    "joint passes": {"max_batch": 2, "max_wait": 0.01, "lanes": 2},
-}
 
 
 @pytest.mark.parametrize("options", DRIVERS.values(), ids=DRIVERS)

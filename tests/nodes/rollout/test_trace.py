@@ -15,24 +15,15 @@ import anyio
 import pytest
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
-from remote_hosts import hosting, listening
+from places import PLACES, rollout_at
 from serial_module import SerialModule
-from traces import Event, arrows, assert_nested, busy_s, events_of, flows, repaired, tracks
+from traces import Event, assert_nested, busy_s, events_of, flows, repaired, tracks
 
-from rollflow import Fragment, Graph, MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
-from rollflow.nodes import EnvHost, RolloutHost
+from rollflow import Fragment, Graph, MultiAgentRollout, Rollout
 from rollflow.stream import Inlet
 from rollflow.stream.data.errors import GraphError
 
 ENVS = [partial(NumberedEnv, number) for number in range(4)]
-PLACES: dict[str, dict[str, Any]] = {
-    "inline": {"lanes": 2},
-    "prefetch": {"lanes": 2, "prefetch": 1},
-    "threads": {"where": "threads", "lanes": 2},
-    "processes": {"where": "processes", "workers": 2},
-    "forward in a thread": {"lanes": 2, "max_batch": 4, "forward_in_thread": True},
-    "rollouts": {"where": "rollouts", "workers": 2},
-}
 KILLED = """
 import sys
 from rollflow import Rollout
@@ -53,8 +44,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     @cache
     def run(place: str) -> tuple[list[Event], dict[str, Any]]:
         path = tmp_path_factory.mktemp("trace") / "run.trace"
-        options: dict[str, Any] = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
-        with Rollout(ENVS, trace=str(path), **options, **PLACES[place]) as rollout:
+        options: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "seed": 0, "trace": str(path)}
+        acts = {"module": NumberedModule()}
+        with rollout_at(place, ENVS, envs={"lanes": 2}, acts=acts, **options) as rollout, rollout:
             assert len(list(rollout.batches())) == 3
             nodes = rollout.report().as_dict()["nodes"]
         return events_of(path), nodes
@@ -62,7 +54,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     return run
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*PLACES, "hosts", "hosted rollouts"])
 def test_spans_nest_and_arrows_lead_to_the_update_that_used_a_fragment(traced: Traced, place: str) -> None:
     events, _ = traced(place)
     assert_nested(events)
@@ -77,7 +69,7 @@ def test_spans_nest_and_arrows_lead_to_the_update_that_used_a_fragment(traced: T
     assert used == [[f"lane 0: {number}", f"lane 1: {number}"] for number in range(3)]
 
 
-@pytest.mark.parametrize("place", ["inline", "prefetch", "threads", "processes"])
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "processes"])
 def test_spans_add_up_to_the_times_of_the_report(traced: Traced, place: str) -> None:
     events, nodes = traced(place)
     found = busy_s(events)
@@ -86,29 +78,19 @@ def test_spans_add_up_to_the_times_of_the_report(traced: Traced, place: str) -> 
     assert 0 < found["caller"] <= nodes["caller"]["busy_s"]
 
 
-@pytest.mark.parametrize(("place", "does"), [("threads", "step"), ("processes", "step"), ("rollouts", "rollout")])
+@pytest.mark.parametrize(
+    ("place", "does"),
+    [
+        *((place, "step") for place in ("threads", "processes", "hosts")),
+        *((place, "rollout") for place in ("rollouts", "hosted rollouts")),
+    ],
+)
 def test_a_lane_has_what_was_done_for_it_elsewhere(traced: Traced, place: str, does: str) -> None:
     spans = tracks(traced(place)[0])
     for lane in range(2):
         named = [event["name"] for _, _, event in spans[f"lane {lane}"]]
         assert named.count(does) == (24 if does == "step" else 3)
         assert named.count("reset") == (does == "step")
-
-
-@pytest.mark.parametrize(("kind", "does"), [(EnvHost, "step"), (RolloutHost, "rollout")])
-def test_a_lane_on_a_host_is_traced(tmp_path: Path, kind: Any, does: str) -> None:
-    remote: Any = listening(RemoteEnvs if kind is EnvHost else RemoteRollouts)
-    more = {} if kind is EnvHost else {"module": NumberedModule()}
-    options: dict[str, Any] = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
-    with hosting(remote.addresses[0], ENVS, kind=kind, lanes=2, **more):
-        rollout = Rollout(remote, trace=tmp_path / "run.trace", **options)
-        with rollout:
-            assert len(list(rollout.batches())) == 3
-    events = events_of(tmp_path / "run.trace")
-    assert_nested(events)
-    names = [event["name"] for _, _, event in tracks(events)["lane 1"]]
-    assert names.count(does) == (24 if does == "step" else 3)
-    assert sorted(stops[-1] for stops in arrows(events)) == [("caller", f"update {n}") for n in (0, 0, 1, 1, 2, 2)]
 
 
 @pytest.mark.parametrize("where", ["inline", "threads"])
