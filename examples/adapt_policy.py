@@ -77,14 +77,15 @@ def main(seed: int = 0) -> float:
     module, env = trained(seed), NewCartPole()
     ctx = ConnectorContext.from_policy(module)
     policy = ConnectorPolicy(module, default_agent_connectors(ctx), default_action_connectors(ctx))
-    adapted = policy.adapted(env, agent_connectors=[V2ToV1Obs(ctx)], action_connectors=[V1ToV2Action(ctx)])
+    policy.agent_connectors.prepend(V2ToV1Obs(ctx))
+    policy.action_connectors.append(V1ToV2Action(ctx))
     rewards = 0.0
     for episode in range(EPISODES):
         observation, _ = env.reset(seed=episode)
-        adapted.agent_connectors.reset("env_1")
+        policy.agent_connectors.reset("env_1")
         done = False
         while not done:
-            ((action, _, _),) = local_policy_inference(adapted, "env_1", "agent_1", observation, explore=False)
+            ((action, _, _),) = local_policy_inference(policy, "env_1", "agent_1", observation, explore=False)
             observation, reward, terminated, truncated, _ = env.step(action)
             rewards, done = rewards + reward, terminated or truncated
     print(f"mean return {rewards / EPISODES:.1f} in the new environment")

@@ -29,13 +29,14 @@ def lessons(module: Any) -> list[tuple[Any, Any]]:
     """Observations f32[T, 6] and actions i64[T, 2] of each episode that the adapted policy plays."""
     env, ctx = old.NewCartPole(), ConnectorContext.from_policy(module)
     policy = ConnectorPolicy(module, default_agent_connectors(ctx), default_action_connectors(ctx))
-    adapted = policy.adapted(env, agent_connectors=[old.V2ToV1Obs(ctx)], action_connectors=[old.V1ToV2Action(ctx)])
+    policy.agent_connectors.prepend(old.V2ToV1Obs(ctx))
+    policy.action_connectors.append(old.V1ToV2Action(ctx))
     episodes = []
     for number in range(LESSONS):
         (observation, _), seen, chosen, done = env.reset(seed=number), list[Any](), list[Any](), False
-        adapted.agent_connectors.reset("env_1")
+        policy.agent_connectors.reset("env_1")
         while not done:
-            ((action, _, _),) = local_policy_inference(adapted, "env_1", "agent_1", observation, explore=False)
+            ((action, _, _),) = local_policy_inference(policy, "env_1", "agent_1", observation, explore=False)
             seen.append(observation)
             chosen.append(action)
             observation, _, terminated, truncated, _ = env.step(action)

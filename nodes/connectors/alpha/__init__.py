@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     )
     from rollflow.nodes.connectors.alpha.agent_connectors import (
         ClipRewardAgentConnector as ClipRewardAgentConnector,
-        ConcurrentMeanStdObservationFilterAgentConnector as ConcurrentMeanStdObservationFilterAgentConnector,
-        EnvSamplingAgentConnector as EnvSamplingAgentConnector,
-        FlattenDataAgentConnector as FlattenDataAgentConnector,
         MeanStdObservationFilterAgentConnector as MeanStdObservationFilterAgentConnector,
         ObsPreprocessorConnector as ObsPreprocessorConnector,
         StateBufferConnector as StateBufferConnector,

@@ -9,7 +9,6 @@ from rollflow.nodes.connectors.alpha.connector import (
     ActionConnector,
     ActionConnectorDataType,
     array_of,
-    register_connector,
     without_params,
 )
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
@@ -32,9 +31,6 @@ class ConvertToNumpyConnector(ActionConnector):
         actions, states, fetches = ac_data.output
         output = (map_tree(array_of, actions), [map_tree(array_of, state) for state in states], fetches)
         return ActionConnectorDataType(ac_data.env_id, ac_data.agent_id, ac_data.input_dict, output)
-
-    def action_space_after(self, action_space: Space) -> Space:
-        return action_space
 
     to_state = without_params
 
@@ -96,9 +92,3 @@ def _read_only(actions: Tree) -> Any:
     if isinstance(actions, list | tuple):
         return tuple(map(_read_only, actions))
     return actions
-
-
-register_connector("ConvertToNumpyConnector", ConvertToNumpyConnector)
-register_connector("NormalizeActionsConnector", NormalizeActionsConnector)
-register_connector("ClipActionsConnector", ClipActionsConnector)
-register_connector("ImmutableActionsConnector", ImmutableActionsConnector)

@@ -1,6 +1,5 @@
 """Agent connectors that change or add columns: observations, rewards, and the policy's last output."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from rollflow.nodes.connectors.alpha.connector import (
     ConnectorContext,
     PolicyOutputType,
     SampleBatch,
-    register_connector,
     sample_of,
     without_params,
 )
@@ -26,7 +24,7 @@ from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilte
 from rollflow.nodes.connectors.spaces import Space
 from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.space import flat_size, flatten, is_columnar
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
 OBSERVATIONS = (SampleBatch.OBS, SampleBatch.NEXT_OBS)
@@ -98,34 +96,6 @@ def original_space(ctx: ConnectorContext, connector: AgentConnector) -> Space:
     return original
 
 
-class FlattenDataAgentConnector(AgentConnector):
-    """Turns every column that is a tree or an array into one vector; single numbers, infos and states stay.
-
-    Actions stay as well. Parts of a dict come by sorted key. In the policy's input the batch axis stays.
-    """
-
-    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
-        data = ac_data.data
-        if isinstance(data, AgentConnectorsOutput):
-            flat = SampleBatch({name: self._flat(name, value, 1) for name, value in data.sample_batch.items()})
-            made: Any = AgentConnectorsOutput(data.raw_dict, flat, data.for_training)
-        else:
-            made = {name: self._flat(name, value, 0) for name, value in columns_of(self, ac_data).items()}
-        return AgentConnectorDataType(ac_data.env_id, ac_data.agent_id, made)
-
-    def _flat(self, name: str, value: Tree, leading: int) -> Any:
-        if value is None or name in (SampleBatch.INFOS, SampleBatch.ACTIONS) or name.startswith("state_"):
-            return value
-        leaves = [np.asarray(leaf) for leaf in leaves_of(value)]
-        if len(leaves) == 1 and leaves[0].ndim <= leading:
-            return value
-        if not leaves or any(leaf.dtype.kind not in "biuf" for leaf in leaves):
-            return value
-        return np.concatenate([leaf.reshape(*leaf.shape[:leading], -1) for leaf in leaves], axis=-1)
-
-    to_state = without_params
-
-
 class ClipRewardAgentConnector(AgentConnector):
     """Replaces rewards by their sign, or clips them to -limit … limit; does nothing without either.
 
@@ -149,20 +119,8 @@ class ClipRewardAgentConnector(AgentConnector):
                 data[SampleBatch.REWARDS] = np.clip(data[SampleBatch.REWARDS], -self.limit, self.limit)
         return ac_data
 
-    def observation_space_after(self, observation_space: Space) -> Space:
-        return observation_space
-
     def to_state(self) -> tuple[str, Any]:
         return "ClipRewardAgentConnector", {"sign": self.sign, "limit": self.limit}
-
-
-class EnvSamplingAgentConnector(AgentConnector):
-    """Passes data on: it marks the place where data of an environment come in."""
-
-    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
-        return ac_data
-
-    to_state = without_params
 
 
 class StateBufferConnector(AgentConnector):
@@ -197,17 +155,7 @@ class StateBufferConnector(AgentConnector):
         data.update(fetches)
         return ac_data
 
-    def observation_space_after(self, observation_space: Space) -> Space:
-        return observation_space
-
     to_state = without_params
-
-
-register_connector("ObsPreprocessorConnector", ObsPreprocessorConnector)
-register_connector("FlattenDataAgentConnector", FlattenDataAgentConnector)
-register_connector("ClipRewardAgentConnector", ClipRewardAgentConnector)
-register_connector("EnvSamplingAgentConnector", EnvSamplingAgentConnector)
-register_connector("StateBufferConnector", StateBufferConnector)
 
 
 # Columns that are there when the policy is to choose; of all others it knows the step before.
@@ -288,9 +236,6 @@ class ViewRequirementAgentConnector(AgentConnector):
         for_training = data if self._is_training else {}
         return AgentConnectorDataType(env_id, agent_id, AgentConnectorsOutput(data, batch, for_training))
 
-    def observation_space_after(self, observation_space: Space) -> Space:
-        return observation_space
-
     to_state = without_params
 
     def _checked_views(self) -> dict[str, ViewRequirement]:
@@ -356,9 +301,6 @@ class ViewRequirementAgentConnector(AgentConnector):
 
 def _array_of(leaf: Any) -> Any:
     return np.float32(leaf) if isinstance(leaf, float) else np.asarray(leaf)
-
-
-register_connector("ViewRequirementAgentConnector", ViewRequirementAgentConnector)
 
 
 class MeanStdObservationFilterAgentConnector(AgentConnector):
@@ -474,43 +416,6 @@ class MeanStdObservationFilterAgentConnector(AgentConnector):
         return self._filter
 
 
-class ConcurrentMeanStdObservationFilterAgentConnector(MeanStdObservationFilterAgentConnector):
-    """`MeanStdObservationFilterAgentConnector` that several threads may call, merge and save at once."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._lock = threading.RLock()
-
-    def __call__(self, acd_list: list[AgentConnectorDataType]) -> list[AgentConnectorDataType]:
-        with self._lock:
-            return super().__call__(acd_list)
-
-    def learnt_state(self) -> dict[str, Any]:
-        with self._lock:
-            return super().learnt_state()
-
-    def take_learnt_state(self, state: dict[str, Any]) -> None:
-        with self._lock:
-            super().take_learnt_state(state)
-
-    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        with self._lock:
-            return super().merge_states(states)
-
-    def reset_state(self) -> None:
-        with self._lock:
-            super().reset_state()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State for copies, without the lock: a copy has its own."""
-        with self._lock:
-            return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = threading.RLock()
-
-
 def _shapes_of(observation: Tree) -> Any:
     """The shapes of an observation's arrays, as plain data that JSON can carry."""
     return _shapes(observation, dict, tuple, np.shape)
@@ -542,7 +447,3 @@ def _space_of(shapes: Any) -> Space:
 
 def _plain(leaf: Any) -> Any:
     return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
-
-
-register_connector("MeanStdObservationFilterAgentConnector", MeanStdObservationFilterAgentConnector)
-register_connector("ConcurrentMeanStdObservationFilterAgentConnector", ConcurrentMeanStdObservationFilterAgentConnector)

@@ -301,13 +301,6 @@ class Connector:
         check_same(type(self).__name__, states)
         return states[0]
 
-    def copied(self) -> Self:
-        """A copy of this connector, which learns by itself."""
-        return copy.deepcopy(self)
-
-    def __str__(self, indentation: int = 0) -> str:
-        return " " * indentation + type(self).__name__
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
 
@@ -337,7 +330,7 @@ class AgentConnector(Connector):
 
         Where that keeps its shape and dtype it is the same space, else one without bounds.
         """
-        return space_after_observations(self.copied(), observation_space)
+        return space_after_observations(copy.deepcopy(self), observation_space)
 
 
 class ActionConnector(Connector):
@@ -353,7 +346,7 @@ class ActionConnector(Connector):
 
     def action_space_after(self, action_space: Space) -> Space:
         """The space that the connector leaves actions in; found by the first action, unless overridden."""
-        return space_after_actions(self.copied(), action_space)
+        return space_after_actions(copy.deepcopy(self), action_space)
 
 
 def without_params(connector: Connector) -> tuple[str, Any]:
@@ -366,9 +359,13 @@ def array_of(leaf: Any) -> Any:
     return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf
 
 
-_CONNECTORS: dict[str, type[Connector]] = {}
-_BUILT_IN = "rollflow.nodes.connectors.alpha."
-_HOMES = ("agent_connectors", "action_connectors", "pipeline")  # files that register their own
+_CONNECTORS: dict[str, type[Connector]] = {}  # those of users, by the names that they are registered by
+
+
+def _built_in(name: str) -> Any:
+    """rollflow's own connector class of a name; None where there is none."""
+    found = getattr(importlib.import_module("rollflow.nodes.connectors.alpha"), name, None)
+    return found if isinstance(found, type) and issubclass(found, Connector) else None
 
 
 def register_connector(name: str, cls: type[Connector]) -> None:
@@ -378,8 +375,7 @@ def register_connector(name: str, cls: type[Connector]) -> None:
     """
     if not isinstance(cls, type) or not issubclass(cls, Connector):
         raise ConnectorError(f"register_connector('{name}', …) got {cls!r}, expected a subclass of Connector")
-    there = _CONNECTORS.get(name, cls)
-    if there is not cls and there.__module__.startswith(_BUILT_IN) and name == there.__name__:
+    if _built_in(name) not in (None, cls):
         raise ConnectorError(f"'{name}' is a connector of rollflow's, expected another name for {cls.__qualname__}")
     _CONNECTORS[name] = cls
 
@@ -389,16 +385,15 @@ def get_connector(name: str, ctx: ConnectorContext | None, params: Any = None) -
 
     Raises ConnectorError for a name of no class, and where the class does not take the params.
     """
-    for module in () if name in _CONNECTORS else _HOMES:
-        importlib.import_module(f"{_BUILT_IN}{module}")
-    if name not in _CONNECTORS:
+    cls = _CONNECTORS.get(name) or _built_in(name)
+    if cls is None:
         raise ConnectorError(
             f"no connector is registered by the name '{name}', expected register_connector('{name}', its class) "
-            f"before; registered: {', '.join(sorted(_CONNECTORS))}"
+            f"before; registered: {', '.join(sorted(_CONNECTORS)) or 'none'}"
         )
     made: Any
     try:
-        made = _CONNECTORS[name].from_state(ctx, params)  # type: ignore[arg-type]
+        made = cls.from_state(ctx, params)
     except (TypeError, KeyError, ValueError) as error:
         if isinstance(error, ConnectorError):
             raise

@@ -1,6 +1,5 @@
 """Acting with a policy and its connectors, one observation at a time."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from rollflow.nodes.connectors.alpha.action_connectors import (
 )
 from rollflow.nodes.connectors.alpha.agent_connectors import (
     ClipRewardAgentConnector,
-    ConcurrentMeanStdObservationFilterAgentConnector,
     MeanStdObservationFilterAgentConnector,
     ObsPreprocessorConnector,
     StateBufferConnector,
@@ -33,17 +31,11 @@ from rollflow.nodes.connectors.alpha.connector import (
 )
 from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
-from rollflow.nodes.connectors.spaces import check_fits
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import leaves_of, map_tree
-
-_FILTERS = {
-    "MeanStdFilter": MeanStdObservationFilterAgentConnector,
-    "ConcurrentMeanStdFilter": ConcurrentMeanStdObservationFilterAgentConnector,
-}
 
 
 def default_agent_connectors(ctx: ConnectorContext) -> AgentConnectorPipeline:
@@ -52,7 +44,7 @@ def default_agent_connectors(ctx: ConnectorContext) -> AgentConnectorPipeline:
     `ctx.config` says which:
 
         clip_rewards          True: by their sign; a number: to -number … number; False or absent: not
-        observation_filter    "MeanStdFilter" or "ConcurrentMeanStdFilter"; "NoFilter" or absent: none
+        observation_filter    "MeanStdFilter"; "NoFilter" or absent: none
 
     Raises ConnectorError for another filter.
     """
@@ -62,10 +54,10 @@ def default_agent_connectors(ctx: ConnectorContext) -> AgentConnectorPipeline:
         connectors.append(ClipRewardAgentConnector(ctx, sign=clip is True, limit=None if clip is True else abs(clip)))
     connectors.append(ObsPreprocessorConnector(ctx))
     name = ctx.config.get("observation_filter") or "NoFilter"
-    if name != "NoFilter":
-        if name not in _FILTERS:
-            raise ConnectorError(f"observation_filter is {name!r}, expected NoFilter or one of {', '.join(_FILTERS)}")
-        connectors.append(_FILTERS[name](ctx))
+    if name not in ("NoFilter", "MeanStdFilter"):
+        raise ConnectorError(f"observation_filter is {name!r}, expected NoFilter or MeanStdFilter")
+    if name == "MeanStdFilter":
+        connectors.append(MeanStdObservationFilterAgentConnector(ctx))
     return AgentConnectorPipeline(ctx, [*connectors, StateBufferConnector(ctx), ViewRequirementAgentConnector(ctx)])
 
 
@@ -99,30 +91,6 @@ class ConnectorPolicy:
         self.config: dict[str, Any] = {}
         self._get_actions = GetActions()
         self._get_actions.set_input_spaces(self.observation_space, self.action_space)
-
-    def adapted(
-        self, environment: Any, agent_connectors: Sequence[Any] = (), action_connectors: Sequence[Any] = ()
-    ) -> "ConnectorPolicy":
-        """This policy with further connectors, which fit it into another environment; this one stays as it is.
-
-        environment          has the `observation_space` and the `action_space` that it is to act in
-        agent_connectors     go before the policy's own ones
-        action_connectors    go behind the policy's own ones
-
-        Raises ConnectorError, with the fields, if observations or actions do not fit.
-        """
-        ctx = ConnectorContext(observation_space=self.observation_space, action_space=self.action_space)
-        further = AgentConnectorPipeline(ctx, agent_connectors), ActionConnectorPipeline(ctx, action_connectors)
-        left = further[0].observation_space_after(environment.observation_space)
-        check_fits(left, self.observation_space, "observation", further[0])
-        left = further[1].action_space_after(self.action_space)
-        check_fits(left, environment.action_space, "action", further[1])
-        before, after = self.agent_connectors.copied(), self.action_connectors.copied()
-        for connector in reversed(agent_connectors):
-            before.prepend(connector.copied())
-        for connector in action_connectors:
-            after.append(connector.copied())
-        return ConnectorPolicy(self.module, before, after)
 
     def get_initial_state(self) -> Any:
         """The module's state at the start of an episode; empty without one."""

@@ -19,52 +19,26 @@ from rollflow.nodes.connectors.alpha.connector import (
 from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.list_form import episode_key, rewrite_last
-from rollflow.nodes.connectors.state_watch import Fingerprint, fingerprint
+from rollflow.nodes.connectors.state_watch import StateWatch
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ConnectorError, StateError
+from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
-_NO_STATE = {"ctx", "_is_training"}  # attributes that every connector has
+_DECLARATION = (
+    "to_state and from_state, and merge_states where copies run in workers; or a learnt_state that returns {} where "
+    "nothing has to last"
+)
 
 
-class UndeclaredState:
-    """Fingerprints of connectors that declare no state, taken after their first call."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
-        self._after: dict[str, Fingerprint] | None = None  # by the connectors' names
-
-    def note_call(self) -> None:
-        """Take the fingerprints, the first time."""
-        if self._after is None:
-            self._after = {name: _fingerprint_of(each) for name, each in _undeclaring(self._pipeline)}
-
-    def check(self) -> None:
-        """Raise StateError for a connector that has changed since its first call."""
-        after = self._after or {}
-        for name, connector in _undeclaring(self._pipeline):
-            if name in after and after[name] != _fingerprint_of(connector):
-                raise StateError(
-                    f"{name} changes its attributes while it runs but declares no state, so that would be lost; "
-                    "expected to_state and from_state, and merge_states where copies run in workers; or a "
-                    "learnt_state that returns {} where nothing has to last"
-                )
-
-
-def _undeclaring(pipeline: Any) -> Iterator[tuple[str, Any]]:
-    """(name, connector) of those without a `to_state` or `learnt_state` of their own, also in nested pipelines."""
-    for name, connector in zip(pipeline.names, pipeline, strict=True):
+def _undeclaring(pipeline: Any) -> Iterator[Any]:
+    """The connectors without a `to_state` or `learnt_state` of their own, also in nested pipelines."""
+    for connector in pipeline:
         if hasattr(connector, "connectors"):
-            yield from ((f"{name}/{inner}", each) for inner, each in _undeclaring(connector))
+            yield from _undeclaring(connector)
         elif type(connector).to_state is Connector.to_state and type(connector).learnt_state is Connector.learnt_state:
-            yield name, connector
-
-
-def _fingerprint_of(connector: Any) -> Fingerprint:
-    attributes = {name: value for name, value in vars(connector).items() if name not in _NO_STATE}
-    return fingerprint(attributes, within=connector)
+            yield connector
 
 
 def as_connector_v2(connector: Any) -> Any:
@@ -78,10 +52,12 @@ class _AlphaPiece(ConnectorV2):
     """A piece that calls Alpha connectors: their state is its state."""
 
     pipeline: Any
+    _watches: list[tuple[Any, StateWatch]] | None = None  # (connector that declares no state, its watch)
 
     def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Name -> state of each connector that has learnt something. Raises StateError for undeclared state."""
-        self._undeclared.check()
+        for connector, watch in self._watches or ():
+            watch.check(connector, _DECLARATION)
         state: dict[str, Any] = self.pipeline.learnt_state()
         return state
 
@@ -104,7 +80,13 @@ class _AlphaPiece(ConnectorV2):
     def _take(self, connector: Connector, kind: type[Any]) -> None:
         self.pipeline = connector if isinstance(connector, kind) else kind(connector.ctx, [connector])
         self.name = type(connector).__name__
-        self._undeclared = UndeclaredState(self.pipeline)
+
+    def _watch_states(self) -> None:
+        """Watch the connectors that declare no state, from the end of the first call on."""
+        if self._watches is None:
+            self._watches = [(each, StateWatch(each)) for each in _undeclaring(self.pipeline)]
+            for connector, watch in self._watches:
+                watch.begin(connector)
 
     def _complete_context(self, observation_space: Space | None, action_space: Space | None) -> None:
         """Fill in the spaces that the connectors' context lacks."""
@@ -161,7 +143,7 @@ class AgentConnectorPiece(_AlphaPiece):
                 )
             for agent, each in zip(agents, made, strict=True):
                 added += self._written(agent, each.data)
-        self._undeclared.note_call()
+        self._watch_states()
         return _with_columns(batch, added)
 
     def _begin(self, env_id: str, agents: list[SingleAgentEpisode]) -> None:
@@ -242,7 +224,7 @@ class ActionConnectorPiece(_AlphaPiece):
                 output = (map_tree(np.array, action), [] if state is None else leaves_of(state), columns)
                 result = self.pipeline(ActionConnectorDataType(env_id, _agent_id(agent), given, output))
                 made[key] = [result.output[0]]
-        self._undeclared.note_call()
+        self._watch_states()
         batch[Columns.ACTIONS_FOR_ENV] = made
         return batch
 

@@ -11,7 +11,6 @@ from rollflow.nodes.connectors.alpha.connector import (
     Connector,
     ConnectorContext,
     get_connector,
-    register_connector,
 )
 from rollflow.nodes.connectors.spaces import Space
 from rollflow.stream.data.errors import ConnectorError, RollflowError, shown
@@ -104,9 +103,6 @@ class ConnectorPipeline(Connector):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.connectors)
 
-    def __str__(self, indentation: int = 0) -> str:
-        return "\n".join([super().__str__(indentation), *(each.__str__(indentation + 4) for each in self.connectors)])
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {' → '.join(self.names) or 'empty'}>"
 
@@ -182,22 +178,21 @@ class ConnectorPipeline(Connector):
                 f"{', '.join(self.names) or 'none'}"
             )
 
-    def _in_turn(self, item: Any, call: Callable[[Any, Any], Any], check: Callable[[Any], str | None]) -> Any:
+    def _in_turn(self, item: Any, is_sound: Callable[[Any], bool], expected: str) -> Any:
         """Call the connectors one after the other, with a note of the place on errors.
 
-        check    of what a connector returned: the text of what was expected instead, or None
+        is_sound, expected    of what a connector returns: a test, and its text
         """
         for place, connector in enumerate(self.connectors):
             where = f"'{self.names[place]}' ({place + 1} of {len(self)} in {type(self).__name__})"
             try:
-                item = call(connector, item)
+                item = connector(item)
             except Exception as error:
                 error.add_note(f"in connector {where}")
                 raise
-            expected = check(item)
-            if expected is not None:
+            if not is_sound(item):
                 raise ConnectorError(
-                    f"connector {where} returned {_described(item)}, expected {expected}: does it return it?"
+                    f"connector {where} returned {shown(item)}, expected {expected}: does it return it?"
                 )
         return item
 
@@ -208,7 +203,7 @@ class AgentConnectorPipeline(ConnectorPipeline, AgentConnector):
     kind = AgentConnector
 
     def __call__(self, acd_list: list[AgentConnectorDataType]) -> list[AgentConnectorDataType]:
-        made: list[AgentConnectorDataType] = self._in_turn(acd_list, lambda each, item: each(item), _no_agent_list)
+        made: list[AgentConnectorDataType] = self._in_turn(acd_list, _is_agent_list, "a list of AgentConnectorDataType")
         return made
 
     def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
@@ -234,7 +229,11 @@ class ActionConnectorPipeline(ConnectorPipeline, ActionConnector):
     kind = ActionConnector
 
     def __call__(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
-        made: ActionConnectorDataType = self._in_turn(ac_data, lambda each, item: each(item), _no_action_data)
+        made: ActionConnectorDataType = self._in_turn(
+            ac_data,
+            _is_action_data,
+            "ActionConnectorDataType with an output of three parts, (actions, states, fetches)",
+        )
         return made
 
     def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
@@ -256,32 +255,13 @@ def _space_through(pipeline: ConnectorPipeline, method: str, space: Space) -> Sp
     return space
 
 
-def _no_agent_list(item: Any) -> str | None:
-    if isinstance(item, list) and all(isinstance(each, AgentConnectorDataType) for each in item):
-        return None
-    return "a list of AgentConnectorDataType"
+def _is_agent_list(item: Any) -> bool:
+    return isinstance(item, list) and all(isinstance(each, AgentConnectorDataType) for each in item)
 
 
-def _no_action_data(item: Any) -> str | None:
-    if not isinstance(item, ActionConnectorDataType):
-        return "ActionConnectorDataType"
-    if not isinstance(item.output, tuple) or len(item.output) != 3:
-        return "an output of three parts, (actions, states, fetches)"
-    return None
-
-
-def _described(item: Any) -> str:
-    if isinstance(item, ActionConnectorDataType):
-        output = item.output
-        return f"an output of {len(output)} parts" if isinstance(output, tuple) else f"an output {shown(output)}"
-    if isinstance(item, list):
-        return f"a list of {', '.join(sorted({type(each).__name__ for each in item}))}"
-    return type(item).__name__
+def _is_action_data(item: Any) -> bool:
+    return isinstance(item, ActionConnectorDataType) and isinstance(item.output, tuple) and len(item.output) == 3
 
 
 def _is_pair(item: Any) -> bool:
     return isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], str)
-
-
-register_connector("AgentConnectorPipeline", AgentConnectorPipeline)
-register_connector("ActionConnectorPipeline", ActionConnectorPipeline)

@@ -200,7 +200,7 @@ class SaysWhatItCounts(Counts):
 def test_undeclared_state_is_refused_where_it_is_saved() -> None:
     rollout = Rollout("CartPole-v1", fragment_length=4, env_to_module_connector=lambda env: Counts())
     chunks_of(rollout)
-    with pytest.raises(StateError, match="Counts changes its attributes while it runs but declares no state"):
+    with pytest.raises(StateError, match="Counts changes 'seen' while it runs but declares no state"):
         rollout.env_to_module.get_state()
 
 
