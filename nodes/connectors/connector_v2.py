@@ -20,7 +20,6 @@ A file goes beside the pieces of the same pipeline, and its name into `rollflow/
 
 import abc
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -40,54 +39,30 @@ from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
-_SET_BEFORE = "_set_before_spaces"
-_OUTPUTS = ("_observation_space", "_action_space")
-
-
-def completing(constructor: Callable[..., None]) -> Any:
-    """Wrap a piece's constructor: the outermost one of a subclass computes the spaces at its end."""
-
-    @functools.wraps(constructor)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        is_outermost = not self._under_construction
-        self._under_construction = True
-        try:
-            constructor(self, *args, **kwargs)
-        finally:
-            if is_outermost:
-                del self._under_construction
-        if is_outermost:
-            _finish_spaces(self)
-            # CPython reads attributes much slower once `vars` has been asked for, but not from a dict like this one.
-            self.__dict__ = dict(vars(self))
-
-    return __init__
-
-
-def begin_spaces(piece: Any) -> None:
-    """Compute the spaces within the constructor of `ConnectorV2`, as RLlib does, for what a subclass's does next."""
-    with contextlib.suppress(Exception):  # attributes may still be missing: an error that lasts is raised at the end
-        piece._recompute_spaces()
-    vars(piece)[_SET_BEFORE] = dict(vars(piece))
-
-
-def _finish_spaces(piece: Any) -> None:
-    """Compute the spaces again where a constructor has set anything since; output spaces that it has set stay."""
-    before = vars(piece).pop(_SET_BEFORE, None)
-    if before is None:  # a pipeline, which does this itself
-        return
-    changed = {name: value for name, value in vars(piece).items() if before.get(name, before) is not value}
-    if changed or not piece._spaces_known:
-        piece._recompute_spaces()
-        vars(piece).update({name: changed[name] for name in _OUTPUTS if name in changed})
-
-
 Batch = dict[str, Any]
 SharedData = dict[str, Any] | None
+_SET_BEFORE = "_set_before_spaces"
+_OUTPUTS = ("_observation_space", "_action_space")
 _BUILT_IN = "rollflow.nodes.connectors."  # reviewed pieces: those with state declare it
 
 
-class ConnectorV2(abc.ABC):
+class _PieceType(abc.ABCMeta):
+    """Type of pieces, which recomputes the spaces after the constructor; output spaces that this has set stay."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        piece = super().__call__(*args, **kwargs)
+        attributes = vars(piece)
+        before = attributes.pop(_SET_BEFORE, attributes)  # without it, the constructor has not called its base's
+        changed = {name: value for name, value in attributes.items() if before.get(name, before) is not value}
+        if changed or not attributes.get("_spaces_known", True):
+            piece._recompute_spaces()
+            attributes.update({name: changed[name] for name in _OUTPUTS if name in changed})
+        # CPython reads attributes much slower once `vars` has been asked for, but not from a dict like this one.
+        piece.__dict__ = dict(attributes)
+        return piece
+
+
+class ConnectorV2(metaclass=_PieceType):
     """A transformation of a batch, of episodes, or of both; a subclass overrides `__call__`.
 
         input_observation_space    the space that the piece before leaves observations in; setting it recomputes
@@ -114,7 +89,6 @@ class ConnectorV2(abc.ABC):
     pipelines: ClassVar[tuple[str, ...]] = ()
 
     _name: str | None = None
-    _under_construction = False
     _may_hold_state: ClassVar[bool] = False  # without declaring it
     _state_watch: StateWatch | None = None
     _ctor_args: tuple[Any, ...]
@@ -126,15 +100,12 @@ class ConnectorV2(abc.ABC):
             cls.columnar = False
         if "_may_hold_state" not in cls.__dict__:
             cls._may_hold_state = not cls.__module__.startswith(_BUILT_IN)
-        if "__init__" in cls.__dict__:
-            cls.__init__ = completing(cls.__init__)  # type: ignore[method-assign]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         piece = super().__new__(cls)
         piece._ctor_args, piece._ctor_kwargs = args, kwargs
         return piece
 
-    @completing
     def __init__(
         self, input_observation_space: Space | None = None, input_action_space: Space | None = None, **kwargs: Any
     ) -> None:
@@ -145,7 +116,9 @@ class ConnectorV2(abc.ABC):
         self._observation_space: Space | None = None
         self._action_space: Space | None = None
         self._spaces_known = False
-        begin_spaces(self)
+        with contextlib.suppress(Exception):  # attributes may still be missing: an error that lasts is raised later
+            self._recompute_spaces()
+        vars(self)[_SET_BEFORE] = dict(vars(self))
 
     @abc.abstractmethod
     def __call__(
@@ -301,7 +274,7 @@ class ConnectorV2(abc.ABC):
                 raise ConnectorError(f"{self.name} {given}, and has a get_state but no set_state; expected both")
             raise ConnectorError(f"{self.name} has no state, but {given}: is it another piece's?")
 
-    def reset_state(self) -> None:  # noqa: B027  (nothing to forget without state)
+    def reset_state(self) -> None:
         """Forget all that has been learnt."""
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:

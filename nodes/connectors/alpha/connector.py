@@ -393,7 +393,7 @@ def get_connector(name: str, ctx: ConnectorContext | None, params: Any = None) -
         )
     made: Any
     try:
-        made = cls.from_state(ctx, params)
+        made = cls.from_state(ctx, params)  # type: ignore[arg-type]
     except (TypeError, KeyError, ValueError) as error:
         if isinstance(error, ConnectorError):
             raise

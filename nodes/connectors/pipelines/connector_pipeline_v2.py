@@ -1,11 +1,11 @@
 """Pipelines of connector pieces, which are pieces themselves."""
 
-import math
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, ClassVar, Protocol
 
@@ -146,92 +146,20 @@ def _class_of(piece: Any) -> str:
 
 
 @dataclass(slots=True)
-class FusedTimer:
-    """Calls of several pieces as one, and the time that they took together.
+class Timer:
+    """Calls of a piece, or of several pieces as one, and the time that they took.
 
-    pieces      their names, in order
-    calls       of all of them as one
+    calls       in all
     total_ns    nanoseconds
     """
 
-    pieces: tuple[str, ...] = ()
     calls: int = 0
     total_ns: int = 0
 
     @property
     def mean_us(self) -> float:
-        """Microseconds a call of all of them."""
+        """Microseconds a call."""
         return self.total_ns / self.calls / 1e3 if self.calls else 0.0
-
-
-@dataclass(slots=True)
-class Timer:
-    """Calls of a piece, and the time that it took by itself.
-
-    calls       in all
-    total_ns    nanoseconds in calls of this piece alone
-    fused       the other calls: as one with the pieces beside it, by the group of pieces
-    """
-
-    calls: int = 0
-    total_ns: int = 0
-    fused: tuple[FusedTimer, ...] = ()
-
-    @property
-    def mean_us(self) -> float:
-        """Microseconds a call of this piece alone; NaN where all calls were as one with others."""
-        alone = self.calls - sum(fused.calls for fused in self.fused)
-        if not alone:
-            return math.nan if self.calls else 0.0
-        return self.total_ns / alone / 1e3
-
-
-class PieceTimers:
-    """Timers of each piece of a pipeline, and of those pieces together that were called as one.
-
-    pairs    (piece, its timer), in order
-    fused    timer of the last pieces, where they are called as one
-    """
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Any, Timer]] = []
-        self.fused = FusedTimer()
-        self._groups: list[tuple[list[Any], FusedTimer]] = []  # pieces that are, or were, called as one
-
-    def arrange(self, pieces: Sequence[Any], fused_from: int) -> None:
-        """Set the pieces.
-
-        fused_from    place of the first of the last pieces, which are called as one; -1: none are
-        """
-        before = {id(piece): timer for piece, timer in self.pairs}
-        self.pairs = [(piece, before.get(id(piece), Timer())) for piece in pieces]
-        self._groups = [(group, timer) for group, timer in self._groups if timer.calls and _are_in(group, pieces)]
-        fused = [] if fused_from < 0 else list(pieces[fused_from:])
-        for group, timer in self._groups:
-            if len(group) == len(fused) and _are_in(group, fused):
-                self.fused = timer
-                return
-        self.fused = FusedTimer()
-        self._groups.append((fused, self.fused))
-
-    def named(self, names: Sequence[str]) -> dict[str, Timer]:
-        """Name -> timer of every piece."""
-        name_of = {id(piece): name for (piece, _), name in zip(self.pairs, names, strict=True)}
-        timers = {}
-        for piece, timer in self.pairs:
-            fused = tuple(
-                replace(together, pieces=tuple(name_of[id(each)] for each in group))
-                for group, together in self._groups
-                if together.calls and _are_in([piece], group)
-            )
-            calls = timer.calls + sum(together.calls for together in fused)
-            timers[name_of[id(piece)]] = replace(timer, calls=calls, fused=fused)
-        return timers
-
-
-def _are_in(some: Sequence[Any], pieces: Sequence[Any]) -> bool:
-    """True if all of some objects are among the pieces, by identity."""
-    return all(any(each is piece for piece in pieces) for each in some)
 
 
 class PipelineRunner(Protocol):
@@ -299,7 +227,9 @@ class ConnectorPipelineV2(ConnectorV2):
     ) -> None:
         self._pieces: list[ConnectorV2] = list(connectors or [])
         self._check(self._pieces)
-        self._timers = PieceTimers()
+        self._timers: list[tuple[ConnectorV2, Timer]] = []  # of the pieces, in order
+        self._fused_timer = Timer()  # of the last pieces, where they are called as one
+        self._fused_pieces: list[ConnectorV2] = []
         self._uncalled: list[ConnectorV2] = []  # pieces that no call has reached since they were put in
         self._enclosing: list[ConnectorPipelineV2] = []
         self._runners, self._state_owners = Runners(), Runners()
@@ -343,9 +273,8 @@ class ConnectorPipelineV2(ConnectorV2):
             mark = perf_counter_ns()
             fused = self._fused(self._fused_pieces, rl_module, batch, episodes, explore, shared_data)
             if fused is not None:
-                timer = self._timers.fused
-                timer.calls += 1
-                timer.total_ns += perf_counter_ns() - mark
+                self._fused_timer.calls += 1
+                self._fused_timer.total_ns += perf_counter_ns() - mark
                 return fused
         given = {"rl_module": rl_module, "explore": explore, "shared_data": shared_data, "metrics": metrics}
         return self._called(range(first, len(self._pieces)), batch, episodes, given | kwargs)
@@ -356,7 +285,7 @@ class ConnectorPipelineV2(ConnectorV2):
         plain = list(episodes) if self._first_columnar and is_columnar else episodes
         mark = perf_counter_ns()
         for place in places:
-            piece, timer = self._timers.pairs[place]
+            piece, timer = self._timers[place]
             try:
                 batch = piece(batch=batch, episodes=episodes if place >= self._first_columnar else plain, **given)
                 if piece.changes_episodes:
@@ -411,8 +340,11 @@ class ConnectorPipelineV2(ConnectorV2):
         return spaces
 
     def timers(self) -> dict[str, Timer]:
-        """Name -> timer of every piece: its own time and, in `fused`, the time of several pieces called as one."""
-        return self._timers.named(self.names)
+        """Name -> timer of every piece by itself; where the last ones are called as one, "first … last" -> theirs."""
+        timers = dict(zip(self.names, (timer for _, timer in self._timers), strict=True))
+        if self._fused_timer.calls:
+            timers[f"{self.names[self._fused_from]} … {self.names[-1]}"] = self._fused_timer
+        return timers
 
     # Editing
 
@@ -600,9 +532,13 @@ class ConnectorPipelineV2(ConnectorV2):
         replaces = self.replaces_episodes = any(piece.replaces_episodes for piece in self._pieces)  # type: ignore[misc]
         while not replaces and self._first_columnar and self._pieces[self._first_columnar - 1].columnar:
             self._first_columnar -= 1
+        fused_before = self._fused_pieces
         self._fused_from, self._fused = fused_tail(self._pieces, self._first_columnar)
-        self._fused_pieces = self._pieces[self._fused_from :]
-        self._timers.arrange(self._pieces, self._fused_from)
+        self._fused_pieces = self._pieces[self._fused_from :] if self._fused else []
+        timers = {id(piece): timer for piece, timer in self._timers}
+        self._timers = [(piece, timers.get(id(piece), Timer())) for piece in self._pieces]
+        if list(map(id, self._fused_pieces)) != list(map(id, fused_before)):
+            self._fused_timer = Timer()
         # These class attributes depend on the pieces here.
         self.columnar = self._first_columnar == 0  # type: ignore[misc]
         self.changes_episodes = any(piece.changes_episodes for piece in self._pieces)  # type: ignore[misc]
@@ -645,14 +581,8 @@ def _holds(piece: ConnectorV2, pipeline: ConnectorPipelineV2) -> bool:
 
 def slowest_piece(pipelines: Iterable[ConnectorPipelineV2]) -> str:
     """Name of the piece that took most of the time of some pipelines, or of pieces called as one; "": none."""
-    times: dict[str, int] = {}
+    times: Counter[str] = Counter()
     for pipeline in pipelines:
-        fused: dict[tuple[str, ...], int] = {}
-        for name, timer in pipeline.timers().items():
-            times[name] = times.get(name, 0) + timer.total_ns
-            fused |= {together.pieces: together.total_ns for together in timer.fused}
-        for names, total_ns in fused.items():
-            name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-            times[name] = times.get(name, 0) + total_ns
-    name = max(times, key=lambda name: times[name], default="")
-    return name if times.get(name) else ""
+        times.update({name: timer.total_ns for name, timer in pipeline.timers().items()})
+    [(name, total_ns)] = times.most_common(1) or [("", 0)]
+    return name if total_ns else ""

@@ -106,8 +106,8 @@ class EnvToModulePipeline(_BatchPipeline):
         mark = perf_counter_ns()
         made = observations_as_tensor(self._pieces, rl_module, observations)
         if made is not None:
-            self._timers.fused.calls += 1
-            self._timers.fused.total_ns += perf_counter_ns() - mark
+            self._fused_timer.calls += 1
+            self._fused_timer.total_ns += perf_counter_ns() - mark
         return made
 
 
@@ -284,8 +284,8 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
         mark = perf_counter_ns()
         made = sampled_jointly(self._pieces, rl_module, batch, sizes, explore, shared_data)
         if made is not None:
-            self._timers.fused.calls += len(sizes)
-            self._timers.fused.total_ns += perf_counter_ns() - mark
+            self._fused_timer.calls += len(sizes)
+            self._fused_timer.total_ns += perf_counter_ns() - mark
         return made
 
 
