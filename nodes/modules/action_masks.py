@@ -13,7 +13,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollflow.nodes.modules.distribution import distribution_for
+from rollflow.nodes.modules.distribution import places_of_inputs
 from rollflow.stream.data.columns import RULED_OUT
 from rollflow.stream.data.tree import Tree, leaves_of
 
@@ -57,15 +57,12 @@ def without_choice(rows: NDArray[Any], space: gym.Space[Any] | None) -> NDArray[
     return ruled_out
 
 
-def _choices(space: gym.Space[Any], begin: int = 0) -> Iterator[tuple[int, int]]:
+def _choices(space: gym.Space[Any]) -> Iterator[tuple[int, int]]:
     """Where the logits of each number of Discrete and MultiDiscrete actions begin and end, parts of others included."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        for part in space.values() if isinstance(space, spaces.Dict) else space:
-            yield from _choices(part, begin)
-            begin += distribution_for(part).required_input_dim
-    sizes = [space.n] if isinstance(space, spaces.Discrete) else []
-    if isinstance(space, spaces.MultiDiscrete):
-        sizes = space.nvec.reshape(-1).tolist()
-    for size in sizes:
-        yield begin, begin + int(size)
-        begin += int(size)
+    for part, begin in places_of_inputs(space):
+        sizes = [part.n] if isinstance(part, spaces.Discrete) else []
+        if isinstance(part, spaces.MultiDiscrete):
+            sizes = part.nvec.reshape(-1).tolist()
+        for size in sizes:
+            yield begin, begin + int(size)
+            begin += int(size)

@@ -23,7 +23,7 @@ from rollflow.nodes.modules.default_model_config import (
     Extent,
     model_config_of,
 )
-from rollflow.nodes.modules.distribution import distribution_for
+from rollflow.nodes.modules.distribution import distribution_for, places_of_inputs
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
@@ -351,7 +351,12 @@ class PolicyHead(nn.Module):
     def __init__(self, width: int, space: gym.Space[Any], config: DefaultModelConfig) -> None:
         super().__init__()
         required = distribution_for(space).required_input_dim  # raises for a space that has no distribution
-        free = _deviations(space) if config.free_log_std else []
+        boxes = [
+            (math.prod(part.shape), begin) for part, begin in places_of_inputs(space) if isinstance(part, spaces.Box)
+        ]
+        # The places of logarithms of deviations, which are those behind each Box's means.
+        deviations = [place for size, begin in boxes for place in range(begin + size, begin + 2 * size)]
+        free = deviations if config.free_log_std else []
         if config.free_log_std and not free:
             raise ModuleError(
                 f"free_log_std is True for actions in {space}, expected a Box, or a Dict or Tuple with one"
@@ -369,19 +374,6 @@ class PolicyHead(nn.Module):
             return inputs
         inputs = torch.cat([inputs, self.log_std.expand(*inputs.shape[:-1], -1)], -1)
         return inputs if self.order is None else inputs.index_select(-1, self.order)
-
-
-def _deviations(space: gym.Space[Any], begin: int = 0) -> list[int]:
-    """Indices of those `action_dist_inputs` that are logarithms of deviations."""
-    if isinstance(space, spaces.Box):
-        count = math.prod(space.shape)
-        return list(range(begin + count, begin + 2 * count))
-    found: list[int] = []
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        for part in space.values() if isinstance(space, spaces.Dict) else space:
-            found += _deviations(part, begin)
-            begin += distribution_for(part).required_input_dim
-    return found
 
 
 def _head(width: int, outputs: int, gain: float, config: DefaultModelConfig) -> nn.Sequential:

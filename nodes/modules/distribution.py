@@ -11,7 +11,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -102,6 +102,16 @@ def distribution_for(space: gym.Space[Any]) -> DistributionType:
         f"no distribution over {space}; expected Discrete, MultiDiscrete, MultiBinary, Box, or a Dict or Tuple of "
         "those, or a module that gives 'actions' itself"
     ).see("distribution")
+
+
+def places_of_inputs(space: gym.Space[Any], begin: int = 0) -> Iterator[tuple[gym.Space[Any], int]]:
+    """(space, place of its first input) of a space of actions, or of each part of a Dict or Tuple."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for part in space.values() if isinstance(space, spaces.Dict) else space:
+            yield from places_of_inputs(part, begin)
+            begin += distribution_for(part).required_input_dim
+    else:
+        yield space, begin
 
 
 class Categorical:

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rollflow.nodes.connectors.learner.advantages import device_of
-from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import PipelineRunner, slowest_piece
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import acting_copy, pieces_given
@@ -36,7 +36,7 @@ class AgentLearner:
         to_train: Sequence[Any] | None,
         connector: Any,
         metrics: Any,
-        runner: PipelineRunner | None = None,
+        runner: Any = None,
     ) -> None:
         modules = acting.modules
         unknown = [] if to_train is None else [module_id for module_id in to_train if module_id not in modules]

@@ -30,6 +30,7 @@ from rollflow.nodes.connectors.state_watch import check_same, fingerprint
 from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
 PolicyOutputType = tuple[Any, list[Any], dict[str, Any]]
 """Output of a policy: actions, states as a list of arrays, and further outputs by name."""
@@ -118,27 +119,35 @@ def observation_of(data: Any) -> Any:
     return columns[SampleBatch.NEXT_OBS]
 
 
-def first_data(observation: Any) -> dict[str, Any]:
-    """The data of an agent at the first step of an episode."""
-    return {
-        SampleBatch.NEXT_OBS: observation,
-        SampleBatch.REWARDS: 0.0,
-        SampleBatch.TERMINATEDS: False,
-        SampleBatch.TRUNCATEDS: False,
-        SampleBatch.INFOS: {},
-        SampleBatch.T: -1,
-        SampleBatch.ENV_ID: PROBE,
-        SampleBatch.EPS_ID: PROBE,
-        SampleBatch.AGENT_INDEX: 0,
+def data_of(env_id: str, episode: SingleAgentEpisode, place: int) -> AgentConnectorDataType:
+    """An agent's data of its episode's newest step; `place` is its place among the agents."""
+    reward = float(episode.get_rewards(-1)) if episode.t else 0.0
+    data = {
+        SampleBatch.NEXT_OBS: map_tree(np.array, episode.get_observations(-1)),
+        SampleBatch.REWARDS: reward,
+        SampleBatch.TERMINATEDS: bool(episode.is_terminated),
+        SampleBatch.TRUNCATEDS: bool(episode.is_truncated),
+        SampleBatch.INFOS: episode.get_infos(-1),
+        SampleBatch.T: episode.t - 1,
+        SampleBatch.EPS_ID: episode.id_,
+        SampleBatch.ENV_ID: env_id,
+        SampleBatch.AGENT_INDEX: place,
     }
+    if np.isnan(reward):  # a policy acts, and nobody gave it the reward
+        del data[SampleBatch.REWARDS]
+    return AgentConnectorDataType(env_id, agent_id_of(episode), data)
+
+
+def agent_id_of(episode: SingleAgentEpisode) -> Any:
+    """The id that connectors know the episode's agent by."""
+    return AGENT_ID if episode.agent_id is None else episode.agent_id
 
 
 def space_after_observations(connector: Any, space: Space) -> Space:
     """The space behind an agent connector, which sees an observation of zeros, or the lowest ones that are allowed."""
-    observation = sample_of(space)
     connector.in_eval()
     name = type(connector).__name__
-    returned = connector([AgentConnectorDataType(PROBE, AGENT_ID, first_data(observation))])
+    returned = connector([data_of(PROBE, SingleAgentEpisode(observations=[sample_of(space)]), 0)])
     if len(returned) != 1:
         raise ConnectorError(f"{name} made {len(returned)} items of 1, expected one for each agent")
     return space_like(observation_of(returned[0].data), space)

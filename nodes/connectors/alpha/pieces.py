@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.connectors.alpha.connector import (
-    AGENT_ID,
     ActionConnector,
     ActionConnectorDataType,
     AgentConnector,
-    AgentConnectorDataType,
     AgentConnectorsOutput,
     Connector,
     ConnectorContext,
     SampleBatch,
+    agent_id_of,
+    data_of,
 )
 from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
@@ -133,10 +133,10 @@ class AgentConnectorPiece(_AlphaPiece):
         added: list[tuple[str, Any, SingleAgentEpisode]] = []
         for env_id, agents in _by_environment(self.single_agent_episode_iterator(episodes)).items():
             self._begin(env_id, agents)
-            given = [_data_of(env_id, agent, place) for place, agent in enumerate(agents)]
+            given = [data_of(env_id, agent, place) for place, agent in enumerate(agents)]
             made = self.pipeline(list(given))
             ids = [(each.env_id, each.agent_id) for each in made]
-            expected = [(env_id, _agent_id(agent)) for agent in agents]
+            expected = [(env_id, agent_id_of(agent)) for agent in agents]
             if ids != expected:
                 raise ConnectorError(
                     f"{self.name} left data of {ids}, expected one item for each agent, in order: {expected}"
@@ -222,15 +222,11 @@ class ActionConnectorPiece(_AlphaPiece):
                 del columns[Columns.ACTIONS]
                 given = {SampleBatch.OBS: agent.get_observations(-1)}
                 output = (map_tree(np.array, action), [] if state is None else leaves_of(state), columns)
-                result = self.pipeline(ActionConnectorDataType(env_id, _agent_id(agent), given, output))
+                result = self.pipeline(ActionConnectorDataType(env_id, agent_id_of(agent), given, output))
                 made[key] = [result.output[0]]
         self._watch_states()
         batch[Columns.ACTIONS_FOR_ENV] = made
         return batch
-
-
-def _agent_id(episode: SingleAgentEpisode) -> Any:
-    return AGENT_ID if episode.agent_id is None else episode.agent_id
 
 
 def _by_environment(episodes: Iterator[SingleAgentEpisode]) -> dict[str, list[SingleAgentEpisode]]:
@@ -243,24 +239,6 @@ def _by_environment(episodes: Iterator[SingleAgentEpisode]) -> dict[str, list[Si
     return found
 
 
-def _data_of(env_id: str, episode: SingleAgentEpisode, place: int) -> AgentConnectorDataType:
-    reward = float(episode.get_rewards(-1)) if episode.t else 0.0
-    data = {
-        SampleBatch.NEXT_OBS: map_tree(np.array, episode.get_observations(-1)),
-        SampleBatch.REWARDS: reward,
-        SampleBatch.TERMINATEDS: bool(episode.is_terminated),
-        SampleBatch.TRUNCATEDS: bool(episode.is_truncated),
-        SampleBatch.INFOS: episode.get_infos(-1),
-        SampleBatch.T: episode.t - 1,
-        SampleBatch.EPS_ID: episode.id_,
-        SampleBatch.ENV_ID: env_id,
-        SampleBatch.AGENT_INDEX: place,
-    }
-    if np.isnan(reward):  # a policy acts, and nobody gave it the reward
-        del data[SampleBatch.REWARDS]
-    return AgentConnectorDataType(env_id, _agent_id(episode), data)
-
-
 def _output_of(env_id: str, episode: SingleAgentEpisode) -> ActionConnectorDataType:
     """Output of the module at an episode's last step."""
     outputs = {name: episode.get_extra_model_outputs(name, -1) for name in episode.extra_model_outputs}
@@ -269,7 +247,7 @@ def _output_of(env_id: str, episode: SingleAgentEpisode) -> ActionConnectorDataT
         outputs.pop(name, None)
     states = [] if state is None else leaves_of(state)
     output = (episode.get_actions(-1), states, outputs)
-    return ActionConnectorDataType(env_id, _agent_id(episode), {}, output)
+    return ActionConnectorDataType(env_id, agent_id_of(episode), {}, output)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from rollflow.nodes.connectors.alpha.pieces import as_connector_v2
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
@@ -162,21 +162,13 @@ class Timer:
         return self.total_ns / self.calls / 1e3 if self.calls else 0.0
 
 
-class PipelineRunner(Protocol):
-    """A rollout, or another runner of pipelines, which can't be changed meanwhile."""
-
-    @property
-    def is_running(self) -> bool:
-        """True while it runs."""
-
-
 class Runners:
-    """The runners of a pipeline, by weak references; a copy has none."""
+    """Rollouts and others that run a pipeline while their `is_running` is True, by weak references; a copy has none."""
 
     def __init__(self) -> None:
-        self._runners: tuple[weakref.ref[PipelineRunner], ...] = ()
+        self._runners: tuple[weakref.ref[Any], ...] = ()
 
-    def add(self, runner: PipelineRunner) -> None:
+    def add(self, runner: Any) -> None:
         """Have one more."""
         self._runners = (*self._runners, weakref.ref(runner))
 
@@ -187,14 +179,6 @@ class Runners:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Runners, ()
-
-
-def states_elsewhere(name: str, method: str) -> StateError:
-    """The error of a pipeline that is given a state while workers or hosts have its states."""
-    return StateError(
-        f"{name} is given a state, but the workers or hosts of a rollout that runs have states of their own, which "
-        f"would overwrite it; expected {method} before the run"
-    )
 
 
 class ConnectorPipelineV2(ConnectorV2):
@@ -348,7 +332,7 @@ class ConnectorPipelineV2(ConnectorV2):
 
     # Editing
 
-    def refuse_edits_while_run_by(self, runner: PipelineRunner, *, has_states: bool = False) -> None:
+    def refuse_edits_while_run_by(self, runner: Any, *, has_states: bool = False) -> None:
         """Refuse edits, which would come too late, while a runner runs, and `set_state` if it has states elsewhere."""
         self._runners.add(runner)
         if has_states:
@@ -501,7 +485,10 @@ class ConnectorPipelineV2(ConnectorV2):
 
     def _check_owns_states(self, method: str) -> None:
         if self._is_used("_state_owners"):
-            raise states_elsewhere(self.name, method)
+            raise StateError(
+                f"{self.name} is given a state, but the workers or hosts of a rollout that runs have states of their "
+                f"own, which would overwrite it; expected {method} before the run"
+            )
 
     @contextmanager
     def _watching_first_call(self) -> Iterator[None]:
