@@ -1,7 +1,7 @@
 """Agent connectors that change or add columns: observations, rewards, and the policy's last output."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -345,7 +345,7 @@ class MeanStdObservationFilterAgentConnector(AgentConnector):
 
     def observation_space_after(self, observation_space: Space) -> Space:
         piece = MeanStdFilter(clip_by_value=self.clip)
-        space = _space_of(_shapes_of_space(observation_space))
+        space = _space_of(_shapes_of(sample_of(observation_space)))
         made: Space = piece.recompute_output_observation_space(space, space)
         return made
 
@@ -418,20 +418,11 @@ class MeanStdObservationFilterAgentConnector(AgentConnector):
 
 def _shapes_of(observation: Tree) -> Any:
     """The shapes of an observation's arrays, as plain data that JSON can carry."""
-    return _shapes(observation, dict, tuple, np.shape)
-
-
-def _shapes_of_space(space: Space) -> Any:
-    return _shapes(space, spaces.Dict, spaces.Tuple, lambda part: part.shape)
-
-
-def _shapes(item: Any, mapping: type, several: type, shape: Callable[[Any], Any]) -> Any:
-    if isinstance(item, mapping):
-        parts = item.items()  # type: ignore[attr-defined]
-        return {"dict": {key: _shapes(part, mapping, several, shape) for key, part in parts}}
-    if isinstance(item, several):
-        return {"tuple": [_shapes(part, mapping, several, shape) for part in item]}  # type: ignore[attr-defined]
-    return list(shape(item))
+    if isinstance(observation, dict):
+        return {"dict": {key: _shapes_of(part) for key, part in observation.items()}}
+    return (
+        {"tuple": list(map(_shapes_of, observation))} if isinstance(observation, tuple) else list(np.shape(observation))
+    )
 
 
 def _space_of(shapes: Any) -> Space:

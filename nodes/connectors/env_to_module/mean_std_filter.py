@@ -242,13 +242,10 @@ class MeanStdFilter(ConnectorV2):
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """The counts of this filter and of all others, each from the state that has most of it."""
         if self.multi_agent:
-            for agent_id in {agent_id: None for state in states for agent_id in state}:
-                self.of_agent(agent_id)
-            of_agent = {
-                agent_id: [each[agent_id] for each in states if agent_id in each] for agent_id in self._of_agents
-            }
+            agents = self._of_agents | {agent_id: self.of_agent(agent_id) for state in states for agent_id in state}
             of_agents = {
-                agent_id: self._of_agents[agent_id].merge_states(theirs) for agent_id, theirs in of_agent.items()
+                agent_id: each.merge_states([state[agent_id] for state in states if agent_id in state])
+                for agent_id, each in agents.items()
             }
             return {agent_id: state for agent_id, state in of_agents.items() if state}
         merged: dict[str, RunningStatistics] = {}

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete
 
 from rollflow import ConnectorV2, SingleAgentEpisode
-from rollflow.nodes import AgentToModuleMapping, EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes import AgentToModuleMapping
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
@@ -58,26 +57,6 @@ def test_the_modules_outputs_find_their_way_back_to_the_agents() -> None:
     assert batch["m"]["actions"] == {("e", "a", "m"): [10], ("f", "a", "m"): [30]}
     batch = call(ModuleToAgentUnmapping(), batch, EPISODES, shared_data=shared)
     assert batch == {"actions": {("e", "a", "m"): [10], ("f", "a", "m"): [30], ("e", "b", "n"): [20]}}
-
-
-def test_the_default_pipelines_do_so_by_module_when_told() -> None:
-    shared: dict[str, Any] = {}
-    batch = EnvToModulePipeline.default(multi_agent=True)(
-        rl_module=Torch(), episodes=EPISODES, explore=True, shared_data=shared
-    )
-    assert batch["m"]["obs"].tolist() == [1, 3]
-    logits = {module: torch.eye(4)[columns["obs"]] for module, columns in batch.items()}
-    acted = ModuleToEnvPipeline.default(Box(0, 3), Discrete(4), multi_agent=True)(
-        rl_module={"m": Torch(), "n": Torch()},
-        batch={module: {"action_dist_inputs": each} for module, each in logits.items()},
-        episodes=EPISODES,
-        explore=False,
-        shared_data=shared,
-    )
-    assert acted["actions"].tolist() == [1, 2, 3], "in the order of the episodes"
-    pipeline = ModuleToEnvPipeline.default(multi_agent=True, stateful=True)
-    names = ["GetActions", "TensorToNumpy", "UnBatchToIndividualItems", "ModuleToAgentUnmapping"]
-    assert pipeline.names[:5] == [*names, "RemoveSingleTsTimeRankFromBatch"]
 
 
 def test_episodes_without_agents_are_the_default_modules() -> None:

@@ -44,27 +44,18 @@ def test_a_piece_transforms_a_batch_and_knows_its_output_space() -> None:
     assert connector.action_space == Discrete(7)
 
 
-def test_items_are_added_under_their_column() -> None:
+AGENT = SingleAgentEpisode(agent_id="ag0", module_id="mod0", multi_agent_episode_id="MA-EPS1")
+
+
+@pytest.mark.parametrize(
+    ("of", "key"), [(None, None), (SingleAgentEpisode("e"), ("e",)), (AGENT, ("MA-EPS1", "ag0", "mod0"))]
+)
+def test_items_are_added_under_their_column_and_the_episodes_key(of: Any, key: Any) -> None:
     batch: dict[str, Any] = {}
-    ConnectorV2.add_batch_item(batch, "test_col", item_to_add=5)
-    ConnectorV2.add_batch_item(batch, "test_col", item_to_add=6)
-    ConnectorV2.add_batch_item(batch, "test_col_2", item_to_add=-10)
-    assert batch == {"test_col": [5, 6], "test_col_2": [-10]}
-
-
-def test_items_of_an_episode_are_added_under_its_id(episode: SingleAgentEpisode) -> None:
-    batch: dict[str, Any] = {}
-    ConnectorV2.add_batch_item(batch, "test_col", 5, episode)
-    ConnectorV2.add_batch_item(batch, "test_col", 6, episode)
-    ConnectorV2.add_batch_item(batch, "test_col_2", -10, episode)
-    assert batch == {"test_col": {("SA-EPS0",): [5, 6]}, "test_col_2": {("SA-EPS0",): [-10]}}
-
-
-def test_an_agents_items_are_added_under_the_larger_episodes_id() -> None:
-    part = SingleAgentEpisode(agent_id="ag0", module_id="mod0", multi_agent_episode_id="MA-EPS1")
-    batch: dict[str, Any] = {}
-    ConnectorV2.add_batch_item(batch, "test_col", 5, part)
-    assert batch == {"test_col": {("MA-EPS1", "ag0", "mod0"): [5]}}
+    for column, item in (("test_col", 5), ("test_col", 6), ("test_col_2", -10)):
+        ConnectorV2.add_batch_item(batch, column, item_to_add=item, single_agent_episode=of)
+    expected = {"test_col": [5, 6], "test_col_2": [-10]}
+    assert batch == (expected if of is None else {column: {key: items} for column, items in expected.items()})
 
 
 def test_several_items_are_added_at_once(episode: SingleAgentEpisode) -> None:
@@ -165,19 +156,6 @@ def test_a_piece_can_be_made_again_from_its_arguments() -> None:
     args, kwargs = Piece(Discrete(2), depth=3).get_ctor_args_and_kwargs()
     assert (args, kwargs) == ((Discrete(2),), {"depth": 3})
     assert Piece(*args, **kwargs).depth == 3
-
-
-def test_a_piece_may_be_given_its_spaces_before_it_knows_the_rest() -> None:
-    class Repeat(OneHot):
-        def __init__(self, in_obs: Any = None, in_act: Any = None, *, times: int, **kwargs: Any) -> None:
-            super().__init__(in_obs, in_act, **kwargs)
-            self.times = times
-
-        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
-            return Box(0.0, 1.0, (in_obs.n * self.times,), np.float32)
-
-    assert Repeat(Discrete(2), Discrete(3), times=4).observation_space.shape == (8,)
-    assert Repeat(Discrete(2), Discrete(3), times=4).action_space == Discrete(3)
 
 
 class Filters(ConnectorV2):

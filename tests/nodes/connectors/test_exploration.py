@@ -61,6 +61,9 @@ def test_frequencies_and_log_probabilities_are_those_of_epsilon_greedy() -> None
 def test_without_exploration_nothing_changes() -> None:
     actions, logp = chosen(1.0, [[0.0, 3.0, 2.0]] * 5, explore=False)
     assert (actions.tolist(), logp.tolist()) == ([1] * 5, [-5.0] * 5)
+    batch = noisy(GaussianNoise(schedule=1.0), np.ones((4, 2), np.float32), explore=False)
+    assert sorted(batch) == ["action_logp", "actions"]
+    assert (batch["actions"] == 1).all()
 
 
 def test_the_schedule_counts_steps() -> None:
@@ -69,15 +72,7 @@ def test_the_schedule_counts_steps() -> None:
     assert means == pytest.approx([0.5, 0.75, 1.0], abs=0.015)
 
 
-@pytest.mark.parametrize("schedule", [-0.1, 1.5, "often"])
-def test_a_schedule_out_of_bounds_is_refused(schedule: Any) -> None:
-    with pytest.raises(ValueError, match="expected a number from 0 to 1, or a function of steps"):
-        EpsilonGreedy(schedule=schedule)
-
-
 def test_what_it_can_not_work_with_is_refused() -> None:
-    with pytest.raises(ConnectorError, match=r"the schedule gives 2\.0 at step 3, expected a number from 0 to 1"):
-        chosen(lambda step: 2.0, [[0.0, 1.0]], step=3)
     piece = EpsilonGreedy(None, spaces.Box(-1, 1, (2,)), schedule=0.1)
     with pytest.raises(ConnectorError, match="is for one Discrete action"):
         piece(rl_module=None, batch={"action_dist_inputs": np.zeros((1, 4))}, episodes=[], explore=True)
@@ -93,14 +88,18 @@ def test_temperature_samples_the_softmax_of_what_is_divided_by_it() -> None:
 @pytest.mark.parametrize(
     ("piece_type", "schedule", "expected"),
     [
+        (EpsilonGreedy, -0.1, "a number from 0 to 1"),
+        (EpsilonGreedy, 1.5, "a number from 0 to 1"),
         (Temperature, 0, "a number above 0"),
         (GaussianNoise, -0.1, "a number, 0 or more"),
         (OrnsteinUhlenbeckNoise, float("inf"), "a number, 0 or more"),
     ],
 )
-def test_other_values_out_of_bounds_are_refused(piece_type: Any, schedule: float, expected: str) -> None:
+def test_values_out_of_bounds_are_refused(piece_type: Any, schedule: float, expected: str) -> None:
     with pytest.raises(ValueError, match=f"expected {expected}, or a function of steps"):
         piece_type(schedule=schedule)
+    with pytest.raises(ValueError, match=f"schedule is 'often', expected {expected}, or a function of steps"):
+        piece_type(schedule="often")
     with pytest.raises(ConnectorError, match=f"the schedule gives {schedule} at step 7, expected {expected}"):
         piece_type(schedule=lambda step: schedule).value(7)
 
@@ -129,12 +128,6 @@ def test_gaussian_noise_has_the_deviation_of_the_schedule_and_stays_within_bound
     bounded = noisy(GaussianNoise(schedule=100.0), np.ones((1_000, 2), np.float32))["actions"]
     assert set(np.unique(bounded).round(2)) >= {-1.0, 3.0}
     assert ((-1.0 <= bounded) & (bounded <= 3.0)).all()
-
-
-def test_without_exploration_no_noise_is_added() -> None:
-    batch = noisy(GaussianNoise(schedule=1.0), np.ones((4, 2), np.float32), explore=False)
-    assert sorted(batch) == ["action_logp", "actions"]
-    assert (batch["actions"] == 1).all()
 
 
 def test_noise_is_for_numbers_in_a_box() -> None:

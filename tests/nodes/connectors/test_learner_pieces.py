@@ -13,11 +13,21 @@ from hypothesis import given, note, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
 
-from rollflow import ConnectorV2, Fragment, GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode, VTrace
+from rollflow import (
+    ConnectorV2,
+    Fragment,
+    FrameStacking,
+    GeneralAdvantageEstimation,
+    RLModule,
+    Rollout,
+    SingleAgentEpisode,
+    VTrace,
+)
 from rollflow.nodes import (
     AddNextObservationsFromEpisodesToTrainBatch,
     ClipRewards,
     ComputeReturnsToGo,
+    DefaultModule,
     LearnerConnectorPipeline,
     NStepReturns,
 )
@@ -33,14 +43,22 @@ from rollflow.stream import ConnectorError, ModuleError
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 
 
-def episode(rewards: list[float], *, logp: float = -math.log(2), nested: bool = False, **ends: bool) -> Any:
+def episode(
+    rewards: list[float],
+    *,
+    values: list[float] | None = None,
+    logp: float = -math.log(2),
+    nested: bool = False,
+    **ends: bool,
+) -> Any:
     """Observations 0, 1, 2, …, actions 0, infos {"at": observation}, each action with log-probability `logp`."""
     observed = (lambda t: {"at": np.array([t]), "kind": t}) if nested else (lambda t: t)
     made = SingleAgentEpisode()
     made.add_env_reset(observed(0), {"at": 0})
     for t, reward in enumerate(rewards):
         flags = ends if t == len(rewards) - 1 else {}
-        made.add_env_step(observed(t + 1), 0, reward, {"at": t + 1}, extra_model_outputs={"action_logp": logp}, **flags)
+        extra = {"action_logp": logp} if values is None else {"vf_preds": values[t]}
+        made.add_env_step(observed(t + 1), 0, reward, {"at": t + 1}, extra_model_outputs=extra, **flags)
     return made
 
 
@@ -297,6 +315,150 @@ def test_several_steps_at_once_are_refused_of_a_stateful_module() -> None:
     assert batch_of(NStepReturns(n_step=1), episode([1]), module=Stateful())["n_step"].tolist() == [1]
 
 
+# Advantages
+
+
+def estimated(*episodes: SingleAgentEpisode, module: Any = None, **kwargs: Any) -> tuple[list[float], list[float]]:
+    piece = GeneralAdvantageEstimation(gamma=0.5, lambda_=0.5, **{"normalize_advantages": False, **kwargs})
+    batch = piece(rl_module=module or Tens(), batch={}, episodes=list(episodes))
+    columns = [np.concatenate([np.concatenate(items) for items in batch[name].values()]) for name in batch]
+    assert list(batch) == ["advantages", "value_targets"]
+    return columns[0].tolist(), columns[1].tolist()
+
+
+def test_three_steps_by_hand_up_to_a_termination() -> None:
+    # deltas 1 + 2 - 2 = 1,  1 + 3 - 4 = 0,  1 + 0 - 6 = -5;  each advantage adds a quarter of the next
+    advantages, targets = estimated(episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], terminated=True))
+    assert advantages == [1.0 - 0.25 * 1.25, -1.25, -5.0]
+    assert targets == [2.0 + advantages[0], 2.75, 1.0]
+
+
+@pytest.mark.parametrize("ends", [{"truncated": True}, {}], ids=str)
+def test_a_chunk_that_goes_on_counts_its_last_observations_value(ends: dict[str, bool]) -> None:
+    # the last delta is 1 + 0.5 * 30 - 6 = 10
+    advantages, _ = estimated(episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], **ends))
+    assert advantages == [1.0 + 0.25 * 2.5, 2.5, 10.0]
+
+
+def test_values_that_were_not_recorded_are_computed() -> None:
+    # values 0, 10 and, after the end of the chunk, 20: deltas 1 + 5 - 0 = 6,  1 + 10 - 10 = 1
+    advantages, targets = estimated(episode([1.0, 1.0]))
+    assert advantages == [6.25, 1.0]
+    assert targets == [6.25, 11.0]
+
+
+def test_episodes_do_not_reach_into_each_other() -> None:
+    first, second = (
+        episode([1.0, 1.0], values=[2.0, 4.0], terminated=True),
+        episode([3.0], values=[5.0], terminated=True),
+    )
+    assert estimated(first, second)[0] == estimated(first)[0] + estimated(second)[0]
+
+
+def test_advantages_may_be_normalised_over_the_batch() -> None:
+    advantages, targets = estimated(
+        episode([1.0, 1.0, 1.0], values=[2.0, 4.0, 6.0], terminated=True), normalize_advantages=True
+    )
+    assert np.mean(advantages) == pytest.approx(0.0, abs=1e-6)
+    assert np.std(advantages) == pytest.approx(1.0)
+    assert targets[2] == 1.0
+
+
+def test_a_module_without_values_is_refused() -> None:
+    told = r"GeneralAdvantageEstimation needs values, but module 'object' has no compute_values"
+    with pytest.raises(ModuleError, match=told):
+        estimated(episode([1.0], values=[0.0]), module=object())
+
+
+def test_values_with_an_axis_too_many_are_refused() -> None:
+    class Unsqueezed(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = super()._forward(batch)
+            return {**output, "vf_preds": output["vf_preds"][:, None]}
+
+    _, makers = numbered_envs(3)
+    gae = GeneralAdvantageEstimation()
+    told = r"'vf_preds' has shape \[12, 1\], expected \[12\]"
+    options: dict[str, Any] = {"learner_connector": lambda obs, act: gae, "fragment_length": 4, "seed": 0}
+    with pytest.raises(ModuleError, match=told), Rollout(makers, module=Unsqueezed(), **options) as rollout:
+        next(iter(rollout.batches()))
+
+
+@pytest.mark.parametrize("piece", [GeneralAdvantageEstimation, VTrace])
+def test_values_that_are_no_numbers_are_refused_with_their_step(piece: Any) -> None:
+    class Sick(DefaultModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = super()._forward(batch, **kwargs)
+            values = output["action_dist_inputs"].detach().sum(-1)
+            if len(values) > 1:  # not the value behind one chunk
+                values[1] = torch.nan
+            return {**output, "vf_preds": values}
+
+        _forward_train = _forward
+
+    message = r"episode '\w+', step \d+ of its chunk: the module's 'vf_preds' is nan, expected a finite one"
+    with (
+        pytest.raises(ModuleError, match=message),
+        Rollout("CartPole-v1", num_envs=2, module=Sick, learner_connector=lambda obs, act: piece()) as rollout,
+    ):
+        next(rollout.batches())
+
+
+@pytest.mark.parametrize("in_columns", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_behind_a_stack_values_are_those_of_stacks(in_columns: bool, recorded: bool) -> None:
+    class SumsUp(RLModule):
+        """Its value is the sum of the three frames that it must see."""
+
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            assert batch["obs"].shape[1:] == (9,)
+            values = {"vf_preds": batch["obs"].float().sum(1)} if recorded else {}
+            return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64), **values}
+
+        def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
+            assert batch["obs"].shape[1:] == (9,)
+            return batch["obs"].float().sum(1)
+
+    pieces = [FrameStacking(num_frames=3, as_learner_connector=True)]
+    gae = GeneralAdvantageEstimation(gamma=1.0, lambda_=0.0, normalize_advantages=False)
+    with Rollout(
+        numbered_envs(2)[1],
+        module=SumsUp(),
+        fragment_length=9,
+        num_fragments=2,
+        env_to_module_connector=lambda env: FrameStacking(num_frames=3),
+        learner_connector=lambda obs_space, act_space: [*pieces, gae, *([] if in_columns else [OneByOne()])],
+    ) as rollout:
+        for fragment in rollout.fragments():
+            batch = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
+            values, begin = batch["obs"].sum(1).float().numpy(), 0
+            for chunk in fragment.episodes():
+                end = begin + len(chunk)
+                last = [chunk.get_observations(i) for i in range(-min(3, len(chunk) + chunk.t_started + 1), 0)]
+                after = 0.0 if chunk.is_terminated else float(np.sum(last))
+                expected = chunk.get_rewards() + np.append(values[begin + 1 : end], after)
+                np.testing.assert_allclose(batch["value_targets"][begin:end], expected)
+                begin = end
+
+
+@pytest.mark.parametrize("in_columns", [True, False])
+def test_rewards_that_a_piece_before_has_changed_are_the_ones_that_count(in_columns: bool) -> None:
+    gae = GeneralAdvantageEstimation(gamma=0.0, normalize_advantages=False)
+    with Rollout(
+        numbered_envs(2)[1],
+        module=NumberedModule(),
+        num_fragments=1,
+        learner_connector=lambda obs_space, act_space: [
+            ClipRewards(high=3.0),
+            gae,
+            *([] if in_columns else [OneByOne()]),
+        ],
+    ) as rollout:
+        batch = next(iter(rollout.batches()))
+    np.testing.assert_allclose(batch["value_targets"], batch["rewards"], atol=1e-5)
+    assert float(batch["rewards"].max()) == 3.0
+
+
 # One more step
 
 
@@ -371,6 +533,8 @@ def test_read_only_episodes_that_are_in_no_list_are_refused() -> None:
     [
         (lambda: ComputeReturnsToGo(gamma=1.5), "gamma is 1.5, expected a number from 0 to 1"),
         (lambda: NStepReturns(n_step=2, gamma=-0.1), "gamma is -0.1, expected a number from 0 to 1"),
+        (lambda: GeneralAdvantageEstimation(gamma=1.1), "gamma is 1.1, expected a number from 0 to 1"),
+        (lambda: GeneralAdvantageEstimation(lambda_=-0.1), "lambda_ is -0.1, expected a number from 0 to 1"),
         (lambda: VTrace(gamma=math.nan), "gamma is nan, expected a number from 0 to 1"),
         (lambda: NStepReturns(n_step=0), "n_step is 0, expected a whole number from 1 on"),
         (lambda: NStepReturns(n_step=1.5), "n_step is 1.5, expected a whole number from 1 on"),  # type: ignore[arg-type]
@@ -408,6 +572,7 @@ PIECES: dict[str, Callable[[], list[ConnectorV2]]] = {
     "clipped": lambda: [ClipRewards(low=2.0, high=5.0)],
     "signs": lambda: [ClipRewards(sign=True)],
     "V-trace": lambda: [VTrace(gamma=0.9, rho_clip=1.5)],
+    "advantages": lambda: [GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)],
     "several": lambda: [
         ClipRewards(high=5.0),
         VTrace(gamma=0.9),

@@ -141,46 +141,30 @@ def test_rounds_of_merging_count_every_observation_once() -> None:
     filters = [MeanStdFilter(FLAT) for _ in range(3)]
     random = np.random.default_rng(3)
     seen: list[Any] = []
-    for _ in range(5):
+
+    def count(piece: MeanStdFilter) -> None:
+        rows = random.normal(size=(int(random.integers(1, 6)), 2))
+        seen.extend(rows)
+        filtered_together(piece, rows)
+
+    for number in range(5):
         for piece in filters:
-            rows = random.normal(size=(int(random.integers(1, 6)), 2))
-            seen.extend(rows)
-            filtered_together(piece, rows)
+            count(piece)
+        filters.append(copy.deepcopy(filters[number]))  # which counts for itself from now on
+        count(filters[number])
+        count(filters[-1])
         merged = filters[0].merge_states([piece.get_state() for piece in filters])
         for piece in filters:
             piece.set_state(merged)
             assert piece.count == len(seen)
             np.testing.assert_allclose(piece.mean, np.mean(seen, 0), rtol=1e-9)
             np.testing.assert_allclose(piece.deviation, np.std(seen, 0, ddof=1), rtol=1e-9)
-
-
-def test_what_is_counted_while_states_are_merged_elsewhere_stays_counted() -> None:
-    one, other = fed([[1.0, 1.0]]), fed([[2.0, 2.0]])
-    merged = one.merge_states([one.get_state(), other.get_state()])
-    filtered_together(one, [[3.0, 3.0], [4.0, 4.0]])
-    one.set_state(merged)
-    assert (one.count, one.mean.tolist()) == (4, [2.5, 2.5])
-
-
-def test_a_filter_goes_on_from_the_state_of_one_that_is_no_more() -> None:
-    state = fed([[1.0, 1.0], [2.0, 2.0]]).get_state()
-    piece = MeanStdFilter(FLAT)
-    piece.set_state(state)
-    filtered_together(piece, [[6.0, 6.0]])
-    assert (piece.count, piece.mean.tolist()) == (3, [3.0, 3.0])
-    again = MeanStdFilter(FLAT)
-    again.set_state(again.merge_states([state, piece.get_state()]))
-    assert again.count == 3
-
-
-def test_a_copy_counts_for_itself() -> None:
-    one = fed([[1.0, 1.0]])
-    other = copy.deepcopy(one)
-    filtered_together(one, [[2.0, 2.0]])
-    filtered_together(other, [[3.0, 3.0]])
-    merged = MeanStdFilter(FLAT)
-    merged.set_state(merged.merge_states([one.get_state(), other.get_state()]))
-    assert (merged.count, merged.mean.tolist()) == (3, [2.0, 2.0])
+        before = len(seen)
+        count(filters[1])  # after it has given its state
+        filters[1].set_state(merged)
+        assert filters[1].count == len(seen) > before
+        filters[2] = MeanStdFilter(FLAT)  # goes on from the state of one that is no more
+        filters[2].set_state(merged)
 
 
 def test_a_reset_filter_has_seen_nothing() -> None:

@@ -40,26 +40,24 @@ def test_compiled_passes_of_several_modules_give_the_same() -> None:
     assert_alike(agent_fragments(drawn, compile_forward={"backend": "eager"}, max_batch=8), agent_fragments(drawn))
 
 
-def test_they_are_shown_and_refused_beside_flat_ones_of_several_modules() -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_it_is_shown_and_refused_beside_a_flat_one(several: bool) -> None:
+    def make(**options: Any) -> Any:
+        return MultiAgentRollout(maker, **options) if several else Rollout("CartPole-v1", **options)
+
+    def explained(**options: Any) -> str:
+        with make(**options) as rollout:
+            return str(rollout.explain())
+
     maker = partial(NumberedAgents, 0, nested=0)
-    with MultiAgentRollout(maker, compile_forward={"backend": "eager"}) as rollout:
-        assert "forward pass compiled" in rollout.explain()
-    with MultiAgentRollout(maker) as rollout:
-        assert "forward pass flat" in rollout.explain()
-    with MultiAgentRollout(maker, flat_forward=False) as rollout:
-        assert "forward pass" not in rollout.explain()
-    modules = {"default_policy": None, "agent 0": RandomModule}
-    with MultiAgentRollout(maker, module=modules) as rollout:
-        assert "'default_policy' forward pass flat" in rollout.explain()
+    assert "forward pass compiled" in explained(compile_forward={"backend": "eager"})
+    assert "forward pass flat" in explained()
+    assert "forward pass" not in explained(flat_forward=False)
+    if several:
+        shown = explained(module={"default_policy": None, "agent 0": RandomModule})
+        assert "'default_policy' forward pass flat" in shown
     with pytest.raises(ValueError, match="two ways of doing a pass"):
-        MultiAgentRollout(maker, compile_forward=True, flat_forward=True)
-
-
-def test_it_is_shown_and_refused_beside_a_flat_one() -> None:
-    with Rollout("CartPole-v1", compile_forward={"backend": "eager"}) as rollout:
-        assert "forward pass compiled" in rollout.explain()
-    with pytest.raises(ValueError, match="two ways of doing a pass"):
-        Rollout("CartPole-v1", compile_forward=True, flat_forward=True)
+        make(compile_forward=True, flat_forward=True)
 
 
 def test_main_memory_as_a_device_is_no_other_device() -> None:

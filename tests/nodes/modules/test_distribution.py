@@ -10,7 +10,7 @@ from gymnasium import spaces
 from hypothesis import given, strategies as st
 from torch import distributions as reference
 
-from rollflow.nodes.modules.distribution import Deterministic, Races, distribution_for
+from rollflow.nodes.modules.distribution import Races, distribution_for
 from rollflow.stream import ModuleError
 
 SPACES = {
@@ -77,44 +77,37 @@ def test_samples_lie_in_their_space(space: gym.Space[Any]) -> None:
         assert distribution.logp(action).shape == (6,)
 
 
-@given(rows(4), rows(4))
-def test_a_categorical_agrees_with_torchs_on_any_logits(logits: torch.Tensor, others: torch.Tensor) -> None:
-    made = distribution_for(spaces.Discrete(4, start=7))
-    ours, theirs = made.from_logits(logits), reference.Categorical(logits=logits)
-    for number in range(4):
-        agree(ours.logp(torch.full((3,), 7 + number)), theirs.log_prob(torch.full((3,), number)))
-    agree(ours.entropy(), theirs.entropy())
-    expected = reference.kl_divergence(theirs, reference.Categorical(logits=others))
-    agree(ours.kl(made.from_logits(others)), expected)
+def categoricals(*sizes: int) -> Any:
+    """What makes torch's distributions over the parts of logits."""
+    return lambda logits: [reference.Categorical(logits=part) for part in logits.double().split(sizes, -1)]
 
 
-@given(rows(5), rows(5))
-def test_a_multi_categorical_agrees_with_torchs_on_any_logits(logits: torch.Tensor, others: torch.Tensor) -> None:
-    made = distribution_for(spaces.MultiDiscrete([2, 3], start=[4, 0]))
-    ours = made.from_logits(logits)
-    theirs, their_others = (
-        [reference.Categorical(logits=part) for part in each.split([2, 3], -1)] for each in (logits, others)
-    )
-    for first in range(2):
-        for second in range(3):
-            expected = sum(each.log_prob(torch.full((3,), n)) for each, n in zip(theirs, (first, second), strict=True))
-            agree(ours.logp(torch.tensor([[4 + first, second]] * 3)), expected)
-    agree(ours.entropy(), sum(each.entropy() for each in theirs))
-    expected = sum(reference.kl_divergence(*pair) for pair in zip(theirs, their_others, strict=True))
-    agree(ours.kl(made.from_logits(others)), expected)
+def bits(logits: torch.Tensor) -> Any:
+    return [reference.Bernoulli(logits=part[:, 0]) for part in logits.double().split(1, -1)]
 
 
-@given(rows(2), rows(2))
-def test_bits_agree_with_torchs_on_any_logits(logits: torch.Tensor, others: torch.Tensor) -> None:
-    made = distribution_for(spaces.MultiBinary(2))
-    ours, theirs = made.from_logits(logits), reference.Bernoulli(logits=logits)
-    for bits in ([0, 0], [0, 1], [1, 0], [1, 1]):
-        value = torch.tensor([bits] * 3)
-        agree(ours.logp(value), theirs.log_prob(value.float()).sum(-1))
-    # torch's own subtracts from a rounded likelihood, where the logit is far from 0
-    exact, exact_others = (reference.Bernoulli(logits=each.double()) for each in (logits, others))
-    agree(ours.entropy(), exact.entropy().sum(-1).float())
-    agree(ours.kl(made.from_logits(others)), reference.kl_divergence(exact, exact_others).sum(-1).float())
+# Space, torch's distributions over its parts, and the part of every action
+WHOLE_NUMBERS: dict[str, tuple[gym.Space[Any], Any, list[tuple[int, ...]]]] = {
+    "Discrete": (spaces.Discrete(4, start=7), categoricals(4), [(n,) for n in range(4)]),
+    "MultiDiscrete": (spaces.MultiDiscrete([2, 3], start=[7, 7]), categoricals(2, 3), list(np.ndindex(2, 3))),
+    "MultiBinary": (spaces.MultiBinary(2), bits, list(np.ndindex(2, 2))),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE_NUMBERS)
+@given(logits=rows(5), others=rows(5))
+def test_whole_numbers_agree_with_torchs_on_any_logits(kind: str, logits: torch.Tensor, others: torch.Tensor) -> None:
+    space, torchs, actions = WHOLE_NUMBERS[kind]
+    made = distribution_for(space)
+    logits, others = logits[:, : made.required_input_dim], others[:, : made.required_input_dim]
+    ours, theirs, their_others = made.from_logits(logits), torchs(logits), torchs(others)
+    for numbers in actions:
+        action = torch.tensor([numbers] * 3) + (0 if kind == "MultiBinary" else 7)
+        expected = [each.log_prob(torch.tensor(n)) for each, n in zip(theirs, numbers, strict=True)]
+        agree(ours.logp(action[:, 0] if kind == "Discrete" else action), sum(expected).float())
+    agree(ours.entropy(), sum(each.entropy() for each in theirs).float())
+    expected = [reference.kl_divergence(*pair) for pair in zip(theirs, their_others, strict=True)]
+    agree(ours.kl(made.from_logits(others)), sum(expected).float())
 
 
 @given(rows(2), rows(2), rows(2), rows(2))
@@ -230,9 +223,11 @@ def test_an_action_that_only_the_other_rules_out_is_infinitely_far() -> None:
 def test_numbers_have_the_type_of_their_space(dtype: Any) -> None:
     space = spaces.Discrete(3, start=2, dtype=dtype)
     distribution = distribution_for(space).from_logits(torch.tensor([[0.0, 1.0, 0.5]] * 2))
-    for action in (distribution.sample(), distribution.to_deterministic().sample()):
-        assert action.numpy().dtype == dtype
-        assert all(number in space for number in action.numpy())
+    won, won_logp = distribution.sample_with_logp(races())
+    for action in (distribution.sample().numpy(), distribution.to_deterministic().sample().numpy(), won):
+        assert action.dtype == dtype
+        assert all(number in space for number in action)
+    assert won_logp.dtype == np.float32
     assert distribution.logp(distribution.sample()).shape == (2,)
 
 
@@ -268,14 +263,7 @@ def test_the_likeliest_action_counts_as_certain() -> None:
     for space in SPACES.values():
         likeliest = drawn(space)[0].to_deterministic()
         assert likeliest.logp(likeliest.sample()).tolist() == [0.0] * 6
-
-
-def test_a_deterministic_gives_its_own_action_whatever_the_generator() -> None:
-    action = {"a": (torch.tensor([1, 2]), torch.zeros(2, 3))}
-    certain = Deterministic(action, (2,))
-    assert certain.sample() is action
-    assert certain.sample(torch.Generator().manual_seed(0)) is action
-    assert certain.logp(action).tolist() == [0.0, 0.0]
+        assert likeliest.sample(torch.Generator()) is likeliest.sample() is likeliest.action
 
 
 @pytest.mark.parametrize(
@@ -349,12 +337,6 @@ def test_races_of_shapes_that_take_turns_share_what_has_been_drawn() -> None:
     rows = [run.draw((1 + number % 2, 3)).tobytes() for number in range(1000)]
     assert counted.times == 1
     assert len(set(rows)) == 1000
-
-
-def test_actions_won_have_the_spaces_dtype() -> None:
-    space = spaces.Discrete(3, dtype=np.int32)
-    actions, logp = distribution_for(space).from_logits(torch.zeros(5, 3)).sample_with_logp(races())
-    assert (actions.dtype, logp.dtype) == (np.int32, np.float32)
 
 
 WHOLE_BOXES = {

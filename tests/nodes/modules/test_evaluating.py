@@ -113,7 +113,7 @@ PIECES: Any = [GeneralAdvantageEstimation, VTrace, Asks]
 
 
 @pytest.mark.parametrize("piece", PIECES)
-@pytest.mark.parametrize("place", ["batches", "pipeline", "learner", "dataset"])
+@pytest.mark.parametrize("place", ["batches", "pipeline", "learner", "dataset", "by itself"])
 def test_train_batches_leave_no_trace_in_the_module(piece: Any, place: str, tmp_path: Any) -> None:
     connector = lambda obs_space, act_space: piece()  # noqa: E731
     options: Any = {"num_envs": 4, "fragment_length": 8, "num_fragments": 2, "seed": 0, "learner_connector": connector}
@@ -132,10 +132,12 @@ def test_train_batches_leave_no_trace_in_the_module(piece: Any, place: str, tmp_
         before = trace_of(module)
         if place == "pipeline":
             rollout.learner_pipeline.of_fragments(fragments, module)
+        elif place == "by itself" and piece is not Asks:  # which runs what it is given
+            piece()(rl_module=module, batch={}, episodes=fragments[0].episodes())
         elif place == "learner":
             node = LearnerPipeline(rollout.learner_pipeline, module)
             assert all(node(fragment).batches for fragment in fragments)
-        else:
+        elif place == "dataset":
             source = DatasetSource(tmp_path / "set", module=module, learner_connector=connector, batch_size=16)
             assert len(list(source.batches())) == 4
         assert_same_trace(before, trace_of(module))
@@ -179,14 +181,6 @@ def test_values_are_those_of_the_function_that_acted(piece: Any) -> None:
         expected = pipeline.of_fragments([fragment], module)["advantages"]
         assert torch.equal(first, second)
         assert torch.equal(first, expected)
-
-
-def test_a_piece_by_itself_leaves_no_trace_either() -> None:
-    with Rollout(Noise, module=Net, num_envs=2, fragment_length=8, num_fragments=1, seed=0) as rollout:
-        [fragment] = rollout.fragments()
-        before = trace_of(rollout.module)
-        GeneralAdvantageEstimation()(rl_module=rollout.module, batch={}, episodes=fragment.episodes())
-        assert_same_trace(before, trace_of(rollout.module))
 
 
 def test_another_thread_may_train_the_module_during_a_pass() -> None:

@@ -197,23 +197,19 @@ def test_what_can_not_be_found_again_is_not_saved(name: str, tmp_path: Path) -> 
     assert not (tmp_path / "policy").exists()
 
 
-@pytest.mark.parametrize("wrong", [None, "left", object()])
-def test_what_is_no_action_is_refused(wrong: Any) -> None:
+class GivesTensor(ModuloPolicy):
+    def forward_exploration(self, batch: dict[str, Any]) -> Any:
+        return modulo(batch["obs"])
+
+
+NO_OUTPUTS = [*(lambda obs, wrong=wrong: wrong for wrong in (None, "left", object())), GivesTensor()]
+
+
+@pytest.mark.parametrize("module", NO_OUTPUTS, ids=["none", "text", "object", "tensor"])
+def test_what_is_no_action_is_refused(module: Any) -> None:
     with (
-        pytest.raises(ModuleError, match="lambda> gave a dict that is no dict of tensors or arrays"),
-        Rollout(Counts, module=lambda obs: wrong, num_envs=1, seed=0) as rollout,
-    ):
-        next(rollout.batches())
-
-
-def test_an_object_that_gives_no_dict_is_refused() -> None:
-    class Wrong(ModuloPolicy):
-        def forward_exploration(self, batch: dict[str, Any]) -> Any:
-            return modulo(batch["obs"])
-
-    with (
-        pytest.raises(ModuleError, match="Wrong gave a Tensor that is no dict of tensors or arrays"),
-        Rollout(Counts, module=Wrong(), num_envs=1, seed=0) as rollout,
+        pytest.raises(ModuleError, match=r"(lambda> gave a dict|GivesTensor gave a Tensor) that is no dict of tensors"),
+        Rollout(Counts, module=module, num_envs=1, seed=0) as rollout,
     ):
         next(rollout.batches())
 

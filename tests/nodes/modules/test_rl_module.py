@@ -86,16 +86,6 @@ def test_a_module_without_values_says_what_it_gave() -> None:
         Echo().compute_values({})
 
 
-def test_a_module_is_stateful_when_it_has_an_initial_state() -> None:
-    class Recurrent(RLModule):
-        def get_initial_state(self) -> Any:
-            return {"h": torch.zeros(8)}
-
-    assert not RLModule().is_stateful()
-    assert RLModule().get_initial_state() == {}
-    assert Recurrent().is_stateful()
-
-
 def test_a_module_names_the_distribution_of_its_action_space() -> None:
     module = Policy(SEEN, spaces.Discrete(2))
     for get in (

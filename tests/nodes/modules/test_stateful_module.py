@@ -168,14 +168,6 @@ def test_a_train_batch_has_rows_of_max_seq_len_and_the_state_before_each() -> No
     assert batch["state_in"].tolist() == [[-1], [10], [40], [60]]
 
 
-def test_chunks_of_one_episode_in_one_batch_keep_their_own_states() -> None:
-    first, second = chunk(3), chunk(3, t_started=3, lookback=2)
-    second.id_ = first.id_
-    batch = LearnerConnectorPipeline.default(stateful=True)(rl_module=Two(), episodes=[first, second])
-    assert batch["obs"].tolist() == [[0, 1], [2, 0], [3, 4], [5, 0]]
-    assert batch["state_in"].tolist() == [[-1], [10], [20], [40]]
-
-
 def test_a_forward_batch_has_a_time_axis_of_one_step_and_the_latest_state() -> None:
     begun = SingleAgentEpisode("begun", observations=[0.5], len_lookback_buffer=0)
     batch = EnvToModulePipeline.default(stateful=True)(rl_module=Two(), episodes=[begun, chunk(3)], explore=True)
