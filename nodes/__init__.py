@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         SingleAgentObservationPreprocessor as SingleAgentObservationPreprocessor,
     )
     from rollflow.nodes.connectors.lambda_connector import LambdaConnector as LambdaConnector
-    from rollflow.nodes.connectors.learner.rewards import (
+    from rollflow.nodes.connectors.learner.advantages import (
         ClipRewards as ClipRewards,
         ComputeReturnsToGo as ComputeReturnsToGo,
         NStepReturns as NStepReturns,

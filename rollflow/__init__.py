@@ -13,7 +13,7 @@ if (_checkout := Path(__file__).parent.parent / "pyproject.toml").exists():
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.common.frame_stacking import FrameStacking as FrameStacking
+    from rollflow.nodes.connectors.common.episode_columns import FrameStacking as FrameStacking
     from rollflow.nodes.connectors.connector_v2 import ConnectorV2 as ConnectorV2
     from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter as MeanStdFilter
     from rollflow.nodes.connectors.learner.advantages import (

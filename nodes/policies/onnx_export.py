@@ -18,8 +18,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
-from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.common.frame_stacking import FrameStacking
+from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch, FrameStacking
 from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.alpha.action_connectors import (
+    from rollflow.nodes.connectors.alpha.built_in import (
         ClipActionsConnector as ClipActionsConnector,
+        ClipRewardAgentConnector as ClipRewardAgentConnector,
         ConvertToNumpyConnector as ConvertToNumpyConnector,
         ImmutableActionsConnector as ImmutableActionsConnector,
-        NormalizeActionsConnector as NormalizeActionsConnector,
-    )
-    from rollflow.nodes.connectors.alpha.agent_connectors import (
-        ClipRewardAgentConnector as ClipRewardAgentConnector,
         MeanStdObservationFilterAgentConnector as MeanStdObservationFilterAgentConnector,
+        NormalizeActionsConnector as NormalizeActionsConnector,
         ObsPreprocessorConnector as ObsPreprocessorConnector,
         StateBufferConnector as StateBufferConnector,
         ViewRequirement as ViewRequirement,
@@ -25,11 +23,14 @@ if TYPE_CHECKING:
     from rollflow.nodes.connectors.alpha.connector import (
         ActionConnector as ActionConnector,
         ActionConnectorDataType as ActionConnectorDataType,
+        ActionConnectorPipeline as ActionConnectorPipeline,
         AgentConnector as AgentConnector,
         AgentConnectorDataType as AgentConnectorDataType,
+        AgentConnectorPipeline as AgentConnectorPipeline,
         AgentConnectorsOutput as AgentConnectorsOutput,
         Connector as Connector,
         ConnectorContext as ConnectorContext,
+        ConnectorPipeline as ConnectorPipeline,
         PolicyOutputType as PolicyOutputType,
         SampleBatch as SampleBatch,
         get_connector as get_connector,
@@ -45,10 +46,5 @@ if TYPE_CHECKING:
         local_policy_inference as local_policy_inference,
     )
     from rollflow.nodes.connectors.alpha.pieces import as_connector_v2 as as_connector_v2
-    from rollflow.nodes.connectors.alpha.pipeline import (
-        ActionConnectorPipeline as ActionConnectorPipeline,
-        AgentConnectorPipeline as AgentConnectorPipeline,
-        ConnectorPipeline as ConnectorPipeline,
-    )
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -5,15 +5,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.alpha.action_connectors import (
+from rollflow.nodes.connectors.alpha.built_in import (
     ClipActionsConnector,
+    ClipRewardAgentConnector,
     ConvertToNumpyConnector,
     ImmutableActionsConnector,
-    NormalizeActionsConnector,
-)
-from rollflow.nodes.connectors.alpha.agent_connectors import (
-    ClipRewardAgentConnector,
     MeanStdObservationFilterAgentConnector,
+    NormalizeActionsConnector,
     ObsPreprocessorConnector,
     StateBufferConnector,
     ViewRequirementAgentConnector,
@@ -21,15 +19,16 @@ from rollflow.nodes.connectors.alpha.agent_connectors import (
 from rollflow.nodes.connectors.alpha.connector import (
     ActionConnector,
     ActionConnectorDataType,
+    ActionConnectorPipeline,
     AgentConnector,
     AgentConnectorDataType,
+    AgentConnectorPipeline,
     AgentConnectorsOutput,
     ConnectorContext,
     PolicyOutputType,
     SampleBatch,
     array_of,
 )
-from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.evaluating import evaluating

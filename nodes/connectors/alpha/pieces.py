@@ -8,7 +8,9 @@ import numpy as np
 from rollflow.nodes.connectors.alpha.connector import (
     ActionConnector,
     ActionConnectorDataType,
+    ActionConnectorPipeline,
     AgentConnector,
+    AgentConnectorPipeline,
     AgentConnectorsOutput,
     Connector,
     ConnectorContext,
@@ -16,7 +18,6 @@ from rollflow.nodes.connectors.alpha.connector import (
     agent_id_of,
     data_of,
 )
-from rollflow.nodes.connectors.alpha.pipeline import ActionConnectorPipeline, AgentConnectorPipeline
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.list_form import episode_key, rewrite_last
 from rollflow.nodes.connectors.state_watch import StateWatch

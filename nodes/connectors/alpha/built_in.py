@@ -1,14 +1,16 @@
-"""Agent connectors that change or add columns: observations, rewards, and the policy's last output."""
+"""Agent connectors that change or add columns, and action connectors: arrays of tensors, bounds, read-only actions."""
 
+import types
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from rollflow.nodes.connectors.alpha.connector import (
+    ActionConnector,
     ActionConnectorDataType,
     AgentConnector,
     AgentConnectorDataType,
@@ -17,11 +19,14 @@ from rollflow.nodes.connectors.alpha.connector import (
     ConnectorContext,
     PolicyOutputType,
     SampleBatch,
+    array_of,
     sample_of,
     without_params,
 )
 from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter
+from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.connectors.spaces import Space
+from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, shown
 from rollflow.stream.data.space import flat_size, flatten, is_columnar
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
@@ -438,3 +443,73 @@ def _space_of(shapes: Any) -> Space:
 
 def _plain(leaf: Any) -> Any:
     return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+class ConvertToNumpyConnector(ActionConnector):
+    """Turns tensors among actions and states into arrays; fetches stay as they are."""
+
+    def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
+        actions, states, fetches = ac_data.output
+        output = (map_tree(array_of, actions), [map_tree(array_of, state) for state in states], fetches)
+        return replace(ac_data, output=output)
+
+    to_state = without_params
+
+
+class _BoundedActions(ActionConnector):
+    """Brings actions into the bounds of the context's action space, with the piece that rollouts use."""
+
+    normalize_actions = False
+    _piece: NormalizeAndClipActions | None = None
+
+    def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
+        if self._piece is None:
+            space, normalizes = self.context.action_space, self.normalize_actions
+            if space is None:
+                raise ConnectorError(
+                    f"{type(self).__name__}: the context has no action_space, expected ConnectorContext(action_space=…)"
+                )
+            self._piece = NormalizeAndClipActions(
+                None, space, normalize_actions=normalizes, clip_actions=not normalizes
+            )
+        batch = self._piece(batch={Columns.ACTIONS: [ac_data.output[0]]})
+        return replace(ac_data, output=(batch[Columns.ACTIONS_FOR_ENV][0], *ac_data.output[1:]))
+
+    def action_space_after(self, action_space: Space) -> Space:
+        return action_space
+
+    to_state = without_params
+
+
+class NormalizeActionsConnector(_BoundedActions):
+    """Scales actions from -1 … 1 to low … high of Boxes that are bounded on all sides."""
+
+    normalize_actions = True
+
+
+class ClipActionsConnector(_BoundedActions):
+    """Clips actions to the bounds that Boxes have."""
+
+
+class ImmutableActionsConnector(ActionConnector):
+    """Makes actions read-only: arrays, and dicts of them; so nobody changes what has been recorded."""
+
+    def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
+        return replace(ac_data, output=(_read_only(ac_data.output[0]), *ac_data.output[1:]))
+
+    def action_space_after(self, action_space: Space) -> Space:
+        return action_space
+
+    to_state = without_params
+
+
+def _read_only(actions: Tree) -> Any:
+    if isinstance(actions, np.ndarray):
+        view = actions.view()
+        view.flags.writeable = False
+        return view
+    if isinstance(actions, dict):
+        return types.MappingProxyType({key: _read_only(part) for key, part in actions.items()})
+    if isinstance(actions, list | tuple):
+        return tuple(map(_read_only, actions))
+    return actions
