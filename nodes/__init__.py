@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from rollflow.nodes.launch.on_hosts import OnProcesses as OnProcesses, OnRay as OnRay
     from rollflow.nodes.metrics.episode_returns import EpisodeReturns as EpisodeReturns
     from rollflow.nodes.metrics.metrics_logger import MetricsLogger as MetricsLogger
-    from rollflow.nodes.modules.action_masks import mask_logits as mask_logits
     from rollflow.nodes.modules.default_module import DefaultModule as DefaultModule
+    from rollflow.nodes.modules.distribution import mask_logits as mask_logits
     from rollflow.nodes.modules.multi_rl_module import MultiRLModule as MultiRLModule
     from rollflow.nodes.modules.random_module import RandomModule as RandomModule
     from rollflow.nodes.offloaded.rollout_host import RolloutHost as RolloutHost

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.modules.action_masks import ACTION_MASK, joined_mask
+from rollflow.nodes.modules.distribution import ACTION_MASK, joined_mask
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from rollflow.nodes.modules.default_model_config import model_config_of
-from rollflow.nodes.modules.default_module import DefaultModule
+from rollflow.nodes.modules.default_module import DefaultModule, model_config_of
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.stream.data.errors import ConnectorError, ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext, get_connector
 from rollflow.nodes.connectors.module_to_env.exploration import Linear
-from rollflow.nodes.modules.default_model_config import DefaultModelConfig
+from rollflow.nodes.modules.default_module import DefaultModelConfig
 from rollflow.nodes.policies.registry import Allowed, name_of, named
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, located, shown

@@ -12,8 +12,7 @@ from rollflow.nodes.connectors.common.tensors import array_of, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
 from rollflow.nodes.connectors.list_form import episode_key, single_agent_episodes
 from rollflow.nodes.connectors.spaces import space_of_agent
-from rollflow.nodes.modules.action_masks import without_choice
-from rollflow.nodes.modules.distribution import Categorical, DistributionType, distribution_for
+from rollflow.nodes.modules.distribution import Categorical, DistributionType, distribution_for, without_choice
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.tree import Tree, leaves_of

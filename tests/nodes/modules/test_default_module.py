@@ -9,8 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from rollflow.nodes.modules.default_model_config import DefaultModelConfig, model_config_of
-from rollflow.nodes.modules.default_module import DefaultModule
+from rollflow.nodes.modules.default_module import DefaultModelConfig, DefaultModule, model_config_of
 from rollflow.stream import ModuleError
 from rollflow.stream.data.tree import map_tree, stack_trees
 
