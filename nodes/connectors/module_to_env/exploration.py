@@ -62,7 +62,7 @@ class _Exploration(ConnectorV2):
     columnar = True
     pipelines = ("module-to-env",)
     changes_episodes = False
-    expected: ClassVar[str]  # the schedule's values, in words
+    limits: ClassVar[dict[str, Any]]  # of the schedule's values, as `checked_number` takes them
     action_spaces: ClassVar[tuple[type[Space], ...]]
     takes: ClassVar[str]  # the column that the actions are made of
     is_normalized = False
@@ -74,18 +74,18 @@ class _Exploration(ConnectorV2):
         *,
         schedule: float | Schedule,
     ) -> None:
-        is_number = isinstance(schedule, int | float) and self._allows(schedule)
-        if not callable(schedule) and not is_number:
-            raise ValueError(f"schedule is {schedule!r}, expected {self.expected}, or a function of steps")
+        if not callable(schedule):
+            checked_number("schedule", schedule, noun="a function of steps, or a number", **self.limits)
         self.schedule = schedule
         super().__init__(input_observation_space, input_action_space)
 
     def value(self, step: int) -> float:
         """The schedule's value after so many vector steps of a lane."""
         value = self.schedule(step) if callable(self.schedule) else self.schedule
-        if not self._allows(value):
-            raise ConnectorError(f"{self.name}: the schedule gives {value} at step {step}, expected {self.expected}")
-        return float(value)
+        try:
+            return checked_number(f"the schedule's value at step {step}", value, **self.limits)
+        except ValueError as error:
+            raise ConnectorError(f"{self.name}: {error}") from None
 
     def __call__(
         self,
@@ -115,11 +115,6 @@ class _Exploration(ConnectorV2):
         self._explore(batch, episodes, space, self.value(shared.get("step", 0)), shared.get("generator"))
         return batch
 
-    @classmethod
-    @abc.abstractmethod
-    def _allows(cls, value: float) -> bool:
-        """True for a value in the schedule's range."""
-
     @abc.abstractmethod
     def _explore(
         self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
@@ -140,13 +135,9 @@ class EpsilonGreedy(_Exploration):
     where every action is ruled out.
     """
 
-    expected = "a number from 0 to 1"
+    limits: ClassVar[dict[str, Any]] = {"least": 0.0, "most": 1.0}
     action_spaces = (gym.spaces.Discrete,)
     takes = Columns.ACTION_DIST_INPUTS
-
-    @classmethod
-    def _allows(cls, value: float) -> bool:
-        return 0.0 <= value <= 1.0
 
     def _explore(
         self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
@@ -179,13 +170,9 @@ class Temperature(_Exploration):
     Raises ValueError for another schedule; ConnectorError for other actions, and for a value that is not above 0.
     """
 
-    expected = "a number above 0"
+    limits: ClassVar[dict[str, Any]] = {"above": 0.0}
     action_spaces = (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
     takes = Columns.ACTION_DIST_INPUTS
-
-    @classmethod
-    def _allows(cls, value: float) -> bool:
-        return 0.0 < value < np.inf
 
     def _explore(
         self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
@@ -212,13 +199,9 @@ class GaussianNoise(_Exploration):
     Raises ValueError for another schedule; ConnectorError for other actions, and for a negative value.
     """
 
-    expected = "a number, 0 or more"
+    limits: ClassVar[dict[str, Any]] = {"least": 0.0}
     action_spaces = (gym.spaces.Box,)
     takes = Columns.ACTIONS
-
-    @classmethod
-    def _allows(cls, value: float) -> bool:
-        return 0.0 <= value < np.inf
 
     def _explore(
         self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
