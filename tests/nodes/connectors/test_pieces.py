@@ -58,14 +58,11 @@ def ongoing(*ids: str) -> list[SingleAgentEpisode]:
 # Observations and other columns out of the episodes
 
 
-def test_a_forward_batch_gets_every_episodes_last_observation() -> None:
-    batch = call(AddObservationsFromEpisodesToBatch(), {}, [episode("a", 2), episode("b", 3)])
-    assert batch == {"obs": {("a",): [2], ("b",): [3]}}
-
-
-def test_a_train_batch_gets_all_observations_but_the_last() -> None:
-    batch = call(AddObservationsFromEpisodesToBatch(as_learner_connector=True), {}, [episode("a", 2), episode("b", 3)])
-    assert batch == {"obs": {("a",): [0, 1], ("b",): [0, 1, 2]}}
+@pytest.mark.parametrize(("learns", "expected"), [(False, ([2], [3])), (True, ([0, 1], [0, 1, 2]))])
+def test_a_train_batch_gets_all_observations_but_the_last_and_a_forward_batch_that(learns: bool, expected: Any) -> None:
+    piece = AddObservationsFromEpisodesToBatch(as_learner_connector=learns)
+    batch = call(piece, {}, [episode("a", 2), episode("b", 3)])
+    assert batch == {"obs": dict(zip([("a",), ("b",)], expected, strict=True))}
 
 
 @pytest.mark.parametrize("as_learner_connector", [False, True])
@@ -489,11 +486,23 @@ def test_rows_at_once_and_items_one_by_one_are_brought_to_the_same(
         np.testing.assert_array_equal(stacked, at_once)
 
 
-def test_the_ends_and_the_middle_are_normalized_to_those_of_the_box() -> None:
-    piece = NormalizeAndClipActions(None, BOX, normalize_actions=True, clip_actions=False)
-    actions = np.array([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0], [7.0, -7.0]], np.float32)
-    brought = call(piece, {"actions": actions})["actions_for_env"]
-    assert brought.tolist() == [[-1.0, 0.0], [1.0, 0.25], [3.0, 0.5], [3.0, 0.0]]
+WHOLE_BOX = spaces.Box(np.array([-128, 0], np.int8), np.array([127, 10], np.int8), dtype=np.int8)
+
+
+@pytest.mark.parametrize(
+    ("space", "normalize", "actions", "expected"),
+    [
+        (BOX, True, [[-1, -1], [0.0, 0], [1, 1], [7, -7]], [[-1.0, 0.0], [1.0, 0.25], [3.0, 0.5], [3.0, 0.0]]),
+        # -128 + 255 / 2 = -0.5, -128 + 1.5 * 255 / 2 = 63.25, -128 + 0.5 * 255 / 2 = -64.25; and 5, 7.75, 2.25
+        (WHOLE_BOX, True, [[0.0, 0.0], [0.5, 0.55], [-0.5, -0.55]], [[0, 5], [63, 8], [-64, 2]]),
+        (spaces.Box(-5, 100, (1,), np.int8), False, [[-300], [-5], [99], [2**40]], [[-5], [-5], [99], [100]]),
+    ],
+    ids=["floats", "whole numbers", "a wider type"],
+)
+def test_actions_are_brought_into_their_box_by_hand(space: Any, normalize: bool, actions: Any, expected: Any) -> None:
+    piece = NormalizeAndClipActions(None, space, normalize_actions=normalize, clip_actions=not normalize)
+    brought = call(piece, {"actions": np.array(actions)})["actions_for_env"]
+    assert (brought.dtype, brought.tolist()) == (space.dtype, expected)
 
 
 def test_parts_of_an_action_are_brought_into_bounds_each_by_itself() -> None:
@@ -543,21 +552,6 @@ def test_floats_for_a_box_of_whole_numbers_are_rounded_and_clipped(dtype: Any) -
     normalize = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=True)
     ends = call(normalize, {"actions": np.array([[-1.0], [1.0], [-7.0], [7.0]], np.float32)})["actions_for_env"]
     assert [int(number) for number in ends.ravel()] == [low, high, low, high]
-
-
-def test_the_middle_of_a_box_of_whole_numbers_is_normalized_to_the_nearest_one() -> None:
-    space = spaces.Box(np.array([-128, 0], np.int8), np.array([127, 10], np.int8), dtype=np.int8)
-    piece = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=False)
-    actions = np.array([[0.0, 0.0], [0.5, 0.55], [-0.5, -0.55]], np.float32)
-    # -128 + 255 / 2 = -0.5, -128 + 1.5 * 255 / 2 = 63.25, -128 + 0.5 * 255 / 2 = -64.25; and 5, 7.75, 2.25
-    assert call(piece, {"actions": actions})["actions_for_env"].tolist() == [[0, 5], [63, 8], [-64, 2]]
-
-
-def test_whole_numbers_of_a_wider_type_are_clipped() -> None:
-    space = spaces.Box(-5, 100, (1,), np.int8)
-    piece = NormalizeAndClipActions(None, space, normalize_actions=False, clip_actions=True)
-    brought = call(piece, {"actions": np.array([[-300], [-5], [99], [2**40]])})["actions_for_env"]
-    assert (brought.dtype, brought.ravel().tolist()) == (np.int8, [-5, -5, 99, 100])
 
 
 def test_whole_numbers_are_not_normalized() -> None:
@@ -635,6 +629,3 @@ def test_items_come_in_the_order_of_the_environments() -> None:
 def test_items_that_are_not_one_for_each_environment_are_refused(data: Any) -> None:
     with pytest.raises(ConnectorError, match=r"column 'x' has \d items for episodes .*, expected one for each of"):
         call(ListifyDataForVectorEnv(), {"x": data}, ongoing("a", "b"))
-
-
-# All of them behind a module

@@ -103,7 +103,7 @@ def test_whole_numbers_agree_with_torchs_on_any_logits(kind: str, logits: torch.
     ours, theirs, their_others = made.from_logits(logits), torchs(logits), torchs(others)
     for numbers in actions:
         action = torch.tensor([numbers] * 3) + (0 if kind == "MultiBinary" else 7)
-        expected = [each.log_prob(torch.tensor(n)) for each, n in zip(theirs, numbers, strict=True)]
+        expected = [each.log_prob(torch.tensor(float(n)).double()) for each, n in zip(theirs, numbers, strict=True)]
         agree(ours.logp(action[:, 0] if kind == "Discrete" else action), sum(expected).float())
     agree(ours.entropy(), sum(each.entropy() for each in theirs).float())
     expected = [reference.kl_divergence(*pair) for pair in zip(theirs, their_others, strict=True)]
