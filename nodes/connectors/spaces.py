@@ -26,6 +26,13 @@ def map_space(change: Callable[[Space], Space], space: Space) -> Space:
     return change(space)
 
 
+def tree_of(make: Callable[[Space], Any], space: Space) -> Tree:
+    """The tree of what is made of every part of a Dict or Tuple, however nested, in the space's order."""
+    if isinstance(space, spaces.Dict):
+        return {key: tree_of(make, part) for key, part in space.items()}
+    return tuple(tree_of(make, part) for part in space) if isinstance(space, spaces.Tuple) else make(space)
+
+
 def space_of_agent(space: Any, agent_id: Any) -> Any:
     """An agent's part of a Dict space by agent ids; any other space is the same for all agents."""
     if agent_id is not None and isinstance(space, spaces.Dict) and agent_id in space.spaces:

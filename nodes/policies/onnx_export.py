@@ -42,8 +42,9 @@ from rollflow.nodes.connectors.module_to_env.individual_items import (
     UnBatchToIndividualItems,
 )
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import ClipActions, NormalizeAndClipActions
-from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations, FieldMap, LeafRule, assembled
+from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations, FieldMap, LeafRule
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
+from rollflow.nodes.connectors.spaces import tree_of
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
 from rollflow.nodes.policies.examples import Arrays
@@ -203,7 +204,8 @@ def _previous(piece: PrevActionsPrevRewards, plan: Plan) -> None:
 
 def _mapped(fields: FieldMap, items: Tree) -> Tree:
     """`FieldMap` of tensors."""
-    return assembled(fields.target, iter([_made_leaf(rule, items) for rule in fields.rules]))
+    made = iter([_made_leaf(rule, items) for rule in fields.rules])
+    return tree_of(lambda _: next(made), fields.target)
 
 
 def _made_leaf(rule: LeafRule, items: Tree) -> Tensor:

@@ -25,7 +25,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollflow.nodes.connectors.spaces import Space
+from rollflow.nodes.connectors.spaces import Space, tree_of
 from rollflow.nodes.connectors.state_watch import check_same, fingerprint
 from rollflow.stream.data.errors import ConnectorError, RollflowError, shown
 from rollflow.stream.data.space import item_of
@@ -162,17 +162,15 @@ def space_after_actions(connector: Any, space: Space) -> Space:
 
 def sample_of(space: Space) -> Tree:
     """An item of a space: zeros where it has them, else its lowest numbers; `any[...]` by leaf."""
-    if isinstance(space, spaces.Dict):
-        return {key: sample_of(part) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(sample_of(part) for part in space)
+    return tree_of(_sample, space)
+
+
+def _sample(space: Space) -> Any:
     if isinstance(space, spaces.Box):
         return np.clip(np.zeros(space.shape), space.low, space.high).astype(space.dtype)
     if isinstance(space, spaces.Discrete):
         return np.int64(space.start)
-    if isinstance(space, spaces.MultiDiscrete):
-        return np.array(space.start)
-    return map_tree(np.asarray, item_of(space))
+    return np.array(space.start) if isinstance(space, spaces.MultiDiscrete) else map_tree(np.asarray, item_of(space))
 
 
 def space_like(item: Tree, space: Space | None) -> Space:

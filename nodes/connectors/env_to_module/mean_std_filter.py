@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.list_form import rewrite_last
-from rollflow.nodes.connectors.spaces import check_has_numbers, map_space, space_by_agents
+from rollflow.nodes.connectors.spaces import check_has_numbers, map_space, space_by_agents, tree_of
 from rollflow.stream.data.errors import ConnectorError, located
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, unstack_tree
@@ -149,7 +149,7 @@ class MeanStdFilter(ConnectorV2):
         if self.multi_agent:
             return space_by_agents(input_observation_space, None, self._space_of_agent)
         check_has_numbers(input_observation_space, "MeanStdFilter can't filter observations")
-        self._filtered = _boxes(input_observation_space)
+        self._filtered = tree_of(lambda part: isinstance(part, spaces.Box), input_observation_space)
         leaves = zip(leaves_of(item_of(input_observation_space)), leaves_of(self._filtered), strict=True)
         size = sum(np.size(leaf) for leaf, filtered in leaves if filtered)
         if size != self._size:
@@ -381,14 +381,6 @@ class MeanStdFilter(ConnectorV2):
             return space
         bound = np.inf if self.clip_by_value is None else self.clip_by_value
         return spaces.Box(-bound, bound, space.shape, np.float32)
-
-
-def _boxes(space: Space) -> Tree:
-    if isinstance(space, spaces.Dict):
-        return {key: _boxes(part) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_boxes(part) for part in space)
-    return isinstance(space, spaces.Box)
 
 
 def _parts(rows: NDArray[Any], leaves: list[NDArray[Any]]) -> Iterator[NDArray[Any]]:

@@ -14,7 +14,7 @@ from rollflow.nodes.connectors.env_to_module.observation_pieces import Observati
 from rollflow.nodes.connectors.list_form import map_column
 from rollflow.nodes.connectors.module_to_env.individual_items import ListifyDataForVectorEnv
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
-from rollflow.nodes.connectors.spaces import Leaf, check_fits, check_is_space, leaves_within
+from rollflow.nodes.connectors.spaces import Leaf, check_fits, check_is_space, leaves_within, tree_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.space import items_in, nearest
@@ -97,7 +97,8 @@ class FieldMap:
         """The items, a tree of arrays any[..., *shape], of items with the same leading axes."""
         array = np.asarray(self._first.found(items))
         lead = array.shape[: array.ndim - len(self._first.shape)]
-        return assembled(self.target, iter([rule.made(items, lead) for rule in self.rules]))
+        made = iter([rule.made(items, lead) for rule in self.rules])
+        return tree_of(lambda _: next(made), self.target)
 
     def _rule(self, target: Leaf, unused: dict[str, Origin], problems: list[str]) -> LeafRule:
         """The rule for a leaf, whose fields leave `unused`."""
@@ -132,15 +133,6 @@ class FieldMap:
         is_scaled = bool((factors[~filled] != 1.0).any() or (offsets[~filled] != 0.0).any())
         scale = (np.where(filled, 1.0, factors), np.where(filled, 0.0, offsets)) if is_scaled else None
         return LeafRule(target, sources, index, scale, filled if filled.any() else None, offsets, bounds)
-
-
-def assembled(space: Space, leaves: Iterator[Any]) -> Tree:
-    """The tree of a space's leaves, which come in the order of `leaves_within`."""
-    if isinstance(space, spaces.Dict):
-        return {key: assembled(part, leaves) for key, part in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(assembled(part, leaves) for part in space.spaces)
-    return next(leaves)
 
 
 def _parts(origin: Origin) -> tuple[str | None, float, float]:
