@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
@@ -325,9 +325,9 @@ class ConnectorPipelineV2(ConnectorV2):
 
     def timers(self) -> dict[str, Timer]:
         """Name -> timer of every piece by itself; where the last ones are called as one, "first … last" -> theirs."""
-        timers = dict(zip(self.names, (timer for _, timer in self._timers), strict=True))
+        timers = {name: replace(timer) for name, (_, timer) in zip(self.names, self._timers, strict=True)}
         if self._fused_timer.calls:
-            timers[f"{self.names[self._fused_from]} … {self.names[-1]}"] = self._fused_timer
+            timers[f"{self.names[self._fused_from]} … {self.names[-1]}"] = replace(self._fused_timer)
         return timers
 
     # Editing
