@@ -42,19 +42,14 @@ def test_a_name_is_imported_once_it_is_asked_for(package: ModuleType) -> None:
         _ = package.other
 
 
-def test_garbage_is_collected_again_after_an_import(package: ModuleType) -> None:
-    assert gc.isenabled()
-    assert not package.COLLECTS
-    assert gc.isenabled()
-    with pytest.raises(OSError, match="no such disk"):
-        _ = package.BROKEN
-    assert gc.isenabled()
-
-
-def test_who_collects_no_garbage_is_left_so(package: ModuleType) -> None:
-    gc.disable()
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_after_an_import_as_before(package: ModuleType, collects: bool) -> None:
     try:
+        (gc.enable if collects else gc.disable)()
         assert not package.COLLECTS
-        assert not gc.isenabled()
+        assert gc.isenabled() == collects
+        with pytest.raises(OSError, match="no such disk"):
+            _ = package.BROKEN
+        assert gc.isenabled() == collects
     finally:
         gc.enable()
