@@ -80,15 +80,6 @@ class LaneMaker:
         with closing_on_error(made.close if self.can_travel else nothing):
             return LaneVectorEnv(made, deviations=deviations, where=where)
 
-    def to_close(self, made: Any, lane: int) -> list[tuple[str, Any]]:
-        """Environments made here that are to be closed, with names for errors: slot by slot where that can be."""
-        if not self.can_travel:
-            return []
-        if not isinstance(made, SideBySide):
-            return [(f"the environments of lane {lane}", made)]
-        made.closed = True  # its own `close` would stop at the first error
-        return [(f"the environment in slot {slot} of lane {lane}", env) for slot, env in enumerate(made.envs)]
-
     def _make_new(self) -> VectorEnv[Any, Any, Any]:
         spec = self.spec
         if spec is None or spec.vector_entry_point is None:

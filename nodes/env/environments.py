@@ -10,7 +10,7 @@ from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, lane_makers
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
-from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode, takes_one_seed
+from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, Stepped, autoreset_mode, takes_one_seed
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.infos import SlotInfos
@@ -120,8 +120,9 @@ class Environments(LaneSource):
         with closing_on_error(self._close_opened):
             for lane, maker in enumerate(lane_makers(env, num_envs, lanes, self._autoreset_mode)):
                 here.append(maker.lane_env(self.deviations, f"lane {self._first_lane + lane}, "))
-                self._opened += maker.to_close(here[-1].env, lane)
-            check_apart("slots", (env for _, env in self._opened))
+                if maker.can_travel:
+                    self._opened.append((f"the environments of lane {lane}", here[-1]))
+            check_apart("slots", (env for each in here if isinstance(each.env, SideBySide) for env in each.env.envs))
             check_apart("lanes", (each.env for each in here))
         self._here = here
         return [each.env for each in here]

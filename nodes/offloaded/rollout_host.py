@@ -368,7 +368,7 @@ class RolloutHost(Host):
             makers: Sequence[LaneMaker | AgentLaneMaker] = (
                 lane_makers(made, num_envs, lanes, autoreset_mode)
                 if several is None
-                else agent_makers(made, num_envs, lanes, are_vectors=several.is_vector)
+                else agent_makers(env, num_envs, lanes, several)
             )
             self._lanes = all_made(RolloutLane(maker, self._replica) for maker in makers)
         self._ids: list[int] = []  # of the lanes, as the rollout has them

@@ -6,10 +6,12 @@ from typing import Any
 
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments, agent_makers
+from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
+from rollflow.nodes.env.workers.env_link import RemoteVectorEnv
 from rollflow.nodes.env.workers.frames import FrameKind, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
-from rollflow.nodes.env.workers.process_environments import agents_launched, launched
+from rollflow.nodes.env.workers.process_environments import launched
 from rollflow.nodes.env.workers.worker_carrier import WorkerNode
 from rollflow.nodes.modules.weights_codec import pack_weights
 from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentReader
@@ -153,7 +155,7 @@ class RolloutProcesses(WorkerRollouts, Environments):  # type: ignore[misc]  # t
         return FragmentReader(self._layout(lane, self.envs[lane], seed), lane, hands_on=self.is_shared)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode))
+        return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode), RemoteVectorEnv)
 
     def _make_lanes(self) -> None:
         """Lanes are where the environments are."""
@@ -174,4 +176,4 @@ class AgentRolloutProcesses(WorkerRollouts, AgentEnvironments):  # type: ignore[
         self.lookback = lookback
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return agents_launched(self, env, num_envs, lanes)
+        return launched(self, agent_makers(env, num_envs, lanes), RemoteAgentEnvs)

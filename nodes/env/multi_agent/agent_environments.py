@@ -1,6 +1,8 @@
 """The environments of a multi-agent rollout, stepped in this process by whoever asks for the next step."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -11,10 +13,9 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import count_of, sizes_of
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.env.multi_agent.dict_vector import check_alike, made_by
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
+from rollflow.nodes.env.multi_agent.dict_vector import check_alike
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, LaneEnvs, first_made
 from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
-from rollflow.nodes.env.observation_check import Deviations
 from rollflow.stream.data.errors import EnvError, RunError, located, shown
 from rollflow.stream.multi_agent.agent_part import Actions, AgentEnvs, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
@@ -63,11 +64,7 @@ class AgentEnvironments(LaneSource):
         with closing_on_error(self.close):
             self._check_alike()
             self._check_slot_seeds(self.num_envs)
-            if num_envs not in (None, self.num_envs):
-                raise EnvError(
-                    f"num_envs is {num_envs}, but the callables made {self.num_envs} environments; expected it to be "
-                    "left out"
-                )
+            check_numbers(num_envs, lanes, self.envs)
 
     def set_chosen_spaces(self, chosen: Sequence[gym.Space[Any] | None]) -> None:
         """Have `actions` recorded in the space of what modules choose, part by part; None: in the environments' own.
@@ -104,21 +101,15 @@ class AgentEnvironments(LaneSource):
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """The environments of every lane."""
-        if isinstance(env, MultiAgentVectorEnv):
-            return _ready(env, num_envs, lanes, self.deviations)
-        makers = lane_makers(env, num_envs, lanes)
-        made = made_by(makers[0][0], 0)
-        makers = lane_makers(env, num_envs, lanes, are_vectors=isinstance(made, MultiAgentVectorEnv))
-        makers[0][0], first = lambda: made, 0
-        given: list[Any] = []
-        with closing_on_error(self.close):
-            for lane, of_lane in enumerate(makers):
-                noting = [partial(_noted_in, given, make) for make in of_lane]
-                envs = AgentLaneMaker(noting, first).lane_env(self.deviations)
-                self._opened.append((f"the environments of lane {lane}", envs))
-                first += envs.num_envs
-            check_apart("callables", given)
-        return [envs for _, envs in self._opened]
+        first, made = first_made(env), list[LaneEnvs]()
+        with nullcontext() if first is None else first, closing_on_error(self.close):
+            for lane, maker in enumerate(agent_makers(env, num_envs, lanes, first)):
+                number = sum(envs.num_envs for envs in made)
+                made.append(replace(maker, first_env=number).lane_env(self.deviations))
+                if maker.can_travel:
+                    self._opened.append((f"the environments of lane {lane}", made[-1]))
+            check_apart("callables", (each for envs in made for each in envs.given))
+        return made
 
     # Inside
 
@@ -150,26 +141,15 @@ class AgentEnvironments(LaneSource):
                 check_alike(agents_of(envs), agents_of(self.envs[0]), 0)
 
 
-def _noted_in(given: list[Any], make: Callable[[], Any]) -> Any:
-    """Make an environment, and add it to the list."""
-    given.append(make())
-    return given[-1]
+def agent_makers(
+    env: Any, num_envs: int | None, lanes: int | None, first: EnvMaker | None = None
+) -> list[AgentLaneMaker]:
+    """Makers of every lane's environments. Raises EnvError for what makes none.
 
-
-def _ready(env: MultiAgentVectorEnv, num_envs: int | None, lanes: int | None, deviations: Deviations) -> list[LaneEnvs]:
-    if num_envs not in (None, env.num_envs) or lanes not in (None, 1):
-        raise EnvError(
-            f"the vector environment has {env.num_envs} environments in one lane, but num_envs is {num_envs} and "
-            f"lanes is {lanes}; expected them to be left out"
-        )
-    return [AgentLaneMaker(env, 0).lane_env(deviations)]
-
-
-def lane_makers(env: Any, num_envs: int | None, lanes: int | None, *, are_vectors: bool = False) -> list[list[Any]]:
-    """The callables of every lane. Raises EnvError for what are none.
-
-    are_vectors    whether callables make vector environments, each of which is a lane by itself
+    first    made by the first callable; where that is a vector environment, each callable's is a lane by itself
     """
+    if isinstance(env, MultiAgentVectorEnv):
+        return [AgentLaneMaker(env, 0)]
     if isinstance(env, Sequence) and not isinstance(env, str):
         if num_envs not in (None, len(env)):
             raise EnvError(f"num_envs is {num_envs}, but there are {len(env)} callables; expected it to be left out")
@@ -182,22 +162,18 @@ def lane_makers(env: Any, num_envs: int | None, lanes: int | None, *, are_vector
                 f"env is {shown(each)}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
                 "list of those, or a MultiAgentVectorEnv"
             )
-    if are_vectors and lanes is None:
-        return [[make] for make in makers]
-    left = iter(makers)
-    return [list(islice(left, size)) for size in sizes_of(len(makers), lanes)]
+    is_split = first is not None and first.is_vector and lanes is None
+    left = iter(makers if first is None else [first, *makers[1:]])
+    sizes = [1] * len(makers) if is_split else sizes_of(len(makers), lanes)
+    firsts = accumulate(sizes, initial=0)
+    return [AgentLaneMaker(list(islice(left, size)), number) for size, number in zip(sizes, firsts, strict=False)]
 
 
-def agent_makers(env: Any, num_envs: int | None, lanes: int | None, **kind: bool) -> list[AgentLaneMaker]:
-    """Makers of every lane's environments, as `lane_makers` has them.
-
-    Raises EnvError for environments that are made already.
-    """
-    if isinstance(env, MultiAgentVectorEnv):
+def check_numbers(num_envs: int | None, lanes: int | None, made: Sequence[Any]) -> None:
+    """Raise EnvError where other numbers of environments or lanes were asked for than were made."""
+    count = sum(envs.num_envs for envs in made)
+    if num_envs not in (None, count) or lanes not in (None, len(made)):
         raise EnvError(
-            "worker processes make the environments themselves: expected a callable, or a list of callables, "
-            "instead of a vector environment that has been made already"
-        ).see("pickle")
-    per_lane = lane_makers(env, num_envs, lanes, **kind)
-    firsts = accumulate((len(makers) for makers in per_lane), initial=0)
-    return [AgentLaneMaker(makers, first) for makers, first in zip(per_lane, firsts, strict=False)]
+            f"num_envs is {num_envs} and lanes is {lanes}, but {count} environments in {len(made)} lanes were made; "
+            "expected them to be left out"
+        )

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.cached_property import cached_property
-from rollflow.stream.data.errors import EnvError
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
@@ -59,11 +58,6 @@ class AgentSlots:
         if len(numbers) == stop - first:
             return None
         return numbers - first if first else numbers
-
-    def check_seeds(self, seeds: Sequence[int] | None) -> None:
-        """Raise EnvError unless there is one seed for each environment; None: there are none."""
-        if seeds is not None and len(seeds) != self.num_envs:
-            raise EnvError(f"got {len(seeds)} seeds, expected one for each of {self.num_envs} environments")
 
     # Words for errors
 

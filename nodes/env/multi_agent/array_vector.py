@@ -86,7 +86,7 @@ class ArrayEnvs:
     """
 
     def __init__(self, env: MultiAgentVectorEnv, *, first_env: int = 0, deviations: Deviations | None = None) -> None:
-        self.env, self.parts = env, env.parts
+        self.env, self.given, self.parts = env, [env], env.parts
         self.possible_agents, self.observation_spaces, self.action_spaces = agents_of(env)
         if not is_whole(env.num_envs) or env.num_envs < 1:
             raise EnvError(f"'num_envs' is {env.num_envs!r}, expected a whole number, 1 or more")
@@ -103,7 +103,6 @@ class ArrayEnvs:
 
     def reset(self, seeds: Sequence[int] | None = None) -> tuple[Sequence[Observed], AgentInfos]:
         """Begin an episode in every environment."""
-        self._slots.check_seeds(seeds)
         self._slots.steps[:] = -1
         answer = self.env.reset_arrays(seeds)
         if not isinstance(answer, tuple) or len(answer) != 2:

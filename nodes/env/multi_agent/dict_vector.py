@@ -213,6 +213,7 @@ class MultiAgentEnvs:
         self, makers: Sequence[Callable[[], Any]], *, first_env: int = 0, deviations: Deviations | None = None
     ) -> None:
         self.envs: list[Any] = []
+        self.given: list[Any] = []  # by the callables
         self._turn: Turn = nothing
         self._opened: list[Closing] = []
         self._first_env = first_env
@@ -243,7 +244,6 @@ class MultiAgentEnvs:
 
         Returns the first observations per part, and per environment agent -> info; () where all are empty.
         """
-        self._slots.check_seeds(seeds)
         first, infos = self._reset(np.arange(self.num_envs), seeds)
         self._set_acting()
         return first, infos
@@ -297,16 +297,15 @@ class MultiAgentEnvs:
     def _make(self, makers: Sequence[Callable[[], Any]]) -> None:
         if not len(makers):
             raise EnvError("there are no makers of environments, expected at least one")
-        given: list[Any] = []
         for env, make in enumerate(makers, self._first_env):
             made = made_by(make, env)
             with noted(f"in the callable for environment {env}"):
                 each = adapted(_apart(made))
             if each is None:
                 raise EnvError(f"the callable for environment {env} gave None, expected a MultiAgentEnv")
-            if any(made is other for other in given):
+            if any(made is other for other in self.given):
                 raise EnvError(f"the callable for environment {env} gave one that another has already given")
-            given.append(made)
+            self.given.append(made)
             self.envs.append(each)
             close = getattr(each, "close", None)
             if callable(close):

@@ -66,14 +66,14 @@ def _lanes_of(env: Any, num_envs: int | None, lanes: int | None, autoreset_mode:
     """Lanes of environments with one agent each, or with several, as the first one that is made has."""
     if isinstance(env, MultiAgentVectorEnv):
         _check_no_mode(autoreset_mode)
-        return agent_lanes(env, num_envs, lanes, are_vectors=True)
+        return agent_lanes(env, num_envs, lanes, None)
     first = first_made(env)
     if first is None:
         return _single_agent_lanes(lane_makers(env, num_envs, lanes, autoreset_mode))
     with first:
         if first.has_several:
             _check_no_mode(autoreset_mode)
-            return agent_lanes(with_first(env, first), num_envs, lanes, are_vectors=first.is_vector)
+            return agent_lanes(env, num_envs, lanes, first)
         return _single_agent_lanes(lane_makers(with_first(env, first), num_envs, lanes, autoreset_mode))
 
 

@@ -13,7 +13,7 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, HostWait, RemoteHost, RemoteLane
 from rollflow.nodes.env.workers.carrier import Carried, L
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
-from rollflow.nodes.env.workers.watch import DOING, Activity, ProgressMark, calls_of
+from rollflow.nodes.env.workers.watch import DOING, Activity, calls_of
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.observe.waits import Wait
@@ -22,30 +22,6 @@ from rollflow.stream.wire import Answer, Failed, Request
 _LOOK_S = 0.5
 _MOST_FAREWELLS = 16
 logger = logging.getLogger(__name__)
-
-
-def wait_for(remote: RemoteLane, name: str, progress: ProgressMark, began: float | None) -> Wait:
-    """The wait of the node `name` for one lane on a host, as far as it is known here.
-
-    progress    the count by which the lane shows that it gets on, and its activity
-    began       when it was asked for what it is at, on the clock `monotonic`; None: it was not asked yet
-    """
-    host, (turns, activity) = remote.host, progress
-    where = f"lane {remote.status.index}, host {host.name}"
-    if host.lost_at is not None:
-        age_s = max(0.0, monotonic() - host.lost_at)
-        return Wait(name, "away", "has lost the connection to its host", mark=host.lost_at, age_s=age_s, where=where)
-    return Wait(
-        name,
-        "call",
-        f"has no answer to {DOING[activity].removeprefix('is in ')}",
-        mark=(began, turns),
-        age_s=0.0 if began is None else max(0.0, monotonic() - began),
-        calls=calls_of(remote.lane, turns, activity),
-        where=where,
-        limit=None if activity is Activity.STEP else "reset",
-        remedy="look at the log of the host, or run rollflow doctor PID there; step_timeout gives the lane up",
-    )
 
 
 class HostedNode(Carried):
@@ -193,9 +169,7 @@ class HostedNode(Carried):
             yield Wait(name, "away", "has no host left, and waits for others", remedy="start a host")
         for remote in list(self.remotes):
             if remote.status.is_waited:
-                progress = self.progress(remote.status.index)
-                began = self.supervisor.deadlines.began.get(remote.status.index)
-                yield wait_for(remote, name, progress, began)
+                yield self._wait_for(remote, name)
 
     @property
     def lanes_at_work(self) -> set[int]:
@@ -372,6 +346,27 @@ class HostedNode(Carried):
             self.supervisor.in_flight += 1  # hosts that may come
         self.listener.lane_left(remote.lane, is_last)
         return remote.lane
+
+    def _wait_for(self, remote: RemoteLane, name: str) -> Wait:
+        """The wait of the node `name` for one lane on a host, as far as it is known here."""
+        host, index = remote.host, remote.status.index
+        where = f"lane {index}, host {host.name}"
+        if host.lost_at is not None:
+            age = max(0.0, monotonic() - host.lost_at)
+            return Wait(name, "away", "has lost the connection to its host", mark=host.lost_at, age_s=age, where=where)
+        turns, activity = self.progress(index)
+        began = self.supervisor.deadlines.began.get(index)  # None: it was not asked yet
+        return Wait(
+            name,
+            "call",
+            f"has no answer to {DOING[activity].removeprefix('is in ')}",
+            mark=(began, turns),
+            age_s=0.0 if began is None else max(0.0, monotonic() - began),
+            calls=calls_of(remote.lane, turns, activity),
+            where=where,
+            limit=None if activity is Activity.STEP else "reset",
+            remedy="look at the log of the host, or run rollflow doctor PID there; step_timeout gives the lane up",
+        )
 
     def _part_absent(self) -> list[NoFragment]:
         """Have the reader's rounds go on without the lanes of hosts that are away, as long as others are there.

@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,8 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.env_source import LaneMaker
-from rollflow.nodes.env.multi_agent.agent_environments import lane_makers
-from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
+from rollflow.nodes.env.multi_agent.agent_environments import agent_makers, check_numbers
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, LaneEnvs
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, described
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
@@ -201,24 +201,19 @@ def agents_described(envs: LaneEnvs) -> dict[str, Any]:
     }
 
 
-def agent_lanes(env: Any, num_envs: int | None, lanes: int | None, *, are_vectors: bool) -> list[AgentHostLane]:
+def agent_lanes(env: Any, num_envs: int | None, lanes: int | None, first: EnvMaker | None) -> list[AgentHostLane]:
     """The lanes of a host. Raises EnvError where they can't be made.
 
-    are_vectors    whether callables make vector environments, each of which is a lane by itself
+    first    made by the first callable; None for a vector environment that is there already
     """
-    is_ready = isinstance(env, MultiAgentVectorEnv)
-    per_lane: list[Any] = [env] if is_ready else lane_makers(env, num_envs, lanes, are_vectors=are_vectors)
 
     def made() -> Iterator[AgentHostLane]:
-        count, deviations = 0, Deviations()
-        for makers in per_lane:
-            yield (lane := AgentHostLane(AgentLaneMaker(makers, count), deviations))
-            count += lane.env.num_envs
-        if num_envs not in (None, count) or lanes not in (None, len(per_lane)):
-            raise EnvError(
-                f"num_envs is {num_envs} and lanes is {lanes}, but the vector environments have {count} environments "
-                f"in {len(per_lane)} lanes; expected them to be left out"
-            )
+        envs, deviations = list[LaneEnvs](), Deviations()
+        for maker in agent_makers(env, num_envs, lanes, first):
+            number = sum(each.num_envs for each in envs)
+            yield (lane := AgentHostLane(replace(maker, first_env=number), deviations))
+            envs.append(lane.env)
+        check_numbers(num_envs, lanes, envs)
 
     return all_made(made())
 

@@ -1,7 +1,7 @@
 """Environments that step in worker processes: for those that are costly, or not to be trusted with this process."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
@@ -13,6 +13,8 @@ from rollflow.nodes.env.workers.worker_carrier import WorkerNode
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.lane import Lane, LaneMemory
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+
+T = TypeVar("T")
 
 
 class ProcessEnvironments(WorkerNode, Environments):
@@ -37,7 +39,7 @@ class ProcessEnvironments(WorkerNode, Environments):
     # What Environments does otherwise
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode))
+        return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode), RemoteVectorEnv)
 
     def _memory(self, index: int) -> LaneMemory | None:
         spaces = self.observation_space, self.action_space
@@ -72,27 +74,18 @@ class AgentProcesses(WorkerNode, AgentEnvironments):
     # What AgentEnvironments does otherwise
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        made = agents_launched(self, env, num_envs, lanes)
+        made = launched(self, agent_makers(env, num_envs, lanes), RemoteAgentEnvs)
         for link, envs in zip(self.links, made, strict=True):
             assert isinstance(link, AgentLink)
             link.lay_out(envs)
         return made
 
 
-def agents_launched(node: WorkerNode, env: Any, num_envs: int | None, lanes: int | None) -> list[RemoteAgentEnvs]:
-    """Environments of every lane, with several agents each, made by worker processes.
-
-    Raises EnvError for those made already.
-    """
-    makers = agent_makers(env, num_envs, lanes)
-    return [RemoteAgentEnvs(description) for description in node.launch(makers)]
-
-
-def launched(node: WorkerNode, makers: Sequence[Any]) -> list[RemoteVectorEnv]:
-    """The vector environments of every lane, made by worker processes. Raises EnvError for those made already."""
+def launched(node: WorkerNode, makers: Sequence[Any], stand_in: Callable[[Mapping[str, Any]], T]) -> list[T]:
+    """Stand-ins for every lane's environments, made by worker processes. Raises EnvError for those made already."""
     if not all(maker.can_travel for maker in makers):
         raise EnvError(
             "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
             "instead of a vector environment that has been made already"
         ).see("pickle")
-    return [RemoteVectorEnv(description) for description in node.launch(makers)]
+    return [stand_in(description) for description in node.launch(makers)]

@@ -182,8 +182,6 @@ def test_actions_of_other_parts_than_there_are_are_refused() -> None:
     envs.reset()
     with pytest.raises(EnvError, match="got actions for 2 parts, expected 1"):
         envs.step([(None, np.zeros(2)), (None, np.zeros(2))])
-    with pytest.raises(EnvError, match="got 3 seeds, expected one for each of 1 environments"):
-        envs.reset([1, 2, 3])
 
 
 # Environments that can't be stepped

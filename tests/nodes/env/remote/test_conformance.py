@@ -16,15 +16,6 @@ from remote_hosts import BrokenWire, dialled_host, hosting, listening
 from rollflow import RemoteEnvs, Rollout
 
 
-@given(drawn=drawn_settings)
-@settings(max_examples=examples(25), phases=[Phase.explicit, Phase.generate])
-def test_a_host_that_dials_in_gives_the_same_fragments(drawn: Setting) -> None:
-    envs = listening()
-    with hosting(envs.addresses[0], makers_of(drawn), lanes=drawn.lanes):
-        ours = fragments_of(envs, drawn)
-    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
-
-
 @pytest.mark.slow
 @given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 6000), max_size=30))
 @settings(max_examples=examples(15), phases=[Phase.explicit, Phase.generate])

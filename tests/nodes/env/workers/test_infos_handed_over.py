@@ -67,45 +67,43 @@ def rollout_in(where: str, opened: ExitStack, makers: list[Any], **options: Any)
     return opened.enter_context(kind(envs, **settings))
 
 
-@pytest.mark.parametrize("where", ["processes", "rollouts", "hosts"])
-def test_an_info_goes_to_other_processes_as_its_plain_values(where: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    with ExitStack() as opened:
-        rollout = rollout_in(where, opened, [Informs, Informs], module=RandomModule)
-        fragments = list(rollout.fragments())
-    infos = [info for fragment in fragments for episode in fragment.episodes() for info in episode.get_infos()]
-    assert len(infos) > 2 * 16
-    assert all(info == SENT for info in infos)
-    assert [type(infos[0][key]) for key in ("step_type", "name")] == [int, str]
-    assert rollout.lost == {}
-    told = [line for line in caplog.messages if "left out" in line]
-    assert told
-    assert any("slot 0: info['deep']['set'] is {1, 2}, of type set, can't be" in line for line in told)
-
-
 class AgentsInform(NumberedAgents):
     def step(self, actions: Any) -> Any:
         return *super().step(actions)[:4], {"agent 1": dict(GIVEN)}
 
 
+MAKERS: dict[str, list[Any]] = {
+    "one agent": [Informs, Informs],
+    "several agents": [partial(NumberedAgents, 0, nested=0), partial(AgentsInform, 1, nested=0)],
+}
+
+
 @pytest.mark.parametrize("where", ["processes", "rollouts", "hosts"])
-def test_infos_of_agents_do_so_as_well(where: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("agents", MAKERS)
+def test_an_info_goes_to_other_processes_as_its_plain_values(
+    agents: str, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
-    makers: list[Any] = [partial(NumberedAgents, 0, nested=0), partial(AgentsInform, 1, nested=0)]
+    has_several = agents == "several agents"
     with ExitStack() as opened:
-        rollout = rollout_in(where, opened, makers, module=SerialModule())
+        module: Any = SerialModule() if has_several else RandomModule
+        rollout = rollout_in(where, opened, MAKERS[agents], module=module)
         fragments = list(rollout.fragments())
     infos = [
         info
         for fragment in fragments
         for episode in fragment.episodes()
-        for agent in episode.agent_episodes.values()
-        for info in agent.get_infos()
-        if "discount" in info
+        for own in (episode.agent_episodes.values() if has_several else [episode])
+        for info in own.get_infos()
+        if "discount" in info or not has_several
     ]
+    assert has_several or len(infos) > 2 * 16
     assert infos
     assert all(info == SENT for info in infos)
-    told = [line for line in caplog.messages if "left out" in line]
-    assert any("info['deep']['set'] is {1, 2}, of type set, can't be" in line for line in told)
-    if where != "rollouts":
-        assert any("environment 1, agent 'agent 1'" in line for line in told)
+    assert [type(infos[0][key]) for key in ("step_type", "name")] == [int, str]
+    assert rollout.lost == {}
+    lines = [line for line in caplog.messages if "left out" in line]
+    assert any("info['deep']['set'] is {1, 2}, of type set, can't be" in line for line in lines)
+    if not (has_several and where == "rollouts"):
+        told = "environment 1, agent 'agent 1': info" if has_several else "slot 0: info"
+        assert any(told in line for line in lines)

@@ -14,8 +14,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 from stalled_rollouts import stalling
 
-from rollflow import ConnectorV2, Fragment, MeanStdFilter, Rollout
-from rollflow.nodes import FlattenObservations
+from rollflow import ConnectorV2, Fragment, Rollout
 from rollflow.stream import EnvError
 
 
@@ -82,18 +81,6 @@ def test_the_same_comes_out_of_an_event_loop(where: Any, backend: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
-def test_a_drained_rollout_gives_every_step_that_was_made(where: Any) -> None:
-    options: Any = {"lanes": 2, "num_envs": 4, "fragment_length": 64, "seed": 0}
-    with Rollout("CartPole-v1", where=where, **options) as rollout:
-        fragments = iter(rollout.fragments())
-        steps = next(fragments).num_steps
-        rollout.drain()
-        steps += sum(fragment.num_steps for fragment in fragments)
-        assert steps == rollout.num_steps
-    assert rollout.lost == {}
-
-
-@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
 def test_a_reader_that_stalls_stops_the_environments(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     can_not_go_on = stalling(monkeypatch)
     makers = [partial(NumberedEnv, slot) for slot in range(4)]
@@ -102,16 +89,6 @@ def test_a_reader_that_stalls_stops_the_environments(where: Any, monkeypatch: py
         next(iter(rollout.fragments()))
         assert can_not_go_on.wait(60)
         assert rollout.num_steps == 3 * 4 * 5
-
-
-def test_a_filter_sees_what_it_sees_inline() -> None:
-    def fragments(where: Any) -> list[Fragment]:
-        connector: Any = lambda env: [MeanStdFilter(), FlattenObservations()]  # noqa: E731
-        options: Any = {"num_envs": 4, "lanes": 1, "seed": 3, "num_fragments": 3, "fragment_length": 20}
-        with Rollout("CartPole-v1", where=where, env_to_module_connector=connector, **options) as rollout:
-            return list(rollout.fragments())
-
-    assert_alike(fragments("processes"), fragments("inline"))
 
 
 class Wide(gym.Env[Any, Any]):

@@ -137,7 +137,7 @@ def test_vector_environments_of_several_agents_are_hosted() -> None:
     envs = listening()
     with hosting(envs.addresses[0], Vectorized()), MultiAgentRollout(envs, **options) as rollout:
         assert_alike(in_time(list(rollout.fragments())), expected[:2])
-    with pytest.raises(EnvError, match="num_envs is 3 and lanes is None, but the vector environments have 2 env"):
+    with pytest.raises(EnvError, match="num_envs is 3 and lanes is None, but 2 environments in 1 lanes were made"):
         EnvHost(Vectorized(), num_envs=3)
     with pytest.raises(EnvError, match=r"^num_envs is -1, expected at least 1$"):
         EnvHost(Vectorized, num_envs=-1)

@@ -93,7 +93,7 @@ def test_they_do_not_share_a_lane(options: Any) -> None:
 
 def test_there_are_as_many_environments_as_are_asked_for() -> None:
     assert told(partial(Counted, 0, 1), num_envs=2)[-1][0] == 1
-    with pytest.raises(EnvError, match="num_envs is 2, but the callables made 4 environments; expected it to be left"):
+    with pytest.raises(EnvError, match="num_envs is 2 and lanes is None, but 4 environments in 2 lanes were made; exp"):
         MultiAgentRollout(partial(Counted, 0), module=RandomModule, num_envs=2)
 
 
@@ -102,18 +102,3 @@ def test_those_that_are_made_here_are_closed_and_one_that_is_given_is_not() -> N
     told([lambda env=env: env for env in envs[:2]])  # type: ignore[misc]
     told(envs[2])
     assert [env.is_closed for env in envs] == [True, True, False]
-
-
-class Differs(Counted):
-    possible_agents = AGENTS
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.action_spaces = dict.fromkeys(AGENTS, gym.spaces.Discrete(5))
-
-
-def test_lanes_are_alike() -> None:
-    first = Counted(0)
-    with pytest.raises(EnvError, match="environment 2: agent 'a': its action space is Discrete"):
-        MultiAgentRollout([lambda: first, partial(Differs, 1)], module=RandomModule)
-    assert first.is_closed
