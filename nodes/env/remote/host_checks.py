@@ -451,15 +451,6 @@ def _goes_on(dialogue: HostDialogue) -> None:
     _check_same(rows, expected, "than without the break")
 
 
-@_of_host("Begins anew where the gateway does not know its session any more")
-def _begins_anew(dialogue: HostDialogue) -> None:
-    with dialogue.begun() as host:
-        host.reset()
-        host.step(host.actions(1)[0])
-    with dialogue.begun() as host:
-        host.reset()
-
-
 @_of_host("Refuses a frame that is larger than it takes, and is there for the next connection")
 def _refuses_frames(dialogue: HostDialogue) -> None:
     with dialogue.begun() as host:
