@@ -79,22 +79,29 @@ class JointForward(Generic[L]):
         return -1 if self._bell is None else self._bell.fileno()
 
     def completed(self) -> Iterator[L]:
-        """The lanes after a pass over them."""
-        thread = self._thread
+        """The lanes after one pass over them. A pass begins once the outputs of the one before are recorded.
+
+        It loads weights that were published meanwhile, which may lie where those outputs lie.
+        """
         if self._bell is not None:
             self._bell.silence()
-        if thread is not None:
-            yield from thread.completed()
-        while (thread is None or not thread.lanes) and (lanes := self._due()):
-            if thread is None:
-                self._pass(lanes)
-            else:
-                thread.begin(lanes)
-            for _ in lanes:
-                self._ready.popleft()
-            self._gathers_since = clock()
-            if thread is None:
-                yield from lanes
+        if self._thread is not None:
+            yield from self._thread.completed()
+        elif lanes := self._due():
+            self._pass(lanes)
+            self._take(lanes)
+            yield from lanes
+
+    def go_on(self) -> None:
+        """Begin the next pass in the thread, if it has none."""
+        if self._thread is not None and not self._thread.lanes and (lanes := self._due()):
+            self._thread.begin(lanes)
+            self._take(lanes)
+
+    def _take(self, lanes: Sequence[L]) -> None:
+        for _ in lanes:
+            self._ready.popleft()
+        self._gathers_since = clock()
 
     def hasten(self) -> None:
         """Wait for no further lanes from now on."""

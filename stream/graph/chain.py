@@ -63,6 +63,7 @@ class Chain:
             for name, methods in zip(names, self._methods, strict=True)
             if methods.background is not None
         ]
+        self._going_on = [methods.go_on for methods in self._methods if methods.go_on is not None]
         self.mark = self._mark = [0, -1] if mark is None else mark
         self._mark[1] = -1
         self.thread = 0
@@ -138,6 +139,8 @@ class Chain:
             for output in self._completed(node, meter) if node.in_flight else ():
                 found = True
                 self._call(self._routes[meter.name], output)
+        for go_on in self._going_on:
+            go_on()
         return found
 
     def _completed(self, node: Background, meter: NodeMeter) -> list[Any]:

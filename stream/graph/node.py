@@ -79,7 +79,7 @@ class Sink(Protocol):
 
 
 class Background(Protocol):
-    """A synchronous node that takes items and gives its outputs later; it has all of this, but for `hasten`.
+    """A synchronous node that takes items and gives its outputs later; `go_on` and `hasten` may be missing.
 
     A call with an item returns None. The outputs come from `completed()`. All methods are called in the thread that the
     graph runs in. The descriptor says that another thread or process has completed something.
@@ -102,6 +102,9 @@ class Background(Protocol):
     def completed(self) -> Iterable[Any]:
         """The outputs since the last call, without waiting for more. Raises the error of a failed item."""
         ...
+
+    def go_on(self) -> None:
+        """Begin further work: what `completed` gave has been carried on."""
 
     def hasten(self) -> None:
         """Return unfinished work as it is: no more items will be asked for."""
@@ -201,6 +204,7 @@ class NodeMethods:
     take_ending: Callable[[str], None] | None = None
     take_failure: Callable[[Exception], None] | None = None
     close: Callable[[], None] | None = None
+    go_on: Callable[[], None] | None = None
     hasten: Callable[[], None] | None = None
     describe: Callable[[], str] | None = None
     at_work: "Callable[[str], Iterable[Wait]] | None" = None
@@ -240,7 +244,7 @@ def node_methods(name: str, node: Any, *, is_composite: bool = False) -> NodeMet
     there = methods_of(owner, node, Background)
     missing = [each for each in ("completed", "fileno") if each not in there]
     _check_there(owner, node, Background, missing + ([] if hasattr(node, "patience") else ["patience"]))
-    return NodeMethods(**read, background=node, hasten=there.get("hasten"), **found)
+    return NodeMethods(**read, background=node, go_on=there.get("go_on"), hasten=there.get("hasten"), **found)
 
 
 def gate_methods(owner: str, gate: Any) -> GateMethods:

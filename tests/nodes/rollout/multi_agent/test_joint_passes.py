@@ -1,20 +1,23 @@
 """One forward pass of each module over several ready lanes: the same fragments, in fewer passes."""
 
 import threading
+from collections.abc import Sequence
 from functools import partial
+from select import select
 from typing import Any
 
 import pytest
 import torch
 from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, run
 from hypothesis import given, settings, strategies as st
-from leftovers import join_loop_workers
+from leftovers import LONGEST_S, join_loop_workers
 from lost_agents import emitted_steps, in_time
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule
 
 from rollflow import ConnectorV2, DefaultModelConfig, MultiAgentRollout
+from rollflow.nodes.stages.joint_forward import JointForward
 from rollflow.stream import ModuleError
 
 few = settings(max_examples=examples(20))
@@ -70,14 +73,43 @@ def test_all_lanes_that_are_ready_go_into_one_pass_of_each_module() -> None:
     alone = passes_of()
     assert set(alone.values()) == {3 * alone_per_lane() for _ in alone}
     assert passes_of(max_batch=12) == {name: count // 3 for name, count in alone.items()}
-    # Two lanes of 4 agents each, and then the third.
-    assert passes_of(max_batch=8) == {name: 2 * count // 3 for name, count in alone.items()}
+    # Two lanes of 4 agents each, then the third and the first, which has made a step meanwhile.
+    assert passes_of(max_batch=8) == {name: count // 2 for name, count in alone.items()}
     assert passes_of(max_batch=4) == alone
 
 
 def alone_per_lane() -> int:
     """Vector steps of one fragment for which actions are made."""
     return 8
+
+
+class Passes:
+    """Notes the lanes of each pass, which have one row each."""
+
+    def __init__(self) -> None:
+        self.done: list[list[str]] = []
+
+    def rows(self, lane: str) -> int:
+        return 1
+
+    def forward_lanes(self, lanes: Sequence[str]) -> None:
+        self.done.append(list(lanes))
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_pass_begins_once_the_outputs_of_the_one_before_are_carried_on(in_thread: bool) -> None:
+    passes = Passes()
+    forward = JointForward(passes, max_batch=1, in_thread=in_thread)
+    for lane in ("one", "two"):
+        assert forward(lane) is None
+    for number in (1, 2):
+        forward.go_on()
+        if in_thread:
+            assert select([forward], [], [], LONGEST_S)[0]
+        assert list(forward.completed()) == [("one", "two")[number - 1]]
+        assert len(passes.done) == number
+    assert forward.in_flight == 0
+    forward.close()
 
 
 class Doubles(ConnectorV2):
