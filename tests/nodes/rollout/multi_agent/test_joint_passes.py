@@ -103,8 +103,9 @@ def test_a_pass_begins_once_the_outputs_of_the_one_before_are_carried_on(in_thre
     for lane in ("one", "two"):
         assert forward(lane) is None
     for number in (1, 2):
-        forward.go_on()
         if in_thread:
+            assert list(forward.completed()) == []
+            forward.go_on()
             assert select([forward], [], [], LONGEST_S)[0]
         assert list(forward.completed()) == [("one", "two")[number - 1]]
         assert len(passes.done) == number
