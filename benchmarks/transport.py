@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing import shared_memory
@@ -74,12 +74,15 @@ class Load(NamedTuple):
         return {column: rng.random(part, np.float32) for column, part in columns}
 
 
-def measure(sizes: Sizes, payloads: Mapping[str, int] = SIZES) -> list[Record]:
-    """A line for every way and every size."""
+def measure(sizes: Sizes, payloads: Mapping[str, int] = SIZES, schemes: Iterable[str] = AIMS) -> list[Record]:
+    """A line for every way and every size.
+
+    schemes    of the addresses of a trainer
+    """
     records = []
     for name, size in payloads.items():
         for load in (Load(False, size), Load(True, size)):
-            records += [_ours(scheme, name, load, sizes) for scheme in AIMS]
+            records += [_ours(scheme, name, load, sizes) for scheme in schemes]
             ways = _OF_FRAGMENTS if load.is_fragment else _ALONE
             records += [_alone(way, make, name, load, sizes) for way, make in ways.items()]
         if _RAY_IS_HERE:

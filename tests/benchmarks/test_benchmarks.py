@@ -54,7 +54,7 @@ MEASURES: dict[str, Any] = {
     "seeing": lambda: seeing.measure(TINY, slots=(1,)),
     "serving": lambda: serving.measure(TINY, batch=4),
     "stragglers": lambda: stragglers.measure(pairs.Sizes(1, 0.1), places=("threads",)),
-    "transport": lambda: transport.measure(TINY, {"4 KiB": 1 << 12}),
+    "transport": lambda: transport.measure(TINY, {"4 KiB": 1 << 12}, schemes=["unix"]),
     "two_cores": lambda: two_cores.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 4),), aims={2: 0.95, 4: 0.75}),
 }
 

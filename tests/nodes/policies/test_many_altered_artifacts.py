@@ -22,7 +22,7 @@ from rollflow.stream import PolicyError
 needs("onnx", "onnxruntime", "onnxscript")
 
 SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}
-COUNT, PARTS = 3_000, 4
+COUNT, PARTS = 1_200, 4
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors", "programs.safetensors")
 FILES = ("policy.json", "programs.json", "policy.onnx", *ARRAYS)
 FORBIDDEN_EVENTS = ("os.", "subprocess.", "socket.connect", "pickle.find_class", "ctypes.dlopen", "shutil.")
