@@ -2,12 +2,14 @@
 
 import json
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
+import torch
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
@@ -36,9 +38,10 @@ from rollflow.nodes.policies.part_records import (
 from rollflow.nodes.policies.plain_values import array_names, from_plain, to_plain
 from rollflow.nodes.policies.program import programs_of
 from rollflow.nodes.policies.program_module import Origin, ProgramModule
-from rollflow.nodes.policies.registry import Allowed, is_known
+from rollflow.nodes.policies.registry import is_known
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
+from rollflow.stream.data.tree import equal_trees, map_tree
 
 if TYPE_CHECKING:
     from rollflow.nodes.policies.policy import Policy
@@ -78,8 +81,21 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
-_FIELDS = {"kind", "format", "versions", "trained_on", "explore", "observation_space", "action_space"}
+_FIELDS = {"kind", "format", "versions", "computed_by", "trained_on", "explore", "observation_space", "action_space"}
 _FIELDS |= {"module", "weights", *_PIPELINES, "files"}
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """What a policy was tried on when it was saved.
+
+    inputs, computed    observations, and what each part made of them
+    computed_by         torch and processor at that time; None before it was saved
+    """
+
+    inputs: Arrays = field(default_factory=dict)
+    computed: Arrays = field(default_factory=dict)
+    computed_by: dict[str, str] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +115,7 @@ class Parts:
     trained_on: dict[str, Any]
     has_program: bool
     onnx: bytes
-    examples: Arrays
+    examples: Examples
 
 
 def program_files(module: Any, batch: Mapping[str, Any]) -> dict[str, bytes]:
@@ -111,7 +127,7 @@ def program_files(module: Any, batch: Mapping[str, Any]) -> dict[str, bytes]:
     return {PROGRAMS: text.encode(), PROGRAM_ARRAYS: array_bytes(constants)}
 
 
-def files_of(policy: "Policy", examples: Arrays, others: Mapping[str, bytes]) -> dict[str, bytes]:
+def files_of(policy: "Policy", examples: Examples, others: Mapping[str, bytes]) -> dict[str, bytes]:
     """Name -> contents of a policy's files, the manifest first.
 
     others    files of its programs; {} for a policy without
@@ -125,6 +141,7 @@ def files_of(policy: "Policy", examples: Arrays, others: Mapping[str, bytes]) ->
         "kind": KIND,
         "format": FORMAT,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}},
+        "computed_by": examples.computed_by,
         "trained_on": to_plain(policy.trained_on, "trained_on", arrays),
         "explore": policy.explore,
         "observation_space": described(policy.observation_space),
@@ -139,7 +156,7 @@ def files_of(policy: "Policy", examples: Arrays, others: Mapping[str, bytes]) ->
     files = {
         "module.safetensors": array_bytes(weights.tensors),
         "state.safetensors": array_bytes(arrays),
-        "examples.safetensors": array_bytes(examples),
+        "examples.safetensors": array_bytes({**examples.inputs, **examples.computed}),
         **others,
     }
     manifest = {**content, "files": checksums(files)}
@@ -147,7 +164,7 @@ def files_of(policy: "Policy", examples: Arrays, others: Mapping[str, bytes]) ->
 
 
 def parts_of(
-    manifest: dict[str, Any], files: Mapping[str, bytes], allow: Allowed, *, as_program: bool = False
+    manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collection[str], *, as_program: bool = False
 ) -> Parts:
     """The parts that a manifest and its files describe.
 
@@ -157,7 +174,6 @@ def parts_of(
     Raises PolicyError for anything that does not fit, with its place.
     """
     _check_format(manifest)
-    manifest.pop("computed_by", None)  # which earlier versions wrote
     check_fields(manifest, _FIELDS, "policy.json")
     states = arrays_of(files["state.safetensors"], "state.safetensors")
     examples = arrays_of(files["examples.safetensors"], "examples.safetensors")
@@ -170,7 +186,8 @@ def parts_of(
     if as_program or (PROGRAMS in files and not is_there):
         module = _program_module(record, files, weights, states)
     else:
-        module = module_of(record, weights, "module", states, allow)
+        module, initial = module_of(record, weights, "module", states, allow)
+        _check_initial(module, initial)
     trained_on = from_plain(manifest["trained_on"], "trained_on", states, allow)
     if states:
         raise PolicyError(f"state.safetensors has arrays that nothing uses: {sorted(states)}; expected none")
@@ -178,6 +195,8 @@ def parts_of(
         raise PolicyError("policy.json: explore and trained_on are not as expected: True or False, and a dict")
     if not is_whole(steps := trained_on.get("vector_steps", 0)) or steps < 0:
         raise PolicyError(f"policy.json: vector_steps of trained_on is {shown(steps)}, expected a whole number")
+    inputs = {name: array for name, array in examples.items() if name.startswith("inputs/")}
+    computed = {name: array for name, array in examples.items() if name not in inputs}
     return Parts(
         module=module,
         env_to_module=pipelines["env_to_module"],
@@ -188,11 +207,29 @@ def parts_of(
         trained_on=trained_on,
         has_program=PROGRAMS in files,
         onnx=files.get(ONNX, b""),
-        examples=examples,
+        examples=Examples(inputs, computed, manifest["computed_by"]),
     )
 
 
-def _pipeline(record: Any, name: str, spaces: list[gym.Space[Any]], states: Arrays, allow: Allowed) -> Any:
+def computed_by(module: Any) -> dict[str, str]:
+    """Torch and the processor that compute a module's passes: where both are the same, so are the results."""
+    device = next((tensor.device for tensor in module.state_dict().values() if torch.is_tensor(tensor)), None)
+    on_cpu = device is None or device.type == "cpu"
+    processor = f"{_cpu()} {torch.backends.cpu.get_cpu_capability()}" if on_cpu else torch.cuda.get_device_name(device)
+    way = " by its program" if isinstance(module, ProgramModule) else ""
+    return {"torch": f"{torch.__version__}{way}", "processor": f"{platform.machine()} {processor}"}
+
+
+def _cpu() -> str:
+    """The processor's model: one of another make may round otherwise."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _pipeline(record: Any, name: str, spaces: list[gym.Space[Any]], states: Arrays, allow: Collection[str]) -> Any:
     piece, inner = piece_of(record, name, states, allow)
     if not isinstance(piece, ConnectorPipelineV2):
         raise PolicyError(f"{name} is a {type(piece).__name__}, expected a pipeline")
@@ -202,7 +239,7 @@ def _pipeline(record: Any, name: str, spaces: list[gym.Space[Any]], states: Arra
     return piece
 
 
-def _weights(record: Any, tensors: Arrays, states: Arrays, allow: Allowed) -> dict[str, Any]:
+def _weights(record: Any, tensors: Arrays, states: Arrays, allow: Collection[str]) -> dict[str, Any]:
     check_fields(record, {"dtypes", "others"}, "weights")
     others = from_plain(record["others"], "weights", states, allow)
     dtypes = record["dtypes"]
@@ -234,6 +271,25 @@ def _program_module(
         Origin(record, own, {name: files[name] for name in (PROGRAMS, PROGRAM_ARRAYS)}),
         spaces={name: space_of(record[name], f"module/{name}") for name in ("observation_space", "action_space")},
         initial=initial,
+    )
+
+
+def _check_initial(module: Any, initial: Any) -> None:
+    own = module.get_initial_state() if hasattr(module, "get_initial_state") else {}
+    if not equal_trees(map_tree(_plain, own), map_tree(_plain, initial)):
+        raise PolicyError(
+            f"module: {type(module).__name__}.get_initial_state() is {_text(own)}, expected {_text(initial)}, as "
+            "it was when the policy was saved"
+        )
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _text(state: Any) -> Any:
+    return map_tree(
+        lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', []))}", state
     )
 
 

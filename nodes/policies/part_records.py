@@ -11,7 +11,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.rl_module import RLModule
 from rollflow.nodes.policies.plain_values import ArraysByName, from_plain, to_plain
-from rollflow.nodes.policies.registry import Allowed, name_of, named
+from rollflow.nodes.policies.registry import name_of, named
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, located
 
@@ -28,6 +28,17 @@ def check_fields(record: Any, expected: Collection[str], where: str) -> None:
     missing, unknown = sorted(set(expected) - record.keys()), sorted(record.keys() - set(expected))
     if missing or unknown:
         raise PolicyError(f"{where}: missing {missing}, unknown {unknown}; expected {sorted(expected)}")
+
+
+def classes_of(record: Any) -> set[str]:
+    """The Python modules that a record's names are imported from."""
+    if isinstance(record, list):
+        return {name for each in record for name in classes_of(each)}
+    if not isinstance(record, dict):
+        return set()
+    found = {name for each in record.values() for name in classes_of(each)}
+    names = [record[key] for key in ("name", "$function") if isinstance(record.get(key), str)]
+    return found | {name.partition(":")[0] for name in names if ":" in name}
 
 
 # Pieces
@@ -57,7 +68,7 @@ def records_of_pieces(pipeline: ConnectorPipelineV2, where: str, arrays: ArraysB
     return [record_of_piece(piece, f"{where}/{name}", arrays) for name, piece in names]
 
 
-def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Allowed) -> tuple[ConnectorV2, Any]:
+def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> tuple[ConnectorV2, Any]:
     """A piece without its state, and the state that is to be set once the piece has its spaces.
 
     The state of a pipeline is the list of its pieces' (piece, state). Raises PolicyError for what is no such record.
@@ -82,7 +93,9 @@ def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Allowed) -> t
     return piece, state
 
 
-def pieces_of_records(records: Any, where: str, arrays: ArraysByName, allow: Allowed) -> list[tuple[ConnectorV2, Any]]:
+def pieces_of_records(
+    records: Any, where: str, arrays: ArraysByName, allow: Collection[str]
+) -> list[tuple[ConnectorV2, Any]]:
     """(piece, state) of each record. Raises PolicyError for what is no list of records."""
     if not isinstance(records, list):
         raise PolicyError(f"{where} is {str(records)[:80]!r}, expected a list of pieces")
@@ -156,13 +169,15 @@ def record_of_module(module: Any, where: str, arrays: ArraysByName, *, has_progr
     }
 
 
-def module_of(record: Any, weights: dict[str, Any], where: str, arrays: ArraysByName, allow: Allowed) -> Any:
-    """A module with its weights. Raises PolicyError for no such record."""
+def module_of(
+    record: Any, weights: dict[str, Any], where: str, arrays: ArraysByName, allow: Collection[str]
+) -> tuple[Any, Any]:
+    """A module with its weights, and the initial state that it is to have. Raises PolicyError for no such record."""
     check_fields(record, MODULE_FIELDS, where)
     cls = named("module", record["name"], allow, where)
     spaces = [space_of(record[name], f"{where}/{name}") for name in ("observation_space", "action_space")]
     config = from_plain(record["config"], f"{where}/config", arrays, allow)
-    from_plain(record["initial_state"], f"{where}/initial_state", arrays, allow)  # for programs: a class has its own
+    initial = from_plain(record["initial_state"], f"{where}/initial_state", arrays, allow)
     config, weights = upgraded(cls, config, weights, record["version"], where)
     named_spaces = dict(zip(("observation_space", "action_space"), spaces, strict=True))
     arguments = {**named_spaces, **config} if issubclass(cls, RLModule) else config
@@ -174,7 +189,7 @@ def module_of(record: Any, weights: dict[str, Any], where: str, arrays: ArraysBy
     _check_weights(expected, weights, where)
     is_empty = any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in expected.values())
     module.load_state_dict(weights, assign=is_empty)
-    return module
+    return module, initial
 
 
 def _check_weights(expected: Mapping[str, Any], weights: Mapping[str, Any], where: str) -> None:

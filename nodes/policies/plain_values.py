@@ -1,7 +1,7 @@
 """Arguments and states as JSON values, with their arrays beside them, and back; no pickle anywhere."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext, get_connector
 from rollflow.nodes.connectors.module_to_env.exploration import Linear
 from rollflow.nodes.modules.default_module import DefaultModelConfig
-from rollflow.nodes.policies.registry import Allowed, name_of, named
+from rollflow.nodes.policies.registry import name_of, named
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, located, shown
 
@@ -65,7 +65,7 @@ def to_plain(value: Any, where: str, arrays: ArraysByName) -> Any:
     )
 
 
-def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Allowed = ()) -> Any:
+def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[str] = ()) -> Any:
     """The value that `to_plain` was given. Every array that it uses is taken out of `arrays`.
 
     Raises PolicyError, with the place, for what is no such form, and for functions that are not allowed.
@@ -137,7 +137,7 @@ def _connector_record(connector: Connector, where: str, arrays: ArraysByName) ->
     return {"name": name, "params": to_plain(params, f"{where}/params", arrays), "context": context}
 
 
-def _connector(record: Any, where: str, arrays: ArraysByName, allow: Allowed) -> Any:
+def _connector(record: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> Any:
     if not isinstance(record, dict) or record.keys() != {"name", "params", "context"}:
         raise PolicyError(f"{where}: a connector is {str(record)[:80]!r}, expected name, params and context")
     facts = from_plain(record["context"], f"{where}/context", arrays, allow)
@@ -147,12 +147,12 @@ def _connector(record: Any, where: str, arrays: ArraysByName, allow: Allowed) ->
     return get_connector(record["name"], ConnectorContext(**facts), params)
 
 
-def _pairs(pairs: Any, where: str, arrays: ArraysByName, allow: Allowed) -> dict[Any, Any]:
+def _pairs(pairs: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> dict[Any, Any]:
     places = enumerate(pairs)
     return dict([from_plain(each, f"{where}/{place}", arrays, allow) for each in pair] for place, pair in places)
 
 
-_Reader = Callable[[Any, str, ArraysByName, Allowed], Any]
+_Reader = Callable[[Any, str, ArraysByName, Collection[str]], Any]
 _READERS: dict[str, _Reader] = {
     "$float": lambda value, where, arrays, allow: _FLOATS[value],
     "$array": lambda value, where, arrays, allow: _array(value, where, arrays),

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -26,7 +27,7 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
-from rollflow.nodes.policies.artifact import Parts, files_of, parts_of, program_files
+from rollflow.nodes.policies.artifact import Examples, Parts, computed_by, files_of, parts_of, program_files
 from rollflow.nodes.policies.artifact_files import (
     ONNX,
     check_target,
@@ -35,7 +36,8 @@ from rollflow.nodes.policies.artifact_files import (
     write_file,
     write_files,
 )
-from rollflow.nodes.policies.examples import Arrays, difference_of, drawn_inputs, observations_at, played
+from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, is_same, observations_at, traced
+from rollflow.nodes.policies.part_records import classes_of
 from rollflow.nodes.policies.program_module import ProgramModule
 from rollflow.nodes.policies.sessions import Ids, SessionLane, Sessions
 from rollflow.nodes.stages.acting import chosen_space, sampling_data
@@ -209,7 +211,7 @@ class Policy:
         self.explore = explore
         self.trained_on: dict[str, Any] = {}
         self.outputs: Batch = {}
-        self._examples: Arrays = {}  # that it was loaded with
+        self._examples = Examples()
         self._has_program, self._onnx = False, b""  # where it was loaded from
         self.module = acting_copy(module_for(module, None, *seen_spaces(env_to_module, spaces)), device)
         stateful = is_stateful(self.module)
@@ -365,19 +367,19 @@ class Policy:
         """
         check_target(Path(path))
         self._weights.load_into(self.module)
-        examples = self._examples or drawn_inputs(self.observation_space)
+        inputs = self._examples.inputs or drawn_inputs(self.observation_space)
         with_program = self._has_program if program is None else program
-        others = program_files(self.module, self._example_batch(examples)) if with_program else {}
-        examples = self._tried(examples)
+        others = program_files(self.module, self._example_batch(inputs)) if with_program else {}
+        examples = self._tried(inputs)
         if onnx or (onnx is None and self._onnx):
             from rollflow.nodes.policies.onnx_export import onnx_bytes
 
-            others[ONNX] = onnx_bytes(self, examples, self._onnx)
+            others[ONNX] = onnx_bytes(self, {**examples.inputs, **examples.computed}, self._onnx)
         files = files_of(self, examples, others)
         manifest, arrays = read_manifest(files)
         is_program = isinstance(self.module, ProgramModule)
         for as_program in {is_program, is_program or with_program}:
-            parts = parts_of(manifest, arrays, None, as_program=as_program)
+            parts = parts_of(manifest, arrays, classes_of(manifest), as_program=as_program)
             type(self)._loaded(parts, device_of(self.module), self.explore)
         write_files(Path(path), files)
 
@@ -391,7 +393,8 @@ class Policy:
         from rollflow.nodes.policies.onnx_export import onnx_bytes
 
         self._weights.load_into(self.module)
-        write_file(Path(path), onnx_bytes(self, self._tried(self._examples or drawn_inputs(self.observation_space))))
+        inputs = self._examples.inputs or drawn_inputs(self.observation_space)
+        write_file(Path(path), onnx_bytes(self, {**inputs, **self._traced(inputs, self.explore)}))
 
     @classmethod
     def load(
@@ -440,29 +443,24 @@ class Policy:
         policy.trained_on, policy._examples = parts.trained_on, parts.examples
         policy._has_program, policy._onnx = parts.has_program, parts.onnx
         if isinstance(policy.module, ProgramModule):
-            policy.module.check(policy._example_batch(parts.examples))
-        if difference := difference_of(parts.examples, policy._played(parts.examples, parts.explore)):
-            raise PolicyError(
-                f"the loaded policy does not do what it did when it was saved: {difference}; expected the same "
-                "packages, pieces and states"
-            )
+            policy.module.check(policy._example_batch(parts.examples.inputs))
+        exact = computed_by(policy.module) == parts.examples.computed_by
+        sampled = ("module_to_env", "actions") if parts.explore and not exact else ()
+        computed = policy._traced(parts.examples.inputs, parts.explore)
+        check_same(parts.examples.computed, computed, exact=exact, skipped=sampled)
         return policy
 
-    def _tried(self, examples: Arrays) -> Arrays:
-        """The examples to be saved: with what they have, where this policy does it, or else with what it does."""
-        computed = self._played(examples, self.explore)
-        if not difference_of(examples, computed):
-            return examples
-        return {name: each for name, each in examples.items() if name.startswith("inputs/")} | computed
+    def _tried(self, inputs: Arrays) -> Examples:
+        """The examples to be saved; a program keeps those of its class, which differ by rounding at most."""
+        computed = self._traced(inputs, self.explore)
+        if isinstance(self.module, ProgramModule) and is_same(self._examples.computed, computed):
+            return self._examples
+        return Examples(inputs, computed, computed_by(self.module))
 
-    def _played(self, examples: Arrays, explore: bool) -> Arrays:
-        """What a copy does on the examples; actions that are sampled are left out."""
-        actor = self._copy(self.env_to_module, self.module_to_env, explore, 0)
-        rewards = examples["inputs/rewards"]
-        made = played(
-            actor, [observations_at(self.observation_space, examples, step) for step in range(len(rewards))], rewards
-        )
-        return {name: each for name, each in made.items() if not (explore and name.startswith("actions"))}
+    def _traced(self, inputs: Arrays, explore: bool) -> Arrays:
+        """All that each part makes of the examples."""
+        make = partial(self._copy, explore=explore, seed=0)
+        return traced(make, (self.env_to_module, self.module_to_env), self.observation_space, inputs)
 
     def _example_batch(self, inputs: Arrays) -> Batch:
         """The batch that the module gets of the examples' first observations."""

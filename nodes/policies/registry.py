@@ -9,8 +9,6 @@ import torch
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.stream.data.errors import PolicyError
 
-Allowed = Collection[str] | None
-
 _OWN = "rollflow."
 _ALPHA = "rollflow.nodes.connectors.alpha.pieces"
 _ELSEWHERE = {
@@ -70,10 +68,10 @@ def name_of(kind: str, thing: Any, where: str, *, found_again: bool = True) -> s
     return f"{module}:{qualified}"
 
 
-def named(kind: str, name: Any, allow: Allowed, where: str) -> Any:
+def named(kind: str, name: Any, allow: Collection[str], where: str) -> Any:
     """The class or function of a name.
 
-    allow    packages and modules whose classes and functions may be imported; None: all
+    allow    packages and modules whose classes and functions may be imported
 
     Raises PolicyError, with the place `where`, for a name that is not allowed, or that stands for nothing of the kind.
     """
@@ -90,7 +88,7 @@ def named(kind: str, name: Any, allow: Allowed, where: str) -> Any:
             f"{where}: there is no {kind} of the name {name!r}; expected register_{kind}({name!r}, …) before the "
             "policy is loaded"
         )
-    if allow is not None and not any(module == each or module.startswith(f"{each}.") for each in allow):
+    if not any(module == each or module.startswith(f"{each}.") for each in allow):
         raise PolicyError(
             f"{where}: {kind} {name!r} is not allowed to be imported; expected allow=[{module.split('.')[0]!r}], or "
             f"--allow {module.split('.')[0]}, where you trust that package, or register_{kind}({name!r}, …)"
@@ -107,7 +105,7 @@ def named(kind: str, name: Any, allow: Allowed, where: str) -> Any:
     return thing
 
 
-def is_known(kind: str, name: Any, allow: Allowed) -> bool:
+def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
     """True if `named` gives the class or function of a name."""
     try:
         named(kind, name, allow, kind)

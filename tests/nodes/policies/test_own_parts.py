@@ -74,7 +74,7 @@ def test_a_module_that_does_not_say_how_it_is_made_is_refused(tmp_path: Path) ->
 def test_a_piece_that_does_not_come_back_is_found_when_it_is_saved(tmp_path: Path) -> None:
     policy = own_policy(Doubled(2.0))
     policy.env_to_module[0].factor = 3.0  # which its constructor's arguments do not say
-    with pytest.raises(PolicyError, match="does not do what it did when it was saved"):
+    with pytest.raises(PolicyError, match="Doubled is the first part that differs"):
         policy.save(tmp_path / "p")
 
 

@@ -189,7 +189,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     *((set_operation(name), "there is no operation") for name in [*FORBIDDEN, 3, None]),
     *((insert_operation(operation), "programs: ") for operation in HOSTILE),
     (lambda program: program["weights"].reverse(), "programs: forward_inference can't be run"),
-    (double, "does not do what it did when it was saved"),
+    (double, "module is the first part that differs"),
 ]
 
 
