@@ -82,10 +82,10 @@ class SnapshotPoller:
         """Snapshots of the runs now, with rates since the last ones. Raises ValueError as `load_snapshots` does."""
         with self._lock:
             if time.monotonic() >= self._due:
+                self._due, self._runs = time.monotonic() + self._least_s, []  # also if the run has ended
                 found, before = load_snapshots(self._address), self._before
                 self._before = {each["path"]: each for each in found}
                 self._runs = [with_rates(each, before.get(each["path"])) for each in found]
-                self._due = time.monotonic() + self._least_s
             return self._runs
 
 

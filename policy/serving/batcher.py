@@ -12,7 +12,11 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+except ModuleNotFoundError as error:
+    raise ImportError("serving takes the package prometheus_client: pip install rollflow[serve]") from error
 
 from rollflow.nodes.policies.policy import has_memory
 from rollflow.policy.serving.request import (
@@ -47,6 +51,7 @@ class Meters:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._in_use: dict[tuple[str, ...], dict[str, Any]] = {}
         self._all = {
             name: kind(f"rollflow_serve_{name}", text, labelnames=_LABELS, registry=self.registry, **options)
             for name, (kind, text, options) in _METERS.items()
@@ -54,12 +59,15 @@ class Meters:
 
     def of(self, *labels: str) -> dict[str, Any]:
         """The meters of one version of a policy, by name."""
-        return {name: meter.labels(*labels) for name, meter in self._all.items()}
+        self._in_use[labels] = {name: meter.labels(*labels) for name, meter in self._all.items()}
+        return self._in_use[labels]
 
-    def remove(self, *labels: str) -> None:
-        """Remove the meters of a version that is over."""
-        for meter in self._all.values():
-            meter.remove(*labels)
+    def remove(self, meters: dict[str, Any], *labels: str) -> None:
+        """Remove the meters of a version that is over, unless it has been put back meanwhile."""
+        if self._in_use.get(labels) is meters:
+            del self._in_use[labels]
+            for meter in self._all.values():
+                meter.remove(*labels)
 
 
 class _Record:
@@ -292,7 +300,7 @@ class Batcher:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(_CLOSE_SECONDS)
-        self.meters.remove(self.name, self.version)
+        self.meters.remove(self._meters, self.name, self.version)
 
     # In the thread
 

@@ -346,9 +346,10 @@ class Replay:
         async def send_all() -> None:
             while True:
                 await self.turns.wait_in_loop("sample", lambda: is_over or self.may_sample())
-                if not self.may_sample() or (is_over and self._rate is None):
+                if is_over and (self._rate is None or not self.may_sample()):
                     return
-                await batches.send(self.sample())
+                if self.may_sample():  # no other thread has drawn meanwhile
+                    await batches.send(self.sample())
 
         try:
             async with anyio.create_task_group() as tasks:
