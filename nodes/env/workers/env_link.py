@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 from rollflow.nodes.env.environments import actions_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, RemoteAgentEnvs, StepBlock
-from rollflow.nodes.env.workers.frames import SHARED_COLUMNS, Frame, FrameKind, frame
+from rollflow.nodes.env.workers.frames import SHARED_COLUMNS, Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
@@ -76,17 +76,15 @@ class RemoteVectorEnv:
 class EnvLink(LaneLink):
     """The link to a worker that writes a lane's rows straight into its fragments."""
 
-    def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
-        super().__init__(status, maker, node)
-        self._blocks_sent: set[int] = set()  # to the worker as it is now
+    _blocks_sent = 0
 
     def _reset(self) -> None:
         lane, blocks = self._laid_out()
         seeds = self.node.seeds_of_lane(self.index, self.status.starts)
         layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seeds": seeds}
-        self.send_block(FrameKind.LAYOUT, pack(layout))
-        self._blocks_sent.clear()
-        self._send_current(blocks)
+        self.send(frame_with(FrameKind.LAYOUT, pack(layout)))
+        self._blocks_sent = 0
+        self._send_blocks(blocks)
         self.send(frame(FrameKind.RESET, blocks.index, lane.row))
 
     def step(self) -> None:
@@ -96,7 +94,7 @@ class EnvLink(LaneLink):
         if Columns.ACTIONS_FOR_ENV in lane.batch or not blocks.has_actions:
             kind = FrameKind.STEP_FOR_ENV
             blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, actions_of(lane))
-        self._send_current(blocks)
+        self._send_blocks(blocks)
         self.send(frame(kind, blocks.index, lane.row))
         self.status.phase = LanePhase.STEPPING
 
@@ -124,11 +122,11 @@ class EnvLink(LaneLink):
         last = blocks.columns[FINAL_OBS].row(0)
         return [map_tree(lambda leaf, i=slot: leaf[i].copy(), last) for slot in np.flatnonzero(done).tolist()]
 
-    def _send_current(self, blocks: LaneBlocks) -> None:
-        if blocks.index not in self._blocks_sent:
-            block = blocks.pool.blocks[blocks.index]
-            self.send(frame(FrameKind.BLOCK, blocks.index, block.size), block.fd)
-            self._blocks_sent.add(blocks.index)
+    def _send_blocks(self, blocks: LaneBlocks) -> None:
+        for index in range(self._blocks_sent, len(blocks.pool.blocks)):
+            block = blocks.pool.blocks[index]
+            self.send(frame(FrameKind.BLOCK, index, block.size), block.fd)
+        self._blocks_sent = len(blocks.pool.blocks)
 
 
 class AgentLink(LaneLink):
@@ -155,7 +153,7 @@ class AgentLink(LaneLink):
     def _reset(self) -> None:
         assert self._memory is not None
         seeds = self.node.seeds_of_lane(self.index, self.status.starts)
-        self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds}))
+        self.send(frame_with(FrameKind.LAYOUT, pack({"seeds": seeds})))
         self.send(frame(FrameKind.BLOCK, number=self._memory.size), self._memory.fd)
         self.send(frame(FrameKind.RESET))
 

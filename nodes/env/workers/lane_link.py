@@ -1,8 +1,11 @@
 """One lane whose environments are in a worker process, seen from here: its socket, and the frames over it."""
 
 import abc
+import os
 import selectors
 import socket
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +22,71 @@ from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.observe.waits import Wait
+
+
+class Outbox:
+    """Sends what a socket has room for; keeps the rest, in order, until there is room again.
+
+        sock        does not block; registered with `selector` to be read
+        selector    is to tell of room as well, for as long as anything is kept: then `flush` is due
+
+    Where the other end has gone, frames are dropped without a word: whoever reads the socket learns that it has.
+    """
+
+    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector) -> None:
+        self._sock = sock
+        self._selector = selector
+        self._kept: deque[tuple[memoryview, int]] = deque()  # what is left of a frame; the descriptor with it, or -1
+        self._closing = weakref.finalize(self, _close, self._kept)
+
+    def put(self, data: bytes, fd: int = -1) -> None:
+        """Send a frame, and a descriptor with it, now or once there is room; it may be closed after this."""
+        left = memoryview(data)
+        if not self._kept:
+            sent = self._send(left, fd)
+            if sent == len(left):
+                return
+            left, fd = left[sent:], -1 if sent else fd
+            self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
+        self._kept.append((left, -1 if fd < 0 else os.dup(fd)))
+
+    def flush(self) -> None:
+        """Send as much of what is kept as there is room for."""
+        while self._kept:
+            left, fd = self._kept[0]
+            sent = self._send(left, fd)
+            if not sent:
+                return
+            if fd >= 0:
+                os.close(fd)
+            if sent < len(left):
+                self._kept[0] = left[sent:], -1
+            else:
+                self._kept.popleft()
+        self._watch(selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Drop what is kept."""
+        self._closing()
+
+    def _send(self, data: memoryview, fd: int) -> int:
+        """Bytes that the socket has taken, and the descriptor with the first of them; all where nobody will read it."""
+        try:
+            return self._sock.send(data) if fd < 0 else socket.send_fds(self._sock, [data], [fd])
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):
+            return len(data)
+
+    def _watch(self, events: int) -> None:
+        self._selector.modify(self._sock, events, self._selector.get_key(self._sock).data)
+
+
+def _close(kept: deque[tuple[memoryview, int]]) -> None:
+    while kept:
+        _, fd = kept.popleft()
+        if fd >= 0:
+            os.close(fd)
 
 
 class LaneLink(abc.ABC):
@@ -41,6 +109,7 @@ class LaneLink(abc.ABC):
         self.sock: socket.socket | None = None
         self._maker = _pickled(maker, status.index)
         self._reader = FrameReader()
+        self._outbox: Outbox | None = None
         self._activity = ActivityFlag()
 
     # Requests that each kind of lane has
@@ -152,16 +221,17 @@ class LaneLink(abc.ABC):
     # The socket
 
     def connect(self, sock: socket.socket, selector: selectors.BaseSelector, handler: Callable[..., Any]) -> None:
-        """Take the socket to a new process, and have it watched: the selector gives the handler."""
+        """Take the socket to a new process, and have it watched: the selector gives the handler with its events."""
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, handler)
-        self.sock, self._reader = sock, FrameReader()
+        self.sock, self._reader, self._outbox = sock, FrameReader(), Outbox(sock, selector)
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Have the socket watched no more."""
-        if self.sock is not None:
+        """Have the socket watched no more, and drop what is still to be sent."""
+        if self.sock is not None and self._outbox is not None:
             selector.unregister(self.sock)
-            self.sock = None
+            self._outbox.close()
+            self.sock = self._outbox = None
             self._activity = ActivityFlag()
 
     def make(self) -> None:
@@ -180,14 +250,14 @@ class LaneLink(abc.ABC):
         block.close()
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame without a payload, and a descriptor with it; to a process that has gone, nothing."""
-        assert self.sock is not None
-        try:
-            socket.send_fds(self.sock, [data], [] if fd < 0 else [fd])
-        except (BrokenPipeError, ConnectionResetError):
-            return  # whoever reads the socket learns that
-        except BlockingIOError:  # it has hundreds of frames that it does not read
-            self.sock.shutdown(socket.SHUT_RDWR)
+        """Send a frame, and a descriptor with it, as soon as there is room."""
+        assert self._outbox is not None
+        self._outbox.put(data, fd)
+
+    def send_kept(self) -> None:
+        """Send of what is kept as much as there is room for now."""
+        if self._outbox is not None:
+            self._outbox.flush()
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""
