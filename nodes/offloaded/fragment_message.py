@@ -14,6 +14,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
+from rollflow.stream.wire.codec import field
 
 
 def message_of(
@@ -42,7 +43,7 @@ def fragment_of(
     """
     try:
         rest = message.rest
-        rows, which, forms = rest["num_rows"], rest["space"], rest["forms"]
+        rows, which, forms = rest["num_rows"], rest["space"], field.mapping(rest["forms"], "forms")
         check_whole("num_rows", rows, 0, layout.num_rows)
         check_whole("space", which, 0, len(spaces) - 1)
         space = spaces[which]

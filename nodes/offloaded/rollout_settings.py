@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from rollflow.nodes.modules.default_module import DefaultModule, model_config_of
 from rollflow.nodes.offloaded.replica import Replica
-from rollflow.stream.data.errors import ConnectorError, ModuleError
+from rollflow.stream.data.errors import ColumnError, ConnectorError, ModuleError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.wire import Settings
 from rollflow.stream.wire.codec import field
@@ -68,7 +68,18 @@ class RolloutSettings:
     @classmethod
     def of_message(cls, message: Settings) -> "RolloutSettings":
         """As it came over the wire. Raises WireError where it is something else."""
-        return cls(**field.checked_fields(cls, message.settings, "settings"))
+        made = cls(**field.checked_fields(cls, message.settings, "settings"))
+        if not made.module:
+            raise WireError("settings.module is {}, expected names by ids")
+        if made.model_config.keys() != made.module.keys():
+            raise WireError(f"settings.model_config is {shown(made.model_config)}, expected one for each module")
+        for config in made.model_config.values():
+            if config is not None:
+                try:
+                    model_config_of(config)
+                except (ValueError, TypeError, ColumnError) as error:
+                    raise WireError(f"settings.model_config: {error}") from error
+        return made
 
     @property
     def modules(self) -> Mapping[str, tuple[str, Mapping[str, Any] | None]]:

@@ -306,6 +306,13 @@ def _part_in(value: Any, where: str) -> PartSpaces:
     return PartSpaces(AgentPart(agents, spaces[0], action_space), spaces)
 
 
+def _parts_in(value: Any, where: str) -> Sequence[PartSpaces]:
+    if not value:
+        raise WireError(f"{where} is {shown(value)}, expected 1 or more of them")
+    parts: Sequence[PartSpaces] = field.list_of(_part_in, MOST_AGENTS)(value, where)
+    return parts
+
+
 @dataclass(frozen=True, slots=True)
 class AgentsDescription:
     """Agents, spaces and modules of a rollout.
@@ -315,7 +322,7 @@ class AgentsDescription:
     published    ids of the modules whose weights the trainer publishes
     """
 
-    parts: Annotated[Sequence[PartSpaces], field.list_of(_part_in, MOST_AGENTS)]
+    parts: Annotated[Sequence[PartSpaces], _parts_in]
     to_train: Annotated[Collection[str] | None, field.nullable(_IDS)]
     published: Annotated[Sequence[str], _IDS]
 

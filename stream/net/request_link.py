@@ -47,7 +47,7 @@ class RequestLink:
         self._address, self._secret, self._tls, self._limits = address, secret, tls, limits
         self._timeout_s, self._software, self._name = timeout_s, software, name
         self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
-        self._results: dict[int, wire.Result] = {}  # that nobody has taken yet
+        self._results: dict[int, wire.Result | None] = {}  # by the number of the request; None: it has not come
         self._fatal: Exception | None = None
         self._is_closing = False
         self.loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
@@ -65,12 +65,17 @@ class RequestLink:
             self.wait(until, lambda: self.session.may_ask)
             request = make(self.session.number + 1, self.session.done)
             self._send(request)
+            results, number = self._results, request.number
+            results[number] = None
             try:
-                self.wait(until, lambda: request.number in self._results)
-                return self._results.pop(request.number)
+                self.wait(until, lambda: results[number] is not None)
             except BaseException:
-                self.session.drop(request.number)
+                self.session.drop(number)
                 raise
+            finally:
+                result = results.pop(number)
+            assert result is not None
+            return result
 
     @property
     def is_connected(self) -> bool:
@@ -171,7 +176,8 @@ class RequestLink:
         with self.changed:
             match event:
                 case wire.Result():
-                    self._results[event.number] = event
+                    if event.number in self._results:  # else whoever asked waits no more
+                        self._results[event.number] = event
                 case wire.Welcome():
                     self.loop.dialler.welcomed(peer.dialled)
                 case wire.Goodbye():

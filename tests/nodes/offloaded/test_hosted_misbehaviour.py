@@ -71,7 +71,7 @@ NONSENSE: dict[str, tuple[Change, str]] = {
     "actions of another dtype": (cast("actions", "f4"), r"actions is float32\[9, 2\], expected rows of int64\[2\]"),
     "no rewards": (no_column("rewards"), "KeyError: 'rewards'"),
     "a tree for an array": (columns(rewards={"a": np.zeros((9, 2), "f4")}), "rewards differs from its form"),
-    "another form": (rest(forms=[]), "it is no fragment: AttributeError"),
+    "another form": (rest(forms=[]), r"forms is \[\], expected a map"),
     "no sequence": (without("sequence"), "KeyError: 'sequence'"),
     "a sequence of another kind": (rest(sequence="x"), "sequence is 'x', expected a whole number"),
     "more rows than there are": (rest(num_rows=9), "num_rows is 9, expected a whole number from 0 to 8"),
@@ -106,6 +106,8 @@ NONSENSE: dict[str, tuple[Change, str]] = {
     "a failure that is no text": (rest(failure=[1]), r"failure is \[1\], expected a string of at most 65536"),
     "stages of nonsense": (rest(nodes=[["env", "many", None]]), "nodes.* is .*, expected a list of name, items, busy"),
     "observations that differ in no known way": (rest(deviations=[["color", "red"]]), "is 'color', expected one of"),
+    "a deviation that is no text": (rest(deviations=[["bounds", 5]]), "is 5, expected a string of at most 1024"),
+    "a deviation of many words": (rest(deviations=[["bounds", "x" * 1025]]), "expected a string of at most 1024"),
 }
 
 # What a host is told, and the others go on.

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from served_policies import Echo, Sums, policy_of
+from served_policies import Echo, Held, Sums, policy_of
 from websockets.sync.client import connect
 
+from rollflow.policy.serving import BatchOptions
 from rollflow.policy.serving.http import HttpServer
 from rollflow.policy.serving.items import CONTENT_TYPE, pack, unpack
 from rollflow.policy.serving.shelf import Shelf
@@ -137,6 +139,24 @@ def test_probes_and_metrics(server: HttpServer) -> None:
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'rollflow_serve_actions_total{policy="echo",version="1"} 1.0' in metrics
     assert 'rollflow_serve_batch_size_bucket{le="+Inf",policy="echo",version="1"} 1.0' in metrics
+
+
+def test_too_many_requests_get_429_and_the_others_their_answers() -> None:
+    held = Held(policy_of(Echo))
+    shelf = Shelf(BatchOptions(max_waiting=2))
+    shelf.put("echo", held, "1")
+    with HttpServer(shelf, "127.0.0.1:0") as server, ThreadPoolExecutor(8) as clients:
+        first = clients.submit(ask, server, observation=[0, 0])
+        held.begun.acquire()
+        others = [clients.submit(ask, server, observation=[number, 0]) for number in range(1, 7)]
+        done = as_completed(others)
+        refused = [next(done).result() for _ in range(4)]
+        for _ in range(2):
+            held.go.release()
+        answered = [other.result() for other in (first, *others)]
+    shelf.close()
+    assert [response.status_code for response in refused] == [429] * 4
+    assert sorted(response.status_code for response in answered) == [200] * 3 + [429] * 4
 
 
 def test_a_secret_is_asked_for(shelf: Shelf) -> None:

@@ -117,6 +117,15 @@ def test_files_that_were_never_committed_are_passed_over_and_removed(played: Pla
     assert check(tmp_path, played) == [played.fragments[0].num_steps] * 2
 
 
+def test_two_sinks_on_one_folder_are_refused(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        with pytest.raises(DatasetError, match=f"another sink writes to {tmp_path}, expected one at a time"):
+            DatasetSink(tmp_path)
+        sink(played.fragments[0])
+    write_dataset([played.fragments[0]], tmp_path)
+    assert len(check(tmp_path, played)) == 2
+
+
 def test_a_sink_whose_end_was_broken_off_is_ended_by_the_next_call(
     played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
