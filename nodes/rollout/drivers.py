@@ -172,7 +172,7 @@ class ThreadDriver(_RingRun):
         self._has_stopped = threading.Event()
         self._arrived = threading.Event()
         self._news: Wakeup | None = None  # for a reader in an event loop
-        self._put_at = 0  # when the last fragment came, in ns
+        self._put_at = 0  # when a fragment came that the reader waited for, in ns
         self._reader = 0  # thread of the reader in an event loop
         self._thread = threading.Thread(target=self._work, name="rollflow ring", daemon=True)
 
@@ -222,8 +222,14 @@ class ThreadDriver(_RingRun):
         caller.items += 1
         return fragment
 
+    def close_news(self) -> None:
+        """Close what tells a reader in an event loop of fragments. In that loop, once closed."""
+        if self._news is not None and not self._run.caller.is_waiting:
+            self._news.close()
+
     def _put(self, fragment: Any) -> None:
-        self._put_at = clock()
+        if not self._fragments:
+            self._put_at = clock()
         self._fragments.append(fragment)
         self._arrived.set()
         if self._news is not None:
@@ -242,7 +248,7 @@ class ThreadDriver(_RingRun):
         look, caller = super().look(), self._run.caller
         if look is None or not (self._reader and self._fragments and caller.is_waiting):
             return look
-        held = loop_held_up("a task or a callback", self._put_at, caller.items, self._reader)
+        held = loop_held_up("a task or a callback", self._put_at, max(caller.items, 1), self._reader)
         reader = replace(look.waits[CALLER], on=(held.name,))
         return replace(look, waits={**look.waits, CALLER: reader, held.name: held})
 

@@ -166,8 +166,9 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._enter(ThreadDriver if self._options.prefetch else InlineDriver)
         return self
 
-    def _enter(self, driver: type[Driver]) -> None:
+    def _enter(self, driver: type[Driver], *, is_async: bool = False) -> None:
         self._begin()
+        self._is_async = is_async
         with self._ending_on_error():
             self.log.begin()
             self._drive = driver(self._ring(self._credits), self._credits)
@@ -224,8 +225,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         return run_html(repr(self), self.snapshot())
 
     async def __aenter__(self) -> Self:
-        self._is_async = True
-        self._enter(InlineDriver if self._options.debug else ThreadDriver)
+        self._enter(InlineDriver if self._options.debug else ThreadDriver, is_async=True)
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -234,6 +234,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             return
         with anyio.CancelScope(shield=True):  # other tasks go on meanwhile
             await anyio.to_thread.run_sync(self.__exit__, kind, error, traceback)
+        assert isinstance(self._drive, ThreadDriver)
+        self._drive.close_news()
 
     def fragments(self, *, complete_episodes: bool = False, progress: bool = False) -> RolloutIterator[F]:
         """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.

@@ -9,6 +9,7 @@ from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.fragments.fragment import NoFragment
+from rollflow.stream.graph.node import Gate, GateMethods, attribute_of, gate_methods, methods_of
 from rollflow.stream.observe.waits import Wait
 
 
@@ -178,22 +179,39 @@ class LaneCredits(FragmentCredits):
         )
 
 
-class AllGates:
-    """A gate that lets a lane go on where all of several trainers' gates do."""
+class PacingGate(Protocol):
+    """What a gate of lanes may have beside: it takes note of fragments and lanes that never come."""
 
-    def __init__(self, gates: Sequence[Any]) -> None:
-        self._gates = gates
-        self._refused: Any = None  # the last time
+    @property
+    def wants_newest(self) -> bool:
+        """True if fragments are to begin with the newest weights."""
+        return False
+
+    def leave(self, lane: int, /) -> None:
+        """Take note that the fragment which a lane began last never comes."""
+
+    def gone(self, lane: int, fragments: int, /) -> None:
+        """Take note that a lane gives no more than so many fragments in all."""
+
+
+class AllGates:
+    """A gate that lets a lane go on where all of several gates do."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._gates = [gate_methods("a gate of the rollout", gate) for gate in gates]
+        self._pacing = [methods_of("a gate of the rollout", gate, PacingGate) for gate in gates]
+        self._wanting = [attribute_of(gate, "wants_newest", False) for gate in gates]
+        self._refused: GateMethods | None = None  # the last time
 
     @property
     def holder(self) -> str | None:
         """Name of what the gate waits for that refused last."""
-        return None if self._refused is None else self._refused.holder
+        return None if self._refused is None else self._refused.holder()
 
     @property
     def wants_newest(self) -> bool:
         """True if one of the gates wants fragments to begin with the newest weights."""
-        return any(gate.wants_newest for gate in self._gates)
+        return any(wants() for wants in self._wanting)
 
     def waits_for(self) -> Wait | None:
         """What the gate waits for that refused last."""
@@ -209,13 +227,15 @@ class AllGates:
 
     def leave(self, lane: int) -> None:
         """Tell the gates that the fragment which a lane began last never comes."""
-        for gate in self._gates:
-            gate.leave(lane)
+        for methods in self._pacing:
+            if "leave" in methods:
+                methods["leave"](lane)
 
     def gone(self, lane: int, fragments: int) -> None:
         """Tell the gates that a lane gives no more than so many fragments in all."""
-        for gate in self._gates:
-            gate.gone(lane, fragments)
+        for methods in self._pacing:
+            if "gone" in methods:
+                methods["gone"](lane, fragments)
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when one of them has changed."""

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
-from rollflow.stream.graph.meter import CallTimes, clock
+from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.stacks import stack_of_thread
 from rollflow.stream.observe.waits import Wait
@@ -49,6 +49,7 @@ class JointForward(Generic[L]):
         self.call_times = CallTimes()
         self._forward, self._max_batch, self._max_wait = forward, max_batch, max_wait
         self._ready: deque[L] = deque()
+        self._meter = NodeMeter("module")
         self._gathers_since = 0  # time in ns since which `_ready` gathers
         self._is_hastened = False
         self._bell = Wakeup() if max_wait or in_thread else None
@@ -58,7 +59,6 @@ class JointForward(Generic[L]):
         """Take a lane for the next pass."""
         if not self._ready and self._bell is not None:
             self._gathers_since = clock()
-            self._bell.ring()  # the run may wait already, and has asked for `patience` before
         self._ready.append(batches)
         return None
 
@@ -86,15 +86,29 @@ class JointForward(Generic[L]):
         if self._bell is not None:
             self._bell.silence()
         if self._thread is not None:
-            yield from self._thread.completed()
+            yield from self._completed(self._thread)
         elif lanes := self._due():
-            self._pass(lanes)
+            self._meter.begin_work(clock())
+            try:
+                self._pass(lanes)
+            finally:
+                self._meter.end_work(clock())
             self._take(lanes)
             yield from lanes
+
+    def _completed(self, thread: "_PassThread[L]") -> Sequence[L]:
+        if thread.is_done:
+            self._meter.end_work(clock())
+        return thread.completed()
+
+    def take_meter(self, meter: NodeMeter) -> None:
+        """Count passes by this meter; a wait for further lanes is none of its work."""
+        self._meter = meter
 
     def go_on(self) -> None:
         """Begin the next pass in the thread, if it has none."""
         if self._thread is not None and not self._thread.lanes and (lanes := self._due()):
+            self._meter.begin_work(clock())
             self._thread.begin(lanes)
             self._take(lanes)
 
@@ -135,12 +149,13 @@ class JointForward(Generic[L]):
             yield Wait(name, "call", "is in a forward pass", (), begun, age_s, calls, stack=stack)
 
     def describe(self) -> str:
-        """The bounds of a pass, for `explain()`."""
-        waits = f", waits {self._max_wait * 1e3:g} ms" if self._bell is not None else ""
-        return f"up to {self._max_batch} slots a pass{waits}"
+        """The bounds of a pass and its place, for `explain()`."""
+        waits = f", waits {self._max_wait * 1e3:g} ms" if self._max_wait else ""
+        return f"up to {self._max_batch} slots a pass{waits}{', in a thread' if self._thread is not None else ''}"
 
     def close(self) -> None:
         """End the thread, once the pass under way is done; one that hangs is left behind, which is logged."""
+        self._meter.end_work(clock())
         if self._thread is not None:
             self._thread.close()
         if self._bell is not None:
@@ -155,6 +170,7 @@ class _PassThread(Generic[L]):
 
     lanes   of the pass that was begun, and not completed
     begun   when it began, in ns, and the thread; None: no pass is under way
+    is_done    whether it has ended
     """
 
     def __init__(self, run: Callable[[Sequence[L]], None], bell: Wakeup) -> None:
@@ -162,7 +178,7 @@ class _PassThread(Generic[L]):
         self.begun: tuple[int, int] | None = None
         self._run, self._bell = run, bell
         self._orders: SimpleQueue[Sequence[L]] = SimpleQueue()  # an empty one ends the thread
-        self._is_done = False
+        self.is_done = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -176,9 +192,9 @@ class _PassThread(Generic[L]):
 
     def completed(self) -> Sequence[L]:
         """The lanes of a pass that is done; none if it is under way. Raises what the pass has raised."""
-        if not self._is_done:
+        if not self.is_done:
             return ()
-        self._is_done = False
+        self.is_done = False
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -197,7 +213,7 @@ class _PassThread(Generic[L]):
                 self._error = error
             del lanes  # which this frame would hold while it waits
             self.begun = None
-            self._is_done = True
+            self.is_done = True
             self._bell.ring()
 
     def close(self) -> None:

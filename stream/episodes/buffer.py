@@ -387,6 +387,9 @@ class BufferAndOne(LookbackBuffer):
     def item(self, position: int) -> Any:
         return self._last if position == self._buffer.total() else self._buffer.item(position)
 
+    def write(self, position: int, item: Any) -> None:
+        raise EpisodeError(f"'{self.name}' is read-only here; write to a copy: from_state(get_state())")
+
     def items(self, where: Any) -> Any:
         before = self._buffer.total()
         if isinstance(where, slice) and where.stop <= before:

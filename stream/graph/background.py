@@ -3,7 +3,7 @@
 `Waiter` blocks a thread without an event loop. `BackgroundWatch` wakes a chain that is a task of an event loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import anyio
@@ -16,12 +16,15 @@ from rollflow.stream.graph.wakeup import Wakeup
 
 
 class AtWork:
-    """Block in which this thread only waits for background nodes: the time counts as busy for their meters."""
+    """Block in which this thread only waits for background nodes: the time counts as busy for their meters.
+
+    Meters of nodes that count their own work are left out.
+    """
 
     __slots__ = ("_meters",)
 
     def __init__(self, meters: Sequence[NodeMeter]) -> None:
-        self._meters = meters
+        self._meters = [meter for meter in meters if not meter.counts_itself]
 
     def __enter__(self) -> None:
         now = clock()
@@ -55,8 +58,7 @@ class Waiter:
         for node, _ in self._nodes:
             self._listen(node.fileno(), bool(node.in_flight))
         awaited = [(node, meter) for node, meter in self._nodes if node.in_flight]
-        patience = [node.patience for node, _ in awaited]
-        least = min((seconds for seconds in patience if seconds is not None), default=None)
+        least = least_patience(node for node, _ in awaited)
         with AtWork([meter for _, meter in awaited]):
             ready = self._poll.poll(None if least is None else least * 1e3)
         for fd, _ in ready:
@@ -71,6 +73,11 @@ class Waiter:
             self._poll.register(fd, POLLIN)
         else:
             self._poll.unregister(fd)
+
+
+def least_patience(nodes: Iterable[Background]) -> float | None:
+    """Seconds after which the first of the nodes is to be asked for outputs; None: no time ends a wait for them."""
+    return min((seconds for node in nodes if (seconds := node.patience) is not None), default=None)
 
 
 class ChainWakeup:
@@ -124,6 +131,5 @@ class BackgroundWatch:
         with scope:
             while True:
                 await begin.wait()
-                with anyio.move_on_after(node.patience):
-                    await anyio.wait_readable(node.fileno())
+                await anyio.wait_readable(node.fileno())
                 self._wake.set()

@@ -55,6 +55,10 @@ class Chain:
         self.on_gate: Callable[[], None] = _nothing
         self.graph = graph
         self._methods = [graph.nodes[name].methods for name in names]
+        for name, methods in zip(names, self._methods, strict=True):
+            if methods.take_meter is not None:
+                meters[name].counts_itself = True
+                methods.take_meter(meters[name])
         self._meters = meters
         self._raised_on: list[Any] = []  # items whose call raised
         # In the order of the flow: later nodes may then take the outputs of earlier ones in the same `collect`.
@@ -154,7 +158,8 @@ class Chain:
         finally:
             mark[1] = -1
         now = clock()
-        _count(meter, mark[0], now)
+        if not meter.counts_itself:
+            _count(meter, mark[0], now)
         mark[0] = now
         return outputs
 
@@ -239,6 +244,7 @@ class Chain:
         spec = self.graph.nodes[name]
         call: Callable[[Any], Any] = spec.node
         meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
+        busy = NodeMeter(name) if meter.counts_itself else meter
         calls = (
             CallTimes() if spec.methods.background is not None else meter.calls
         )  # to hand an item over is no call of its own
@@ -255,11 +261,11 @@ class Chain:
             now = clock()
             took = now - mark[0]
             meter.items += 1
-            meter.busy_ns += took
+            busy.busy_ns += took
             recent(took)
             if took > calls.longest:
                 calls.longest = took
-            trace = meter.trace
+            trace = busy.trace
             if trace is not None:
                 trace.busy(mark[0], now)
             mark[0] = now

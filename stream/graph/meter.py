@@ -74,6 +74,7 @@ class NodeMeter:
         blocked_ns    time in which an outlet of the node waited for room, or the node for somebody outside of the graph
         calls         how long each call took, or each span of an asynchronous node's own work
         trace         records the same times as spans; None: nothing is traced
+        counts_itself whether the node counts all of its work itself
 
     The rest of the elapsed time is idle: waiting for items, or for other nodes of the same task. A synchronous node
     adds up its calls. An asynchronous one lives from `begin_life` to `end_life`, and is busy whenever it neither waits
@@ -87,6 +88,7 @@ class NodeMeter:
     blocked_ns: int = 0
     calls: CallTimes = field(default_factory=CallTimes)
     trace: NodeTrace | None = None
+    counts_itself: bool = False
     _busy_since: int | None = None
     _lives_since: int | None = None
     _waits_since: int | None = None

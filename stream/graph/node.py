@@ -17,7 +17,7 @@ from rollflow.stream.data.errors import GraphError
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
-    from rollflow.stream.graph.meter import CallTimes
+    from rollflow.stream.graph.meter import CallTimes, NodeMeter
     from rollflow.stream.graph.report import Report
     from rollflow.stream.observe.trace import FragmentTrace
     from rollflow.stream.observe.waits import Sign, Wait
@@ -79,7 +79,7 @@ class Sink(Protocol):
 
 
 class Background(Protocol):
-    """A synchronous node that takes items and gives its outputs later; `go_on` and `hasten` may be missing.
+    """A synchronous node that takes items and gives its outputs later. Its last three methods may be missing.
 
     A call with an item returns None. The outputs come from `completed()`. All methods are called in the thread that the
     graph runs in. The descriptor says that another thread or process has completed something.
@@ -102,6 +102,9 @@ class Background(Protocol):
     def completed(self) -> Iterable[Any]:
         """The outputs since the last call, without waiting for more. Raises the error of a failed item."""
         ...
+
+    def take_meter(self, meter: "NodeMeter", /) -> None:
+        """Count all work by this meter, from `begin_work` to `end_work`: else calls, and waits for the node, count."""
 
     def go_on(self) -> None:
         """Begin further work: what `completed` gave has been carried on."""
@@ -204,6 +207,7 @@ class NodeMethods:
     take_ending: Callable[[str], None] | None = None
     take_failure: Callable[[Exception], None] | None = None
     close: Callable[[], None] | None = None
+    take_meter: "Callable[[NodeMeter], None] | None" = None
     go_on: Callable[[], None] | None = None
     hasten: Callable[[], None] | None = None
     describe: Callable[[], str] | None = None
@@ -242,9 +246,10 @@ def node_methods(name: str, node: Any, *, is_composite: bool = False) -> NodeMet
     if not (hasattr(node, "completed") and hasattr(node, "in_flight")):
         return NodeMethods(**read, **found)
     there = methods_of(owner, node, Background)
+    optional: dict[str, Any] = {each: there.get(each) for each in ("take_meter", "go_on", "hasten")}
     missing = [each for each in ("completed", "fileno") if each not in there]
     _check_there(owner, node, Background, missing + ([] if hasattr(node, "patience") else ["patience"]))
-    return NodeMethods(**read, background=node, go_on=there.get("go_on"), hasten=there.get("hasten"), **found)
+    return NodeMethods(**read, background=node, **optional, **found)
 
 
 def gate_methods(owner: str, gate: Any) -> GateMethods:

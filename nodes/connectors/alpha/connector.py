@@ -371,8 +371,19 @@ _CONNECTORS: dict[str, type[Connector]] = {}  # those of users, by the names tha
 
 def _built_in(name: str) -> Any:
     """rollflow's own connector class of a name; None where there is none."""
-    found = getattr(importlib.import_module("rollflow.nodes.connectors.alpha"), name, None)
-    return found if isinstance(found, type) and issubclass(found, Connector) else None
+    return _all_built_in().get(name)
+
+
+def _all_built_in() -> dict[str, type[Connector]]:
+    """rollflow's own connector classes that can be made, by their names."""
+    package = importlib.import_module("rollflow.nodes.connectors.alpha")
+    found = {name: getattr(package, name) for name in package.__all__}
+    bases = Connector, AgentConnector, ActionConnector, ConnectorPipeline
+    return {
+        name: each
+        for name, each in found.items()
+        if isinstance(each, type) and issubclass(each, Connector) and each not in bases
+    }
 
 
 def register_connector(name: str, cls: type[Connector]) -> None:
@@ -396,7 +407,7 @@ def get_connector(name: str, ctx: ConnectorContext | None, params: Any = None) -
     if cls is None:
         raise ConnectorError(
             f"no connector is registered by the name '{name}', expected register_connector('{name}', its class) "
-            f"before; registered: {', '.join(sorted(_CONNECTORS)) or 'none'}"
+            f"before; registered: {', '.join(sorted(_CONNECTORS | _all_built_in()))}"
         )
     made: Any
     try:

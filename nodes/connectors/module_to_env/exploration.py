@@ -81,10 +81,13 @@ class _Exploration(ConnectorV2):
 
     def value(self, step: int) -> float:
         """The schedule's value after so many vector steps of a lane."""
-        value = self.schedule(step) if callable(self.schedule) else self.schedule
+        value: Any = self.schedule
         try:
+            if callable(value):
+                value = value(step)
+                value = value if isinstance(value, int | float) else float(value)  # a scalar of numpy or torch
             return checked_number(f"the schedule's value at step {step}", value, **self.limits)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ConnectorError(f"{self.name}: {error}") from None
 
     def __call__(

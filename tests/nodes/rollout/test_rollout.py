@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
+from leftovers import descriptors_here
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from torch import nn
 
@@ -279,6 +280,42 @@ async def test_the_loop_may_be_asynchronous(options: dict[str, Any]) -> None:
             rollout.report()
     assert steps == rollout.num_steps
     assert rollout.lost == {}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_in_a_graph_a_pass_waits_for_other_lanes_no_longer_than_it_may(in_thread: bool) -> None:
+    options: dict[str, Any] = {"max_batch": 8, "max_wait": 1e-3, "forward_in_thread": in_thread}
+    rollout = numbered(4, lanes=2, where="threads", num_fragments=3, **options)  # no pass is ever full
+    graph = Graph()
+    graph.add(rollout=rollout)
+    graph.output("fragments", "rollout.fragments")
+    with anyio.fail_after(60):
+        async with graph.run() as run:
+            steps = sum([fragment.num_steps async for fragment in run["fragments"]])
+    assert steps == rollout.num_steps == 4 * 3 * 5
+
+
+@pytest.mark.anyio
+async def test_a_rollout_that_is_entered_a_second_time_goes_on() -> None:
+    with numbered(2, num_fragments=2) as rollout:
+        fragments = rollout.fragments()
+        next(fragments)
+        with pytest.raises(RunError, match="it runs once"):
+            async with rollout:
+                raise AssertionError("it was entered twice")
+        assert len(list(fragments)) == 1
+
+
+@pytest.mark.anyio
+async def test_nothing_is_left_open_of_an_asynchronous_loop() -> None:
+    rollouts, counts = [], []
+    for _ in range(3):
+        rollouts.append(numbered(2, num_fragments=1))
+        async with rollouts[-1] as rollout:
+            assert [fragment.num_steps async for fragment in rollout.fragments()] == [10]
+        counts.append(len(descriptors_here()))
+    assert counts[1:] == counts[:1] * 2
 
 
 @pytest.mark.anyio

@@ -367,7 +367,7 @@ async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("place", ["inline", "threads", pytest.param("rollouts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads", pytest.param("rollouts", marks=pytest.mark.slow)])
 async def test_another_task_that_holds_up_the_event_loop_of_a_rollout_is_named(
     place: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,8 @@ from serial_module import SerialModule
 from rollflow import ConnectorV2, DefaultModelConfig, MultiAgentRollout
 from rollflow.nodes.stages.joint_forward import JointForward
 from rollflow.stream import ModuleError
+from rollflow.stream.graph.background import AtWork
+from rollflow.stream.graph.meter import NodeMeter
 
 few = settings(max_examples=examples(20))
 LARGEST = 3 * 4  # slots of agents in the largest lane that is drawn
@@ -110,6 +112,23 @@ def test_a_pass_begins_once_the_outputs_of_the_one_before_are_carried_on(in_thre
         assert list(forward.completed()) == [("one", "two")[number - 1]]
         assert len(passes.done) == number
     assert forward.in_flight == 0
+    forward.close()
+
+
+def test_a_pass_in_a_thread_counts_as_work_and_a_wait_for_lanes_does_not() -> None:
+    meter = NodeMeter("module", counts_itself=True)
+    forward = JointForward(Passes(), max_batch=2, max_wait=1e-3, in_thread=True)
+    forward.take_meter(meter)
+    forward("one")
+    with AtWork([meter]):  # as a run waits
+        before = meter.busy_ns
+        while meter.works_since is None:
+            forward.go_on()
+    assert select([forward], [], [], LONGEST_S)[0]
+    assert meter.busy_ns == before
+    assert list(forward.completed()) == ["one"]
+    assert meter.busy_ns > before
+    assert meter.works_since is None
     forward.close()
 
 
