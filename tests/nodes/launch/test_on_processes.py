@@ -87,7 +87,7 @@ def test_hosts_whose_environment_can_not_be_made_say_so() -> None:
     told = r"hosts fail again and again: host process-0 exited with code 1: rollflow: environment 'Nope-v0' can't be"
     with pytest.raises(EnvError, match=told):
         Rollout("Nope-v0", where=OnProcesses())
-    assert processes_of() == before
+    assert processes_of() <= before
 
 
 @pytest.mark.slow

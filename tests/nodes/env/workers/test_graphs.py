@@ -43,7 +43,7 @@ def test_a_drained_graph_hands_on_every_step(where: str, backend: str) -> None:
 
     assert anyio.run(run_through, backend=backend) == rollout.num_steps
     assert rollout.lost == {}
-    assert processes_of() == before
+    assert processes_of() <= before
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -56,4 +56,4 @@ def test_an_error_in_an_event_loop_leaves_nothing_behind(where: str) -> None:
     before = processes_of()
     with pytest.raises(ZeroDivisionError):
         anyio.run(broken)
-    assert processes_of() == before
+    assert processes_of() <= before

@@ -47,7 +47,7 @@ def test_a_callable_that_raises_is_refused_by_one_error(where: Any) -> None:
         Rollout([partial(gym.make, "CartPole-v1"), broken], where=where)
     assert str(raised.value) == f"the callable for slot 1, expected to make a gymnasium.Env, raised {TOLD}"
     check_cause(raised.value, where)
-    assert processes_of() == before
+    assert processes_of() <= before
 
 
 @pytest.mark.parametrize("where", [*HERE, "processes"])

@@ -51,17 +51,18 @@ def test_several_lanes_in_one_worker_give_the_same_fragments(where: str) -> None
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_drained_rollout_gives_every_step_that_was_made(way: str, where: str) -> None:
+    gc.collect()  # of what other tests have left
     before, mapped = processes_of(), shared_mappings()
     drawn = Drawn(3, 2, 3, 1, 9, False, 8, 1, False, 1)
     _, rollout = made(drawn, env=makers_of(drawn), where=where)
     fragments = WAYS[way](rollout, 3)
     assert len(emitted_steps(fragments)) == rollout.num_steps
     assert rollout.lost == {}
-    assert processes_of() == before
+    assert processes_of() <= before
     del fragments, rollout
     gc.collect()
     if where == "processes":  # whole rollouts lend theirs to fragments
-        assert shared_mappings() == mapped
+        assert shared_mappings() <= mapped
 
 
 @pytest.mark.parametrize(
@@ -162,4 +163,4 @@ def test_environments_of_different_lanes_have_the_same_agents(where: Any) -> Non
     makers = [partial(NumberedAgents, slot, agents=2 + slot) for slot in range(2)]
     with pytest.raises(EnvError, match=r"environment 1: its agents are .*, expected those of environment 0"):
         MultiAgentRollout(makers, where=where, lanes=2)
-    assert processes_of() == before
+    assert processes_of() <= before
