@@ -117,6 +117,7 @@ def test_videos_want_environments_that_render_and_the_package(
 
 
 def test_an_episode_that_does_not_end_leaves_no_video(tmp_path: Path) -> None:
+    needs("av")
     env = FilmedEnv(lambda: gym.make("CartPole-v1", render_mode="rgb_array"), tmp_path / "videos", 0, 2)
     for _ in range(2):
         env.reset(seed=0)
