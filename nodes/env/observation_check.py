@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.env.vector_env_errors import info_given
 from rollflow.stream.data.errors import ColumnError, shown
 from rollflow.stream.data.packing import pack, sendable
-from rollflow.stream.data.space import is_columnar
+from rollflow.stream.data.space import is_columnar, tree_of
 from rollflow.stream.data.tree import Tree, structure_of
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
@@ -155,7 +155,7 @@ class ObservationCheck:
 
     def __init__(self, space: gym.Space[Any], deviations: Deviations) -> None:
         self._deviations = deviations
-        tree: Any = _limits(space) if is_columnar(space) else ()
+        tree: Any = tree_of(_limits, space) if is_columnar(space) else ()
         self._structure = structure_of(tree)
         paths = [accessor.codify("") if len(accessor) else "" for accessor in self._structure.accessors()]
         leaves: list[Any] = self._structure.flatten_up_to(tree)
@@ -232,12 +232,7 @@ def checks_of(parts: Sequence[AgentPart], deviations: Deviations | None) -> list
     return [ObservationCheck(part.observation_space, deviations) for part in parts]
 
 
-def _limits(space: gym.Space[Any]) -> Any:
-    """A tree of `_Leaf`, with the structure of the space's items."""
-    if isinstance(space, spaces.Dict):
-        return {key: _limits(part) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_limits(part) for part in space)
+def _limits(space: gym.Space[Any]) -> _Leaf:
     dtype = np.dtype(space.dtype)
     if isinstance(space, spaces.Box):
         return _Leaf(dtype, space.low, space.high)

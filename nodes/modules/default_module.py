@@ -20,6 +20,7 @@ from rollflow.nodes.modules.distribution import ACTION_MASK, distribution_for, m
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.space import Leaf, leaves_within
 from rollflow.stream.data.tree import Tree, part_at
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -142,11 +143,9 @@ class ObservationEncoder(nn.Module):
 
     def __init__(self, space: gym.Space[Any], config: DefaultModelConfig) -> None:
         super().__init__()
-        parts = _leaves(space, "obs", ())
-        if not parts:
-            raise ModuleError(f"observation_space is {space}, expected at least one leaf")
-        self._paths = [path for _, path, _ in parts]
-        encoders = [LeafEncoder(leaf, where, config) for where, _, leaf in parts]
+        parts = _leaves(space)
+        self._paths = [leaf.keys for leaf in parts]
+        encoders = [LeafEncoder(leaf.space, leaf.path, config) for leaf in parts]
         self.leaves = nn.ModuleList(encoders)
         joined = sum(encoder.width for encoder in encoders)
         hiddens: Sequence[int] = () if _is_image(space) else config.fcnet_hiddens
@@ -290,21 +289,21 @@ def _conv(inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int,
     return layer
 
 
-def _leaves(
-    space: gym.Space[Any], where: str, path: tuple[Any, ...]
-) -> list[tuple[str, tuple[Any, ...], gym.Space[Any]]]:
-    """Name for messages, path of keys, and space of each leaf."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
-        return [leaf for key, part in parts for leaf in _leaves(part, f"{where}[{key!r}]", (*path, key))]
-    numbers = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
-    box = isinstance(space, spaces.Box) and len(space.shape) in (0, 1, 3)
-    if not (numbers or box) or 0 in (space.shape or ()):
-        raise ModuleError(
-            f"observation_space has {space} at '{where}', expected {_SUPPORTED}: the default module takes no others; "
-            "FlattenObservations as an env_to_module_connector makes vectors of them, or give a module of your own"
-        ).see("module")
-    return [(where, path, space)]
+def _leaves(space: gym.Space[Any]) -> list[Leaf]:
+    """The leaves of a space of observations. Raises ModuleError where there are none, or one that has no encoder."""
+    leaves = list(leaves_within(space, "obs"))
+    if not leaves:
+        raise ModuleError(f"observation_space is {space}, expected at least one leaf")
+    for leaf in leaves:
+        numbers = isinstance(leaf.space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+        box = isinstance(leaf.space, spaces.Box) and len(leaf.shape) in (0, 1, 3)
+        if not (numbers or box) or 0 in leaf.shape:
+            raise ModuleError(
+                f"observation_space has {leaf.space} at '{leaf.path}', expected {_SUPPORTED}: the default module takes "
+                "no others; FlattenObservations as an env_to_module_connector makes vectors of them, or give a module "
+                "of your own"
+            ).see("module")
+    return leaves
 
 
 def _is_image(space: gym.Space[Any]) -> bool:

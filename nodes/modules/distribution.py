@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from rollflow.stream.data.columns import RULED_OUT
 from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.data.space import whole_bounds
+from rollflow.stream.data.space import leaves_within, whole_bounds
 from rollflow.stream.data.tree import Tree, leaves_of
 
 _LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
@@ -107,14 +107,12 @@ def distribution_for(space: gym.Space[Any]) -> DistributionType:
     ).see("distribution")
 
 
-def places_of_inputs(space: gym.Space[Any], begin: int = 0) -> Iterator[tuple[gym.Space[Any], int]]:
+def places_of_inputs(space: gym.Space[Any]) -> Iterator[tuple[gym.Space[Any], int]]:
     """(space, place of its first input) of a space of actions, or of each part of a Dict or Tuple."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        for part in space.values() if isinstance(space, spaces.Dict) else space:
-            yield from places_of_inputs(part, begin)
-            begin += distribution_for(part).required_input_dim
-    else:
-        yield space, begin
+    begin = 0
+    for leaf in leaves_within(space, "action"):
+        yield leaf.space, begin
+        begin += distribution_for(leaf.space).required_input_dim
 
 
 class Categorical:

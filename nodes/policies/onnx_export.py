@@ -44,7 +44,6 @@ from rollflow.nodes.connectors.module_to_env.individual_items import (
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import ClipActions, NormalizeAndClipActions
 from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations, FieldMap, LeafRule
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
-from rollflow.nodes.connectors.spaces import tree_of
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
 from rollflow.nodes.policies.examples import Arrays
@@ -53,7 +52,7 @@ from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError
-from rollflow.stream.data.space import flat_size, item_of, row_of
+from rollflow.stream.data.space import flat_size, item_of, map_items, row_of, tree_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
 
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
@@ -284,7 +283,7 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
 
         def brought(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
             if for_env is None:
-                for_env = _by_leaf(partial(_brought, piece), piece.input_action_space, actions)
+                for_env = map_items(partial(_brought, piece), piece.input_action_space, actions)
             return actions, for_env
 
         return brought
@@ -295,15 +294,6 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
 
         return adapted
     raise _without_form(piece)
-
-
-def _by_leaf(function: Callable[[Any, Tensor], Tensor], space: gym.Space[Any], items: Tree) -> Tree:
-    """The tree of `function(space, item)` over the leaves of items of a space."""
-    if isinstance(space, spaces.Dict):
-        return {key: _by_leaf(function, part, items[key]) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_by_leaf(function, part, item) for part, item in zip(space, items, strict=True))
-    return function(space, items)
 
 
 def _brought(piece: Any, space: gym.Space[Any], actions: Tensor) -> Tensor:
@@ -349,7 +339,7 @@ def flat(space: gym.Space[Any], items: Tree) -> Tensor:
 
 def _hot_items(space: gym.Space[Any], items: Tree) -> Tree:
     """`stream.data.space.one_hot_items` of tensors."""
-    return _by_leaf(_hot, space, items)
+    return map_items(_hot, space, items)
 
 
 def _hot(space: gym.Space[Any], items: Tensor) -> Tensor:
@@ -448,7 +438,7 @@ class TensorPolicy(torch.nn.Module):
         for form in self._after:
             if form is not None:
                 actions, for_env = form(output, actions, for_env)
-        given = _by_leaf(_in_type, self._action_space, actions if for_env is None else for_env)
+        given = map_items(_in_type, self._action_space, actions if for_env is None else for_env)
         return (actions, given), output.get(Columns.ACTION_DIST_INPUTS)
 
 

@@ -2,7 +2,8 @@
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import gymnasium as gym
@@ -14,49 +15,123 @@ from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.ranges import check_range
 from rollflow.stream.data.tree import Tree, map_tree
 
+Space = gym.Space[Any]
 _NUMERIC = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 _EXPECTED = "expected Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of those"
 
 
-def is_columnar(space: gym.Space[Any]) -> bool:
-    """True if items of the space have numeric arrays of fixed shape at their leaves."""
-    return next(_parts_without_columns(space, ""), None) is None
-
-
-def check_columnar(space: gym.Space[Any], name: str = "space") -> None:
-    """Raise ColumnError, with the part's keys, for a space that has a part without columns."""
-    for path, part in _parts_without_columns(space, ""):
-        where = f"{part}" if not path else f"at {path} is {part}, which"
-        raise ColumnError(f"{name} {where} has no columns; {_EXPECTED}")
-
-
-def _parts_without_columns(space: gym.Space[Any], path: str) -> Iterator[tuple[str, gym.Space[Any]]]:
-    """The path and the space of every leaf whose items are no numbers of a fixed shape."""
+def map_space(change: Callable[[Space], Space], space: Space) -> Space:
+    """The space with every part of a Dict or Tuple changed, however nested."""
     if isinstance(space, spaces.Dict):
-        for key, part in space.items():
-            yield from _parts_without_columns(part, f"{path}[{key!r}]")
-    elif isinstance(space, spaces.Tuple):
-        for place, part in enumerate(space):
-            yield from _parts_without_columns(part, f"{path}[{place}]")
-    elif not isinstance(space, _NUMERIC):
-        yield path, space
+        return spaces.Dict({key: map_space(change, part) for key, part in space.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([map_space(change, part) for part in space])
+    return change(space)
 
 
-def item_of(space: gym.Space[Any], value: float = 0) -> Tree:
+def tree_of(make: Callable[[Space], Any], space: Space) -> Tree:
+    """The tree of what is made of every part of a Dict or Tuple, however nested, in the space's order."""
+    if isinstance(space, spaces.Dict):
+        return {key: tree_of(make, part) for key, part in space.items()}
+    return tuple(tree_of(make, part) for part in space) if isinstance(space, spaces.Tuple) else make(space)
+
+
+def map_items(change: Callable[[Space, Any], Any], space: Space, items: Tree) -> Tree:
+    """The tree of `change(space, items)` over the leaves of items of a space."""
+    if isinstance(space, spaces.Dict):
+        return {key: map_items(change, part, items[key]) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map_items(change, part, item) for part, item in zip(space, items, strict=True))
+    return change(space, items)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """A part of a space that is an array.
+
+    path     "observation", "observation['speed']", …
+    keys     of Dicts and places of Tuples that lead to it
+    space    Box, Discrete, MultiDiscrete or MultiBinary
+    """
+
+    path: str
+    keys: tuple[Any, ...]
+    space: Space
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.space.shape or ()
+
+    @property
+    def size(self) -> int:
+        """Numbers in one item."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.space.dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the leaf is of whole numbers."""
+        return self.dtype.kind != "f"
+
+    def numbers(self) -> list[str]:
+        """The paths of a vector's numbers; a single number has the path of the leaf, an array of more axes none."""
+        if not self.shape:
+            return [self.path]
+        return [f"{self.path}[{place}]" for place in range(self.size)] if len(self.shape) == 1 else []
+
+    def bounds(self) -> NDArray[np.float64]:
+        """Lowest and highest value of each number, f64[2, size]."""
+        space: Any = self.space
+        if isinstance(space, spaces.Box):
+            ends = [np.asarray(space.low), np.asarray(space.high)]
+        elif isinstance(space, spaces.Discrete):
+            ends = [np.array([space.start]), np.array([space.start + space.n - 1])]
+        elif isinstance(space, spaces.MultiDiscrete):
+            ends = [np.asarray(space.start), np.asarray(space.start + space.nvec - 1)]
+        else:
+            ends = [np.zeros(self.shape), np.ones(self.shape)]
+        return np.stack([end.astype(np.float64).reshape(-1) for end in ends])
+
+    def found(self, items: Tree) -> Any:
+        """The leaf in items of the whole space, any[..., *shape]."""
+        for key in self.keys:
+            items = items[key]
+        return items
+
+
+def leaves_within(space: Any, path: str, keys: tuple[Any, ...] = ()) -> Iterator[Leaf]:
+    """The leaves of a space, whose own path is `path`."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        for key, part in parts:
+            yield from leaves_within(part, f"{path}[{key!r}]", (*keys, key))
+    else:
+        yield Leaf(path, keys, space)
+
+
+def is_columnar(space: Space) -> bool:
+    """True if items of the space have numeric arrays of fixed shape at their leaves."""
+    return all(isinstance(leaf.space, _NUMERIC) for leaf in leaves_within(space, ""))
+
+
+def check_columnar(space: Space, name: str = "space") -> None:
+    """Raise ColumnError, with the part's keys, for a space that has a part without columns."""
+    for leaf in leaves_within(space, ""):
+        if not isinstance(leaf.space, _NUMERIC):
+            where = f"at {leaf.path} is {leaf.space}, which" if leaf.path else f"{leaf.space}"
+            raise ColumnError(f"{name} {where} has no columns; {_EXPECTED}")
+
+
+def item_of(space: Space, value: float = 0) -> Tree:
     """One item, a tree of arrays `dtype[...]` full of `value`, in the dtypes and shapes of the space.
 
     Raises ColumnError for a space whose items are no numbers of a fixed shape.
     """
     check_columnar(space)
-    return _item(space, value)
-
-
-def _item(space: gym.Space[Any], value: float) -> Tree:
-    if isinstance(space, spaces.Dict):
-        return {key: _item(part, value) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_item(part, value) for part in space)
-    return np.full(space.shape or (), value, space.dtype)[()]
+    return tree_of(lambda leaf: np.full(leaf.shape or (), value, leaf.dtype)[()], space)
 
 
 def row_of(space: gym.Space[Any], slots: int) -> Tree:
@@ -171,15 +246,14 @@ def one_hot_items(space: gym.Space[Any], items: Tree) -> Tree:
     `items` is one item, or a tree of arrays `any[..., ...]` with leading axes. A MultiDiscrete's vectors are joined end
     to end. Other leaves are unchanged.
     """
-    if isinstance(space, spaces.Dict):
-        return {key: one_hot_items(part, items[key]) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(one_hot_items(part, item) for part, item in zip(space, items, strict=True))
+    return map_items(_one_hot, space, items)
+
+
+def _one_hot(space: Space, items: Any) -> Any:
     if isinstance(space, spaces.Discrete):
         return _vectors(np.asarray(items) - space.start, int(space.n))
     if isinstance(space, spaces.MultiDiscrete):
-        numbers = np.asarray(items) - space.start
-        flat = _raveled(numbers, space)
+        flat = _raveled(np.asarray(items) - space.start, space)
         sizes = space.nvec.reshape(-1).tolist()
         return np.concatenate([_vectors(flat[..., i], n) for i, n in enumerate(sizes)], axis=-1)
     return items

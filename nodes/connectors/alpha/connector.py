@@ -25,10 +25,10 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollflow.nodes.connectors.spaces import Space, tree_of
+from rollflow.nodes.connectors.spaces import Space
 from rollflow.nodes.connectors.state_watch import check_same, fingerprint
 from rollflow.stream.data.errors import ConnectorError, RollflowError, shown
-from rollflow.stream.data.space import item_of
+from rollflow.stream.data.space import item_of, tree_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 

@@ -10,9 +10,9 @@ from rollflow.nodes.argument_checks import checked_count
 from rollflow.nodes.connectors.common.by_module import ActingOrLearning, module_by_module
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import single_agent_episodes
-from rollflow.nodes.connectors.spaces import map_space
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError
+from rollflow.stream.data.space import map_space
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import FragmentEpisodes

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.list_form import rewrite_last
-from rollflow.nodes.connectors.spaces import check_has_numbers, map_space, space_by_agents, tree_of
+from rollflow.nodes.connectors.spaces import check_has_numbers, space_by_agents
 from rollflow.stream.data.errors import ConnectorError, located
-from rollflow.stream.data.space import item_of
+from rollflow.stream.data.space import item_of, map_space, tree_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, unstack_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.live_episode import LaneEpisodes

@@ -15,10 +15,10 @@ from rollflow.nodes.connectors.common.by_module import module_by_module
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, rewrite_last, single_agent_episodes
-from rollflow.nodes.connectors.spaces import check_has_numbers, map_space, space_by_agents, space_of_agent
+from rollflow.nodes.connectors.spaces import check_has_numbers, space_by_agents, space_of_agent
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
-from rollflow.stream.data.space import flat_size, flatten, one_hot_items
+from rollflow.stream.data.space import flat_size, flatten, map_space, one_hot_items
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees, unstack_tree
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode

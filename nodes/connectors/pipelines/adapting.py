@@ -14,10 +14,10 @@ from rollflow.nodes.connectors.env_to_module.observation_pieces import Observati
 from rollflow.nodes.connectors.list_form import map_column
 from rollflow.nodes.connectors.module_to_env.individual_items import ListifyDataForVectorEnv
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
-from rollflow.nodes.connectors.spaces import Leaf, check_fits, check_is_space, leaves_within, tree_of
+from rollflow.nodes.connectors.spaces import check_is_space
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
-from rollflow.stream.data.space import items_in, nearest
+from rollflow.stream.data.space import Leaf, items_in, leaves_within, nearest, tree_of
 from rollflow.stream.data.tree import Tree
 
 Origin = float | str | list[Any] | tuple[str, float, float]
@@ -242,6 +242,35 @@ def adapted_pipelines(
         _with_pieces(policy.env_to_module, environment.observation_space, policy.action_space, before, []),
         _with_pieces(policy.module_to_env, policy.observation_space, policy.action_space, [], after),
     )
+
+
+def check_fits(left: Any, expected: Any, name: str, connectors: object) -> None:
+    """Raise ConnectorError, with a line for each field, if items of a space `left` are none of the space `expected`.
+
+    name          "observation", which a policy takes, or "action", which an environment takes
+    connectors    that leave the items
+    """
+    if problems := list(_misfits(left, expected, name)):
+        taker = "policy" if name == "observation" else "environment"
+        text = f"{name}s in {left} come out of {connectors}, but the {taker} takes {expected}; expected connectors for"
+        raise ConnectorError("\n  ".join([f"{text} these:", *problems]))
+
+
+def _misfits(left: Space, expected: Space, name: str) -> Iterator[str]:
+    given, wanted = ({leaf.path: leaf for leaf in leaves_within(each, name)} for each in (left, expected))
+    yield from (f"{path} in {leaf.space} is missing" for path, leaf in wanted.items() if path not in given)
+    for path, leaf in given.items():
+        own = wanted.get(path)
+        if own is None:
+            yield f"{path} in {leaf.space} is not taken"
+        elif leaf.shape != own.shape:
+            yield f"{path} has shape {list(leaf.shape)}, expected shape {list(own.shape)}"
+        elif not (np.can_cast(leaf.dtype, own.dtype, "same_kind") or (leaf.is_whole and own.is_whole)):
+            yield f"{path} has dtype {leaf.dtype}, expected dtype {own.dtype}"
+        elif not any(isinstance(each.space, spaces.Box) for each in (leaf, own)):
+            (low, high), (least, most) = leaf.bounds(), own.bounds()
+            if (low < least).any() or (high > most).any():
+                yield f"{path} is in {leaf.space}, expected {own.space}"
 
 
 def _piece_of(
