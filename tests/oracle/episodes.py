@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import gymnasium as gym
 import numpy as np
@@ -103,26 +103,26 @@ def arguments(draw: st.DrawFn, setting: Setting, min_steps: int = 0, max_steps: 
 class Pair:
     """One episode in two implementations, to which the same is done."""
 
+    types: ClassVar[tuple[Any, Any]] = (SingleAgentEpisode, RayEpisode)
+    alike: ClassVar[dict[str, Any]] = {}  # options of `difference_of`
+
     ours: Any
     theirs: Any
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], numpy: bool = False, id_: str = "e") -> "Pair":
-        made = [
-            type_(id_, **copy.deepcopy({key: value for key, value in arguments.items() if value is not None}))
-            for type_ in (SingleAgentEpisode, RayEpisode)
-        ]
-        pair = cls(*made)
-        if numpy:
-            pair.ours.to_numpy()
-            pair.theirs.to_numpy()
-        return pair
+    def of(cls, arguments: dict[str, Any], numpy: bool = False, id_: str = "e") -> Self:
+        given = {key: value for key, value in arguments.items() if value is not None}
+        pair = cls(*(type_(id_, **copy.deepcopy(given)) for type_ in cls.types))
+        return pair.map(lambda episode: episode.to_numpy()) if numpy else pair
+
+    def map(self, call: Callable[[Any], Any]) -> Self:
+        return type(self)(call(self.ours), call(self.theirs))
 
     def ask(self, call: Callable[[Any], Any]) -> tuple[Answer, Answer]:
         return ask(lambda: call(self.ours)), ask(lambda: call(self.theirs))
 
     def check(self, call: Callable[[Any], Any], told: object = "", **how: Any) -> None:
-        assert_same_answer(*self.ask(call), told, **how)
+        assert_same_answer(*self.ask(call), told, **{**self.alike, **how})
 
     def check_all(self, told: object = "") -> None:
         """Both episodes hold the same."""

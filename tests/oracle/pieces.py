@@ -1,17 +1,24 @@
 """Rows of connector pieces, ours and Ray's, that are called with the same episodes."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray.rllib.connectors.common as ray_common
+import ray.rllib.connectors.env_to_module as ray_env_to_module
 import ray.rllib.connectors.learner as ray_learner
+import ray.rllib.connectors.module_to_env as ray_module_to_env
 import torch
 from both import Answer, ask, assert_same_answer
 from episodes import KINDS, Kind, Pair, Setting, arguments, everything
 from hypothesis import strategies as st
+from ray.rllib.connectors.common import frame_stacking as ray_frame_stacking
+from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.utils.spaces.space_utils import BatchedNdArray
 
 from rollflow import nodes
@@ -143,43 +150,32 @@ def singles_of(item: Any) -> list[Any]:
     return [map_tree(lambda each, i=i: np.asarray(each)[i], item) for i in range(len(leaf))]
 
 
-LEARNER: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "AddObservations": (
-        lambda: nodes.AddObservationsFromEpisodesToBatch(as_learner_connector=True),
-        lambda: ray_common.AddObservationsFromEpisodesToBatch(as_learner_connector=True),
-    ),
-    "AddColumns": (
-        nodes.AddColumnsFromEpisodesToTrainBatch,
-        ray_learner.AddColumnsFromEpisodesToTrainBatch,
-    ),
-    "AddNextObservations": (
-        nodes.AddNextObservationsFromEpisodesToTrainBatch,
-        ray_learner.AddNextObservationsFromEpisodesToTrainBatch,
-    ),
-    "AddInfos": (
-        nodes.AddInfosFromEpisodesToTrainBatch,
-        ray_learner.AddInfosFromEpisodesToTrainBatch,
-    ),
-}
-STATES = (
-    lambda: [
-        nodes.AddTimeDimToBatchAndZeroPad(as_learner_connector=True),
-        nodes.AddStatesFromEpisodesToBatch(as_learner_connector=True),
-    ],
-    lambda: [
-        ray_common.AddTimeDimToBatchAndZeroPad(as_learner_connector=True),
-        ray_common.AddStatesFromEpisodesToBatch(as_learner_connector=True),
-    ],
-)
+Named = str | tuple[str, dict[str, Any]]
+
+LEARNS: dict[str, Any] = {"as_learner_connector": True}
+LEARNER: list[Named] = [
+    ("AddObservationsFromEpisodesToBatch", LEARNS),
+    "AddColumnsFromEpisodesToTrainBatch",
+    "AddNextObservationsFromEpisodesToTrainBatch",
+    "AddInfosFromEpisodesToTrainBatch",
+]
+STATES: list[Named] = [("AddTimeDimToBatchAndZeroPad", LEARNS), ("AddStatesFromEpisodesToBatch", LEARNS)]
+BATCHED: list[Named] = ["BatchIndividualItems", "NumpyToTensor"]
+
+OURS = (nodes,)
+RAYS = (ray_common, ray_learner, ray_env_to_module, ray_module_to_env, ray_frame_stacking)
 
 
-def chosen(names: list[str]) -> tuple[list[Any], list[Any]]:
-    """Our pieces of these names, and Ray's."""
-    return [LEARNER[name][0]() for name in names], [LEARNER[name][1]() for name in names]
+def piece_of(modules: tuple[Any, ...], named: Named, **options: Any) -> Any:
+    """A piece of the first of these modules that has one of this name."""
+    name, own = (named, options) if isinstance(named, str) else named
+    return next(getattr(module, name) for module in modules if hasattr(module, name))(**own)
 
 
-NONE = Setup(Setting(KINDS[0], KINDS[0], True, ()), [], False, (None, None))
-"""For batches that are not made of episodes."""
+def rows(*names: Named, **options: Any) -> tuple[list[Any], list[Any]]:
+    """Our pieces of these names, and Ray's; the options are of all that are given without their own."""
+    ours, theirs = ([piece_of(modules, named, **options) for named in names] for modules in (OURS, RAYS))
+    return ours, theirs
 
 
 def values(batch: dict[str, Any]) -> torch.Tensor:
@@ -189,6 +185,24 @@ def values(batch: dict[str, Any]) -> torch.Tensor:
 class Values(Module):
     def compute_values(self, batch: dict[str, Any]) -> torch.Tensor:
         return values(batch)
+
+
+class RayValues(TorchRLModule, ValueFunctionAPI):  # type: ignore[misc]
+    def setup(self) -> None:
+        self.parameter = torch.nn.Parameter(torch.zeros(()))  # tells the device
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
+        return values(batch)
+
+
+def ray_modules(names: Iterable[str], observations: Any, actions: Any) -> Any:
+    """Ray's modules of these names, which all have values."""
+    spaces: dict[str, Any] = {"observation_space": observations, "action_space": actions}
+    specs = {name: RLModuleSpec(RayValues, model_config={}, **spaces) for name in names}
+    return MultiRLModuleSpec(rl_module_specs=specs).build()
 
 
 def pieces_named(base: type) -> dict[str, Any]:

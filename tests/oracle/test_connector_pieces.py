@@ -7,34 +7,21 @@ import numpy as np
 import pytest
 import ray.rllib.connectors.common as ray_common
 import ray.rllib.connectors.env_to_module as ray_env_to_module
-import ray.rllib.connectors.learner as ray_learner
 import ray.rllib.connectors.module_to_env as ray_module_to_env
 import torch
 from both import ask, assert_same, assert_same_answer
 from episodes import KINDS, Kind, Pair, any_setting, arguments, numbers
 from gymnasium import spaces
 from hypothesis import assume, given, settings, strategies as st
-from pieces import LEARNER, STATES, Module, Setup, Values, chosen, forms, ids, setups, values
+from pieces import BATCHED, LEARNER, STATES, Module, Named, Setup, Values, forms, ids, ray_modules, rows, setups
 from property_examples import examples
-from ray.rllib.connectors.common import frame_stacking as ray_frame_stacking
 from ray.rllib.core.distribution.torch.torch_distribution import TorchCategorical, TorchDiagGaussian
-from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
-from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
-from ray.rllib.core.rl_module.rl_module import RLModuleSpec
-from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode as RayEpisode
 
 from rollflow import nodes
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.stream.data.tree import leaves_of
-
-BATCHED = nodes.BatchIndividualItems, nodes.NumpyToTensor
-RAY_BATCHED = ray_common.BatchIndividualItems, ray_common.NumpyToTensor
-
-
-def made_of(*classes: Any) -> list[Any]:
-    return [made() for made in classes]
 
 
 @st.composite
@@ -69,32 +56,29 @@ def in_chunks(draw: st.DrawFn, stateful: bool = False) -> Setup:
     return Setup(setup.setting, pairs, stateful, setup.spaces)
 
 
-@given(setup=setups(), names=st.permutations(list(LEARNER)), count=st.integers(1, 4))
+@given(setup=setups(), names=st.permutations(LEARNER), count=st.integers(1, 4))
 @settings(max_examples=examples(200))
-def test_columns_are_added_from_the_episodes(setup: Setup, names: list[str], count: int) -> None:
-    setup.check(*chosen(names[:count]))
+def test_columns_are_added_from_the_episodes(setup: Setup, names: list[Named], count: int) -> None:
+    setup.check(*rows(*names[:count]))
 
 
-@given(setup=setups(), names=st.permutations(list(LEARNER)), count=st.integers(1, 4))
+@given(setup=setups(), names=st.permutations(LEARNER), count=st.integers(1, 4))
 @settings(max_examples=examples(100))
-def test_batches_are_made_of_them(setup: Setup, names: list[str], count: int) -> None:
-    ours, theirs = chosen(names[:count])
-    setup.check([*ours, *made_of(*BATCHED)], [*theirs, *made_of(*RAY_BATCHED)])
+def test_batches_are_made_of_them(setup: Setup, names: list[Named], count: int) -> None:
+    setup.check(*rows(*names[:count], *BATCHED))
 
 
-@given(setup=in_chunks(), names=st.permutations(list(LEARNER)[1:]), count=st.integers(0, 3))
+@given(setup=in_chunks(), names=st.permutations(LEARNER[1:]), count=st.integers(0, 3))
 @settings(max_examples=examples(100))
-def test_chunks_of_one_episode_are_batched_one_after_the_other(setup: Setup, names: list[str], count: int) -> None:
+def test_chunks_of_one_episode_are_batched_one_after_the_other(setup: Setup, names: list[Named], count: int) -> None:
     """Ray has to begin with observations: that piece makes their ids differ."""
-    ours, theirs = chosen(["AddObservations", *names[:count]])
-    setup.check([*ours, *made_of(*BATCHED)], [*theirs, *made_of(*RAY_BATCHED)])
+    setup.check(*rows(LEARNER[0], *names[:count], *BATCHED))
 
 
-@given(setup=in_chunks(stateful=True), names=st.permutations(list(LEARNER)[1:]))
+@given(setup=in_chunks(stateful=True), names=st.permutations(LEARNER[1:]))
 @settings(max_examples=examples(100))
-def test_chunks_of_one_episode_have_rows_of_their_own(setup: Setup, names: list[str]) -> None:
-    ours, theirs = chosen(["AddObservations", *names])
-    setup.check([*ours, *STATES[0](), *made_of(*BATCHED)], [*theirs, *STATES[1](), *made_of(*RAY_BATCHED)])
+def test_chunks_of_one_episode_have_rows_of_their_own(setup: Setup, names: list[Named]) -> None:
+    setup.check(*rows(LEARNER[0], *names, *STATES, *BATCHED))
 
 
 COLUMNS = ["obs", "new_obs", "infos", "actions", "rewards", "terminateds", "truncateds", "action_logp"]
@@ -104,16 +88,18 @@ COLUMNS = ["obs", "new_obs", "infos", "actions", "rewards", "terminateds", "trun
 @settings(max_examples=examples(100))
 def test_columns_that_are_there_stay(setup: Setup, there: set[str]) -> None:
     assume("obs" not in there or "new_obs" in there)  # beside other observations we make no next ones
-    setup.check(*chosen(list(LEARNER)), {name: {(pair.ours.id_,): [7] for pair in setup.pairs} for name in there})
+    setup.check(*rows(*LEARNER), {name: {(pair.ours.id_,): [7] for pair in setup.pairs} for name in there})
 
 
-@given(setting=any_setting, data=st.data(), numpy=st.booleans(), names=st.permutations(list(LEARNER)))
+@given(setting=any_setting, data=st.data(), numpy=st.booleans(), names=st.permutations(LEARNER))
 @settings(max_examples=examples(100))
-def test_episodes_without_a_step_add_nothing(setting: Any, data: st.DataObject, numpy: bool, names: list[str]) -> None:
+def test_episodes_without_a_step_add_nothing(
+    setting: Any, data: st.DataObject, numpy: bool, names: list[Named]
+) -> None:
     given_ = [data.draw(arguments(setting)) | {"t_started": 0} for _ in range(data.draw(st.integers(0, 3)))]
     pairs = [Pair.of(each, numpy, id_=f"e{place}") for place, each in enumerate(given_)]
     setup = Setup(setting, pairs, False, (setting.observation.space, setting.action.space))
-    answers = setup.run(*chosen(names[: data.draw(st.integers(1, 4))]))
+    answers = setup.run(*rows(*names[: data.draw(st.integers(1, 4))]))
     for answer in answers:
         for name in [name for name, items in (answer.value or {}).items() if not items]:
             del answer.value[name]  # we leave a column without items
@@ -123,34 +109,26 @@ def test_episodes_without_a_step_add_nothing(setting: Any, data: st.DataObject, 
 @given(setup=acting())
 @settings(max_examples=examples(100))
 def test_observations_are_added_while_acting(setup: Setup) -> None:
-    ours = made_of(nodes.AddObservationsFromEpisodesToBatch, *BATCHED)
-    setup.check(ours, made_of(ray_common.AddObservationsFromEpisodesToBatch, *RAY_BATCHED))
+    setup.check(*rows("AddObservationsFromEpisodesToBatch", *BATCHED))
 
 
 @given(setup=setups(), gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]))
 @settings(max_examples=examples(100))
 def test_returns_to_go_are_the_same_numbers(setup: Setup, gamma: float) -> None:
     # Ray's are f64.
-    pieces = [nodes.ComputeReturnsToGo(gamma=gamma)], [ray_learner.ComputeReturnsToGo(gamma=gamma)]
-    setup.check(*pieces, dtypes=False, rtol=1e-5)
+    setup.check(*rows("ComputeReturnsToGo", gamma=gamma), dtypes=False, rtol=1e-5)
 
 
 @given(setup=acting(stateful=True))
 @settings(max_examples=examples(100))
 def test_states_are_added_while_acting(setup: Setup) -> None:
-    ours = [nodes.AddObservationsFromEpisodesToBatch(), nodes.AddTimeDimToBatchAndZeroPad()]
-    theirs = [ray_common.AddObservationsFromEpisodesToBatch(), ray_common.AddTimeDimToBatchAndZeroPad()]
-    setup.check(
-        [*ours, nodes.AddStatesFromEpisodesToBatch(), nodes.BatchIndividualItems()],
-        [*theirs, ray_common.AddStatesFromEpisodesToBatch(), ray_common.BatchIndividualItems()],
-    )
+    setup.check(*rows("AddObservationsFromEpisodesToBatch", *(name for name, _ in STATES), "BatchIndividualItems"))
 
 
-@given(setup=setups(stateful=st.just(True), numpy=st.just(True)), names=st.permutations(list(LEARNER)))
+@given(setup=setups(stateful=st.just(True), numpy=st.just(True)), names=st.permutations(LEARNER))
 @settings(max_examples=examples(100))
-def test_rows_of_several_steps_and_their_states_are_the_same(setup: Setup, names: list[str]) -> None:
-    ours, theirs = chosen(names)
-    setup.check([*ours, *STATES[0]()], [*theirs, *STATES[1]()])
+def test_rows_of_several_steps_and_their_states_are_the_same(setup: Setup, names: list[Named]) -> None:
+    setup.check(*rows(*names, *STATES))
 
 
 @given(setup=acting(), data=st.data(), form=st.sampled_from(["by episode", "list", "one too few", "none"]))
@@ -161,28 +139,25 @@ def test_observations_are_written_back(setup: Setup, data: st.DataObject, form: 
         items = [each for [each] in items.values()]
     elif form == "one too few":
         items.pop((setup.pairs[-1].ours.id_,))
-    pieces = [nodes.WriteObservationsToEpisodes()], [ray_env_to_module.WriteObservationsToEpisodes()]
-    setup.check(*pieces, batch={} if form == "none" else {"obs": items})
+    setup.check(*rows("WriteObservationsToEpisodes"), batch={} if form == "none" else {"obs": items})
 
 
 @given(setup=setups(done=True))
 @settings(max_examples=examples(100))
 def test_one_step_is_added_to_episodes_that_are_done(setup: Setup) -> None:
-    setup.check([nodes.AddOneTsToEpisodesAndTruncate()], [ray_learner.AddOneTsToEpisodesAndTruncate()])
+    setup.check(*rows("AddOneTsToEpisodesAndTruncate"))
 
 
-@given(setup=setups(done=True, numpy=st.just(True), stateful=st.booleans()), names=st.permutations(list(LEARNER)))
+@given(setup=setups(done=True, numpy=st.just(True), stateful=st.booleans()), names=st.permutations(LEARNER))
 @settings(max_examples=examples(100))
-def test_the_added_step_is_in_all_columns_and_rows(setup: Setup, names: list[str]) -> None:
-    ours, theirs = chosen(names)
-    ours = [nodes.AddOneTsToEpisodesAndTruncate(), *ours, *STATES[0](), *made_of(*BATCHED)]
-    setup.check(ours, [ray_learner.AddOneTsToEpisodesAndTruncate(), *theirs, *STATES[1](), *made_of(*RAY_BATCHED)])
+def test_the_added_step_is_in_all_columns_and_rows(setup: Setup, names: list[Named]) -> None:
+    setup.check(*rows("AddOneTsToEpisodesAndTruncate", *names, *STATES, *BATCHED))
 
 
 @given(setup=acting())
 @settings(max_examples=examples(100))
 def test_observations_are_flattened(setup: Setup) -> None:
-    setup.check([nodes.FlattenObservations()], [ray_env_to_module.FlattenObservations()])
+    setup.check(*rows("FlattenObservations"))
 
 
 @given(setup=acting([kind for kind in KINDS if isinstance(kind.space, spaces.Dict)]), key=st.sampled_from("ab"))
@@ -193,17 +168,6 @@ def test_keys_are_left_out_of_flat_observations(setup: Setup, key: str) -> None:
     setup.check([ours], [ray_env_to_module.FlattenObservations(*setup.spaces, **given_)])
 
 
-class RayValues(TorchRLModule, ValueFunctionAPI):  # type: ignore[misc]
-    def setup(self) -> None:
-        self.parameter = torch.nn.Parameter(torch.zeros(()))  # tells the device
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {}
-
-    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
-        return values(batch)
-
-
 @given(
     setup=setups(KINDS[1:2], KINDS[:1], numpy=st.just(True)),
     gamma=st.sampled_from([0.0, 0.5, 0.99]),
@@ -212,24 +176,16 @@ class RayValues(TorchRLModule, ValueFunctionAPI):  # type: ignore[misc]
 @settings(max_examples=examples(50))
 def test_value_targets_are_the_same_numbers(setup: Setup, gamma: float, lambda_: float) -> None:
     """Ray's need a step more at each episode's end, which the mask takes out again."""
-    spec = RLModuleSpec(RayValues, observation_space=setup.spaces[0], action_space=setup.spaces[1], model_config={})
-    module, batch, shared = MultiRLModuleSpec(rl_module_specs={"default_policy": spec}).build(), {}, {}
-    pieces = (
-        ray_learner.AddOneTsToEpisodesAndTruncate(),
-        *chosen(["AddObservations", "AddColumns"])[1],
-        ray_common.BatchIndividualItems(),
-        ray_common.NumpyToTensor(),
-        ray_learner.GeneralAdvantageEstimation(gamma=gamma, lambda_=lambda_),
-    )
+    module, batch, shared = ray_modules(["default_policy"], *setup.spaces), {}, {}
+    options = {"gamma": gamma, "lambda_": lambda_}
+    _, pieces = rows("AddOneTsToEpisodesAndTruncate", *LEARNER[:2], *BATCHED, ("GeneralAdvantageEstimation", options))
     for piece in pieces:
         piece.input_observation_space, piece.input_action_space = setup.spaces
         batch = piece(rl_module=module, batch=batch, episodes=[pair.theirs for pair in setup.pairs], shared_data=shared)
     theirs = batch["default_policy"]
-    estimation = nodes.GeneralAdvantageEstimation(gamma=gamma, lambda_=lambda_)
-    ours = estimation(rl_module=Values(), batch={}, episodes=[pair.ours for pair in setup.pairs], shared_data={})
-    targets = nodes.BatchIndividualItems()(rl_module=None, batch=ours, episodes=[pair.ours for pair in setup.pairs])[
-        "value_targets"
-    ]
+    episodes = [pair.ours for pair in setup.pairs]
+    ours = nodes.GeneralAdvantageEstimation(**options)(rl_module=Values(), batch={}, episodes=episodes, shared_data={})
+    targets = nodes.BatchIndividualItems()(rl_module=None, batch=ours, episodes=episodes)["value_targets"]
     assert_same(targets, np.asarray(theirs["value_targets"])[np.asarray(theirs["loss_mask"])], rtol=1e-4)
 
 
@@ -239,17 +195,12 @@ IMAGES = [
 ]
 
 
-@given(setup=acting(IMAGES), num_frames=st.integers(1, 5))
+@pytest.mark.parametrize("learner", [False, True], ids=["acting", "training"])
+@given(data=st.data(), num_frames=st.integers(1, 5))
 @settings(max_examples=examples(100))
-def test_frames_are_stacked_while_acting(setup: Setup, num_frames: int) -> None:
-    setup.check([nodes.FrameStacking(num_frames=num_frames)], [ray_frame_stacking.FrameStacking(num_frames=num_frames)])
-
-
-@given(setup=setups(IMAGES, numpy=st.just(True)), num_frames=st.integers(1, 5))
-@settings(max_examples=examples(100))
-def test_frames_are_stacked_for_training(setup: Setup, num_frames: int) -> None:
-    options: Any = {"num_frames": num_frames, "as_learner_connector": True}
-    setup.check([nodes.FrameStacking(**options)], [ray_frame_stacking.FrameStacking(**options)])
+def test_frames_are_stacked(learner: bool, data: st.DataObject, num_frames: int) -> None:
+    setup = data.draw(setups(IMAGES, numpy=st.just(True)) if learner else acting(IMAGES))
+    setup.check(*rows("FrameStacking", num_frames=num_frames, as_learner_connector=learner))
 
 
 @given(
@@ -260,8 +211,7 @@ def test_frames_are_stacked_for_training(setup: Setup, num_frames: int) -> None:
 @settings(max_examples=examples(100))
 def test_earlier_actions_and_rewards_are_shown(setup: Setup, n_prev_actions: int, n_prev_rewards: int) -> None:
     options: Any = {"n_prev_actions": n_prev_actions, "n_prev_rewards": n_prev_rewards}
-    ours, theirs = [nodes.PrevActionsPrevRewards(**options)], [ray_env_to_module.PrevActionsPrevRewards(**options)]
-    assert_same_answer(*setup.run(ours, theirs))
+    assert_same_answer(*setup.run(*rows("PrevActionsPrevRewards", **options)))
     for pair in setup.pairs:
         mine, other = (dict(episode.get_observations(-1)) for episode in (pair.ours, pair.theirs))
         # f32[n, A] there, which does not lie in their own space.
@@ -272,7 +222,7 @@ def test_earlier_actions_and_rewards_are_shown(setup: Setup, n_prev_actions: int
 @given(setup=acting(KINDS[1:3]), clip=st.sampled_from([0.5, 10.0, 100.0]), times=st.integers(1, 3))
 @settings(max_examples=examples(100))
 def test_observations_are_filtered(setup: Setup, clip: float, times: int) -> None:
-    pieces = [nodes.MeanStdFilter(clip_by_value=clip)], [ray_env_to_module.MeanStdFilter(clip_by_value=clip)]
+    pieces = rows("MeanStdFilter", clip_by_value=clip)
     for _ in range(times):
         assert_same_answer(*setup.run(*pieces))
     for pair in setup.pairs:
@@ -285,43 +235,35 @@ def test_a_filter_goes_on_with_the_state_of_another(setup: Setup, mean: bool, st
     options: Any = {"de_mean_to_zero": mean, "de_std_to_one": std, "clip_by_value": 100.0}
     item, space = setup.setting.observation.item, setup.spaces[0]
     seen = [Pair.of({"observations": [item(i)], "observation_space": space}, id_=f"seen{i}") for i in (3, 9)]
-    first = nodes.MeanStdFilter(**options), ray_env_to_module.MeanStdFilter(**options)
-    Setup(setup.setting, seen, False, setup.spaces).run(*([each] for each in first))
-    options["update_stats"] = update_stats
-    then = nodes.MeanStdFilter(**options), ray_env_to_module.MeanStdFilter(**options)
-    for before, after in zip(first, then, strict=True):
+    first = rows("MeanStdFilter", **options)
+    Setup(setup.setting, seen, False, setup.spaces).run(*first)
+    then = rows("MeanStdFilter", **options, update_stats=update_stats)
+    for [before], [after] in zip(first, then, strict=True):
         after.input_action_space, after.input_observation_space = setup.spaces[::-1]
         after.set_state(before.get_state())
     for _ in range(2):
-        assert_same_answer(*setup.run(*([each] for each in then)))
+        assert_same_answer(*setup.run(*then))
         for pair in setup.pairs:
             pair.check(lambda episode: episode.get_observations(-1), rtol=1e-4)
 
 
 counts = st.integers(1, 4)
-SPACED: dict[str, tuple[Any, Any, Any, Any, Any]] = {
-    "FlattenObservations": (nodes, ray_env_to_module, KINDS, KINDS, {}),
-    "FrameStacking": (nodes, ray_frame_stacking, IMAGES, KINDS, {"num_frames": counts}),
-    "MeanStdFilter": (nodes, ray_env_to_module, KINDS[1:3], KINDS, {"clip_by_value": st.sampled_from([0.5, 10.0])}),
-    "PrevActionsPrevRewards": (
-        nodes,
-        ray_env_to_module,
-        KINDS,
-        KINDS[:1],
-        {"n_prev_actions": counts, "n_prev_rewards": counts},
-    ),
+SPACED: dict[str, tuple[Any, Any, Any]] = {
+    "FlattenObservations": (KINDS, KINDS, {}),
+    "FrameStacking": (IMAGES, KINDS, {"num_frames": counts}),
+    "MeanStdFilter": (KINDS[1:3], KINDS, {"clip_by_value": st.sampled_from([0.5, 10.0])}),
+    "PrevActionsPrevRewards": (KINDS, KINDS[:1], {"n_prev_actions": counts, "n_prev_rewards": counts}),
 }
 
 
 @pytest.mark.parametrize("name", SPACED)
 @given(data=st.data())
 def test_spaces_come_out_the_same(name: str, data: st.DataObject) -> None:
-    *where, observations, actions, options = SPACED[name]
+    observations, actions, options = SPACED[name]
     given_ = data.draw(st.fixed_dictionaries(options))
     observed, acted = data.draw(st.sampled_from(observations)).space, data.draw(st.sampled_from(actions)).space
     made = []
-    for module in where:
-        piece = getattr(module, name)(**given_)
+    for [piece] in rows(name, **given_):
         piece.input_action_space, piece.input_observation_space = acted, observed
         made.append((piece.observation_space, piece.action_space))
     assert made[0] == made[1]
@@ -332,12 +274,7 @@ def test_spaces_come_out_the_same(name: str, data: st.DataObject) -> None:
 
 MEMORIZED = "memorized_map_structure"
 ANY_MODULE: Any = {"rl_module_specs": dict.fromkeys("abc"), "agent_to_module_mapping_fn": None}
-MODULES = MultiRLModuleSpec(
-    rl_module_specs={
-        name: RLModuleSpec(RayValues, observation_space=KINDS[0].space, action_space=KINDS[0].space, model_config={})
-        for name in "abc"
-    }
-).build()
+MODULES = ray_modules("abc", KINDS[0].space, KINDS[0].space)
 
 
 @st.composite
@@ -389,12 +326,9 @@ def test_outputs_of_modules_come_back_to_the_agents(batch: dict[str, Any]) -> No
 @given(setup=st.booleans().flatmap(lambda stateful: acting(stateful=stateful)))
 def test_batches_are_taken_apart_again(setup: Setup) -> None:
     """The observations that went in come out, for want of a module."""
-    made = []
-    for common, behind in ((nodes, nodes), (ray_common, ray_module_to_env)):
-        before = (common.AddObservationsFromEpisodesToBatch, common.AddTimeDimToBatchAndZeroPad)
-        batched = (common.BatchIndividualItems, common.NumpyToTensor, common.TensorToNumpy)
-        made.append(made_of(*before, *batched, behind.UnBatchToIndividualItems, behind.RemoveSingleTsTimeRankFromBatch))
-    setup.check(*made, dtypes=False)  # Ray's TensorToNumpy makes 64 bits 32
+    before = ("AddObservationsFromEpisodesToBatch", "AddTimeDimToBatchAndZeroPad", *BATCHED, "TensorToNumpy")
+    pieces = rows(*before, "UnBatchToIndividualItems", "RemoveSingleTsTimeRankFromBatch")
+    setup.check(*pieces, dtypes=False)  # Ray's TensorToNumpy makes 64 bits 32
 
 
 DTYPES = [np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32]
@@ -455,19 +389,13 @@ def test_the_time_axis_goes_again(shape: list[int], keyed: bool, column: str, ad
     assert_same_answer(*answers, told=item)
 
 
-PIECES: dict[str, Any] = LEARNER | {
-    "AddOneTs": (nodes.AddOneTsToEpisodesAndTruncate, ray_learner.AddOneTsToEpisodesAndTruncate)
-}
-
-
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize(
+    "name", [*LEARNER, "AddOneTsToEpisodesAndTruncate"], ids=lambda name: name if isinstance(name, str) else name[0]
+)
 @given(setup=setups(stateful=st.just(True)), stateful=st.booleans())
 @settings(max_examples=examples(20))
-def test_items_of_a_train_batch_come_one_by_one_where_rays_do(name: str, setup: Setup, stateful: bool) -> None:
-    ours, theirs = PIECES[name]
-    states = STATES if stateful else (list, list)
-    mine, other = setup.run([ours(), *states[0]()], [theirs(), *states[1]()], shown=forms)
-    assert_same_answer(mine, other)
+def test_items_of_a_train_batch_come_one_by_one_where_rays_do(name: Named, setup: Setup, stateful: bool) -> None:
+    assert_same_answer(*setup.run(*rows(name, *(STATES if stateful else [])), shown=forms))
 
 
 BOUNDED = [
@@ -493,11 +421,9 @@ def test_actions_are_brought_into_bounds_and_listed(
 ) -> None:
     batch = {"actions": {(pair.ours.id_,): [setup.setting.action.item(data.draw(numbers))] for pair in setup.pairs}}
     options: Any = {"normalize_actions": normalize_actions, "clip_actions": clip_actions}
-    ours = [nodes.NormalizeAndClipActions(**options), nodes.ListifyDataForVectorEnv()]
-    theirs = [ray_module_to_env.NormalizeAndClipActions(**options), ray_module_to_env.ListifyDataForVectorEnv()]
-    for count in (1, 2):
-        mine, other = setup.run(ours[:count], theirs[:count], batch)
-        assert_same_answer(mine, other, rtol=1e-6)
+    for more in ([], ["ListifyDataForVectorEnv"]):
+        pieces = rows(("NormalizeAndClipActions", options), *more)
+        assert_same_answer(*setup.run(*pieces, batch), rtol=1e-6)
 
 
 @given(

@@ -1,41 +1,34 @@
 """Our MultiAgentEpisode beside Ray's: the same operations must give the same data, or be refused by both."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from both import Answer, ask, assert_same, assert_same_answer
+from both import ask
 from drawn_turns import AGENTS, Told, turns
+from episodes import Pair
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from plays import has_heir, has_repeat, observed_plays, plays
 from property_examples import examples
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
 
 from rollflow import MultiAgentEpisode
-from rollflow.stream import EpisodeError
 
 FILTERED = [HealthCheck.filter_too_much]
 IDS = {agent_id: f"e-{agent_id}" for agent_id in AGENTS}
 
 
-@dataclass
-class Pair:
-    """One episode in two implementations, to which the same is done."""
+class Plays(Pair):
+    """A play in both implementations."""
 
-    ours: Any
-    theirs: Any
-
-    @classmethod
-    def of(cls, **given_: Any) -> "Pair":
-        return cls(*[type_("e", **copy.deepcopy(given_)) for type_ in (MultiAgentEpisode, RayEpisode)])
+    types = (MultiAgentEpisode, RayEpisode)
+    alike = {"dtypes": False, "rtol": 1e-6}  # noqa: RUF012
 
     @classmethod
-    def played(cls, told: Told, numpy: bool = False) -> "Pair":
+    def played(cls, told: Told, numpy: bool = False) -> "Plays":
         """Reset and steps, one by one."""
-        pair = cls.of(agent_episode_ids=IDS)
+        pair = cls.of({"agent_episode_ids": IDS})
         for episode in (pair.ours, pair.theirs):
             episode.add_env_reset(observations=told.steps[0]["observations"], infos=told.steps[0]["infos"])
         pair.go_on(told, 1)
@@ -45,15 +38,6 @@ class Pair:
         for step in told.steps[start:]:
             for episode in (self.ours, self.theirs):
                 episode.add_env_step(**copy.deepcopy(step))
-
-    def ask(self, call: Callable[[Any], Any]) -> tuple[Answer, Answer]:
-        return ask(lambda: call(self.ours)), ask(lambda: call(self.theirs))
-
-    def check(self, call: Callable[[Any], Any], told: object = "") -> None:
-        assert_same_answer(*self.ask(call), told, dtypes=False, rtol=1e-6)
-
-    def map(self, call: Callable[[Any], Any]) -> "Pair":
-        return Pair(call(self.ours), call(self.theirs))
 
 
 def picture(episode: Any) -> dict[str, Any]:
@@ -148,14 +132,14 @@ def ongoing(told: Told) -> Told:
 @given(told=plays, numpy=st.booleans())
 @settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_the_same_env_steps_leave_the_same_episode(told: Told, numpy: bool) -> None:
-    Pair.played(told, numpy).check(picture, told)
+    Plays.played(told, numpy).check(picture, told)
 
 
 @given(told=plays)
 @settings(max_examples=examples(200), suppress_health_check=FILTERED)
 def test_an_ongoing_episode_has_the_same_flags_and_hanging_rewards(told: Told) -> None:
     assume(not pays_early(told))
-    pair = Pair.played(ongoing(told))
+    pair = Plays.played(ongoing(told))
     pair.check(lambda episode: (episode.get_terminateds(), episode.get_truncateds()), told)
     pair.check(lambda episode: episode.get_return(include_hanging_rewards=True), told)
 
@@ -171,33 +155,37 @@ def indices_of(data: st.DataObject, total: int) -> Any:
     return data.draw(st.sampled_from([None, bounds]) | one | st.lists(one, min_size=1, max_size=3)) if total else None
 
 
-def total_of(told: Told, name: str) -> int:
-    return told.length + (name in ("get_observations", "get_infos"))
-
-
 GETTERS = ["get_observations", "get_infos", "get_actions", "get_rewards"]
 
 
-@given(told=observed_plays, numpy=st.booleans(), data=st.data(), name=st.sampled_from(GETTERS))
-@settings(max_examples=examples(500), suppress_health_check=FILTERED)
-def test_every_getter_by_env_steps_gives_the_same(told: Told, numpy: bool, data: st.DataObject, name: str) -> None:
-    pair = Pair.played(told, numpy and may_be_arrays(told))
-    where = indices_of(data, total_of(told, name))
+def asked_by_env_steps(data: st.DataObject, told: Told, total: int) -> dict[str, Any]:
+    where = indices_of(data, total)
     asked: dict[str, Any] = {"return_list": not isinstance(where, int) and data.draw(st.booleans())}
     if data.draw(st.booleans()):
         known = data.draw(st.lists(st.sampled_from(sorted(told.agents)), min_size=1, unique=True))
         asked["agent_ids"] = data.draw(st.sampled_from([known[0], known, tuple(known), set(known)]))
-    read = lambda episode: without_empty(listed(getattr(episode, name)(where, **asked)))  # noqa: E731
-    pair.check(read, (name, where, asked, told))
+    return {"indices": where, **asked}
 
 
+def asked_by_agent_steps(data: st.DataObject, told: Told, total: int) -> dict[str, Any]:
+    where = data.draw(st.sampled_from([None, -1, 0, 1, [0, 1], [-1, 0], slice(0, 2), slice(1, None), slice(1, 9)]))
+    return {"indices": where, "env_steps": False}
+
+
+def asked_with_fill(data: st.DataObject, told: Told, total: int) -> dict[str, Any]:
+    where = data.draw(st.sampled_from([total, -total - 1, slice(0, total + 2), slice(-total - 2, None)]))
+    where = data.draw(st.sampled_from([where, indices_of(data, total)])) if total else where
+    return {"indices": where, "fill": 7, "return_list": not isinstance(where, int) and data.draw(st.booleans())}
+
+
+@pytest.mark.parametrize("draw", [asked_by_env_steps, asked_by_agent_steps, asked_with_fill])
 @given(told=observed_plays, numpy=st.booleans(), data=st.data(), name=st.sampled_from(GETTERS))
 @settings(max_examples=examples(500), suppress_health_check=FILTERED)
-def test_every_getter_by_agent_steps_gives_the_same(told: Told, numpy: bool, data: st.DataObject, name: str) -> None:
-    pair = Pair.played(told, numpy and may_be_arrays(told))
-    where = data.draw(st.sampled_from([None, -1, 0, 1, [0, 1], [-1, 0], slice(0, 2), slice(1, None), slice(1, 9)]))
-    read = lambda episode: without_empty(listed(getattr(episode, name)(where, env_steps=False)))  # noqa: E731
-    pair.check(read, (name, where, told))
+def test_every_getter_gives_the_same(draw: Any, told: Told, numpy: bool, data: st.DataObject, name: str) -> None:
+    pair = Plays.played(told, numpy and may_be_arrays(told) and draw is not asked_with_fill)
+    asked = draw(data, told, told.length + (name in ("get_observations", "get_infos")))
+    read = lambda episode: without_empty(listed(getattr(episode, name)(**asked)))  # noqa: E731
+    pair.check(read, (name, asked, told))
 
 
 @given(told=observed_plays, data=st.data())
@@ -205,7 +193,7 @@ def test_every_getter_by_agent_steps_gives_the_same(told: Told, numpy: bool, dat
 def test_extra_outputs_of_whole_steps_are_the_same(told: Told, data: st.DataObject) -> None:
     """Ray has no key for an agent without a whole step."""
     assume(may_be_arrays(told))
-    pair, total = Pair.played(told), told.length
+    pair, total = Plays.played(told), told.length
     where = indices_of(data, total)
     asked: dict[str, Any] = {"return_list": not isinstance(where, int) and data.draw(st.booleans())}
     pair.check(lambda episode: without_empty(episode.get_extra_model_outputs("minus", where, **asked)), (where, told))
@@ -214,7 +202,7 @@ def test_extra_outputs_of_whole_steps_are_the_same(told: Told, data: st.DataObje
 @given(told=plays, data=st.data())
 @settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_every_setter_does_the_same(told: Told, data: st.DataObject) -> None:
-    pair = Pair.played(told)
+    pair = Plays.played(told)
     name = data.draw(st.sampled_from(["observations", "actions", "rewards"]))
     agent_id = data.draw(st.sampled_from([*sorted(told.agents), "nobody"]))
     count = len(told.agents[agent_id].observations) - (name != "observations") if agent_id in told.agents else 1
@@ -230,25 +218,12 @@ def test_every_setter_does_the_same(told: Told, data: st.DataObject) -> None:
     pair.check(written, (name, agent_id, where, told))
 
 
-@given(told=observed_plays, data=st.data())
-@settings(max_examples=examples(500), suppress_health_check=FILTERED)
-def test_every_getter_fills_the_same(told: Told, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(GETTERS))
-    pair = Pair.played(told)
-    total = total_of(told, name)
-    where = data.draw(st.sampled_from([total, -total - 1, slice(0, total + 2), slice(-total - 2, None)]))
-    where = data.draw(st.sampled_from([where, indices_of(data, total)])) if total else where
-    asked: dict[str, Any] = {"fill": 7, "return_list": not isinstance(where, int) and data.draw(st.booleans())}
-    read = lambda episode: without_empty(listed(getattr(episode, name)(where, **asked)))  # noqa: E731
-    pair.check(read, (name, where, asked, told))
-
-
 @given(told=long_plays, data=st.data(), numpy=st.booleans())
 @settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_cut_chunks_are_the_same_and_go_on_the_same(told: Told, data: st.DataObject, numpy: bool) -> None:
     at = data.draw(st.integers(1, told.length - 1))
     head = Told(told.steps[: at + 1], told.agents)
-    pair = Pair.played(head, numpy and may_be_arrays(told))
+    pair = Plays.played(head, numpy and may_be_arrays(told))
     lookback = data.draw(st.integers(0, 4))
     # Without a lookback, Ray loses the actions that hang; with one, it takes agents along that have ended.
     assume(lookback or not hangs(head))
@@ -264,7 +239,7 @@ def test_cut_chunks_are_the_same_and_go_on_the_same(told: Told, data: st.DataObj
 @settings(max_examples=examples(300), suppress_health_check=FILTERED)
 def test_slices_are_the_same(told: Told, data: st.DataObject, numpy: bool) -> None:
     assume(not told.is_over)
-    pair = Pair.played(told, numpy and may_be_arrays(told))
+    pair = Plays.played(told, numpy and may_be_arrays(told))
     start = data.draw(st.integers(0, told.length))
     stop = data.draw(st.integers(start, told.length))
     pair.check(lambda episode: data_picture(episode[start:stop], infos=False), (told, start, stop))
@@ -272,7 +247,7 @@ def test_slices_are_the_same(told: Told, data: st.DataObject, numpy: bool) -> No
 
 @given(told=long_plays)
 def test_a_state_gives_the_same_episode(told: Told) -> None:
-    Pair.played(told).map(lambda episode: type(episode).from_state(episode.get_state())).check(picture)
+    Plays.played(told).map(lambda episode: type(episode).from_state(episode.get_state())).check(picture)
 
 
 @given(told=observed_plays.filter(lambda told: not pays_early(told)), data=st.data())
@@ -282,38 +257,40 @@ def test_a_constructed_episode_is_the_same(told: Told, data: st.DataObject) -> N
     lookback = data.draw(st.sampled_from(["auto", 0, 1, 2, 3]))
     lookback = lookback if lookback == "auto" else min(lookback, told.length)
     names = ["observations", "infos", "actions", "rewards", "extra_model_outputs"]
-    pair = Pair.of(
-        **{name: [step[name] for step in told.steps[name in names[2:] :]] for name in names},
-        terminateds=told.steps[-1]["terminateds"],
-        truncateds=told.steps[-1]["truncateds"],
-        len_lookback_buffer=lookback,
-        agent_episode_ids=IDS,
-    )
+    columns = {name: [step[name] for step in told.steps[name in names[2:] :]] for name in names}
+    ends = {name: told.steps[-1][name] for name in ("terminateds", "truncateds")}
+    pair = Plays.of({**columns, **ends, "len_lookback_buffer": lookback, "agent_episode_ids": IDS})
     pair.check(data_picture, (told, lookback))
 
 
+def joins_at(told: Told, at: int) -> bool:
+    """Return True if Ray joins slices that meet there: all agents have come and none has ended or waits."""
+    ended = any(step["terminateds"] or step["truncateds"] for step in told.steps[: at + 1])
+    have_come = all(agent.observations[0][0] < at for agent in told.agents.values())
+    return have_come and not ended and not hangs(Told(told.steps[: at + 1], told.agents))
+
+
 @given(told=long_plays, data=st.data())
-@settings(max_examples=examples(300), suppress_health_check=FILTERED)
+@settings(max_examples=examples(100), suppress_health_check=FILTERED)
 def test_slices_joined_again_are_the_same(told: Told, data: st.DataObject) -> None:
-    at = data.draw(st.integers(1, told.length - 1))
-    assume(not told.is_over and not hangs(Told(told.steps[: at + 1], told.agents)))
-    assume(not any(step["terminateds"] or step["truncateds"] for step in told.steps[: at + 1]))
-    assume(all(agent.observations[0][0] < at for agent in told.agents.values()))  # else Ray does not join them
+    places = [at for at in range(1, told.length) if joins_at(told, at)]
+    assume(places and not told.is_over)
+    at = data.draw(st.sampled_from(places))
 
     def joined(episode: Any) -> Any:
         head = episode[:at]
         head.concat_episode(episode[at:])
         return data_picture(head, infos=False)
 
-    Pair.played(told).check(joined, (at, told))
+    Plays.played(told).check(joined, (at, told))
 
 
 BOTH = {"observations": {"a": 1, "b": 1}, "actions": {"a": 0, "b": 0}, "rewards": {"a": 1.0, "b": 2.0}}
 
 
-def two_agents() -> Pair:
+def two_agents() -> Plays:
     """Agents "a" and "b" with one step each."""
-    pair = Pair.of(agent_episode_ids=IDS)
+    pair = Plays.of({"agent_episode_ids": IDS})
     for episode in (pair.ours, pair.theirs):
         episode.add_env_reset(observations={"a": 0, "b": 0})
         episode.add_env_step(**copy.deepcopy(BOTH))
@@ -341,111 +318,3 @@ def test_both_refuse(steps: list[dict[str, Any]]) -> None:
         for step in whole[:-1]:
             episode.add_env_step(**copy.deepcopy(step))
         assert ask(lambda episode=episode: episode.add_env_step(**whole[-1])).error is not None
-
-
-# Where we differ on purpose.
-
-
-def differ(pair: Pair, call: Callable[[Any], Any], ours: Any, theirs: Any) -> None:
-    """Both answers are as told; an error type stands for being refused."""
-    for answer, told in zip(pair.ask(call), (ours, theirs), strict=True):
-        if isinstance(told, type):
-            assert isinstance(answer.error, told), answer
-        else:
-            assert answer.error is None, answer
-            assert_same(listed(answer.value), told)
-
-
-def grown(pair: Pair, *steps: dict[str, Any]) -> Pair:
-    for episode in (pair.ours, pair.theirs):
-        for step in steps:
-            episode.add_env_step(**{"observations": {}, "actions": {}, "rewards": {}, **copy.deepcopy(step)})
-    return pair
-
-
-def test_truncated_agents_truncate_their_episode() -> None:
-    pair = grown(two_agents(), {**BOTH, "truncateds": {"a": True, "b": True}})
-    differ(pair, lambda e: (e.is_terminated, e.is_truncated), (False, True), (True, False))
-    differ(pair, lambda e: e.get_terminateds()["a"], False, True)
-
-
-def test_the_flag_of_all_in_truncateds_tells_of_truncation() -> None:
-    pair = grown(two_agents(), {**BOTH, "truncateds": {"__all__": True}})
-    differ(pair, lambda e: e.get_truncateds()["__all__"], True, False)
-
-
-def test_an_agent_in_a_gap_without_action_ends_with_everybody() -> None:
-    pair = grown(two_agents(), {"observations": {"a": 2}, "actions": {"a": 1}, "rewards": {"a": 1.0}})
-    pair = grown(
-        pair, {"observations": {"a": 3}, "actions": {"a": 1}, "rewards": {"a": 1.0}, "truncateds": {"__all__": 1}}
-    )
-    differ(pair, lambda e: e.agent_episodes["b"].is_truncated, True, False)
-
-
-def test_an_agent_that_enters_when_all_others_end_keeps_the_episode_going() -> None:
-    step = {**BOTH, "observations": {"a": 2, "b": 2, "c": 0}, "terminateds": {"a": True, "b": True}}
-    differ(
-        grown(two_agents(), step),
-        lambda e: (e.is_done, sorted(e.agent_ids)),
-        (False, ["a", "b", "c"]),
-        (True, ["a", "b"]),
-    )
-
-
-def test_slices_keep_infos() -> None:
-    pair = grown(two_agents(), {**BOTH, "infos": {"a": {"n": 1}}})
-    differ(pair, lambda e: e[1:2].agent_episodes["a"].get_infos(), [{}, {"n": 1}], [{}, {}])
-
-
-HANGS = {"observations": {"a": 2}, "actions": {"a": 1, "b": 1}, "rewards": {"a": 1.0, "b": 0.5}}
-WAITS = {"observations": {"a": 3}, "actions": {"a": 1}, "rewards": {"a": 1.0, "b": 0.25}}
-ANSWERED = {"observations": {"a": 4, "b": 4}, "actions": {"a": 1}, "rewards": {"a": 1.0, "b": 0.125}}
-
-
-def test_slices_that_meet_in_a_gap_join_again() -> None:
-    pair = grown(two_agents(), HANGS, WAITS, ANSWERED)
-
-    def joined(episode: Any) -> Any:
-        head = episode[:2]
-        head.concat_episode(episode[2:])
-        return head.agent_episodes["b"].get_rewards()
-
-    differ(pair, joined, [2.0, 0.875], Exception)
-
-
-def test_a_slice_has_the_reward_that_had_come_until_its_end() -> None:
-    pair = grown(two_agents(), HANGS, WAITS, ANSWERED)
-    differ(pair, lambda e: e[:2].get_rewards(-1, env_steps=False)["b"], 0.5, 0.875)
-
-
-def test_a_cut_without_lookback_keeps_actions_that_hang() -> None:
-    pair = grown(two_agents(), HANGS)
-    differ(pair, lambda e: sorted(e.cut().agent_ids), ["a", "b"], ["a"])
-
-
-def test_a_cut_chunk_is_read_by_env_steps_right_up_to_its_start() -> None:
-    pair = grown(two_agents(), HANGS, WAITS, {**WAITS, "observations": {"a": 4}}).map(lambda episode: episode.cut(3))
-    differ(pair, lambda e: e.get_actions(slice(-3, None))["a"], [1, 1, 1], [1, 1])
-
-
-def test_rewards_in_a_gap_before_a_late_action_are_not_lost() -> None:
-    late = [{"rewards": {"b": 1.0}}, {"actions": {"b": 1}, "rewards": {"b": 2.0}}, {"observations": {"b": 3}}]
-    steps = [{**ANSWERED, **step, "observations": {"a": 9, **step.get("observations", {})}} for step in late]
-    for step in steps:
-        step["actions"] = {"a": 0, **{k: v for k, v in step["actions"].items() if k == "b"}}
-        step["rewards"] = {"a": 0.0, **{k: v for k, v in step["rewards"].items() if k == "b"}}
-    steps[2]["rewards"] = {"a": 0.0}
-    differ(grown(two_agents(), *steps), lambda e: e.agent_episodes["b"].get_rewards(), [2.0, 3.0], [2.0, 2.0])
-
-
-def test_an_action_before_the_first_observation_is_refused() -> None:
-    differ(two_agents(), lambda e: e.add_env_step({}, {"c": 0}, {}), EpisodeError, None)
-
-
-def test_extra_outputs_are_found_by_key_where_an_agent_has_none() -> None:
-    step = {**BOTH, "observations": {"a": 2, "b": 2, "c": 0}}
-    pair = Pair.of()
-    for episode in (pair.ours, pair.theirs):
-        episode.add_env_reset(observations={"a": 0, "b": 0})
-        episode.add_env_step(**step, extra_model_outputs={"a": {"v": 1}, "b": {"v": 2}})
-    differ(pair, lambda e: e.get_extra_model_outputs("v"), {"a": [1], "b": [2]}, KeyError)

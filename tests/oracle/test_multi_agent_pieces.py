@@ -6,29 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray.rllib.connectors.common as ray_common
-import ray.rllib.connectors.env_to_module as ray_env_to_module
-import ray.rllib.connectors.learner as ray_learner
-import ray.rllib.connectors.module_to_env as ray_module_to_env
-import torch
 from both import assert_same
 from drawn_plays import ACTIONS, OBSERVATIONS, played
 from drawn_turns import Told
 from gymnasium import spaces
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
-from pieces import Module, Values, singles_of, values
+from pieces import LEARNER, LEARNS, STATES, Module, Named, Values, ray_modules, rows, singles_of
 from plays import observed_plays
 from property_examples import examples
-from ray.rllib.connectors.common.frame_stacking import FrameStacking as RayFrameStacking
 from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
 from ray.rllib.connectors.env_to_module.observation_preprocessor import (
     MultiAgentObservationPreprocessor as RayMultiAgentPreprocessor,
     SingleAgentObservationPreprocessor as RaySingleAgentPreprocessor,
 )
-from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
-from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
-from ray.rllib.core.rl_module.rl_module import RLModuleSpec
-from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
 
 from rollflow import ConnectorV2, MultiAgentEpisode, nodes
@@ -87,100 +77,54 @@ def by_agents(batch: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def check(ours: list[Any], theirs: list[Any], episodes: tuple[list[Any], list[Any]], module: Any, **how: Any) -> None:
+def check(both: tuple[list[Any], list[Any]], episodes: tuple[list[Any], list[Any]], module: Any, **how: Any) -> None:
     """The batches are the same, agent by agent, and so are the last observations afterwards."""
-    answers = [by_agents(run(pieces, each, module)[0]) for pieces, each in zip((ours, theirs), episodes, strict=True)]
+    answers = [by_agents(run(pieces, each, module)[0]) for pieces, each in zip(both, episodes, strict=True)]
     assert_same(*answers, **{"dtypes": False, "rtol": 1e-6, **how})
     for mine, other in zip(*episodes, strict=True):
         seen = [{key: each.get_observations(-1) for key, each in one.agent_episodes.items()} for one in (mine, other)]
         assert_same(*seen, **{"dtypes": False, "rtol": 1e-6, **how})
 
 
-LEARNER: dict[str, tuple[Callable[[], list[Any]], Callable[[], list[Any]]]] = {
-    "columns": (
-        lambda: [
-            nodes.AddObservationsFromEpisodesToBatch(as_learner_connector=True),
-            nodes.AddColumnsFromEpisodesToTrainBatch(),
-            nodes.AddNextObservationsFromEpisodesToTrainBatch(),
-            nodes.AddInfosFromEpisodesToTrainBatch(),
-        ],
-        lambda: [
-            ray_common.AddObservationsFromEpisodesToBatch(as_learner_connector=True),
-            ray_learner.AddColumnsFromEpisodesToTrainBatch(),
-            ray_learner.AddNextObservationsFromEpisodesToTrainBatch(),
-            ray_learner.AddInfosFromEpisodesToTrainBatch(),
-        ],
-    ),
-    "returns to go": (
-        lambda: [nodes.ComputeReturnsToGo(gamma=0.5)],
-        lambda: [ray_learner.ComputeReturnsToGo(gamma=0.5)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LEARNER)
+@pytest.mark.parametrize("names", [LEARNER, [("ComputeReturnsToGo", {"gamma": 0.5})]], ids=["columns", "returns to go"])
 @given(tolds=several_plays, numpy=st.booleans())
 @settings(max_examples=examples(100), suppress_health_check=FILTERED)
-def test_train_batches_have_the_same_items_of_every_agent(name: str, tolds: list[Told], numpy: bool) -> None:
-    ours, theirs = LEARNER[name]
-    check(ours(), theirs(), both_played(tolds, numpy), stateful_modules(False, False))
+def test_train_batches_have_the_same_items_of_every_agent(names: list[Named], tolds: list[Told], numpy: bool) -> None:
+    check(rows(*names), both_played(tolds, numpy), stateful_modules(False, False))
 
 
 @given(tolds=several_plays, m=st.booleans(), n=st.booleans())
 @settings(max_examples=examples(100), suppress_health_check=FILTERED)
 def test_rows_and_states_are_the_same_for_stateful_modules(tolds: list[Told], m: bool, n: bool) -> None:
-    options: Any = {"as_learner_connector": True}
-    ours = [
-        *LEARNER["columns"][0](),
-        nodes.AddTimeDimToBatchAndZeroPad(**options),
-        nodes.AddStatesFromEpisodesToBatch(**options),
-    ]
-    theirs = [
-        *LEARNER["columns"][1](),
-        ray_common.AddTimeDimToBatchAndZeroPad(**options),
-        ray_common.AddStatesFromEpisodesToBatch(**options),
-    ]
     episodes = both_played(tolds, numpy=True)
     assume(all(len(each) for episode in episodes[0] for each in episode.agent_episodes.values()))  # Ray needs a step
-    check(ours, theirs, episodes, stateful_modules(m, n))
+    check(rows(*LEARNER, *STATES), episodes, stateful_modules(m, n))
 
 
-class Plus(nodes.SingleAgentObservationPreprocessor):
-    def preprocess(self, observation: Any, episode: Any) -> Any:
-        return observation + len(episode)
+def plus(self: Any, observation: Any, episode: Any) -> Any:
+    return observation + len(episode)
 
 
-class RayPlus(RaySingleAgentPreprocessor):  # type: ignore[misc]
-    def preprocess(self, observation: Any, episode: Any) -> Any:
-        return observation + len(episode)
+def minus(self: Any, observations: Any, episode: Any) -> Any:
+    return {agent_id: each - sum(observations.values()) for agent_id, each in observations.items()}
 
 
-class Minus(nodes.MultiAgentObservationPreprocessor):
-    def preprocess(self, observations: Any, episode: Any) -> Any:
-        return {agent_id: each - sum(observations.values()) for agent_id, each in observations.items()}
+def preprocessors(preprocess: Any, *bases: Any) -> tuple[list[Any], list[Any]]:
+    ours, theirs = ([type("Preprocesses", (base,), {"preprocess": preprocess})()] for base in bases)
+    return ours, theirs
 
 
-class RayMinus(RayMultiAgentPreprocessor):  # type: ignore[misc]
-    def preprocess(self, observations: Any, episode: Any) -> Any:
-        return {agent_id: each - sum(observations.values()) for agent_id, each in observations.items()}
-
-
-ACTING: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "AddObservations": (nodes.AddObservationsFromEpisodesToBatch, ray_common.AddObservationsFromEpisodesToBatch),
-    "Flatten": (
-        lambda: nodes.FlattenObservations(multi_agent=True),
-        lambda: ray_env_to_module.FlattenObservations(multi_agent=True),
+ACTING: dict[str, Callable[[], tuple[list[Any], list[Any]]]] = {
+    "AddObservations": lambda: rows("AddObservationsFromEpisodesToBatch"),
+    "Flatten": lambda: rows("FlattenObservations", multi_agent=True),
+    "FlattenSome": lambda: rows("FlattenObservations", multi_agent=True, agent_ids=["b"]),
+    "MeanStd": lambda: rows("MeanStdFilter", multi_agent=True),
+    "SingleAgentPreprocessor": lambda: preprocessors(
+        plus, nodes.SingleAgentObservationPreprocessor, RaySingleAgentPreprocessor
     ),
-    "FlattenSome": (
-        lambda: nodes.FlattenObservations(multi_agent=True, agent_ids=["b"]),
-        lambda: ray_env_to_module.FlattenObservations(multi_agent=True, agent_ids=["b"]),
+    "MultiAgentPreprocessor": lambda: preprocessors(
+        minus, nodes.MultiAgentObservationPreprocessor, RayMultiAgentPreprocessor
     ),
-    "MeanStd": (
-        lambda: nodes.MeanStdFilter(multi_agent=True),
-        lambda: ray_env_to_module.MeanStdFilter(multi_agent=True),
-    ),
-    "SingleAgentPreprocessor": (Plus, RayPlus),
-    "MultiAgentPreprocessor": (Minus, RayMinus),
 }
 
 
@@ -188,32 +132,31 @@ ACTING: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 @given(tolds=several_plays)
 @settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_agents_that_stepped_are_seen_alike(name: str, tolds: list[Told]) -> None:
-    ours, theirs = (made() for made in ACTING[name])
-    check([ours], [theirs], both_played(tolds), stateful_modules(False, False), rtol=1e-4)
+    [ours], [theirs] = pieces = ACTING[name]()
+    check(pieces, both_played(tolds), stateful_modules(False, False), rtol=1e-4)
     assert ours.observation_space == theirs.observation_space
 
 
 @given(tolds=several_plays, m=st.booleans(), n=st.booleans())
 @settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_states_of_agents_are_seen_alike(tolds: list[Told], m: bool, n: bool) -> None:
-    names = ["AddObservationsFromEpisodesToBatch", "AddTimeDimToBatchAndZeroPad", "AddStatesFromEpisodesToBatch"]
-    rows = ([getattr(module, name)() for name in names] for module in (nodes, ray_common))
-    check(*rows, both_played(tolds), stateful_modules(m, n))
+    pieces = rows("AddObservationsFromEpisodesToBatch", "AddTimeDimToBatchAndZeroPad", "AddStatesFromEpisodesToBatch")
+    check(pieces, both_played(tolds), stateful_modules(m, n))
 
 
 @given(tolds=several_plays, count=st.integers(1, 3))
 @settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_earlier_steps_are_shown_alike(tolds: list[Told], count: int) -> None:
     options: Any = {"multi_agent": True, "n_prev_actions": count, "n_prev_rewards": count}
-    pieces = nodes.PrevActionsPrevRewards(**options), ray_env_to_module.PrevActionsPrevRewards(**options)
+    [ours], [theirs] = pieces = rows("PrevActionsPrevRewards", **options)
     episodes = both_played(tolds)
-    for piece, each in zip(pieces, episodes, strict=True):
-        run([piece], each, None)
-    assert pieces[0].observation_space == pieces[1].observation_space
+    for row, each in zip(pieces, episodes, strict=True):
+        run(row, each, None)
+    assert ours.observation_space == theirs.observation_space
     for mine, other in zip(*episodes, strict=True):
         seen = [one.get_observations(-1) for one in (mine, other)]
-        for theirs in seen[1].values():  # f32[n, A] there, which does not lie in their own space
-            theirs["prev_n_actions"] = theirs["prev_n_actions"].reshape(-1)
+        for each in seen[1].values():  # f32[n, A] there, which does not lie in their own space
+            each["prev_n_actions"] = each["prev_n_actions"].reshape(-1)
         assert_same(*seen, dtypes=False, rtol=1e-6)
 
 
@@ -238,22 +181,12 @@ def test_the_iterator_pairs_the_same_items(tolds: list[Told], places: list[int])
 # By modules and back. One module for each agent: Ray lists the agents of an episode in no fixed order.
 
 
-class RayValues(TorchRLModule, ValueFunctionAPI):  # type: ignore[misc]
-    def setup(self) -> None:
-        self.parameter = torch.nn.Parameter(torch.zeros(()))  # tells the device
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {}
-
-    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
-        return values(batch)
-
-
-SPECS = {
-    name: RLModuleSpec(RayValues, observation_space=OBSERVATIONS["a"], action_space=ACTIONS["a"], model_config={})
-    for name in "abc"
+EACH = ray_modules("abc", OBSERVATIONS["a"], ACTIONS["a"])
+MAPPING: dict[str, Any] = {
+    "rl_module_specs": dict.fromkeys("abc"),
+    "agent_to_module_mapping_fn": lambda agent_id, episode: agent_id,
 }
-EACH = MultiRLModuleSpec(rl_module_specs=SPECS).build()
+MAPPED: Named = ("AgentToModuleMapping", MAPPING | LEARNS)
 
 
 def each_its_own(tolds: list[Told], numpy: bool = False) -> tuple[list[Any], list[Any]]:
@@ -264,23 +197,16 @@ def each_its_own(tolds: list[Told], numpy: bool = False) -> tuple[list[Any], lis
     return made
 
 
-def mapping(common: Any, **given_: Any) -> Any:
-    return common.AgentToModuleMapping(
-        rl_module_specs=SPECS, agent_to_module_mapping_fn=lambda agent_id, episode: agent_id, **given_
-    )
-
-
 @given(tolds=several_plays, numpy=st.booleans())
 @settings(max_examples=examples(60), suppress_health_check=FILTERED)
 def test_train_batches_by_modules_are_the_same(tolds: list[Told], numpy: bool) -> None:
     made = []
-    for side, common, each in zip((0, 1), (nodes, ray_common), each_its_own(tolds, numpy), strict=True):
-        # Without infos, which Ray batches where they are arrays; an agent without a step has nothing to batch.
-        pieces = LEARNER["columns"][side]()[:3]
-        batch, _ = run(pieces, each, EACH)
+    # Without infos, which Ray batches where they are arrays; an agent without a step has nothing to batch.
+    befores, rests = rows(*LEARNER[:3]), rows(MAPPED, ("BatchIndividualItems", {"multi_agent": True}))
+    for before, rest, each in zip(befores, rests, each_its_own(tolds, numpy), strict=True):
+        batch, _ = run(before, each, EACH)
         batch = {column: {key: items for key, items in data.items() if len(items)} for column, data in batch.items()}
         batch = {column: data for column, data in batch.items() if data}
-        rest = [mapping(common, as_learner_connector=True), common.BatchIndividualItems(multi_agent=True)]
         by_module, _ = run(rest, each, EACH, batch=batch)
         made.append({module: columns for module, columns in by_module.items() if len(columns["obs"])})  # as we do
     assert_same(*made, dtypes=False, rtol=1e-6)
@@ -297,18 +223,10 @@ def test_value_targets_of_each_module_are_the_same_numbers(tolds: list[Told], ga
     assume(all(len(each) for episode in ours for each in episode.agent_episodes.values()))
     options: Any = {"gamma": gamma, "lambda_": lambda_}
     targets, _ = run([nodes.GeneralAdvantageEstimation(**options)], ours, Modules.fromkeys("abc", Values()))
-    before = [ray_learner.AddOneTsToEpisodesAndTruncate(), *LEARNER["columns"][1]()[:2]]
-    behind = [ray_common.BatchIndividualItems(multi_agent=True), ray_common.NumpyToTensor()]
-    made, _ = run(
-        [
-            *before,
-            mapping(ray_common, as_learner_connector=True),
-            *behind,
-            ray_learner.GeneralAdvantageEstimation(**options),
-        ],
-        theirs,
-        EACH,
-    )
+    batched: list[Named] = [("BatchIndividualItems", {"multi_agent": True}), "NumpyToTensor"]
+    estimated = ("GeneralAdvantageEstimation", options)
+    _, pieces = rows("AddOneTsToEpisodesAndTruncate", *LEARNER[:2], MAPPED, *batched, estimated)
+    made, _ = run(pieces, theirs, EACH)
     for module, columns in made.items():
         mine = [
             single
@@ -325,19 +243,19 @@ def test_value_targets_of_each_module_are_the_same_numbers(tolds: list[Told], ga
 @settings(max_examples=examples(100), suppress_health_check=FILTERED)
 def test_actions_come_back_to_the_environments_alike(tolds: list[Told], actions: list[int]) -> None:
     made = []
-    for common, behind, each in zip((nodes, ray_common), (nodes, ray_module_to_env), each_its_own(tolds), strict=True):
+    batched: list[Named] = [("BatchIndividualItems", {"multi_agent": True}), "NumpyToTensor"]
+    befores = rows("AddObservationsFromEpisodesToBatch", ("AgentToModuleMapping", MAPPING), *batched)
+    clipped: Named = ("NormalizeAndClipActions", {"normalize_actions": False, "clip_actions": True})
+    apart = ("TensorToNumpy", "UnBatchToIndividualItems", "ModuleToAgentUnmapping")
+    afters = rows(*apart, clipped, "ListifyDataForVectorEnv")
+    for before, after, each in zip(befores, afters, each_its_own(tolds), strict=True):
         shared: dict[str, Any] = {}
-        before = [common.AddObservationsFromEpisodesToBatch(), mapping(common)]
-        before += [common.BatchIndividualItems(multi_agent=True), common.NumpyToTensor()]
         batch, _ = run(before, each, EACH, shared_data=shared)
         assume(batch)  # where nobody is to act, Ray has no actions to clip
         outputs = {
             module: {"actions": columns["obs"][:, 0] * 0 + actions["abc".index(module)]}
             for module, columns in batch.items()
         }
-        after = [common.TensorToNumpy(), behind.UnBatchToIndividualItems(), behind.ModuleToAgentUnmapping()]
-        after += [behind.NormalizeAndClipActions(normalize_actions=False, clip_actions=True)]
-        after += [behind.ListifyDataForVectorEnv()]
         acted, _ = run(after, each, EACH, batch=outputs, shared_data=shared)
         made.append({"seen": batch, "acted": acted["actions"]})
     assert_same(*made, dtypes=False)
@@ -356,9 +274,7 @@ def test_frames_are_stacked_alike(tolds: list[Told], num_frames: int, learner: b
             if learner:
                 each.to_numpy()
     answers = []
-    for made, each in zip((nodes.FrameStacking, RayFrameStacking), episodes, strict=True):
-        batch = made(**options)(
-            rl_module=stateful_modules(False, False), batch={}, episodes=each, explore=True, shared_data={}
-        )
+    for [piece], each in zip(rows("FrameStacking", **options), episodes, strict=True):
+        batch = piece(rl_module=stateful_modules(False, False), batch={}, episodes=each, explore=True, shared_data={})
         answers.append(by_agents(batch))
     assert_same(*answers, dtypes=False)

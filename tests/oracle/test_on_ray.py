@@ -7,8 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import ray
 import torch
 import torch.distributed as dist
 from ending_agent_envs import logs_of
-from held_envs import LONGEST_S
+from held_envs import LONGEST_S, await_that
 from lost_agents import not_emitted
 from numbered_module import NumberedModule
 from ray import tune
@@ -34,14 +33,14 @@ from rollflow.nodes import OnRay
 from rollflow.nodes.launch.ray_launcher import RayHost, RayLauncher
 from rollflow.stream import EnvError
 
-CHAOS_S = float(os.environ.get("CHAOS_S", "20"))  # for how long hosts are struck
+STRIKES = int(os.environ.get("STRIKES", "4"))  # how often hosts are struck; twice at least
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A cluster of four nodes with room for two hosts on each, and a head without room."""
+    """A cluster of three nodes with room for two hosts on each, and a head without room."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for _ in range(4):
+    for _ in range(3):
         made.add_node(num_cpus=2)
     ray.init(address=made.address, log_to_driver=False)
     yield made
@@ -52,13 +51,6 @@ def cluster() -> Iterator[Cluster]:
 def on_ray(folder: Path, **options: Any) -> OnRay:
     variables = {LOG_VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     return OnRay(runtime_env={"env_vars": variables}, **options)
-
-
-def await_that(is_so: Callable[[], Any]) -> None:
-    until = time.monotonic() + LONGEST_S
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def all_free() -> bool:
@@ -88,64 +80,36 @@ def kill_actor(cluster: Cluster, actor: psutil.Process) -> None:
 
 def kill_node(cluster: Cluster, actor: psutil.Process) -> None:
     """Kill the node that an actor is on, and add another."""
-    cluster.remove_node(node_of(cluster, actor), allow_graceful=False)
+    raylet = actor.ppid()
+    [node] = [each for each in cluster.worker_nodes if each.all_processes["raylet"][0].process.pid == raylet]
+    cluster.remove_node(node, allow_graceful=False)
     cluster.add_node(num_cpus=2)
 
 
-def node_of(cluster: Cluster, actor: psutil.Process) -> Any:
-    """The node that an actor is on."""
-    raylet = actor.ppid()
-    [node] = [each for each in cluster.worker_nodes if each.all_processes["raylet"][0].process.pid == raylet]
-    return node
-
-
-@pytest.mark.parametrize("strike", [kill_actor, kill_node])
-def test_a_host_that_is_lost_comes_back_as_another(
-    strike: Callable[[Cluster, psutil.Process], None], cluster: Cluster, tmp_path: Path
+def test_hosts_that_are_struck_come_back_as_others_and_lose_no_more_than_is_counted(
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    place = on_ray(tmp_path, num_hosts=3)
+    rng, victims = random.Random(0), set[int]()
     options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
-    with Rollout(telling_env, num_envs=2, where=place, **options) as rollout:
+    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=3), **options) as rollout:
         fragments = rollout.fragments()
         taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 3)
-        [victim, *others] = sorted(pids_of(taken))
-        strike(cluster, actors_of(rollout)[victim])
-        more = taken_until(fragments, lambda more: len(pids_of(more) - {victim, *others}) == 1)
-        more += taken_until(fragments, lambda later: pids_of(later) >= set(others))
-        rollout.drain()
-        more += list(fragments)
-        assert not psutil.pid_exists(victim)
-    taken += more
-    check_laws(taken, rollout.lost, slots_lost=2 * 8 * 2)
-    check_counts(taken, rollout)
-    check_only_unfinished(missing_steps(taken, tmp_path), {victim}, fragment_length=8)
-    assert rollout.lost.keys() == {"workers"}
-    await_that(all_free)
-
-
-def test_hosts_that_are_struck_again_and_again_lose_no_more_than_is_counted(cluster: Cluster, tmp_path: Path) -> None:
-    rng, victims = random.Random(0), set()
-    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
-    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=4), **options) as rollout:
-        fragments = rollout.fragments()
-        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 4)
-        until = time.monotonic() + CHAOS_S
-        while time.monotonic() < until:
+        for strike in [kill_actor, kill_node, *rng.choices([kill_actor, kill_node], k=STRIKES - 2)]:
             victim = rng.choice(sorted(pids_of(taken) - victims))
             actors = actors_of(rollout)
             lost_with_it = hosts_on(actors[victim].ppid(), actors)
-            strike = rng.choice([kill_actor, kill_node])
             strike(cluster, actors[victim])
             victims |= {victim} if strike is kill_actor else lost_with_it
             known = pids_of(taken)
             count = len(known - victims)
-            taken += taken_until(fragments, lambda more: len(pids_of(more) - known) == 4 - count)  # noqa: B023
+            taken += taken_until(fragments, lambda more: len(pids_of(more) - known) == 3 - count)  # noqa: B023
+        taken += taken_until(fragments, lambda later: pids_of(later) >= pids_of(taken) - victims)
         rollout.drain()
         taken += list(fragments)
+        assert not any(map(psutil.pid_exists, victims))
     check_laws(taken, rollout.lost, slots_lost=len(victims) * 2 * 8 * 2)
     check_counts(taken, rollout)
     check_only_unfinished(missing_steps(taken, tmp_path), victims, fragment_length=8)
-    assert victims
     assert rollout.lost.keys() == {"workers"}
     await_that(all_free)
 
@@ -166,7 +130,7 @@ def test_trials_of_tune_have_hosts_of_their_own(cluster: Cluster, tmp_path: Path
         sys.path[:] = path
         importlib.import_module("test_on_ray").run_trial(config)
 
-    space = {"seed": tune.grid_search([0, 1, 2, 3]), "folder": str(tmp_path / "log")}
+    space = {"seed": tune.grid_search([0, 1]), "folder": str(tmp_path / "log")}
     (tmp_path / "log").mkdir()
     tuner = tune.Tuner(
         tune.with_resources(trial, {"cpu": 0.5}),
@@ -174,7 +138,7 @@ def test_trials_of_tune_have_hosts_of_their_own(cluster: Cluster, tmp_path: Path
         run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
     )
     results = tuner.fit()
-    assert [result.error for result in results] == [None] * 4
+    assert [result.error for result in results] == [None] * 2
     for metrics in [result.metrics for result in results]:
         assert metrics is not None
         assert metrics["steps"] == metrics["made"] > 0

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from both import ask, assert_same, assert_same_answer
+from both import ask, assert_same_answer
 from episodes import OUTPUTS, Pair, Setting, any_setting, arguments, numbers, quads
-from gymnasium.spaces import Dict, Discrete, Tuple
+from gymnasium.spaces import Dict, Tuple
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.stream import EpisodeError
 from rollflow.stream.data.tree import stack_trees as batch
 
 bounds = st.none() | st.integers(-8, 8)
@@ -28,7 +27,7 @@ GETTERS = ["get_observations", "get_actions", "get_rewards", "get_infos", "get_e
 
 
 def at_odds(where: Any, lookback: int, count: int, arrays: bool, *, left: bool = False, fill: bool = False) -> bool:
-    """Return True for a request that the two read differently: each case has a test at the end of this file.
+    """Return True for a request that the two read differently: see `test_differences`, and the tests of our own.
 
     `lookback` and `count` items are there, as lists or as arrays; `left` is `neg_index_as_lookback`.
     """
@@ -266,129 +265,3 @@ def test_the_same_operations_leave_the_same_episode(setting: Setting, data: st.D
         before.check_all((done, "the episode that it came from"))
         pair = Pair(ours.value, theirs.value)
         pair.check_all(done)
-
-
-# Where we differ on purpose.
-
-
-def short(numpy: bool = False, **given_: Any) -> Pair:
-    """Actions 0 and 1 in the lookback, 2 to 5 in the chunk."""
-    data = {"observations": list(range(7)), "actions": list(range(6)), "rewards": [0.0] * 6, "len_lookback_buffer": 2}
-    return Pair.of({**data, **given_}, numpy)
-
-
-def differ(pair: Pair, call: Callable[[Any], Any], ours: Any, theirs: Any) -> None:
-    """Both answers are as told; an error type stands for being refused."""
-    for answer, told in zip(pair.ask(call), (ours, theirs), strict=True):
-        if isinstance(told, type):
-            assert isinstance(answer.error, told), answer
-        else:
-            assert answer.error is None, answer
-            assert_same(answer.value, told, dtypes=False)
-
-
-ARRAYS = pytest.mark.parametrize("numpy", [False, True], ids=["lists", "arrays"])
-
-
-@ARRAYS
-@pytest.mark.parametrize(
-    ("where", "ours", "theirs"), [(slice(None, None, -1), [5, 4, 3, 2], []), (slice(1, None, -1), [3, 2], [])]
-)
-def test_an_open_bound_of_a_backward_slice_means_the_chunk_as_in_python(
-    numpy: bool, where: slice, ours: list[int], theirs: list[int]
-) -> None:
-    made: Any = np.array if numpy else list
-    differ(short(numpy), lambda episode: episode.get_actions(where), made(ours), made(theirs))
-
-
-@ARRAYS
-@pytest.mark.parametrize(
-    ("where", "ours", "theirs"),
-    [
-        (slice(6, 0, -1), [9, 9, 9, 5, 4, 3], [5, 4, 3]),
-        (slice(0, 6, 2), [2, 4, 9], [2, 4, 9, 9]),
-        (slice(-4, 7), [9, 9, 0, 1, 2, 3, 4, 5, 9, 9, 9], [9, 9, 0, 1, 2, 3, 4, 5]),
-    ],
-    ids=["backward", "stride", "both ends"],
-)
-def test_fill_gives_as_many_items_as_the_slice_has_places(
-    numpy: bool, where: slice, ours: list[int], theirs: list[int]
-) -> None:
-    made: Any = np.array if numpy else list
-    asked = {"fill": 9, "neg_index_as_lookback": True}
-    differ(short(numpy), lambda episode: episode.get_actions(where, **asked), made(ours), made(theirs))
-
-
-@pytest.mark.parametrize(("where", "theirs"), [(-3, 5), ([-3, 0], np.array([5, 2]))])
-def test_an_index_left_of_the_lookback_is_refused_and_does_not_wrap_to_the_other_end(where: Any, theirs: Any) -> None:
-    for pair, answer in [(short(numpy=False), IndexError), (short(numpy=True), theirs)]:
-        differ(pair, lambda e: e.get_actions(where, neg_index_as_lookback=True), IndexError, answer)
-
-
-def test_no_indices_give_no_items() -> None:
-    differ(short(numpy=True), lambda episode: episode.get_actions([]), np.zeros(0), ValueError)
-
-
-def test_no_items_one_hot_keep_the_axis_of_the_vectors() -> None:
-    pair = short(numpy=True, action_space=Discrete(6))
-    differ(
-        pair,
-        lambda e: np.shape(e.get_actions(slice(0, 0), one_hot_discrete=True)),
-        ours=(0, 6),
-        theirs=(0,),
-    )
-
-
-def test_items_of_a_nested_space_are_set_as_one_batch_whatever_its_number_of_keys() -> None:
-    """Ray takes the keys of a dict for its items."""
-    items = [{"a": i, "b": i, "c": i} for i in range(3)]
-    pair = Pair.of({"observations": items, "actions": [0, 0], "rewards": [0.0, 0.0], "len_lookback_buffer": 0}, True)
-    new = {"a": np.array([7, 8]), "b": np.array([7, 8]), "c": np.array([7, 8])}
-
-    def written(episode: Any) -> Any:
-        episode.set_observations(new_data=new, at_indices=[0, 1])
-        return episode.get_observations(slice(None))["b"]
-
-    differ(pair, written, np.array([7, 8, 2]), KeyError)
-
-
-def test_a_finalized_episode_of_a_nested_space_goes_on() -> None:
-    """Ray takes the keys of a dict for its items."""
-    observations = [{"a": i, "b": i} for i in range(3)]
-    pair = Pair.of({"observations": observations, "actions": [0, 0], "rewards": [0.0, 0.0]}, numpy=True)
-
-    def cut(episode: Any) -> Any:
-        episode.add_env_step({"a": 3, "b": 3}, 1, 1.0)
-        return episode.cut(3).get_observations(0)
-
-    differ(pair, cut, {"a": 3, "b": 3}, AssertionError)
-
-
-def test_a_step_before_the_reset_is_refused() -> None:
-    """Ray takes it, and has from then on an action between no observation and one."""
-    differ(Pair.of({}), lambda e: (e.add_env_step(1, 0, 1.0), len(e))[1], EpisodeError, 1)
-
-
-def test_an_episode_before_its_reset_may_be_finalized() -> None:
-    differ(Pair.of({}), lambda episode: len(episode.to_numpy()), 0, ValueError)
-
-
-@pytest.mark.parametrize(("where", "ours", "theirs"), [(slice(9, 12), 4, 9), (slice(-9, 1), 0, -5)])
-def test_a_slice_beyond_the_chunk_starts_at_the_chunk_s_end_or_its_start(where: slice, ours: int, theirs: int) -> None:
-    differ(short(), lambda episode: episode[where].t_started, ours, theirs)
-
-
-def test_an_episode_that_is_terminated_and_truncated_is_both_after_concatenation() -> None:
-    pair = short(terminated=True, truncated=True)
-
-    def joined(episode: Any) -> Any:
-        head = episode[:2]
-        head.concat_episode(episode[2:])
-        return head.is_terminated, head.is_truncated
-
-    differ(pair, joined, (True, True), (True, False))
-
-
-def test_the_state_of_an_episode_without_steps_is_restored_with_its_extra_model_outputs() -> None:
-    pair = Pair.of({"observations": [0], "extra_model_outputs": {"action_logp": []}})
-    differ(pair, lambda e: list(type(e).from_state(e.get_state()).extra_model_outputs), ["action_logp"], AssertionError)

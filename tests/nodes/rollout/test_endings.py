@@ -148,6 +148,7 @@ async def read_in_graph(rollout: Any, ending: str, scope: anyio.CancelScope) -> 
 
 @pytest.mark.slow
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("several", SEVERAL.values(), ids=SEVERAL)
 @pytest.mark.parametrize("way", [{}, WAYS["forward in a thread"]], ids=["inline", "forward in a thread"])
 @pytest.mark.parametrize("reading", [read_async, read_in_graph], ids=lambda each: each.__name__)
