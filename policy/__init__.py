@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.policies.evaluation import Evaluation as Evaluation
     from rollflow.nodes.policies.of_agent import evaluate_agents as evaluate_agents
     from rollflow.nodes.policies.onnx_policy import OnnxPolicy as OnnxPolicy
-    from rollflow.nodes.policies.registry import (
+    from rollflow.nodes.policies.part_records import (
         register_connector as register_connector,
         register_function as register_function,
         register_module as register_module,

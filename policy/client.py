@@ -24,6 +24,7 @@ except ImportError as error:
 
 from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
+from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.policy.serving.items import pack, unpack
 from rollflow.policy.serving.request import (
@@ -41,7 +42,6 @@ from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.data.tree import Tree, tree_at
 from rollflow.stream.net.backoff import WaitReminder, pause_s
 
-DEFAULT_SESSION = "default"
 SessionName = str | int
 _log = logging.getLogger(__name__)
 _PATH = "/v1/stream"

@@ -16,7 +16,6 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorP
 from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays, from_arrays, to_arrays
 from rollflow.nodes.policies.artifact_files import (
     CARD,
-    ONNX,
     PROGRAM_ARRAYS,
     PROGRAMS,
     array_bytes,
@@ -28,17 +27,18 @@ from rollflow.nodes.policies.artifact_files import (
 from rollflow.nodes.policies.examples import Arrays
 from rollflow.nodes.policies.part_records import (
     MODULE_FIELDS,
+    array_names,
     check_fields,
+    from_plain,
+    is_known,
     module_of,
     piece_of,
     record_of_module,
     record_of_piece,
     set_states,
+    to_plain,
 )
-from rollflow.nodes.policies.plain_values import array_names, from_plain, to_plain
-from rollflow.nodes.policies.program import programs_of
-from rollflow.nodes.policies.program_module import Origin, ProgramModule
-from rollflow.nodes.policies.registry import is_known
+from rollflow.nodes.policies.program import Origin, ProgramModule, programs_of
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError, shown
 from rollflow.stream.data.tree import equal_trees, map_tree
@@ -100,11 +100,7 @@ class Examples:
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """Parts of a policy that was read from files, and what it computed when it was saved.
-
-    has_program    True where the files have the module's programs
-    onnx           the policy's ONNX program; b"" where the files have none
-    """
+    """Parts of a policy that was read from files, and what it computed when it was saved."""
 
     module: Any
     env_to_module: Any
@@ -113,8 +109,6 @@ class Parts:
     action_space: gym.Space[Any]
     explore: bool
     trained_on: dict[str, Any]
-    has_program: bool
-    onnx: bytes
     examples: Examples
 
 
@@ -205,8 +199,6 @@ def parts_of(
         action_space=spaces[1],
         explore=manifest["explore"],
         trained_on=trained_on,
-        has_program=PROGRAMS in files,
-        onnx=files.get(ONNX, b""),
         examples=Examples(inputs, computed, manifest["computed_by"]),
     )
 

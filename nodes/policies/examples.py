@@ -3,7 +3,8 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.policies.onnx_policy import difference
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, tree_at
 from rollflow.stream.fragments.live_episode import LaneEpisodes
@@ -21,9 +23,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.policies.policy import Policy
 
 STEPS, SESSIONS, RESET_AT = 8, 8, 4  # 64 observations; half of the sessions begin anew at step 4
-TOLERANCE = 1e-5  # on another device, or with another torch
 CHOSEN = ("module_to_env", "actions")  # parts whose whole numbers rounding may change, where two are about as likely
-MOST_CLOSE_CALLS = 1 / 32
 _LARGE = 1e3  # bounds beyond are as good as none
 
 Arrays = dict[str, NDArray[Any]]
@@ -75,11 +75,11 @@ def check_same(saved: Arrays, computed: Arrays, *, exact: bool, skipped: Sequenc
     compared = [name for name in computed if name in saved and not name.startswith(tuple(skipped))]
     faults = [fault for name in compared if (fault := _fault(name, saved[name], computed[name], exact)) is not None]
     if faults:
-        first = min(faults, key=lambda fault: fault.step)
-        part, _, column = first.name.partition(": ")
+        _, name, text = min(faults, key=itemgetter(0))
+        part, _, column = name.partition(": ")
         raise PolicyError(
             f"the loaded policy does not do what it did when it was saved: {part} is the first part that differs, in "
-            f"column {column}: {first.text}; expected the same packages, pieces and states"
+            f"column {column}: {text}; expected the same packages, pieces and states"
         )
     if missing or unused:
         raise PolicyError(f"the examples have other columns than the policy: missing {missing}, unused {unused}")
@@ -94,28 +94,12 @@ def is_same(saved: Arrays, computed: Arrays) -> bool:
     return True
 
 
-class _Fault(NamedTuple):
-    """A column that differs, and the first step at which it does."""
-
-    name: str
-    step: int
-    text: str
-
-
-def _fault(name: str, saved: NDArray[Any], computed: NDArray[Any], exact: bool) -> _Fault | None:
+def _fault(name: str, saved: NDArray[Any], computed: NDArray[Any], exact: bool) -> tuple[int, str, str] | None:
+    """The first step at which a column differs, its name, and how it does."""
     if saved.shape != computed.shape or saved.dtype != computed.dtype:
-        return _Fault(name, 0, f"{computed.dtype}{list(computed.shape)}, expected {saved.dtype}{list(saved.shape)}")
-    is_chosen = name.startswith(CHOSEN) and saved.dtype.kind != "f"
-    if exact or saved.dtype.kind != "f":
-        same = (saved == computed) | ((saved != saved) & (computed != computed))
-    else:
-        same = np.isclose(computed, saved, TOLERANCE, TOLERANCE, equal_nan=True)
-    if same.all() or (is_chosen and not exact and (~same).mean() <= MOST_CLOSE_CALLS):
-        return None
-    place = int(np.flatnonzero(~same)[0])
-    count = f"{int((~same).sum())} of {same.size} differ"
-    text = f"number {place} is {computed[place]!r}, expected {saved[place]!r} ({count})"
-    return _Fault(name, place * STEPS // same.size, text)
+        return 0, name, f"{computed.dtype}{list(computed.shape)}, expected {saved.dtype}{list(saved.shape)}"
+    found = difference(saved, computed, exact=exact, close_calls=name.startswith(CHOSEN) and not exact)
+    return None if found is None else (found[0] * STEPS // saved.size, name, found[1])
 
 
 class _Recorder:

@@ -442,18 +442,13 @@ class TensorPolicy(torch.nn.Module):
         return (actions, given), output.get(Columns.ACTION_DIST_INPUTS)
 
 
-def onnx_bytes(policy: Any, examples: Arrays, before: bytes = b"") -> bytes:
+def onnx_bytes(policy: Any, examples: Arrays) -> bytes:
     """A policy's ONNX program, which does on the examples what the policy does, to 1e-5.
 
-        examples    observations, and what each part of the policy makes of them
-        before      a program to be kept where it does so; b"": there is none
+    examples    observations, and what each part of the policy makes of them
 
     Raises PolicyError for a policy with a part that has no tensor form, and where the extra `onnx` is not there.
     """
-    if before and not policy.explore:
-        with contextlib.suppress(PolicyError):
-            OnnxPolicy(before).check(examples)
-            return before
     made = TensorPolicy(policy)
     model = _onnx_model(made, facts_text(described(policy.observation_space), described(policy.action_space)))
     OnnxPolicy(model).check(examples)

@@ -30,8 +30,8 @@ from rollflow.stream.data.ranges import check_range
 METADATA = "rollflow"
 FORMAT = 1
 MEMORY, NEXT = "memory.", "next_"
-TOLERANCE = 1e-5
-MOST_CLOSE_CALLS = 1 / 32  # of whole numbers, where two actions are about as likely
+_TOLERANCE = 1e-5  # on another device, with another torch, or by an ONNX program
+_MOST_CLOSE_CALLS = 1 / 32  # of whole numbers, where two actions are about as likely
 MOST_REMEMBERED = 1 << 26  # numbers, in one session's memory
 DEFAULT_SESSION = "default"
 _EXTERNAL = b"\x0a\x08location"  # how ONNX names another file that has its weights
@@ -147,16 +147,8 @@ class OnnxPolicy:
             made, saved = np.concatenate(parts), examples.get(name)
             if saved is None or saved.shape != made.shape:
                 raise PolicyError(f"the ONNX program gives {name}, {list(made.shape)}, which the examples do not have")
-            if made.dtype.kind == "f":
-                same, most = np.isclose(made, saved, TOLERANCE, TOLERANCE, equal_nan=True), 0.0
-            else:
-                same, most = made == saved, MOST_CLOSE_CALLS
-            if (~same).mean() > most:
-                place = int(np.flatnonzero(~same)[0])
-                raise PolicyError(
-                    f"the ONNX program does not do what the policy does: in {name}, number {place} is {made[place]!r}, "
-                    f"expected {saved[place]!r} ({int((~same).sum())} of {same.size} differ)"
-                )
+            if (found := difference(saved, made, close_calls=True)) is not None:
+                raise PolicyError(f"the ONNX program does not do what the policy does: in {name}, {found[1]}")
 
     # Inside
 
@@ -186,7 +178,10 @@ class OnnxPolicy:
         given = {name: self._checked(name, leaf[None] if single else leaf, count) for name, leaf in leaves.items()}
         begins = np.array([session not in self._homes for session in ids])
         if self._takes_rewards:
-            given["rewards"] = _rewards(rewards, count, begins)
+            earned = rewards_of(rewards, count)
+            if earned is None and not begins.all():
+                raise PolicyError("the policy looks back to rewards, expected that of each session's action before")
+            given["rewards"] = np.zeros(count, np.float32) if earned is None else earned
         if self._takes_begins:
             given["begins"] = begins
             given |= self._remembered(ids)
@@ -276,31 +271,53 @@ def _described(session: Any) -> tuple[dict[str, Any], dict[str, tuple[str, list[
     return facts, inputs, outputs
 
 
-def _rewards(rewards: Any, count: int, begins: NDArray[Any]) -> NDArray[np.float32]:
+def rewards_of(rewards: Any, count: int) -> NDArray[np.float32] | None:
+    """The rewards of a call as an array f32[count]; None: none came. Raises PolicyError for another shape."""
     if rewards is None:
-        if not begins.all():
-            raise PolicyError("the policy looks back to rewards, expected that of each session's action before")
-        return np.zeros(count, np.float32)
-    made = np.asarray(rewards, np.float32)
-    if made.shape != (count,):
-        raise PolicyError(f"rewards are f32{list(made.shape)}, expected f32[{count}], one for each session")
-    return made
+        return None
+    array = np.asarray(rewards, np.float32)
+    if array.shape != (count,):
+        raise PolicyError(f"rewards are f32{list(array.shape)}, expected f32[{count}], one for each session")
+    return array
+
+
+def difference(
+    saved: NDArray[Any], computed: NDArray[Any], *, exact: bool = False, close_calls: bool = False
+) -> tuple[int, str] | None:
+    """The place of the first number of computed arrays any[n] that differs from the saved one, and how; None: none.
+
+    exact          True: to the bit; False: floats within 1e-5
+    close_calls    True: a few whole numbers may differ, where two actions are about as likely
+    """
+    is_whole = saved.dtype.kind != "f"
+    if exact or is_whole:
+        same = (saved == computed) | ((saved != saved) & (computed != computed))
+    else:
+        same = np.isclose(computed, saved, _TOLERANCE, _TOLERANCE, equal_nan=True)
+    if same.all() or (close_calls and is_whole and (~same).mean() <= _MOST_CLOSE_CALLS):
+        return None
+    place = int(np.flatnonzero(~same)[0])
+    count = f"{int((~same).sum())} of {same.size} differ"
+    return place, f"number {place} is {computed[place]!r}, expected {saved[place]!r} ({count})"
 
 
 # Spaces as plain descriptions
 
 
+def _parts(description: Any) -> list[tuple[Any, Any]] | None:
+    """(key or place, description) of each part of a described Dict or Tuple; None: it is a leaf."""
+    if description["type"] == "Dict":
+        return [(key, part) for key, part in description["spaces"]]
+    return list(enumerate(description["spaces"])) if description["type"] == "Tuple" else None
+
+
 def named_spaces(description: Any, name: str) -> Iterator[tuple[str, tuple[np.dtype[Any], tuple[int, ...]]]]:
     """(name, (dtype, shape)) of each leaf of a described space. Raises PolicyError for what is none."""
     try:
-        kind = description["type"]
-        if kind == "Dict":
-            for key, part in description["spaces"]:
+        if (parts := _parts(description)) is not None:
+            for key, part in parts:
                 yield from named_spaces(part, f"{name}.{key}")
-        elif kind == "Tuple":
-            for place, part in enumerate(description["spaces"]):
-                yield from named_spaces(part, f"{name}.{place}")
-        elif kind == "MultiBinary":
+        elif description["type"] == "MultiBinary":
             size = description["n"]
             yield name, (np.dtype(np.int8), tuple(size) if isinstance(size, list) else (size,))
         else:
@@ -311,42 +328,35 @@ def named_spaces(description: Any, name: str) -> Iterator[tuple[str, tuple[np.dt
 
 def sorted_names(description: Any, name: str) -> list[str]:
     """The names of the leaves, a Dict's parts by sorted key, as trees have them."""
-    if description["type"] == "Dict":
-        parts = sorted((key, part) for key, part in description["spaces"])
-        return [each for key, part in parts for each in sorted_names(part, f"{name}.{key}")]
-    if description["type"] == "Tuple":
-        parts = list(enumerate(description["spaces"]))
-        return [each for place, part in parts for each in sorted_names(part, f"{name}.{place}")]
-    return [name]
+    if (parts := _parts(description)) is None:
+        return [name]
+    ordered = sorted(parts, key=lambda part: part[0])
+    return [each for key, part in ordered for each in sorted_names(part, f"{name}.{key}")]
 
 
 def _leaf_arrays(description: Any, tree: Tree, name: str) -> Arrays:
     """Name -> array of each leaf. Raises PolicyError for a tree of another structure."""
-    kind = description["type"]
-    if kind == "Dict":
-        keys = [key for key, _ in description["spaces"]]
-        if not isinstance(tree, Mapping) or set(tree) != set(keys):
-            raise PolicyError(f"'{name}' is {_outline(tree)}, expected a dict with {sorted(keys)}")
-        found = [_leaf_arrays(part, tree[key], f"{name}.{key}") for key, part in description["spaces"]]
-    elif kind == "Tuple":
-        if not isinstance(tree, tuple | list) or len(tree) != len(description["spaces"]):
-            raise PolicyError(f"'{name}' is {_outline(tree)}, expected a tuple of {len(description['spaces'])}")
-        pairs = enumerate(zip(description["spaces"], tree, strict=True))
-        found = [_leaf_arrays(part, item, f"{name}.{place}") for place, (part, item) in pairs]
-    else:
+    if (parts := _parts(description)) is None:
         try:
             return {name: np.asarray(tree)}
         except ValueError as error:
             raise PolicyError(f"'{name}' is no array: {error}") from None
+    keys = [key for key, _ in parts]
+    if description["type"] == "Dict":
+        fits, expected = isinstance(tree, Mapping) and set(tree) == set(keys), f"a dict with {sorted(keys)}"
+    else:
+        fits, expected = isinstance(tree, tuple | list) and len(tree) == len(keys), f"a tuple of {len(keys)}"
+    if not fits:
+        raise PolicyError(f"'{name}' is {_outline(tree)}, expected {expected}")
+    found = [_leaf_arrays(part, tree[key], f"{name}.{key}") for key, part in parts]
     return {key: leaf for each in found for key, leaf in each.items()}
 
 
 def _tree(description: Any, leaves: Mapping[str, Any], name: str) -> Tree:
-    if description["type"] == "Dict":
-        return {key: _tree(part, leaves, f"{name}.{key}") for key, part in description["spaces"]}
-    if description["type"] == "Tuple":
-        return tuple(_tree(part, leaves, f"{name}.{place}") for place, part in enumerate(description["spaces"]))
-    return leaves[name]
+    if (parts := _parts(description)) is None:
+        return leaves[name]
+    made = {key: _tree(part, leaves, f"{name}.{key}") for key, part in parts}
+    return made if description["type"] == "Dict" else tuple(made.values())
 
 
 def _outline(tree: Any) -> str:

@@ -1,24 +1,316 @@
-"""Records of connector pieces and modules: class by name, version, constructor arguments and state, and back."""
+"""Records of connector pieces and modules: class by name, version, arguments and state; no pickle anywhere."""
 
+import importlib
 import inspect
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext, get_connector
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.module_to_env.exploration import Linear
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.modules.default_module import DefaultModelConfig
 from rollflow.nodes.modules.rl_module import RLModule
-from rollflow.nodes.policies.plain_values import ArraysByName, from_plain, to_plain
-from rollflow.nodes.policies.registry import name_of, named
 from rollflow.nodes.policies.space_text import described, space_of
-from rollflow.stream.data.errors import PolicyError, located
+from rollflow.stream.data.errors import PolicyError, located, shown
+
+ArraysByName = dict[str, NDArray[Any]]
 
 _OF_THE_DEVICE = {"device", "pin_memory"}  # arguments of `NumpyToTensor` that a file must not fix
 _PIECE = {"name", "version", "label", "config", "state"}
 _PIPELINE = {"name", "version", "label", "config", "pieces"}
 MODULE_FIELDS = {"name", "version", "observation_space", "action_space", "config", "initial_state"}
+_OF_ARRAYS = ("$array", "$tensor", "$scalar")
+_RECORDS: dict[str, Any] = {"$linear": Linear, "$model_config": DefaultModelConfig}
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_DTYPES = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"} | {
+    "float16",
+    "float32",
+    "float64",
+}
+_OWN = "rollflow."
+_UNNAMED = ("ActionConnectorPiece", "AgentConnectorPiece")  # rollflow's own classes that users don't name
+_registered: dict[str, dict[str, Any]] = {"connector": {}, "module": {}, "function": {}}
+_BASES: dict[str, type] = {"connector": ConnectorV2, "module": torch.nn.Module}
+
+
+# Names of classes and functions that a saved policy may have; nothing else is run when it is loaded
+
+
+def register_connector(name: str, cls: type[ConnectorV2]) -> type[ConnectorV2]:
+    """Give a class of connector pieces the name that saved policies have for it; the class.
+
+    Raises PolicyError for a name that is taken, and for anything but such a class.
+    """
+    _register("connector", name, cls)
+    return cls
+
+
+def register_module(name: str, cls: type) -> type:
+    """Give a class of modules the name that saved policies have for it; the class. Raises PolicyError likewise."""
+    _register("module", name, cls)
+    return cls
+
+
+def register_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function, which may be a lambda, the name that saved policies have for it; the function.
+
+    Pieces take functions as arguments, such as `LambdaConnector`. Raises PolicyError likewise.
+    """
+    _register("function", name, function)
+    return function
+
+
+def name_of(kind: str, thing: Any, where: str, *, found_again: bool = True) -> str:
+    """The name that a policy saves a class or function under.
+
+        kind           "connector", "module" or "function"
+        found_again    False: it need not be imported, since the policy acts without it
+
+    Raises PolicyError, with the place `where`, for what can't be found again by a name.
+    """
+    for name, registered in _registered[kind].items():
+        if registered is thing:
+            return name
+    module, qualified = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if kind in _BASES and _own(kind, getattr(thing, "__name__", "")) is thing:
+        return f"{_OWN}{thing.__name__}"
+    remedy = f'expected register_{kind}("my_name", …) before it is saved, and again before it is loaded'
+    if not isinstance(module, str) or not isinstance(qualified, str):
+        raise PolicyError(f"{where}: {thing!r} has no name by which it could be found again; {remedy}")
+    if found_again and ("<" in qualified or module == "__main__"):
+        raise PolicyError(
+            f"{where}: {module}.{qualified} can't be imported by another program; {remedy}, or a {kind} on the top "
+            "level of a module that can be imported, or save_policy(path, program=True), which needs no class to act"
+        )
+    return f"{module}:{qualified}"
+
+
+def named(kind: str, name: Any, allow: Collection[str], where: str) -> Any:
+    """The class or function of a name.
+
+    allow    packages and modules whose classes and functions may be imported
+
+    Raises PolicyError, with the place `where`, for a name that is not allowed, or that stands for nothing of the kind.
+    """
+    if not isinstance(name, str):
+        raise PolicyError(f"{where}: the name of a {kind} is {name!r}, expected text")
+    if name in _registered[kind]:
+        return _registered[kind][name]
+    found = _own(kind, name.removeprefix(_OWN)) if name.startswith(_OWN) else None
+    if found is not None:
+        return found
+    module, colon, qualified = name.partition(":")
+    if not colon:
+        raise PolicyError(
+            f"{where}: there is no {kind} of the name {name!r}; expected register_{kind}({name!r}, …) before the "
+            "policy is loaded"
+        )
+    if not any(module == each or module.startswith(f"{each}.") for each in allow):
+        raise PolicyError(
+            f"{where}: {kind} {name!r} is not allowed to be imported; expected allow=[{module.split('.')[0]!r}], or "
+            f"--allow {module.split('.')[0]}, where you trust that package, or register_{kind}({name!r}, …)"
+        )
+    thing: Any
+    try:
+        thing = importlib.import_module(module)
+        for part in qualified.split("."):
+            thing = getattr(thing, part)
+    except (ImportError, AttributeError) as error:
+        raise PolicyError(f"{where}: {kind} {name!r} can't be imported: {error}") from None
+    if not _is_one(kind, thing):
+        raise PolicyError(f"{where}: {name!r} is no {kind}, expected one")
+    return thing
+
+
+def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
+    """True if `named` gives the class or function of a name."""
+    try:
+        named(kind, name, allow, kind)
+    except PolicyError:
+        return False
+    return True
+
+
+def _own(kind: str, name: str) -> Any:
+    """rollflow's own class of this name; None where it has none."""
+    home = "rollflow.nodes.connectors.alpha.pieces" if name in _UNNAMED else "rollflow.nodes"
+    found = getattr(importlib.import_module(home), name, None)
+    return found if found is not None and kind in _BASES and _is_one(kind, found) else None
+
+
+def _is_one(kind: str, thing: Any) -> bool:
+    base = _BASES.get(kind)
+    return callable(thing) if base is None else isinstance(thing, type) and issubclass(thing, base)
+
+
+def _register(kind: str, name: str, thing: Any) -> None:
+    if not isinstance(name, str) or not name or name.startswith(_OWN):
+        raise PolicyError(f"the name of a {kind} is {name!r}, expected text that does not begin with '{_OWN}'")
+    if not _is_one(kind, thing):
+        raise PolicyError(f"{kind} {name!r} is {thing!r}, expected a {kind if kind == 'function' else f'{kind} class'}")
+    before = _registered[kind].get(name)
+    if before is not None and before is not thing and _place(before) != _place(thing):
+        raise PolicyError(f"{kind} {name!r} is {_place(before)} already, expected another name for {_place(thing)}")
+    _registered[kind][name] = thing
+
+
+def _place(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', repr(thing))}"
+
+
+# Values
+
+
+def to_plain(value: Any, where: str, arrays: ArraysByName) -> Any:
+    """A value as JSON has it; its arrays go into `arrays` under the name `where`.
+
+    Raises PolicyError, with the place, for a value without such a form.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, np.ndarray | torch.Tensor | np.generic):
+        return _stored(value, where, arrays)
+    if type(value) is list:
+        return [to_plain(each, f"{where}/{place}", arrays) for place, each in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": [to_plain(each, f"{where}/{place}", arrays) for place, each in enumerate(value)]}
+    if isinstance(value, gym.Space):  # some of them are mappings
+        return {"$space": described(value)}
+    if isinstance(value, Mapping):
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: to_plain(each, f"{where}/{key}", arrays) for key, each in value.items()}
+        pairs = enumerate(value.items())
+        return {"$dict": [[to_plain(each, f"{where}/{place}", arrays) for each in pair] for place, pair in pairs]}
+    if isinstance(value, Connector):
+        return {"$connector": _connector_record(value, where, arrays)}
+    for mark, cls in _RECORDS.items():
+        if isinstance(value, cls):
+            record = {field.name: getattr(value, field.name) for field in fields(value)}
+            return {mark: to_plain(record, where, arrays)}
+    if callable(value):
+        return {"$function": name_of("function", value, where)}
+    raise PolicyError(
+        f"{where}: {type(value).__name__} {shown(value)} can't be saved; expected numbers, text, arrays, spaces, and "
+        "lists, tuples and dicts of them"
+    )
+
+
+def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[str] = ()) -> Any:
+    """The value that `to_plain` was given. Every array that it uses is taken out of `arrays`.
+
+    Raises PolicyError, with the place, for what is no such form, and for functions that are not allowed.
+    """
+    if isinstance(value, list):
+        return [from_plain(each, f"{where}/{place}", arrays, allow) for place, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    marks = [key for key in value if key.startswith("$")]
+    if not marks:
+        return {key: from_plain(each, f"{where}/{key}", arrays, allow) for key, each in value.items()}
+    mark = marks[0]
+    if len(value) != 1 or mark not in _READERS:
+        raise PolicyError(f"{where}: a value with {sorted(value)}, expected one of {', '.join(sorted(_READERS))}")
+    try:
+        return _READERS[mark](value[mark], where, arrays, allow)
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"{where}: no {mark} can be made of {str(value[mark])[:80]}: {error}") from None
+
+
+def array_names(value: Any) -> list[str]:
+    """The names of the arrays that a value in plain form uses, without anything of it being made."""
+    if isinstance(value, list):
+        return [name for each in value for name in array_names(each)]
+    if not isinstance(value, dict):
+        return []
+    names = [each for mark, each in value.items() if mark in _OF_ARRAYS and isinstance(each, str)]
+    return names + [name for each in value.values() for name in array_names(each)]
+
+
+def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.dtype is torch.bfloat16:
+        array: NDArray[Any] = np.empty(0, object)
+    else:
+        array = value.detach().cpu().numpy() if is_tensor else np.asarray(value)
+    if array.dtype.name not in _DTYPES:
+        raise PolicyError(
+            f"{where}: {value.dtype} can't be saved, expected one of {', '.join(sorted(_DTYPES))}; a piece's get_state "
+            "may give it in another form"
+        )
+    if where in arrays:
+        raise PolicyError(f"{where}: two arrays have this name, expected keys that differ as text")
+    arrays[where] = np.array(array, array.dtype.newbyteorder("="), order="C")
+    return {"$tensor" if is_tensor else "$scalar" if isinstance(value, np.generic) else "$array": where}
+
+
+def _array(name: Any, where: str, arrays: ArraysByName) -> NDArray[Any]:
+    if name not in arrays:
+        raise PolicyError(f"{where}: there is no array {name!r}; the file has: {', '.join(sorted(arrays)) or 'none'}")
+    return arrays.pop(name)
+
+
+_CONTEXT = ("config", "initial_states", "observation_space", "action_space", "is_policy_recurrent")
+
+
+def _connector_record(connector: Connector, where: str, arrays: ArraysByName) -> dict[str, Any]:
+    """An Alpha connector by the name that it is registered by, its params, and the context that it was made with."""
+    with located(where):
+        name, params = connector.to_state()
+    ctx = connector.ctx or ConnectorContext()
+    if ctx.view_requirements is not None:
+        raise PolicyError(f"{where}: the context of {connector!r} has view_requirements, which can't be saved")
+    facts = {each: getattr(ctx, each) for each in _CONTEXT}
+    facts["initial_states"], facts["config"] = list(ctx.initial_states), dict(ctx.config)
+    context = to_plain(facts, f"{where}/context", arrays)
+    return {"name": name, "params": to_plain(params, f"{where}/params", arrays), "context": context}
+
+
+def _connector(record: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> Any:
+    if not isinstance(record, dict) or record.keys() != {"name", "params", "context"}:
+        raise PolicyError(f"{where}: a connector is {str(record)[:80]!r}, expected name, params and context")
+    facts = from_plain(record["context"], f"{where}/context", arrays, allow)
+    if not isinstance(facts, dict) or facts.keys() != set(_CONTEXT) or not isinstance(record["name"], str):
+        raise PolicyError(f"{where}: a connector's context is {str(facts)[:80]!r}, expected {', '.join(_CONTEXT)}")
+    params = from_plain(record["params"], f"{where}/params", arrays, allow)
+    return get_connector(record["name"], ConnectorContext(**facts), params)
+
+
+def _pairs(pairs: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> dict[Any, Any]:
+    places = enumerate(pairs)
+    return dict([from_plain(each, f"{where}/{place}", arrays, allow) for each in pair] for place, pair in places)
+
+
+def _record(cls: Any, value: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> Any:
+    return cls(**from_plain(value, where, arrays, allow))
+
+
+_Reader = Callable[[Any, str, ArraysByName, Collection[str]], Any]
+_READERS: dict[str, _Reader] = {
+    "$float": lambda value, where, arrays, allow: _FLOATS[value],
+    "$array": lambda value, where, arrays, allow: _array(value, where, arrays),
+    "$tensor": lambda value, where, arrays, allow: torch.from_numpy(_array(value, where, arrays)),
+    "$scalar": lambda value, where, arrays, allow: _array(value, where, arrays)[()],
+    "$tuple": lambda value, where, arrays, allow: tuple(from_plain(value, where, arrays, allow)),
+    "$dict": _pairs,
+    "$space": lambda value, where, arrays, allow: space_of(value, where),
+    "$connector": _connector,
+    **{mark: partial(_record, cls) for mark, cls in _RECORDS.items()},
+    "$function": lambda value, where, arrays, allow: named("function", value, allow, where),
+}
 
 
 def check_fields(record: Any, expected: Collection[str], where: str) -> None:
@@ -54,18 +346,13 @@ def record_of_piece(piece: ConnectorV2, where: str, arrays: ArraysByName) -> dic
         "config": to_plain(_config_of(piece, where), f"{where}/config", arrays),
     }
     if isinstance(piece, ConnectorPipelineV2):
-        record["pieces"] = records_of_pieces(piece, where, arrays)
+        named_pieces = zip(piece.names, piece, strict=True)
+        record["pieces"] = [record_of_piece(each, f"{where}/{name}", arrays) for name, each in named_pieces]
     else:
         with located(where):
             state = piece.get_state()
         record["state"] = to_plain(state, f"{where}/state", arrays)
     return record
-
-
-def records_of_pieces(pipeline: ConnectorPipelineV2, where: str, arrays: ArraysByName) -> list[dict[str, Any]]:
-    """The records of all pieces of a pipeline."""
-    names = zip(pipeline.names, pipeline, strict=True)
-    return [record_of_piece(piece, f"{where}/{name}", arrays) for name, piece in names]
 
 
 def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> tuple[ConnectorV2, Any]:
@@ -81,9 +368,11 @@ def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Collection[st
         raise PolicyError(f"{where}: config is {config!r}, expected a dict of arguments")
     state: Any = {} if is_pipeline else from_plain(record["state"], f"{where}/state", arrays, allow)
     config, state = upgraded(cls, config, state, record["version"], where)
-    inner = pieces_of_records(record["pieces"], where, arrays, allow) if is_pipeline else []
     if is_pipeline:
-        config, state = {**config, "connectors": [piece for piece, _ in inner]}, inner
+        if not isinstance(records := record["pieces"], list):
+            raise PolicyError(f"{where} is {str(records)[:80]!r}, expected a list of pieces")
+        state = [piece_of(each, f"{where}/{place}", arrays, allow) for place, each in enumerate(records)]
+        config = {**config, "connectors": [piece for piece, _ in state]}
     try:
         piece: ConnectorV2 = cls(**config)
     except Exception as error:
@@ -91,15 +380,6 @@ def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Collection[st
     if record["label"] is not None:
         piece.name = str(record["label"])
     return piece, state
-
-
-def pieces_of_records(
-    records: Any, where: str, arrays: ArraysByName, allow: Collection[str]
-) -> list[tuple[ConnectorV2, Any]]:
-    """(piece, state) of each record. Raises PolicyError for what is no list of records."""
-    if not isinstance(records, list):
-        raise PolicyError(f"{where} is {str(records)[:80]!r}, expected a list of pieces")
-    return [piece_of(record, f"{where}/{place}", arrays, allow) for place, record in enumerate(records)]
 
 
 def set_states(pairs: list[tuple[ConnectorV2, Any]], where: str) -> None:

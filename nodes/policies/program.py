@@ -15,17 +15,23 @@ what they say, and {"device": null} is where the weights are.
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
 
+import gymnasium as gym
 import numpy as np
+import optree
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rollflow.nodes.modules.distribution import DistributionType
-from rollflow.nodes.policies.plain_values import to_plain
-from rollflow.stream.data.errors import PolicyError, shown
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.nodes.modules.rl_module import Batch, RLModule
+from rollflow.nodes.policies.part_records import from_plain, to_plain
+from rollflow.stream.data.errors import ModuleError, PolicyError, shown
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, part_at
 
 PASSES = ("forward_exploration", "forward_inference")
 CONSTANT = "$constant/"
@@ -39,6 +45,13 @@ _PRIVATE = {"_softmax", "_log_softmax", "_to_copy", "_unsafe_view", "_native_bat
 }
 _REFUSED = {"from_file", "set_data", "record_stream", "resize", "set"}
 _CHECKS = ("_assert", "sym_constrain_range")
+MOST_OPERATIONS = 1 << 16
+MOST_BYTES = 1 << 30  # of one value, while the saved examples are computed
+_FIELDS = {"inputs", "weights", "operations", "output"}
+_FLOATS = ("nan", "inf", "-inf")
+
+Values = list[Any]
+Reader = Callable[[Values], Any]
 
 
 def programs_of(module: Any, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Constants]:
@@ -144,7 +157,7 @@ def _recorded(
     results: list[Any] = []
     for node in program.graph.nodes:
         if node.op == "call_function":
-            operation = _operation(node.target)
+            operation = _name_of(node.target)
             if operation is None:
                 continue
             args, kwargs = (
@@ -181,7 +194,7 @@ def _weight(program: torch.export.ExportedProgram, target: str, constants: Const
     return f"{CONSTANT}{key}"
 
 
-def _operation(target: Any) -> str | None:
+def _name_of(target: Any) -> str | None:
     """The name of an operation; None for one that checks alone. Raises PolicyError where programs can't have it."""
     name = target.__name__ if getattr(target, "__module__", "") == "_operator" else str(target)
     if name.startswith(tuple(f"aten.{check}" for check in _CHECKS)):
@@ -205,3 +218,221 @@ def _argument(value: Any, numbers: Mapping[str, int]) -> Any:
         if isinstance(value, getattr(torch, kind)):
             return {kind: str(value).removeprefix("torch.")}
     raise PolicyError(f"module: its pass has an argument {shown(value)}, which a program can't have")
+
+
+class _Step(NamedTuple):
+    """An operation: its function, what gives its arguments, and the values that nothing needs after it."""
+
+    call: Callable[..., Any]
+    args: tuple[Reader, ...]
+    kwargs: tuple[tuple[str, Reader], ...]
+    done_with: tuple[int, ...]
+
+
+class _Program(NamedTuple):
+    paths: tuple[tuple[Any, ...], ...]  # of the inputs in the batch
+    weights: tuple[tuple[dict[str, Any], str], ...]  # the dict of a module's tensors, and the name in it
+    steps: tuple[_Step, ...]
+    output: Tree  # with a number of a value for each leaf
+
+
+class Origin(NamedTuple):
+    """What a saved policy says of a module's class, and the files of its programs, to be saved again."""
+
+    record: dict[str, Any]
+    arrays: Constants
+    files: Mapping[str, bytes]
+
+
+class ProgramModule(RLModule):
+    """The forward passes of a module whose class is not there.
+
+        programs      by the pass's name, as `programs_of` gives them
+        weights       the module's `state_dict()`
+        constants     that the programs have
+        origin        where it comes from
+        spaces        `observation_space` and `action_space`
+        initial       initial state; {} for a stateless module
+
+    Raises PolicyError, with the place, for what are no programs. Its weights may be published anew, and it goes to any
+    device, as the module itself.
+    """
+
+    def __init__(
+        self,
+        programs: Any,
+        weights: Mapping[str, Tensor],
+        constants: Constants,
+        origin: Origin,
+        *,
+        spaces: Mapping[str, gym.Space[Any]],
+        initial: Tree,
+    ) -> None:
+        super().__init__(spaces["observation_space"], spaces["action_space"])
+        self.origin, self._initial = origin, initial
+        for key, tensor in weights.items():
+            *path, last = key.split(".")
+            _module_at(self, path).register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+        for key, array in constants.items():
+            self.register_buffer(f"constant {key}", torch.from_numpy(array), persistent=False)
+        if not isinstance(programs, Mapping) or set(programs) != set(PASSES):
+            raise PolicyError(f"programs are {str(programs)[:80]}, expected {', '.join(PASSES)}")
+        self._programs = {key: self._read(programs[key], key) for key in PASSES}
+
+    def get_initial_state(self) -> Any:
+        return self._initial
+
+    def _forward_exploration(self, batch: Batch, **kwargs: Any) -> Batch:
+        return self._run("forward_exploration", batch)
+
+    def _forward_inference(self, batch: Batch, **kwargs: Any) -> Batch:
+        return self._run("forward_inference", batch)
+
+    def _forward_train(self, batch: Batch, **kwargs: Any) -> Batch:
+        raise ModuleError(
+            f"{self.origin.record['name']} is here as a program that acts, expected its class for training"
+        )
+
+    def check(self, batch: Batch) -> None:
+        """Raise PolicyError where a pass over a batch like this one would fail, or take too much memory."""
+        for key in PASSES:
+            try:
+                self._run(key, map_tree(lambda leaf: leaf.to("meta"), batch), checks=True)
+            except PolicyError:
+                raise
+            except Exception as error:
+                reason = str(error).strip().split("\n")[0]
+                raise PolicyError(f"programs: {key} can't be run: {type(error).__name__}: {reason}") from None
+
+    def _run(self, key: str, batch: Batch, *, checks: bool = False) -> Batch:
+        program = self._programs[key]
+        values: Values = [part_at(batch, path, "the batch", "what the program was made for") for path in program.paths]
+        tensors = [owner[name] for owner, name in program.weights]
+        values += [tensor.to("meta") for tensor in tensors] if checks else tensors
+        for step in program.steps:
+            made = step.call(
+                *[read(values) for read in step.args], **{name: read(values) for name, read in step.kwargs}
+            )
+            if checks:
+                _check_size(made, key)
+            values.append(made)
+            for place in step.done_with:
+                values[place] = None
+        output: Batch = map_tree(lambda place: values[place], program.output)
+        return output
+
+    # Reading
+
+    def _read(self, record: Any, where: str) -> _Program:
+        if not isinstance(record, Mapping) or record.keys() != _FIELDS:
+            raise PolicyError(f"programs: {where} is {str(record)[:80]}, expected {', '.join(sorted(_FIELDS))}")
+        operations, names = record["operations"], record["weights"]
+        if not isinstance(operations, list) or len(operations) > MOST_OPERATIONS or not isinstance(names, list):
+            raise PolicyError(f"programs: {where} has no list of weights, and of at most {MOST_OPERATIONS} operations")
+        inputs = from_plain(record["inputs"], f"{where}/inputs", {})
+        paths = optree.tree_paths(inputs, none_is_leaf=True)
+        if leaves_of(inputs) != list(range(len(paths))) or not isinstance(inputs, dict):
+            raise PolicyError(f"programs: {where}: inputs are {str(inputs)[:80]}, expected a number for each")
+        first = len(paths) + len(names)
+        output = from_plain(record["output"], f"{where}/output", {})
+        total = first + len(operations)
+        kept = leaves_of(output)
+        if not isinstance(output, dict) or not all(type(each) is int and 0 <= each < total for each in kept):
+            raise PolicyError(f"programs: {where}: output is {str(output)[:80]}, expected numbers below {total}")
+        last_use: dict[int, int] = {}
+        made = [_operation(each, first + place, last_use, where) for place, each in enumerate(operations)]
+        done: dict[int, list[int]] = {}
+        for value, place in last_use.items():
+            if value and value not in kept:  # the first says where the batch is
+                done.setdefault(place, []).append(value)
+        steps = [_Step(*parts, tuple(done.get(first + place, ()))) for place, parts in enumerate(made)]
+        return _Program(tuple(paths), tuple(self._owner(name, where) for name in names), tuple(steps), output)
+
+    def _owner(self, name: Any, where: str) -> tuple[dict[str, Any], str]:
+        if isinstance(name, str) and name.startswith(CONSTANT):
+            owner, last = self._buffers, f"constant {name.removeprefix(CONSTANT)}"
+        else:
+            *path, last = str(name).split(".")
+            found: Any = self
+            for part in path:
+                found = found._modules.get(part) if found is not None else None
+            owner = {} if found is None else found._parameters
+        if last not in owner:
+            raise PolicyError(f"programs: {where} names weights {str(name)[:80]!r}, which are not there")
+        return owner, last
+
+
+def _operation(
+    record: Any, number: int, last_use: dict[int, int], where: str
+) -> tuple[Callable[..., Any], tuple[Reader, ...], tuple[tuple[str, Reader], ...]]:
+    if not isinstance(record, list) or len(record) != 3 or not isinstance(record[1], list):
+        raise PolicyError(f"programs: {where}: an operation is {str(record)[:80]}, expected a name and arguments")
+    name, args, kwargs = record
+    if not isinstance(kwargs, dict):
+        raise PolicyError(f"programs: {where}: arguments of {str(name)[:80]!r} are no dict: {str(kwargs)[:80]}")
+    call = operation_named(name)
+    read = tuple(_reader(each, number, last_use) for each in args)
+    named = {key: _reader(each, number, last_use) for key, each in kwargs.items()}
+    if isinstance(call, torch._ops.OpOverload) and _makes_tensors(call):
+        named["device"] = _device
+    return call, read, tuple(named.items())
+
+
+def _makes_tensors(call: torch._ops.OpOverload) -> bool:
+    """True for an operation that makes tensors of no others, on a device."""
+    kinds = {each.name: str(each.type) for each in call._schema.arguments}
+    return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
+
+
+def _reader(argument: Any, number: int, last_use: dict[int, int]) -> Reader:
+    """What gives an argument; values are named by their number, of which those before `number` are there."""
+    if isinstance(argument, list):
+        return partial(_read_list, [_reader(each, number, last_use) for each in argument])
+    if not isinstance(argument, dict):
+        return partial(_constant, argument)
+    if len(argument) == 1:
+        [(kind, value)] = argument.items()
+        if kind == "value" and type(value) is int and 0 <= value < number:
+            last_use[value] = number
+            return itemgetter(value)
+        if kind == "float" and value in _FLOATS:
+            return partial(_constant, float(value))
+        if kind == "device" and value is None:
+            return _device
+        made = (
+            getattr(torch, value, None) if kind in ("dtype", "memory_format", "layout") and type(value) is str else None
+        )
+        if made is not None and isinstance(made, getattr(torch, kind)):
+            return partial(_constant, made)
+    raise PolicyError(f"programs: an argument is {str(argument)[:80]}, expected a value before it, or a constant")
+
+
+# Functions of modules, so that a program can be pickled.
+def _constant(value: Any, values: Values) -> Any:
+    return value
+
+
+def _read_list(parts: Sequence[Reader], values: Values) -> list[Any]:
+    return [read(values) for read in parts]
+
+
+def _device(values: Values) -> torch.device:
+    """Where the batch is, whose first leaf is the first value."""
+    device: torch.device = values[0].device
+    return device
+
+
+def _check_size(made: Any, where: str) -> None:
+    for each in made if isinstance(made, list | tuple) else [made]:
+        if isinstance(each, Tensor) and each.numel() * each.element_size() > MOST_BYTES:
+            raise PolicyError(f"programs: {where} makes {list(each.shape)}, expected at most {MOST_BYTES} bytes")
+        if isinstance(each, int) and abs(each) > MOST_BYTES:
+            raise PolicyError(f"programs: {where} makes the number {each}, expected at most {MOST_BYTES}")
+
+
+def _module_at(module: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, torch.nn.Module())
+        module = module._modules[part]  # type: ignore[assignment]
+    return module

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.policy.serving.batcher import BatchOptions as BatchOptions
     from rollflow.policy.serving.http import HttpServer as HttpServer
     from rollflow.policy.serving.shelf import (
+        BatchOptions as BatchOptions,
         Shelf as Shelf,
         WatchedPolicy as WatchedPolicy,
         Watcher as Watcher,

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.policies.artifact_files import write_file
-from rollflow.nodes.policies.plain_values import ArraysByName, from_plain, to_plain
+from rollflow.nodes.policies.part_records import ArraysByName, from_plain, to_plain
 from rollflow.stream.data.errors import PolicyError, ReplayError
 from rollflow.stream.data.system import lock_file, unlock_file
 

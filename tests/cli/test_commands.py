@@ -25,6 +25,7 @@ from rollflow.cli.main import main
 from rollflow.nodes import EnvHost, FlattenObservations, RandomModule
 from rollflow.nodes.env.remote.host_lane import HostLane
 from rollflow.stream.wire import Limits, Welcome
+from rollflow.stream.wire.session import HostSession, TakenRequest
 
 
 @pytest.mark.slow
@@ -252,32 +253,17 @@ def test_wrong_environments_are_found_out(
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("breaks", "told"),
+    [
+        (False, "the second time, expected the same"),
+        (True, "than without the break, expected the same"),
+    ],
+)
 def test_a_host_that_steps_twice_is_found_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    breaks: bool, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollflow.stream.wire.session import HostSession, TakenRequest
-
-    take = HostSession.take
-
-    def takes_again(self: HostSession, request: Any) -> TakenRequest:
-        taken = take(self, request)
-        if taken is TakenRequest.AGAIN:
-            lane = self._lane(request.lane)
-            lane.request, lane.answer = request, None
-            return TakenRequest.NEW
-        return taken
-
-    monkeypatch.setattr(HostSession, "take", takes_again)
-    with served(EnvHost([lambda: NumberedEnv(0)]), tmp_path) as address:
-        assert main(["check-host", address]) == 1
-    assert "the second time, expected the same" in capsys.readouterr().out
-
-
-def test_a_host_that_steps_again_after_a_break_is_found_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rollflow.stream.wire.session import HostSession, TakenRequest
-
+    """It steps again where a request comes again, or where a request comes again after a break alone."""
     take, begin = HostSession.take, HostSession.begin
     broken: set[HostSession] = set()
 
@@ -288,7 +274,7 @@ def test_a_host_that_steps_again_after_a_break_is_found_out(
 
     def takes_again(self: HostSession, request: Any) -> TakenRequest:
         taken = take(self, request)
-        if taken is TakenRequest.NEW or self not in broken:
+        if taken is TakenRequest.NEW or (breaks and self not in broken):
             return taken
         broken.discard(self)
         lane = self._lane(request.lane)
@@ -299,7 +285,7 @@ def test_a_host_that_steps_again_after_a_break_is_found_out(
     monkeypatch.setattr(HostSession, "take", takes_again)
     with served(EnvHost([lambda: NumberedEnv(0, lengths=(50, 60))]), tmp_path) as address:
         assert main(["check-host", address]) == 1
-    assert "than without the break, expected the same" in capsys.readouterr().out
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn_policies import logged_rollout
+from drawn_policies import drawn_policy
 from extras import needs
 
 from rollflow import Policy
@@ -14,8 +14,7 @@ from rollflow.policy import OnnxPolicy
 
 def save(path: Path, pieces: str = "filter") -> Policy:
     """Save a policy of a rollout over random environments."""
-    _, rollout = logged_rollout("box", "discrete", pieces, slots=1, seed=1, model_config={"fcnet_hiddens": (8,)})
-    policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+    policy = drawn_policy("box", pieces)
     policy.trained_on = {"policy_version": 1}
     policy.save(path)
     return policy

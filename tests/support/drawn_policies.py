@@ -6,9 +6,15 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Rollout
-from rollflow.nodes import FlattenObservations, LambdaConnector, OneHotObservations, PrevActionsPrevRewards
-from rollflow.stream.data.tree import stack_trees
+from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Policy, Rollout
+from rollflow.nodes import (
+    DefaultModule,
+    FlattenObservations,
+    LambdaConnector,
+    OneHotObservations,
+    PrevActionsPrevRewards,
+)
+from rollflow.stream.data.tree import leaves_of, stack_trees
 
 BOX = spaces.Box(-2.0, 2.0, (3,), np.float32)
 MASKED = spaces.Dict({"action_mask": spaces.MultiBinary(4), "place": spaces.Box(-1.0, 1.0, (2,), np.float32)})
@@ -21,6 +27,8 @@ ACTIONS = {
     "several": spaces.MultiDiscrete([2, 3]),
     "dict": spaces.Dict({"fire": spaces.Discrete(2), "turn": spaces.Box(-1.0, 1.0, (1,), np.float32)}),
 }
+
+SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
 
 
 def shifted(batch: dict[str, Any], episodes: Any) -> None:
@@ -111,3 +119,47 @@ def teach(piece: MeanStdFilter, seed: int) -> None:
     items = [drawn_item(piece.input_observation_space, rng) for _ in range(10)]
     other._filter(stack_trees(items))
     piece.set_state(other.get_state())
+
+
+def drawn_policy(
+    space: str = "box",
+    pieces: str = "none",
+    actions: str = "discrete",
+    *,
+    lstm: bool = False,
+    kind: Any = DefaultModule,
+    explore: bool = False,
+    seed: int = 1,
+    **config: Any,
+) -> Policy:
+    """Policy taken from a rollout over random environments, with a module of a kind that has a small network."""
+    small = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": lstm, **config}
+    made: Any = lambda *spaces: kind(*spaces, model_config=small)  # noqa: E731
+    options: Any = {"model_config": small} if kind is DefaultModule else {"module": made}
+    _, rollout = logged_rollout(space, actions, pieces, slots=1, seed=seed, **options)
+    return Policy(rollout.module, rollout.env_to_module, rollout.module_to_env, explore=explore)
+
+
+def assert_plays_the_same(policy: Policy, other: Any, space: str) -> None:
+    """Act with both in sessions that come, end and change their company, and compare what comes out."""
+    rng = np.random.default_rng(4)
+    compared, apart = 0, 0
+    for _ in range(25):
+        ids = rng.permutation(4)[: rng.integers(1, 5)].tolist()
+        for session in ids:
+            if rng.random() < 0.2:
+                policy.reset(session)
+                other.reset(session)
+        observations = stack_trees([drawn_item(OBSERVATIONS[space], rng) for _ in ids])
+        rewards = rng.normal(size=len(ids)).astype(np.float32)
+        expected = policy.act_batch(observations, rewards, ids)
+        actions = other.act_batch(observations, rewards, ids)
+        logits = policy.outputs["action_dist_inputs"]
+        np.testing.assert_allclose(other.outputs["action_dist_inputs"], logits, 1e-5, 1e-5)
+        for mine, theirs in zip(leaves_of(actions), leaves_of(expected), strict=True):
+            assert mine.dtype == theirs.dtype
+            if mine.dtype.kind == "f":
+                np.testing.assert_allclose(mine, theirs, 1e-5, 1e-5)
+            else:
+                compared, apart = compared + mine.size, apart + int((mine != theirs).sum())
+    assert apart <= compared // 50  # two actions that are as likely but for rounding

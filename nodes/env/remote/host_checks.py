@@ -224,14 +224,14 @@ def shown(message: Message) -> str:
     return f"{message.kind}{'' if number is None else f' {number}'}{reason}"
 
 
-def encrypted(sock: socket.socket, tls: ssl.SSLContext, *, is_server: bool, name: str | None = None) -> ssl.SSLSocket:
+def encrypted(sock: socket.socket, tls: ssl.SSLContext, name: str | None) -> ssl.SSLSocket:
     """Connection with TLS, which takes the socket over. Raises ProtocolViolation where both ends can't agree on it.
 
-    name    name that a client expects in the certificate
+    name    that is expected in the host's certificate
     """
     sock.settimeout(_TLS_S)
     try:
-        return tls.wrap_socket(sock, server_side=is_server, server_hostname=name)
+        return tls.wrap_socket(sock, server_hostname=name)
     except TimeoutError:
         problem = f"sent nothing for {_TLS_S:g} s, expected TLS"
     except ConnectionError:

@@ -22,7 +22,7 @@ from rollflow.nodes.connectors.alpha import (
     register_lambda_agent_connector,
 )
 from rollflow.nodes.connectors.alpha.connector import _CONNECTORS
-from rollflow.nodes.policies.plain_values import from_plain, to_plain
+from rollflow.nodes.policies.part_records import from_plain, to_plain
 from rollflow.stream import PolicyError
 
 Halved = register_lambda_agent_connector("HalvedForPolicies", lambda data: {**data, "new_obs": data["new_obs"] / 2})

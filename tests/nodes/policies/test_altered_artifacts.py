@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 from altered_policies import FORBIDDEN, bounded_memory, change_arrays, no_change, sign, write_zip
-from drawn_policies import logged_rollout
+from drawn_policies import drawn_policy
 
 from rollflow import Policy
 from rollflow.nodes.policies.artifact_files import ARRAYS
 from rollflow.stream import PolicyError
-
-SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a policy, and a zip of it beside it, `p` and `p.zip`."""
     folder = tmp_path_factory.mktemp("saved")
-    _, rollout = logged_rollout("box", "discrete", "all", slots=1, seed=1, model_config=SMALL)
-    policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+    policy = drawn_policy("box", "all", lstm=True)
     policy.trained_on = {"policy_version": 3}
     policy.save(folder / "p")
     policy.save(folder / "p.zip")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from altered_policies import FORBIDDEN, HOSTILE, bounded_memory, change_arrays, no_change, places_of, sign
-from drawn_policies import logged_rollout
+from drawn_policies import drawn_policy
 from extras import needs
 
 from rollflow import Policy
@@ -21,7 +21,6 @@ from rollflow.stream import PolicyError
 
 needs("onnx", "onnxruntime", "onnxscript")
 
-SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}
 COUNT, PARTS = 1_200, 4
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors", "programs.safetensors")
 FILES = ("policy.json", "programs.json", "policy.onnx", *ARRAYS)
@@ -64,8 +63,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two policies `p` and `q`, which have programs of all kinds."""
     folder = tmp_path_factory.mktemp("saved")
     for seed, name in enumerate("pq"):
-        _, rollout = logged_rollout("box", "discrete", "all", slots=1, seed=seed, model_config=SMALL)
-        policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+        policy = drawn_policy("box", "all", lstm=True, seed=seed)
         policy.trained_on = {"policy_version": seed, "returns": np.arange(3.0)}
         policy.save(folder / name, program=True, onnx=True)
         OnnxPolicy.load(folder / name)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_policies import ACTIONS, BOX
+from drawn_policies import ACTIONS, BOX, SPACES
 from own_policy_parts import Doubled, Forgetful, OwnModule, Plain, Versioned
 
 from rollflow import ConnectorV2, Policy
@@ -13,8 +13,6 @@ from rollflow.nodes import LambdaConnector
 from rollflow.policy import register_connector, register_function, register_module
 from rollflow.stream import PolicyError
 from rollflow.stream.data.errors import StateError
-
-SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
 
 
 def own_policy(*pieces: ConnectorV2) -> Policy:

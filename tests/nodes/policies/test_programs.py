@@ -6,34 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from altered_policies import no_change, sign
-from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
+from drawn_policies import ACTIONS, BOX, SPACES, assert_plays_the_same, drawn_policy, logged_rollout
 from own_policy_parts import Bare, Choosy, Frozen, Gated, OwnModule, Unnamed
 
 from rollflow import Policy
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, read_files
-from rollflow.nodes.policies.program_module import ProgramModule
+from rollflow.nodes.policies.program import ProgramModule
 from rollflow.stream import ModuleError, PolicyError
-from rollflow.stream.data.tree import leaves_of, stack_trees
 
-SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6}
-SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
 CASES = [("box", "all", False), ("box", "previous", True), ("masked", "filter", True), ("nested", "none", False)]
 CASES += [("image", "frames", False), ("discrete", "one_hot", True)]
-
-
-def policy_of(space: str, pieces: str, lstm: bool, *, actions: str = "discrete", explore: bool = False) -> Policy:
-    """Policy with a module of a user's class."""
-
-    def made(*spaces: Any) -> Gated:
-        return Gated(*spaces, model_config=SMALL | {"use_lstm": lstm})
-
-    _, rollout = logged_rollout(space, actions, pieces, slots=1, seed=1, module=made)
-    return Policy(rollout.module, rollout.env_to_module, rollout.module_to_env, explore=explore)
 
 
 def own(cls: Any, outputs: int = 4) -> Policy:
@@ -41,58 +27,45 @@ def own(cls: Any, outputs: int = 4) -> Policy:
     return Policy(cls(BOX, ACTIONS["discrete"], model_config={"outputs": outputs}), **SPACES)
 
 
-def assert_same(left: Policy, right: Policy, space: str, sizes: list[int]) -> None:
-    """Act with both policies in batches of these sizes, and compare all outputs."""
-    rng = np.random.default_rng(3)
-    for size in sizes:
-        observations = stack_trees([drawn_item(OBSERVATIONS[space], rng) for _ in range(size)])
-        rewards = rng.normal(size=size).astype(np.float32)
-        for policy in (left, right):
-            policy.act_batch(observations, rewards)
-        assert left.outputs.keys() == right.outputs.keys()
-        for name, column in left.outputs.items():
-            for one, other in zip(leaves_of(column), leaves_of(right.outputs[name]), strict=True):
-                np.testing.assert_allclose(one, other, atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("space", "pieces", "lstm"), CASES)
 def test_a_program_acts_as_the_class_did_and_is_saved_again_as_the_same_bytes(
     space: str, pieces: str, lstm: bool, tmp_path: Path
 ) -> None:
-    policy = policy_of(space, pieces, lstm)
+    policy = drawn_policy(space, pieces, lstm=lstm, kind=Gated)
     policy.save(tmp_path / "a.zip", program=True)
     loaded = Policy.load(tmp_path / "a.zip")
     assert isinstance(loaded.module, ProgramModule)
-    assert_same(policy, loaded, space, [1, 3, 17, 3, 1])
+    assert_plays_the_same(policy, loaded, space)
     loaded.save(tmp_path / "b.zip")
     by_class = Policy.load(tmp_path / "b.zip", allow=["own_policy_parts"])
     assert isinstance(by_class.module, Gated)
-    by_class.save(tmp_path / "c.zip")
+    by_class.save(tmp_path / "c.zip", program=True)
     assert len({(tmp_path / f"{name}.zip").read_bytes() for name in "abc"}) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("actions", ["box", "several", "dict"])
 def test_a_program_chooses_in_every_space_of_actions(actions: str, tmp_path: Path) -> None:
-    policy = policy_of("box", "none", False, actions=actions, explore=True)
+    policy = drawn_policy("box", "none", actions, kind=Gated, explore=True)
     policy.save(tmp_path / "p", program=True)
     loaded = Policy.load(tmp_path / "p", explore=False)
     still = Policy(policy.module, policy.env_to_module, policy.module_to_env)
-    assert_same(still, loaded, "box", [2, 5])
+    assert_plays_the_same(still, loaded, "box")
 
 
 @pytest.mark.slow
 def test_weights_are_published_to_a_program(tmp_path: Path) -> None:
-    policy = policy_of("box", "all", True)
+    policy = drawn_policy("box", "all", lstm=True, kind=Gated)
     policy.save(tmp_path / "p", program=True)
     loaded = Policy.load(tmp_path / "p")
     weights = {name: value + 0.25 for name, value in policy.module.state_dict().items()}
     policy.publish(weights)
     loaded.publish(weights)
-    assert_same(policy, loaded, "box", [4, 4])
+    assert_plays_the_same(policy, loaded, "box")
     loaded.save(tmp_path / "q")
-    assert_same(Policy.load(tmp_path / "q"), Policy.load(tmp_path / "q", allow=["own_policy_parts"]), "box", [4, 4])
+    by_class = Policy.load(tmp_path / "q", allow=["own_policy_parts"])
+    assert_plays_the_same(Policy.load(tmp_path / "q"), by_class, "box")
 
 
 def test_a_program_does_not_train(tmp_path: Path) -> None:
@@ -103,10 +76,8 @@ def test_a_program_does_not_train(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rollout_saves_programs(tmp_path: Path) -> None:
-    def made(*spaces: Any) -> Gated:
-        return Gated(*spaces, model_config=SMALL)
-
-    _, rollout = logged_rollout("box", "discrete", "filter", slots=1, seed=1, module=made)
+    module = Gated(*SPACES.values(), model_config={"fcnet_hiddens": (8,)})
+    _, rollout = logged_rollout("box", "discrete", "filter", slots=1, seed=1, module=module)
     with rollout:
         rollout.save_policy(tmp_path / "p", program=True)
     assert isinstance(Policy.load(tmp_path / "p").module, ProgramModule)
@@ -124,7 +95,7 @@ def test_a_class_that_nobody_can_import_is_saved_with_a_program_alone(tmp_path: 
         policy.save(tmp_path / "p", program=True)
         loaded = Policy.load(tmp_path / "p", allow=["own_policy_parts", "tests"])
         assert isinstance(loaded.module, ProgramModule)
-        assert_same(policy, loaded, "box", [1, 4])
+        assert_plays_the_same(policy, loaded, "box")
         loaded.save(tmp_path / "q")
         assert (tmp_path / "p" / "policy.json").read_bytes() == (tmp_path / "q" / "policy.json").read_bytes()
 
@@ -217,7 +188,7 @@ def test_a_program_that_was_changed_is_refused(
 
 @pytest.mark.slow
 def test_nothing_of_a_program_is_pickled_or_says_where_it_was_made(tmp_path: Path) -> None:
-    policy_of("box", "all", True).save(tmp_path / "p", program=True)
+    drawn_policy("box", "all", lstm=True, kind=Gated).save(tmp_path / "p", program=True)
     _, files = read_files(tmp_path / "p")
     constants = arrays_of(files["programs.safetensors"], "programs.safetensors")
     assert array_bytes(constants) == files["programs.safetensors"]

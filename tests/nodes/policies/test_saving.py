@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_policies import ACTIONS, BOX, FITTING, OBSERVATIONS, logged_rollout
+from drawn_policies import ACTIONS, BOX, FITTING, OBSERVATIONS, SPACES, drawn_policy
 from gymnasium import spaces
 
 import rollflow.nodes
@@ -36,15 +36,12 @@ from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.policy import register_function
 from rollflow.stream import PolicyError
 
-SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6}
 ALLOW = ["drawn_policies"]
-SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
 
 
-def policy_of(space: str, actions: str, pieces: str, **config: Any) -> Policy:
-    """Policy taken from a rollout over random environments."""
-    _, rollout = logged_rollout(space, actions, pieces, slots=1, seed=1, model_config=SMALL | config)
-    policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+def policy_of(space: str, actions: str, pieces: str, **options: Any) -> Policy:
+    """Policy taken from a rollout, with a card."""
+    policy = drawn_policy(space, pieces, actions, **options)
     policy.trained_on = {"policy_version": 7, "env": "drawn", "returns": np.float32(1.5)}
     return policy
 
@@ -60,7 +57,7 @@ CASES += [("box", "all", True), ("nested", "previous", True), ("image", "frames"
 
 @pytest.mark.parametrize(("space", "pieces", "lstm"), CASES)
 def test_what_is_loaded_is_saved_as_the_same_bytes(space: str, pieces: str, lstm: bool, tmp_path: Path) -> None:
-    policy = policy_of(space, "discrete", pieces, use_lstm=lstm)
+    policy = policy_of(space, "discrete", pieces, lstm=lstm)
     policy.save(tmp_path / "a")
     loaded = Policy.load(tmp_path / "a", allow=ALLOW)
     loaded.save(tmp_path / "b")
@@ -106,8 +103,7 @@ def test_a_zip_is_the_same_as_a_folder(actions: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("explore", [False, True])
 def test_a_loaded_policy_acts_as_the_one_that_was_saved(explore: bool, tmp_path: Path) -> None:
-    saved = policy_of("box", "box", "all", use_lstm=True)
-    saved = Policy(saved.module, saved.env_to_module, saved.module_to_env, explore=explore)
+    saved = policy_of("box", "box", "all", lstm=True, explore=explore)
     saved.save(tmp_path / "p")
     loaded = Policy.load(tmp_path / "p")
     assert loaded.explore is explore

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_policies import ACTIONS, BOX
+from drawn_policies import SPACES
 
 from rollflow import ConnectorV2, Policy
 from rollflow.nodes import DefaultModule, FlattenObservations, LambdaConnector, PrevActionsPrevRewards, RandomModule
@@ -12,7 +12,6 @@ from rollflow.nodes.policies.policy import has_memory
 from rollflow.stream import ColumnError, PolicyError
 
 ITEM = np.ones(3, np.float32)
-SPACES = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
 
 
 def policy_with(*pieces: ConnectorV2) -> Policy:

@@ -8,8 +8,8 @@ from served_policies import Echo, Held, Sums, Taking, first_of, policy_of, value
 
 from rollflow import Policy
 from rollflow.nodes import DefaultModule, PrevActionsPrevRewards
-from rollflow.policy.serving.batcher import Batcher, BatchOptions, Meters
-from rollflow.policy.serving.request import Acted, ClosedError, OverloadedError, RequestError, SessionLostError
+from rollflow.policy.serving.request import Acted, ClosedError, RequestError, SessionLostError
+from rollflow.policy.serving.shelf import Batcher, BatchOptions, Meters
 
 
 def batcher_of(policy: Any, **options: Any) -> Batcher:
@@ -83,33 +83,6 @@ def test_a_session_remembers_its_episode(requests: list[Any], expected: list[Any
             assert str(outcome).startswith(sum_or_error)
         else:
             assert first_of(outcome) == sum_or_error
-
-
-def test_too_many_that_wait_are_refused() -> None:
-    held, front = Held(policy_of(Echo)), Taking()
-    batcher = batcher_of(held, max_waiting=2)
-    batcher.submit(front.request(1.0, 1))
-    held.begun.acquire()
-    for session in (2, 3):
-        batcher.submit(front.request(1.0, session))
-    with pytest.raises(OverloadedError, match="2 requests wait already; ask again later"):
-        batcher.submit(front.request(1.0, 4))
-    for _ in range(2):
-        held.go.release()
-    assert len(front.take(3)) == 3
-    assert value_of(batcher, "refused_total") == 1
-    batcher.close()
-
-
-def test_a_pass_that_fails_says_so_to_its_requests_and_the_next_one_goes_on() -> None:
-    front = Taking()
-    batcher = batcher_of(policy_of(Echo))
-    for number in (13.0, 14.0):
-        batcher.submit(front.request(number, number))
-    answers = front.take(2)
-    assert str(answers[13.0]) == "thirteen"
-    assert value_of(batcher, "failed_total") in (1, 2)  # alone, or with the other one
-    batcher.close()
 
 
 def test_a_closed_one_answers_what_waits_and_takes_nothing_more() -> None:

@@ -91,7 +91,7 @@ def test_a_batch_is_one_request_and_its_sessions_go_on() -> None:
         assert client.act_batch(observations[::-1], sessions=[2, 1, 0])[:, 0].tolist() == [8.0, 4.0, 0.0]
         client.forget(1)
         assert client.act_batch(observations[1:], sessions=[1, 2])[:, 0].tolist() == [2.0, 12.0]
-        assert shelf.newest("a").num_sessions == 3
+        assert len(shelf.newest("a").book) == 3
         with pytest.raises(RequestError, match="session 1 comes more than once in one call"):
             client.act_batch(observations[1:], sessions=[1, 1])
 
@@ -283,9 +283,10 @@ def test_observations_of_one_request_may_fail_apart() -> None:
 
 
 def test_a_failed_pass_says_so_to_its_requests() -> None:
-    with served(policy_of(Echo)) as (_, server), client_of(server.url) as client:
+    with served(policy_of(Echo)) as (shelf, server), client_of(server.url) as client:
         with pytest.raises(ServingError, match="ValueError: thirteen"):
             client.act([13, 0])
+        assert value_of(shelf, "failed_total") == 1
         assert client.act([12, 0]).tolist() == [12.0, 0.0]
 
 
@@ -293,8 +294,8 @@ def test_a_client_that_leaves_takes_its_sessions_along() -> None:
     with served(policy_of(Sums)) as (shelf, server):
         with client_of(server.url) as client:
             client.act_batch(np.ones((5, 2)))
-            assert shelf.newest("a").num_sessions == 5
-        await_that(lambda: not shelf.newest("a").num_sessions)
+            assert len(shelf.newest("a").book) == 5
+        await_that(lambda: not len(shelf.newest("a").book))
         with pytest.raises(ClosedError):
             client.act([1, 0])
 

@@ -156,6 +156,7 @@ def test_too_many_requests_get_429_and_the_others_their_answers() -> None:
         answered = [other.result() for other in (first, *others)]
     shelf.close()
     assert [response.status_code for response in refused] == [429] * 4
+    assert refused[0].json()["error"] == "2 requests wait already; ask again later"
     assert sorted(response.status_code for response in answered) == [200] * 3 + [429] * 4
 
 
