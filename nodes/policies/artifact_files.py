@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,11 +21,9 @@ MANIFEST, CARD = "policy.json", "README.md"
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors")
 PROGRAMS, PROGRAM_ARRAYS, ONNX = "programs.json", "programs.safetensors", "policy.onnx"
 OPTIONAL = (PROGRAMS, PROGRAM_ARRAYS, ONNX)
-MOST_MANIFEST_BYTES = 16 << 20
+_MOST_MANIFEST_BYTES = 16 << 20
 _NO_DIGEST = "0" * 64
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
-
-_Reader = Callable[[str, int], bytes]
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
@@ -59,15 +56,18 @@ def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
     Raises PolicyError, with the file's name, where one is missing, altered, truncated or another's.
     """
-    read = _reader(path)
-    manifest = _manifest(read(MANIFEST, MOST_MANIFEST_BYTES))
+    contents = _contents(path)
+    text = _found(contents, MANIFEST, path)
+    if len(text) > _MOST_MANIFEST_BYTES:
+        raise PolicyError(f"{MANIFEST} has {len(text)} bytes, expected {_MOST_MANIFEST_BYTES} at most")
+    manifest = _manifest(text)
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not set(ARRAYS) <= set(listed) <= {*ARRAYS, *OPTIONAL}:
         raise PolicyError(
             f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}, and maybe {', '.join(OPTIONAL)}"
         )
-    files = {name: _checked(read, name, listed[name]) for name in (*ARRAYS, *OPTIONAL) if name in listed}
-    return manifest, files
+    names = [name for name in (*ARRAYS, *OPTIONAL) if name in listed]
+    return manifest, {name: _checked(_found(contents, name, path), name, listed[name]) for name in names}
 
 
 def read_manifest(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -165,45 +165,21 @@ def _remove(path: Path) -> None:
 # Reading
 
 
-def _reader(path: Path) -> _Reader:
-    """What reads a file of a policy by its name, with at most so many bytes."""
+def _contents(path: Path) -> dict[str, bytes]:
+    """The files of a policy, in a folder or in a zip that is read where it lies: no file in it may be compressed."""
     if path.is_dir():
-        return partial(_read_in_folder, path)
+        places = {name: path / name for name in (MANIFEST, *ARRAYS, *OPTIONAL)}
+        return {name: each.read_bytes() for name, each in places.items() if each.is_file() and not each.is_symlink()}
     if not path.is_file():
         raise PolicyError(f"there is no policy at {path}, expected a folder or a .zip file")
     try:
         with zipfile.ZipFile(path) as archive:
             _check_zip(path, archive.infolist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, UnicodeError) as error:
-        raise _unreadable(path, error) from None
-    return partial(_read_in_zip, path)
-
-
-def _read_in_folder(folder: Path, name: str, most: int) -> bytes:
-    path = folder / name
-    if path.is_symlink() or not path.is_file():
-        raise PolicyError(f"{name} is missing in {folder}, expected a file")
-    size = path.stat().st_size
-    if size > most:
-        raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
-    with path.open("rb") as file:
-        return file.read(size + 1)
-
-
-def _read_in_zip(path: Path, name: str, most: int) -> bytes:
-    """A file of a zip that is read where it lies: nothing is unpacked, and no file in it may be compressed."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            info = archive.getinfo(name)
-            if info.file_size > most:
-                raise PolicyError(f"{name} has {info.file_size} bytes, expected {most} at most")
-            return archive.read(info)
-    except KeyError:
-        raise PolicyError(f"{name} is missing in {path}, expected a file") from None
+            return {entry.filename: archive.read(entry) for entry in archive.infolist()}
     except PolicyError:
         raise
     except Exception as error:
-        raise _unreadable(path, error) from None
+        raise PolicyError(f"{path} can't be read as a zip: {error}") from None
 
 
 def _check_zip(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
@@ -218,15 +194,16 @@ def _check_zip(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
             raise PolicyError(f"{path}: {entry.filename} is compressed, expected files as they are")
 
 
-def _unreadable(path: Path, error: Exception) -> PolicyError:
-    return PolicyError(f"{path} can't be read as a zip: {error}")
+def _found(contents: Mapping[str, bytes], name: str, path: Path) -> bytes:
+    if name not in contents:
+        raise PolicyError(f"{name} is missing in {path}, expected a file")
+    return contents[name]
 
 
-def _checked(read: _Reader, name: str, entry: Any) -> bytes:
+def _checked(data: bytes, name: str, entry: Any) -> bytes:
     size = entry.get("bytes") if isinstance(entry, dict) else None
     if type(size) is not int or not isinstance(entry.get("sha256"), str):
         raise PolicyError(f"{MANIFEST}: the entry of {name} is {str(entry)[:80]}, expected bytes and sha256")
-    data = read(name, size)
     if len(data) != size:
         raise PolicyError(f"{name} has {len(data)} bytes, expected {size}: it was truncated, or is another policy's")
     if _digest(data) != entry["sha256"]:

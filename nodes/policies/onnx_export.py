@@ -46,7 +46,7 @@ from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObse
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
-from rollflow.nodes.policies.examples import Arrays
+from rollflow.nodes.policies.artifact import Arrays
 from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPolicy, facts_text, sorted_names
 from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
@@ -105,25 +105,32 @@ class Plan:
 def add_form(piece: ConnectorV2, plan: Plan) -> None:
     """Add a piece's form to a plan. Raises PolicyError, with the piece's name, where it has none."""
     kind = type(piece)
-    if kind not in _KNOWN or getattr(piece, "multi_agent", False):
+    if kind not in _BEFORE or getattr(piece, "multi_agent", False):
         raise _without_form(piece)
-    if plan.is_stacked and kind in (*_REWRITES, PrevActionsPrevRewards):
+    add = _BEFORE[kind]
+    if add is None:
+        return
+    if plan.is_stacked and add is not _frames:
         raise PolicyError(f"'{piece.name}' rewrites observations behind FrameStacking, expected it before")
-    if isinstance(piece, FrameStacking):
-        _frames(piece, plan)
-    elif isinstance(piece, PrevActionsPrevRewards):
-        _previous(piece, plan)
-    elif kind in _REWRITES:
-        rewritten = _REWRITES[kind](piece)
+    add(piece, plan)
+
+
+def _rewriting(make: Callable[[Any], Callable[[Tree], Tree]]) -> Callable[[Any, Plan], None]:
+    """What adds the form of a piece that makes other observations any[N, ...] of them, and remembers nothing."""
+
+    def add(piece: Any, plan: Plan) -> None:
+        rewritten = make(piece)
 
         def form(step: Step) -> None:
             step.observation = rewritten(step.observation)
 
         plan.forms.append(form)
 
+    return add
+
 
 def _without_form(piece: ConnectorV2) -> PolicyError:
-    known = ", ".join(sorted(cls.__name__ for cls in _KNOWN))
+    known = ", ".join(sorted(cls.__name__ for cls in _BEFORE))
     return PolicyError(
         f"'{piece.name}' ({type(piece).__name__}) has no tensor form, which an ONNX program is made of; expected none "
         f"but {known}"
@@ -232,23 +239,19 @@ def _made_leaf(rule: LeafRule, items: Tree) -> Tensor:
     return rows.to(like.dtype).reshape(count, *rule.target.shape)
 
 
-# Piece -> what it makes of an observation any[N, ...], without anything that is remembered.
-_REWRITES: dict[type, Callable[[Any], Callable[[Tree], Tree]]] = {
-    AdaptObservations: lambda piece: partial(_mapped, piece.map),
-    FlattenObservations: lambda piece: partial(flat, piece._kept(piece.input_observation_space)),
-    OneHotObservations: lambda piece: partial(_hot_items, piece.input_observation_space),
-    MeanStdFilter: _filtered,
-}
-_KNOWN = {
-    *_REWRITES,
-    FrameStacking,
-    PrevActionsPrevRewards,
-    # These change only where numbers lie.
-    AddObservationsFromEpisodesToBatch,
-    AddTimeDimToBatchAndZeroPad,
-    AddStatesFromEpisodesToBatch,
-    BatchIndividualItems,
-    NumpyToTensor,
+# Piece -> what adds its form to a plan; None: it changes only where numbers lie.
+_BEFORE: dict[type, Callable[[Any, Plan], None] | None] = {
+    AdaptObservations: _rewriting(lambda piece: partial(_mapped, piece.map)),
+    FlattenObservations: _rewriting(lambda piece: partial(flat, piece._kept(piece.input_observation_space))),
+    OneHotObservations: _rewriting(lambda piece: partial(_hot_items, piece.input_observation_space)),
+    MeanStdFilter: _rewriting(_filtered),
+    FrameStacking: _frames,
+    PrevActionsPrevRewards: _previous,
+    AddObservationsFromEpisodesToBatch: None,
+    AddTimeDimToBatchAndZeroPad: None,
+    AddStatesFromEpisodesToBatch: None,
+    BatchIndividualItems: None,
+    NumpyToTensor: None,
 }
 
 # Pieces behind the module

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -27,7 +27,20 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
-from rollflow.nodes.policies.artifact import Examples, Parts, computed_by, files_of, parts_of, program_files
+from rollflow.nodes.policies.artifact import (
+    Arrays,
+    Examples,
+    Parts,
+    check_same,
+    computed_by,
+    drawn_inputs,
+    files_of,
+    is_same,
+    observations_at,
+    parts_of,
+    program_files,
+    traced,
+)
 from rollflow.nodes.policies.artifact_files import (
     ONNX,
     check_target,
@@ -36,7 +49,6 @@ from rollflow.nodes.policies.artifact_files import (
     write_file,
     write_files,
 )
-from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, is_same, observations_at, traced
 from rollflow.nodes.policies.onnx_policy import DEFAULT_SESSION, rewards_of
 from rollflow.nodes.policies.part_records import classes_of
 from rollflow.nodes.policies.program import ProgramModule
@@ -45,20 +57,18 @@ from rollflow.nodes.stages.connector_builders import acting_copy, lookback_for, 
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_forward import ModuleForward, note_batch
 from rollflow.nodes.stages.module_to_env import ModuleToEnv, convert_actions
+from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError
+from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import check_columnar, row_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, tree_at
+from rollflow.stream.fragments.fragment import FragmentLayout
+from rollflow.stream.fragments.lane import Lane
 
 if TYPE_CHECKING:
     from rollflow.nodes.connectors.pipelines.adapting import Origin
     from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
-from collections.abc import Callable
-
-from rollflow.stream.data.column import Column
-from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.fragments.fragment import FragmentLayout
-from rollflow.stream.fragments.lane import Lane
 
 _OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
 MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback

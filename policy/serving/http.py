@@ -26,7 +26,6 @@ from rollflow.policy.serving.request import (
     PROTOCOL,
     Acted,
     ActRequest,
-    ClosedError,
     OwnSession,
     RequestError,
     ServingError,
@@ -48,10 +47,15 @@ _LEFT = 1000  # WebSocket's code of a connection that was closed on purpose
 
 
 class AsyncFront:
-    """Takes answers from the threads that act into an event loop."""
+    """Takes answers from the threads that act into an event loop.
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf, self._loop = shelf, asyncio.get_running_loop()
+    clients    client's name for itself -> its newest conversation
+    limit      bytes of a message, at most
+    """
+
+    def __init__(self, shelf: Shelf, limit: int) -> None:
+        self.shelf, self.limit, self._loop = shelf, limit, asyncio.get_running_loop()
+        self.clients: dict[str, Conversation] = {}
 
     async def act(self, name: str, fields: Any, client: str | None = None) -> Acted:
         """The answer to a request for the action of a policy.
@@ -67,7 +71,7 @@ class AsyncFront:
         Raises ServingError: RequestError, with the field, where one is wrong.
         """
         _check_fields(fields, _FIELDS, "observation")
-        space = self._shelf.newest(name).policy.observation_space
+        space = self.shelf.newest(name).policy.observation_space
         observation = item_from(space, fields["observation"], "observation")
         return await self._submitted(name, self._request(fields, observation, client), fields.get("version"))
 
@@ -84,7 +88,7 @@ class AsyncFront:
             if not isinstance(values, list) or len(values) != len(columns["sessions"]) or not values:
                 raise RequestError(f"'{column}' is {shown(values)}, expected a list with one for each of 'sessions'")
         count = len(columns["sessions"])
-        space = self._shelf.newest(name).policy.observation_space
+        space = self.shelf.newest(name).policy.observation_space
         rows = item_from(space, fields["observations"], "observations", (count,))
         places = [{_COLUMNS[column]: values[row] for column, values in columns.items()} for row in range(count)]
         requests = [self._request(place, tree_at(rows, row), client) for row, place in enumerate(places)]
@@ -102,7 +106,7 @@ class AsyncFront:
         if not isinstance(version, str | None):
             raise RequestError(f"'version' is {shown(version)}, expected a text")
         try:
-            self._shelf.submit(name, request, version)
+            self.shelf.submit(name, request, version)
         except ServingError as error:
             answer.set_exception(error)
         return answer
@@ -137,26 +141,15 @@ class AsyncFront:
 class Conversation:
     """One client's messages over an accepted WebSocket; each is answered once it is acted on.
 
-        clients    client's name for itself -> its newest conversation, of all of the server's
-        policy     that acts where a message names none; None: the only one
-        limit      bytes of a message, at most
+    policy    that acts where a message names none; None: the only one
 
     A client that has said `hello` has sessions of its own. They are forgotten where it leaves; where its connection
     breaks, they go on by the next one.
     """
 
-    def __init__(
-        self,
-        socket: WebSocket,
-        shelf: Shelf,
-        front: AsyncFront,
-        clients: dict[str, "Conversation"],
-        *,
-        policy: str | None,
-        limit: int,
-    ) -> None:
-        self._socket, self._shelf, self._front, self._policy = socket, shelf, front, policy
-        self._clients, self._limit = clients, limit
+    def __init__(self, socket: WebSocket, front: AsyncFront, policy: str | None) -> None:
+        self._socket, self._front, self._policy = socket, front, policy
+        self._shelf, self._clients = front.shelf, front.clients
         self._client: str | None = None
 
     async def run(self) -> None:
@@ -208,7 +201,7 @@ class Conversation:
             return {"forgotten": self._shelf.forget(name, owned)}
         if "observations" in fields:
             return _batch_fields(await self._front.act_batch(name, rest, self._client))
-        return acted_fields(await self._front.act(name, rest, self._client))
+        return (await self._front.act(name, rest, self._client))._asdict()
 
     def _welcome(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         if fields["hello"] != PROTOCOL:
@@ -220,7 +213,7 @@ class Conversation:
         self._client = client
         self._clients[client] = self
         policies = {name: description_of(self._shelf, name) for name in self._shelf.names}
-        return {"hello": PROTOCOL, "max_bytes": self._limit, "policies": policies}
+        return {"hello": PROTOCOL, "max_bytes": self._front.limit, "policies": policies}
 
     def _name(self, name: Any) -> str:
         names = self._shelf.names
@@ -243,11 +236,6 @@ def description_of(shelf: Shelf, name: str) -> dict[str, Any]:
         "action_space": described(newest.policy.action_space),
         "has_memory": newest.book.has_memory,
     }
-
-
-def acted_fields(acted: Acted) -> dict[str, Any]:
-    """An answer as clients get it."""
-    return {"action": acted.action, "version": acted.version, "weights": acted.weights, "number": acted.number}
 
 
 def refusal_of(error: BaseException) -> dict[str, Any]:
@@ -324,8 +312,7 @@ class HttpServer:
         self._shelf, self._max_body = shelf, max_body
         self._secret = None if secret is None else secret.encode()
         check_secret(address, self._secret)
-        self._front: AsyncFront | None = None
-        self._clients: dict[str, Conversation] = {}
+        self._front: AsyncFront  # set before the first request
         self._scheme = "https" if certificate else "http"
         config = uvicorn.Config(
             self._application(),
@@ -384,7 +371,7 @@ class HttpServer:
 
     @asynccontextmanager
     async def _tidying(self, _: Starlette) -> AsyncIterator[None]:
-        self._front = AsyncFront(self._shelf)
+        self._front = AsyncFront(self._shelf, self._max_body)
         watcher = Watcher([self._shelf.tidy], TIDY_SECONDS)
         try:
             yield
@@ -431,7 +418,7 @@ class HttpServer:
 
     async def _act(self, request: Request) -> Any:
         fields = _read(request.headers.get("content-type", ""), await self._body(request))
-        return acted_fields(await self._running_front.act(request.path_params["name"], fields))
+        return (await self._front.act(request.path_params["name"], fields))._asdict()
 
     async def _forget(self, request: Request) -> Any:
         session: Hashable = request.path_params["session"]
@@ -447,24 +434,13 @@ class HttpServer:
         return b"".join(parts)
 
     async def _stream(self, socket: WebSocket) -> None:
-        if await self._accepted(socket):
-            name, front = socket.path_params.get("name"), self._running_front
-            await Conversation(socket, self._shelf, front, self._clients, policy=name, limit=self._max_body).run()
-
-    async def _accepted(self, socket: WebSocket) -> bool:
         try:
             self._prove(socket)
         except ServingError as error:
             await socket.close(1008, str(error))  # which is status 403 here
-            return False
+            return
         await socket.accept()
-        return True
-
-    @property
-    def _running_front(self) -> AsyncFront:
-        if self._front is None:
-            raise ClosedError("the server has not begun")
-        return self._front
+        await Conversation(socket, self._front, socket.path_params.get("name")).run()
 
 
 def _read(content_type: str, body: bytes) -> Any:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollflow.nodes.policies.examples import check_same
+from rollflow.nodes.policies.artifact import check_same
 from rollflow.stream import PolicyError
 
 LOGITS, ACTIONS = "module: action_dist_inputs float32", "actions: env int64"
