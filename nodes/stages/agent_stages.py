@@ -174,11 +174,11 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
             if pipeline.changes_episodes:
                 for place, slots in part.ended_by_module():
                     acting = lane.modules[place]
-                    ended = part.live.show(slots, part.ended.of(slots), is_rewritten=False)
+                    ended = part.show_ended(slots)
                     shared_data = dict(lane.shared_data_of(place))
                     pipeline.run(acting.module, {}, ended, acting.explore, shared_data, self._metrics)
-                    part.ended.put(slots, ended.newest())
-            part.settle_ended()
+                    part.ended.take(ended)
+            part.commit_ended()
         for place, slots in part.by_module(part.acting):
             shown, acting = part.show(slots), lane.modules[place]
             shared_data = lane.shared_data_of(place)
@@ -189,7 +189,7 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
                 begun = np.flatnonzero(shown.just_begun())
                 if len(begun):
                     part.record_states(slots[begun], states_at(batch[Columns.STATE_IN], begun))
-            part.settle(shown)
+            part.commit(shown)
             lane.shown[place] = shown
 
 

@@ -182,7 +182,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         ended = lane.ended
         if ended is not None:
             if self.pipeline.changes_episodes:
-                lane.settle(lane.observation_spaces[0])
+                ended.settle(lane.observation_spaces[0])
                 self.pipeline(batch={}, episodes=ended, shared_data=dict(lane.shared_data), **self._context)
             lane.commit_ended()
         if lane.index not in self._lanes:

@@ -5,17 +5,16 @@ action is yet to be computed. A vector step is
 
     record_actions(...)    write the module's actions into row `row`
     record_step(...)       write the environments' answer; `row` moves on by one
-    observations(), …      connector pieces read the new row and may write it back
-    settle(space)          a piece's turn is over: what it wrote is in the dtypes of its space
+    episodes               connector pieces read the new row and may write it back
+    episodes.settle(space) a piece's turn is over: what it wrote is in the dtypes of its space
     commit()               the row is final; a full fragment may now be cut
 
-Pieces that rewrite observations may change the type of the `obs` column: see `settle`. Each one is given what the
+Pieces that rewrite observations may change the type of the `obs` column, in its first row. Each one is given what the
 environment, or the piece before it, gave, in that one's own type.
 """
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
@@ -28,9 +27,9 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import is_columnar, row_of
-from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree, stack_trees, unstack_tree
+from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
-from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes
+from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
 
 FINAL_OBS = "final_obs"
 
@@ -126,16 +125,15 @@ class LaneColumns:
             known = self._types[id(space)] = space, made
         return known[1]
 
-    def fits(self, space: gym.Space[Any] | None, observations: Tree, count: int) -> bool:
+    def fits(self, space: gym.Space[Any], observations: Tree, count: int) -> bool:
         """True if a column for a space takes observations, a tree of arrays `any[count, ...]`."""
-        column = None if space is None else self.type_of(space)
+        column = self.type_of(space)
         return column is not None and column.mismatch(observations, count) is None
 
-    def converted(self, space: gym.Space[Any] | None, observations: Tree, count: int) -> Tree:
-        """Observations any[count, ...] in the dtypes of a space, where they fit it; else as they are."""
-        column = None if space is None else self.type_of(space)
-        fitting = None if column is None else column.fitting(observations, count)
-        return observations if column is None or fitting is None else column.cast(fitting, count)
+    def fitting(self, space: gym.Space[Any], observations: Tree, count: int) -> Tree | None:
+        """Observations any[count, ...] as a column for a space takes them; None where it does not."""
+        column = self.type_of(space)
+        return None if column is None else column.fitting(observations, count)
 
     def extra(self, name: str, values: Tree) -> Column:
         """A new column for an output with `values`, a tree of arrays `any[N, ...]`. Raises ColumnError for others."""
@@ -195,30 +193,213 @@ def outputs_error(whose: str, expected: Iterable[str], outputs: Mapping[str, Tre
     )
 
 
-class Lane:
-    """The N slots of one lane and the fragment that they are filling.
+class SlotLane:
+    """Slots of a lane that have the same spaces, and the fragment that they are filling.
 
-        index            number of the lane
-        layout           layout of its fragments
-        memory           memory of columns that another process writes to; None: this lane writes all
-        is_shared        whether columns lie in shared memory, from the first step on: see `share`
-
-        row              row of the current observation, H … H+T
-        policy_version   version of the weights that the last forward pass used
-        episode_start    i64[N] row of the first observation of the slot's episode
-        episode_number   i64[N] number of episodes that the slot had before
-        custom_data      (slot, number of its episode) -> data that pieces keep with the episode
-        fragment         the fragment that is being filled
-        observation_space    of the `obs` column
-        batch            data between the stages: column name -> tree of arrays `any[N, ...]`, or a part of the
-                         outputs of one forward pass over several lanes
-        shared_data      data between connector pieces, from env-to-module to module-to-env
-        num_steps        transitions recorded since the first reset
-        vector_steps     vector steps since the first reset
-        first_step       vector steps that the run had made when this lane began
-        is_set_aside     whether the environments are gone for good: the lane makes no further step
+        index, layout         number of the lane, and layout of the fragments
+        columns               makes the fragments' columns
+        everyone              i64[N] all slots
+        episode_start         i64[N] row of the first observation of the slot's episode
+        episode_number        i64[N] number of episodes that the slot had before
+        custom_data           (slot, number of its episode) -> data that pieces keep with the episode
+        observation_space     of the `obs` column
+        observation_spaces    spaces that observations may be in after pieces rewrite them, the environments' first
+        num_steps             transitions recorded since the first reset
+        ended                 episodes that ended in the last step, while pieces have not seen their last observations
+        shown                 episodes that pieces are working on; None: pieces are not at work
 
     Raises ColumnError whenever an array does not fit its column.
+    """
+
+    fragment: Fragment
+    shown: LaneEpisodes | None
+
+    def __init__(
+        self, index: int, layout: FragmentLayout, observation_space: gym.Space[Any], columns: LaneColumns
+    ) -> None:
+        self.index, self.layout, self.columns = index, layout, columns
+        self.everyone = np.arange(layout.num_slots)
+        self.episode_start = np.full(layout.num_slots, layout.lookback)
+        self.episode_number = np.zeros(layout.num_slots, np.int64)
+        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+        self.observation_space = observation_space
+        self.observation_spaces: Sequence[gym.Space[Any]] = (observation_space,)
+        self.num_steps = 0
+        self.ended: EndedEpisodes | None = None
+        self._live: dict[int, LiveEpisode] = {}
+        self._typing = True  # until the first step the obs column may take another type
+
+    def rows_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64] | int:
+        """The rows i64[K] of slots' newest observations, or the one row where all slots stand."""
+        raise NotImplementedError
+
+    def row_of(self, slot: int) -> int:
+        """The row of a slot's newest observation."""
+        raise NotImplementedError
+
+    def fragment_of(self, slot: int) -> Fragment:
+        """The current fragment, with columns by the names that the module of a slot uses."""
+        return self.fragment
+
+    def envs_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The environments of slots, i64[K]."""
+        return slots
+
+    def named(self, slots: Sequence[int]) -> str:
+        """A text of some slots, for errors."""
+        return f"slot {', '.join(map(str, slots))}"
+
+    def record_states(self, slots: NDArray[np.int64], states: Tree) -> None:
+        """Keep the states, any[K, ...], before the next steps of slots, i64[K], whose episodes begin with these."""
+        rows = np.broadcast_to(self.rows_of(slots), slots.shape)
+        self.fragment.starts.append(Start(rows, slots, states))
+
+    # Reading and writing by connector pieces
+
+    def live(self, slot: int) -> LiveEpisode:
+        """The episode that a slot shows, always the same object."""
+        made = self._live.get(slot)
+        if made is None:
+            made = self._live[slot] = LiveEpisode(self, slot)
+        return made
+
+    def starts_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """i64[K]: rows of the first observations of the episodes that slots, i64[K], show."""
+        starts = self.episode_start if self.ended is None else self.ended.starts
+        return starts if len(slots) == len(starts) else starts[slots]
+
+    def start_of(self, slot: int) -> int:
+        """The row of the first observation of the episode that a slot shows."""
+        ended = self._ended_with(slot)
+        return int((self.episode_start if ended is None else ended.starts)[slot])
+
+    def number_of(self, slot: int) -> int:
+        """The number of episodes that a slot had before the one that it shows."""
+        ended = self._ended_with(slot)
+        return int((self.episode_number if ended is None else ended.numbers)[slot])
+
+    def has_ended(self, slot: int) -> bool:
+        """True if the episode that the slot shows ended with the last step."""
+        return self._ended_with(slot) is not None
+
+    def infos_at(self, row: int, slot: int) -> Mapping[str, Any]:
+        """The vector infos that go with an observation of the episode that the slot shows."""
+        ended = self._ended_with(slot)
+        return self.fragment.infos[row] if ended is None or row != self.row_of(slot) else ended.infos
+
+    def shown_with(self, slot: int) -> LaneEpisodes | None:
+        """The episodes that pieces are working on, if the slot's is one of them."""
+        shown = self.shown
+        return shown if shown is not None and shown.shows(slot) else None
+
+    def observation(self, slot: int) -> Tree:
+        """The newest observation of one slot, any[...]; if its episode has just ended, the last one."""
+        shown = self.shown_with(slot)
+        if shown is not None:
+            return shown.observation(slot)
+        row = self.row_of(slot)
+        return map_tree(lambda leaf: leaf[row, slot], self._column.tree)
+
+    def set_observation(self, slot: int, observation: Tree) -> None:
+        """Replace the newest observation of one slot, any[...]; if its episode has just ended, the last one."""
+        shown = self.shown_with(slot)
+        if shown is not None:
+            shown.set_observation(slot, observation)
+        else:
+            self._column.write_slot(self.row_of(slot), slot, self._column.whole(observation))
+
+    def is_settled(self, slot: int) -> bool:
+        """True if the slot's newest observation is in the column."""
+        shown = self.shown_with(slot)
+        return shown is None or shown.is_settled
+
+    def settle(self, space: gym.Space[Any] | None) -> None:
+        """End the turn of a connector piece: see `LaneEpisodes.settle`."""
+        if self.shown is not None:
+            self.shown.settle(space)
+
+    def convert(self, shown: LaneEpisodes, space: gym.Space[Any], fitting: Tree, *, is_written: bool) -> None:
+        """Have episodes show observations in the dtypes of a space.
+
+        fitting       the observations as a column for the space takes them, any[K, ...]
+        is_written    whether the piece with this space has written them
+        """
+        column = self.columns.type_of(space)
+        assert column is not None
+        shown.show(column.cast(fitting, len(shown)), is_settled=False)
+
+    def try_record(self, slot: int, observation: Tree) -> bool:
+        """Record an observation, any[...], in the place of a newest one that is settled; False: it can't be."""
+        return False
+
+    def commit_ended(self) -> None:
+        """End the connector pieces' turn on the episodes that ended in the last step."""
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            self.fragment.finals += ended.finals(self._column)
+
+    # Inside
+
+    @property
+    def _column(self) -> Column:
+        return self.fragment.columns[Columns.OBS]
+
+    def _ended_with(self, slot: int) -> EndedEpisodes | None:
+        """The episodes that ended in the last step, if the slot shows one of them."""
+        return self.ended if self.ended is not None and self.ended.shows(slot) else None
+
+    def _record(self, shown: LaneEpisodes) -> None:
+        """Record the observations that pieces have left in episodes.
+
+        Before the first step the column takes the type of the space of the last piece that has written, or else of the
+        last one of `observation_spaces` that they fit.
+        """
+        observations, declared = shown.newest(), None
+        if self._typing:
+            declared = self.observation_spaces[-1]
+            spaces = (shown.space, *reversed(self.observation_spaces))
+            fit = (each for each in spaces if each is not None and self.columns.fits(each, observations, len(shown)))
+            self._retype(next(fit, self.observation_space))
+        try:
+            self._write(self._column, shown.slots, self._column.whole(observations))
+        except ColumnError as error:
+            raise self.columns.refusal(error, declared, observations, len(shown)) from None
+
+    def _write(self, column: Column, slots: NDArray[np.int64], values: Tree) -> None:
+        """Write values, any[K, ...], of slots' newest rows."""
+        raise NotImplementedError
+
+    def _retype(self, space: gym.Space[Any]) -> None:
+        """Give the `obs` column the type of a space."""
+        if space is not self.observation_space:
+            self.observation_space = space
+            self.fragment.columns[Columns.OBS] = self.columns.observations(space)
+
+    def _hand_on(self, new: Fragment, stops: NDArray[np.int64]) -> None:
+        """Begin the fragment `new` with what goes on from this one, whose slots end at the rows `stops`, i64[N]."""
+        old, number = self.fragment, self.episode_number.tolist()
+        old.observation_space = new.observation_space = self.observation_space
+        old.custom_data = copy.deepcopy(self.custom_data)
+        self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
+        old.hand_on_starts(new, stops, stops - self.layout.lookback)
+        self.fragment = new
+
+
+class Lane(SlotLane):
+    """The N slots of one lane of environments with one agent each, all in one row.
+
+    memory           memory of columns that another process writes to; None: this lane writes all
+    is_shared        whether columns lie in shared memory, from the first step on: see `share`
+
+    row              row of the current observation, H … H+T
+    policy_version   version of the weights that the last forward pass used
+    episodes         the slots' episodes
+    batch            data between the stages: column name -> tree of arrays `any[N, ...]`, or a part of the
+                     outputs of one forward pass over several lanes
+    shared_data      data between connector pieces, from env-to-module to module-to-env
+    vector_steps     vector steps since the first reset
+    first_step       vector steps that the run had made when this lane began
+    is_set_aside     whether the environments are gone for good: the lane makes no further step
     """
 
     def __init__(
@@ -230,36 +411,20 @@ class Lane:
         *,
         is_shared: bool = False,
     ) -> None:
-        self.index = index
-        self.layout = layout
+        super().__init__(index, layout, observation_space, LaneColumns(layout, memory, is_shared=is_shared))
         self.memory = memory
         self.policy_version = self._version_written = 0
         self.row = self._first_row = layout.lookback
         self._last_row = layout.lookback + layout.num_rows  # the fragment is cut here
-        self.episode_start = np.full(layout.num_slots, self.row)
-        self.episode_number = np.zeros(layout.num_slots, np.int64)
-        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
         self._dead: NDArray[np.bool_] | None = None  # slots whose next step only resets them
         self._extra: tuple[str, ...] | None = None
-        self._columns = LaneColumns(layout, memory, is_shared=is_shared)
         self._is_unseen = is_shared  # the first fragment is not yet in shared memory
-        self.observation_space = observation_space
-        self.fragment = self._fragment(0, self._columns.first(observation_space))
+        self.fragment = self._fragment(0, self.columns.first(observation_space))
         self.batch: Any = {}
         self.shared_data: dict[str, Any] = {}
-        self.num_steps = 0
         self.vector_steps = self.first_step = 0
         self.is_set_aside = False
-        self.episodes = LaneEpisodes(self)
-        # Spaces that observations may be in after pieces rewrite them, the environment's first.
-        self.observation_spaces: Sequence[gym.Space[Any]] = (observation_space,)
-        self._ended: Final | None = None  # episodes that ended in the last step, with obs[row] the next ones' first
-        self._ended_items: dict[int, Tree] = {}
-        self._latest: Tree = None  # current observations, as the environment or the last piece wrote them
-        self._items: list[Tree] | None = None  # current observations by slot, while pieces write single slots
-        self._settled = False  # whether `_latest` is the column's own row
-        self._written = False  # whether what was written last is still to be converted: see `settle`
-        self._typing = True  # until the first step the obs column may still take another type
+        self.episodes = LaneEpisodes(self, self.everyone, None, is_settled=False)
 
     @property
     def step(self) -> int:
@@ -294,7 +459,7 @@ class Lane:
     @property
     def shared(self) -> SharedRows | None:
         """Location of the current fragment in shared memory; None: it is not shared."""
-        return self._columns.shared
+        return self.columns.shared
 
     # Recording
 
@@ -322,10 +487,6 @@ class Lane:
         if self.policy_version != self._version_written or row == self._first_row:
             # Later rows are written too: versions change seldom.
             columns[Columns.POLICY_VERSION].tree[row:] = self._version_written = self.policy_version
-
-    def record_states(self, slots: NDArray[np.int64], states: Tree) -> None:
-        """Keep the states, any[K, ...], before the current row's step, of slots whose episodes begin with it."""
-        self.fragment.starts.append(Start(np.full(len(slots), self.row), slots, states))
 
     def record_step(
         self,
@@ -428,124 +589,51 @@ class Lane:
             if final is None:
                 self._dead = done
             else:
-                slots = np.flatnonzero(done)
-                self._ended_items = dict(zip(slots.tolist(), final[0], strict=True))
-                self._ended = Final(row, slots, None, final[1])
-                self._written = True
+                slots, (last, last_infos) = np.flatnonzero(done), final
+                before = self.episode_start, self.episode_number
+                self.ended = EndedEpisodes(self, slots, last, np.full(len(slots), row), *before, last_infos)
 
     # Reading and writing by connector pieces
 
-    def observations(self) -> Tree:
-        """The current observation of every slot: a tree of views `any[N, ...]`, not to be written to."""
-        if self._items is not None:
-            self._latest, self._items = self._stacked(), None
-        return self._latest
+    @property
+    def shown(self) -> LaneEpisodes:  # type: ignore[override]
+        """The episodes that pieces are working on: those that ended in the last step come first."""
+        return self.episodes if self.ended is None else self.ended
 
-    def set_observations(self, observations: Tree) -> None:
-        """Replace the current observation of every slot by a tree of arrays `any[N, ...]`."""
-        self._latest, self._items, self._settled = observations, None, False
-        self._written = True
+    def shown_with(self, slot: int) -> LaneEpisodes:
+        return self._ended_with(slot) or self.episodes
 
-    def observation(self, slot: int) -> Tree:
-        """The current observation of one slot, any[...]; if its episode has just ended, the last one."""
-        if self._ended is not None and slot in self._ended_items:
-            return self._ended_items[slot]
-        if self._items is not None:
-            return self._items[slot]
-        return map_tree(lambda leaf: leaf[slot], self._latest)
+    def rows_of(self, slots: NDArray[np.int64]) -> int:
+        return self.row
 
-    def set_observation(self, slot: int, observation: Tree) -> None:
-        """Replace the current observation of one slot, any[...]; if its episode has just ended, the last one."""
-        if self._ended is not None and slot in self._ended_items:
-            self._ended_items[slot] = observation
-            self._written = True
-            return
-        if self._items is None:
-            if self._settled and not self._typing and self._column.try_write_slot(self.row, slot, observation):
-                return
-            latest = self._latest
-            self._items = [map_tree(lambda leaf, i=i: leaf[i], latest) for i in range(self.layout.num_slots)]
-            self._settled, self._written = False, True
-        self._items[slot] = observation
-
-    def is_settled(self, slot: int) -> bool:
-        """True if the slot's current observation is in the column."""
-        return self._settled and not (self._ended is not None and slot in self._ended_items)
+    def row_of(self, slot: int) -> int:
+        return self.row
 
     def has_ended(self, slot: int) -> bool:
-        """True if the episode that the slot shows ended with the last step."""
-        return (self._ended is not None and slot in self._ended_items) or (
-            self._dead is not None and bool(self._dead[slot])
-        )
+        return super().has_ended(slot) or (self._dead is not None and bool(self._dead[slot]))
 
-    def infos_at(self, row: int, slot: int) -> Mapping[str, Any]:
-        """The vector infos that go with an observation of the episode that the slot shows."""
-        if self._ended is not None and row == self.row and slot in self._ended_items:
-            return self._ended.infos
-        return self.fragment.infos[row]
-
-    def settle(self, space: gym.Space[Any] | None) -> None:
-        """End the turn of a connector piece: convert what it has written to the dtypes of its space.
-
-        space    that the piece leaves observations in; None: not known
-
-        Observations that do not fit the space stay as they are. In the first row the `obs` column takes the type of the
-        space of the last piece that writes. Before pieces see the last observations of ended episodes, `settle` with
-        the environments' space converts these.
-        """
-        if self._ended is not None:
-            self._settle_ended(space)
-            return
-        if self._settled:
-            return
-        latest, is_written, self._written = self.observations(), self._written, False
-        if space is None or not (is_written or space is self.observation_space):
-            return
-        column, count = self._columns.type_of(space), self.layout.num_slots
-        fitting = None if column is None else column.fitting(latest, count)
-        if column is None or fitting is None:
-            return
-        if self._typing and is_written:
+    def convert(self, shown: LaneEpisodes, space: gym.Space[Any], fitting: Tree, *, is_written: bool) -> None:
+        if shown is self.episodes and is_written and self._typing:
             self._retype(space)
-        if space is self.observation_space:
-            self._write(fitting)
+        if shown is self.episodes and space is self.observation_space:
+            self._write(self._column, self.everyone, fitting)
         else:
-            self._latest = column.cast(fitting, count)
+            super().convert(shown, space, fitting, is_written=is_written)
+
+    def try_record(self, slot: int, observation: Tree) -> bool:
+        return not self._typing and self._column.try_write_slot(self.row, slot, observation)
 
     def commit(self) -> None:
         """End the connector pieces' turn: the current row is final. Later rows must fit its type."""
-        if self._items is not None or not self._settled:
-            latest, count = self.observations(), self.layout.num_slots
-            if self._typing:  # and no space of the piece that wrote them is known, or fits
-                fitting = [space for space in self.observation_spaces if self._columns.fits(space, latest, count)]
-                self._retype(fitting[-1] if fitting else self.observation_space)
-            try:
-                self._write(self._column.whole(latest))
-            except ColumnError as error:
-                declared = self.observation_spaces[-1] if self._typing else None
-                raise self._columns.refusal(error, declared, self._latest, count) from None
+        if not self.episodes.is_settled:
+            self._record(self.episodes)
         self.fragment.observation_space = self.observation_space
 
-    @property
-    def ended(self) -> EndedEpisodes | None:
-        """The episodes that ended in the last step, while pieces have not seen their last observations; else None.
-
-        Always None under NEXT_STEP, where the last observation is a row of its own.
-        """
-        return None if self._ended is None else EndedEpisodes(self, self._ended.slots.tolist())
-
     def commit_ended(self) -> None:
-        """End the connector pieces' turn on the episodes that ended in the last step."""
-        ended = self._ended
-        if ended is None:
-            return
-        items = self._column.whole(stack_trees(list(self._ended_items.values())))
-        observations = self._column.cast(items, len(ended.slots))
-        self._written = False
-        self.fragment.finals.append(Final(ended.row, ended.slots, observations, ended.infos))
-        self._begin_episodes(ended.slots, self.row)
-        self._ended = None
-        self._ended_items = {}
+        ended = self.ended
+        super().commit_ended()
+        if ended is not None:
+            self._begin_episodes(ended.slots, self.row)
 
     # Fragments
 
@@ -553,7 +641,7 @@ class Lane:
         """Return the fragment, read-only, and begin the next one with the last H rows as its lookback."""
         old, lookback = self.fragment, self.layout.lookback
         rows = self.row - lookback  # steps made, and the row at which the last H rows begin
-        columns = self._columns.like(old.columns, are_written=self.observation_space is self.observation_spaces[0])
+        columns = self.columns.like(old.columns, are_written=self.observation_space is self.observation_spaces[0])
         for name, column in columns.items():
             column.copy_rows(old.columns[name], rows, self.row + (name == Columns.OBS))
         self.episode_start -= rows
@@ -561,31 +649,24 @@ class Lane:
         if self._dead is not None:
             new.episode_start[self._dead] = lookback + 1
             new.episode_number[self._dead] += 1
-        new.observation_space = old.observation_space
         new.infos[: lookback + 1] = old.infos[rows : self.row + 1]
-        old.custom_data = copy.deepcopy(self.custom_data)
-        if old.starts:
-            slots = self.layout.num_slots
-            old.hand_on_starts(new, np.full(slots, self.row), np.full(slots, rows))
+        self._hand_on(new, np.full(self.layout.num_slots, self.row))
         old.seal(rows)
-        number = self.episode_number.tolist()
-        self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
-        self.fragment = new
         self.row = lookback
-        self._latest = self._column.row(self.row)
+        self.episodes.show(self._column.row(self.row), is_settled=True)
         return old
 
     def share(self) -> None:
         """Move the first fragment to shared memory, as all others are; to be called after its first step."""
         old = self.fragment
-        columns = self._columns.like(old.columns, are_written=True)
+        columns = self.columns.like(old.columns, are_written=True)
         for name, column in columns.items():
             column.copy_rows(old.columns[name], 0, self.row + (name == Columns.OBS))
         columns[Columns.POLICY_VERSION].tree[self.row :] = self._version_written
         old.columns = columns
         self._is_unseen = False
-        if self._settled:
-            self._latest = self._column.row(self.row)
+        if self.episodes.is_settled:
+            self.episodes.show(self._column.row(self.row), is_settled=True)
 
     def leave(self) -> Fragment:
         """Return the last fragment, and release all memory: no more steps are made."""
@@ -599,10 +680,10 @@ class Lane:
         self.fragment.infos.clear()
         self.fragment.finals.clear()
         self.memory = None
-        self._columns = LaneColumns(self.layout, None)
-        self._latest = self._items = self._ended = None
-        self._ended_items = {}
+        self.columns = LaneColumns(self.layout, None)
+        self.ended = None
         self.batch, self.shared_data = {}, {}
+        self._live.clear()
         vars(self).pop("episodes", None)  # which refer to the lane
 
     # Inside
@@ -611,7 +692,7 @@ class Lane:
         self._extra = tuple(name for name in outputs if name != Columns.ACTIONS)
         for name in self._extra:
             try:
-                self.fragment.columns[name] = self._columns.extra(name, outputs[name])
+                self.fragment.columns[name] = self.columns.extra(name, outputs[name])
             except ColumnError as error:
                 raise ColumnError(f"lane {self.index}: {error}") from None
 
@@ -625,59 +706,27 @@ class Lane:
             episode_number=self.episode_number.copy(),
         )
 
-    @property
-    def _column(self) -> Column:
-        return self.fragment.columns[Columns.OBS]
-
     def _take_written_observations(self) -> None:
         assert self.memory is not None
-        self._items = None
         if self.observation_space is self.observation_spaces[0]:
-            self._latest, self._settled = self._column.row(self.row), True
+            self.episodes.show(self._column.row(self.row), is_settled=True)
         else:
-            self._latest, self._settled = self.memory.observations(self.row), False
+            self.episodes.show(self.memory.observations(self.row), is_settled=False)
 
     def _take_observations(self, observations: Tree) -> None:
-        self._items = None
-        column = self._column
         if self.observation_space is self.observation_spaces[0]:
+            column = self._column
             column.write(self.row, observations)
-            self._latest, self._settled = column.row(self.row), True
+            self.episodes.show(column.row(self.row), is_settled=True)
         else:
-            given = self._columns.type_of(self.observation_spaces[0])
+            given = self.columns.type_of(self.observation_spaces[0])
             assert given is not None
-            self._latest, self._settled = given.cast(observations, self.layout.num_slots), False
+            self.episodes.show(given.cast(observations, self.layout.num_slots), is_settled=False)
 
-    def _settle_ended(self, space: gym.Space[Any] | None) -> None:
-        is_written, self._written = self._written, False
-        if space is not None and is_written:
-            with suppress(ValueError):  # items of different shapes, which `commit_ended` refuses
-                items = stack_trees(list(self._ended_items.values()))
-                converted = unstack_tree(self._columns.converted(space, items, len(self._ended_items)))
-                self._ended_items = dict(zip(self._ended_items, converted, strict=True))
-
-    def _retype(self, space: gym.Space[Any]) -> None:
-        """Give the `obs` column the type of a space."""
-        if space is not self.observation_space:
-            self.observation_space = space
-            self.fragment.columns[Columns.OBS] = self._columns.observations(space)
-
-    def _write(self, observations: Tree) -> None:
+    def _write(self, column: Column, slots: NDArray[np.int64], values: Tree) -> None:
         """Write the current row of the `obs` column."""
-        column = self._column
-        column.write(self.row, observations)
-        self._latest, self._settled, self._written = column.row(self.row), True, False
-
-    def _stacked(self) -> Tree:
-        items = self._items or []
-        try:
-            return stack_trees(items)
-        except ValueError:
-            shapes = {str(map_tree(np.shape, item)): slot for slot, item in reversed(list(enumerate(items)))}
-            text = ", ".join(f"{shape} (slot {slot})" for shape, slot in shapes.items())
-            raise ColumnError(
-                f"lane {self.index}, column 'obs': connector pieces left observations of different shapes: {text}"
-            ).see("piece") from None
+        column.write(self.row, values)
+        self.episodes.show(column.row(self.row), is_settled=True)
 
     def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_], row: int) -> None:
         """Take `row` as a mere reset of the slots `dead`, bool[N]: no transition, and no end in `done`, bool[N]."""

@@ -1,12 +1,13 @@
 """Live episodes: the ongoing episodes of a lane, as views of its columns that move on with it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, EpisodeError
@@ -14,9 +15,10 @@ from rollflow.stream.data.infos import info_of
 from rollflow.stream.data.tree import Tree, kind_of, map_tree, stack_trees
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode, refusal
+from rollflow.stream.fragments.fragment import Final
 
 if TYPE_CHECKING:
-    from rollflow.stream.fragments.lane import Lane
+    from rollflow.stream.fragments.lane import SlotLane
 
 
 class LiveEpisode(SingleAgentEpisode):
@@ -28,7 +30,7 @@ class LiveEpisode(SingleAgentEpisode):
 
     add_env_reset = add_env_step = concat_episode = refusal("only the environments of its rollout add to it")
 
-    def __init__(self, lane: "Lane", slot: int) -> None:
+    def __init__(self, lane: "SlotLane", slot: int) -> None:
         # The constructor of the base class is not called: it would store data that are read from the lane here.
         self._lane, self._slot = lane, slot
         self.agent_id = self.module_id = self.multi_agent_episode_id = None
@@ -41,29 +43,28 @@ class LiveEpisode(SingleAgentEpisode):
     @property
     def id_(self) -> str:  # type: ignore[override]
         """The id of the slot's current episode."""
-        return self._lane.layout.episode_id(self._slot, int(self._lane.episode_number[self._slot]))
+        return self._lane.layout.episode_id(self._slot, self._lane.number_of(self._slot))
 
     @property
     def custom_data(self) -> dict[Any, Any]:  # type: ignore[override]
         """A dict that belongs to the episode, and is copied to its chunks."""
-        number = int(self._lane.episode_number[self._slot])
-        return self._lane.custom_data.setdefault((self._slot, number), {})
+        return self._lane.custom_data.setdefault((self._slot, self._lane.number_of(self._slot)), {})
 
     @property
     def extra_model_outputs(self) -> dict[str, LookbackBuffer]:  # type: ignore[override]
         """Buffers over the columns of the module's extra outputs, `any[n, ...]` each."""
         lane, slot = self._lane, self._slot
-        return {name: _LiveColumn(lane, slot, name) for name in lane.fragment.extra_columns}
+        return {name: _LiveColumn(lane, slot, name) for name in lane.fragment_of(slot).extra_columns}
 
     @property
     def t(self) -> int:  # type: ignore[override]
         """Steps since the episode's reset."""
-        return self._lane.row - int(self._lane.episode_start[self._slot])
+        return self._lane.row_of(self._slot) - self._lane.start_of(self._slot)
 
     @property
     def t_started(self) -> int:  # type: ignore[override]
         """Steps since the episode's reset when the lane's fragment began."""
-        return max(0, self._lane.layout.lookback - int(self._lane.episode_start[self._slot]))
+        return max(0, self._lane.layout.lookback - self._lane.start_of(self._slot))
 
     @property
     def is_terminated(self) -> bool:  # type: ignore[override]
@@ -76,58 +77,106 @@ class LiveEpisode(SingleAgentEpisode):
         return self._lane.has_ended(self._slot) and self._flag(Columns.TRUNCATEDS)
 
     def settle(self, space: gym.Space[Any] | None) -> None:
-        """End the turn of a piece over all of the lane's episodes: see `Lane.settle`."""
+        """End the turn of a piece over all episodes that it is shown: see `LaneEpisodes.settle`."""
         self._lane.settle(space)
 
     def _flag(self, name: str) -> bool:
-        return bool(self._lane.fragment.columns[name].tree[self._lane.row - 1, self._slot])
+        lane, slot = self._lane, self._slot
+        return bool(lane.fragment_of(slot).columns[name].tree[lane.row_of(slot) - 1, slot])
 
 
 class LaneEpisodes(Sequence[SingleAgentEpisode]):
-    """The ongoing episode of every slot of a lane, N in all. Episodes are made on first use, and then kept.
+    """The ongoing episodes of K slots of a lane, with their latest observations, which pieces may rewrite.
 
     A connector piece that loops over the sequence gets episodes. One that asks for columns gets all slots at once.
+
+    slots         i64[K] ascending: slots of the lane that are shown
+    is_settled    whether the latest observations are recorded as they are
+    space         that the last piece that has written leaves observations in; None: not known
     """
 
-    _slots: Any = slice(None)  # slots of the lane that are shown
-
-    def __init__(self, lane: "Lane") -> None:
-        self.lane = lane
+    def __init__(self, lane: "SlotLane", slots: NDArray[np.int64], observations: Tree, *, is_settled: bool) -> None:
+        self.lane, self.slots = lane, slots
+        self.space: gym.Space[Any] | None = None
         self._made: list[SingleAgentEpisode] | None = None
+        self._is_written = False  # by a piece whose turn is not over
+        self.show(observations, is_settled=is_settled)
 
     def __len__(self) -> int:
-        return self.lane.layout.num_slots
+        return len(self.slots)
 
     def __getitem__(self, index: Any) -> Any:
         if self._made is None:
-            self._made = [LiveEpisode(self.lane, slot) for slot in range(len(self))]
+            self._made = [self.lane.live(slot) for slot in self.slots.tolist()]
         return self._made[index]
 
     def env_slots(self) -> NDArray[np.int64]:
-        """i64[N]: the environment of each episode, as a slot of the lane."""
-        return np.arange(len(self))
+        """i64[K]: the number in the lane of each episode's environment."""
+        return self.lane.envs_of(self.slots)
+
+    def show(self, observations: Tree, *, is_settled: bool) -> None:
+        """Set the latest observations, a tree of arrays `any[K, ...]` that is not written to."""
+        self._latest, self.is_settled = observations, is_settled
+        self._items: list[Tree] | None = None  # the same slot by slot, while pieces write single ones
 
     def observations(self) -> Tree:
-        """The latest observation of every slot: a tree of read-only arrays `any[N, ...]`.
+        """The latest observation of every slot: a tree of read-only arrays `any[K, ...]`.
 
         `set_observations` replaces them.
         """
         return map_tree(_read_only, self.newest())
 
     def newest(self) -> Tree:
-        """As `observations`, not read-only: torch shares its memory then. For pieces that don't write to it."""
-        return self.lane.observations()
+        """As `observations`, not read-only: torch shares its memory then. For pieces that don't write to it.
+
+        Raises ColumnError where pieces have left observations of different shapes.
+        """
+        if self._items is not None:
+            self._latest, self._items = self._stacked(self._items), None
+        return self._latest
 
     def set_observations(self, observations: Tree) -> None:
-        """Replace the latest observation of every slot by a tree of arrays `any[N, ...]`."""
-        self.lane.set_observations(observations)
+        """Replace the latest observation of every slot by a tree of arrays `any[K, ...]`."""
+        self._latest, self._items, self.is_settled, self._is_written = observations, None, False, True
+
+    def observation(self, slot: int) -> Tree:
+        """The latest observation of one slot, any[...]; if its episode has just ended, the last one."""
+        place = self._places[slot]
+        return self._items[place] if self._items is not None else map_tree(lambda leaf: leaf[place], self._latest)
+
+    def set_observation(self, slot: int, observation: Tree) -> None:
+        """Replace the latest observation of one slot, any[...]; if its episode has just ended, the last one."""
+        if self._items is None:
+            if self.is_settled and self.lane.try_record(slot, observation):
+                return
+            self._items = [map_tree(lambda leaf, i=i: leaf[i], self._latest) for i in range(len(self))]
+        self._items[self._places[slot]] = observation
+        self.is_settled, self._is_written = False, True
+
+    def shows(self, slot: int) -> bool:
+        """True if `slot` is one of the slots."""
+        return slot in self._places
 
     def settle(self, space: gym.Space[Any] | None) -> None:
-        """End the turn of a piece that leaves observations in this space: see `Lane.settle`."""
-        self.lane.settle(space)
+        """End the turn of a connector piece: convert what it has written to the dtypes of its space.
+
+        space    that the piece leaves observations in; None: not known
+
+        Observations that do not fit the space stay as they are.
+        """
+        if self.is_settled:
+            return
+        is_written, self._is_written = self._is_written, False
+        if is_written:
+            self.space = space
+        if space is None or not (is_written or space is self.lane.observation_space):
+            return
+        fitting = self.lane.columns.fitting(space, self.newest(), len(self))
+        if fitting is not None:
+            self.lane.convert(self, space, fitting, is_written=is_written)
 
     def recent_observations(self, count: int) -> Tree:
-        """Every slot's last `count` observations, oldest first: a tree of new arrays `any[N, count, ...]`.
+        """Every slot's last `count` observations, oldest first: a tree of new arrays `any[K, count, ...]`.
 
         Observations before the episode's first, or before the lookback, are zeros. Earlier ones are as the last piece
         has left them. Raises ValueError where their dtypes or shapes are not those of the latest ones.
@@ -137,29 +186,28 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
             return map_tree(lambda leaf: leaf[:, None].copy(), latest)
         earlier = self.recent(Columns.OBS, count - 1)
         ours, theirs = kind_of(latest), kind_of(map_tree(lambda past: past[:, 0], earlier))
-        if ours != theirs:
+        if ours != theirs and self.steps_there(count - 1).any():
             raise ValueError(f"the latest are {ours}, those before them {theirs}")
+        if ours != theirs:  # before the first step the column may have another type
+            earlier = map_tree(lambda leaf: np.zeros((len(leaf), count - 1, *leaf.shape[1:]), leaf.dtype), latest)
         return map_tree(lambda past, leaf: np.concatenate([past, leaf[:, None]], axis=1), earlier, latest)
 
     def recent(self, name: str, count: int) -> Tree:
-        """A column's values at the last `count` steps, oldest first: a tree of new arrays `any[N, count, ...]`.
+        """A column's values at the last `count` steps, oldest first: a tree of new arrays `any[K, count, ...]`.
 
         Steps before the episode's first, or before the lookback, are zeros.
         """
-        stop, before = self.lane.row, ~self.steps_there(count)
-        start = max(stop - count, 0)
+        rows, before = np.maximum(self._rows_before(count), 0), ~self.steps_there(count)
 
         def window(leaf: NDArray[Any]) -> NDArray[Any]:
-            rows = leaf[start:stop, self._slots].swapaxes(0, 1)
-            padded = np.zeros((len(before), count, *leaf.shape[2:]), leaf.dtype)
-            padded[:, count - rows.shape[1] :] = rows
-            padded[before] = 0
-            return padded
+            taken: NDArray[Any] = leaf[rows, self.slots[:, None]]
+            taken[before] = 0
+            return taken
 
-        return map_tree(window, self.lane.fragment.columns[name].tree)
+        return map_tree(window, self._columns[name].tree)
 
     def previous(self, name: str) -> Tree | None:
-        """A column's values at the step before: a tree of read-only arrays `any[N, ...]`.
+        """A column's values at the step before: a tree of read-only arrays `any[K, ...]`.
 
         Meaningless for slots that have just begun an episode: see `just_begun`. None if there is no step before, and
         for outputs of the module at the first step. Raises ColumnError where there is no column of this name.
@@ -173,59 +221,91 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
     def values_before(self, name: str) -> Tree | None:
         """As `previous`, not read-only, and None for a column that there is not: for the engine's own pieces."""
-        column = self._columns.get(name)
-        return None if column is None or not self.lane.row else column.row(self.lane.row - 1)
-
-    @property
-    def _columns(self) -> Mapping[str, Column]:
-        return self.lane.fragment.columns
+        column, rows = self._columns.get(name), self.lane.rows_of(self.slots)
+        if column is None:
+            return None
+        if type(rows) is int and len(self) == self.lane.layout.num_slots:
+            return column.row(rows - 1) if rows else None
+        return column.items(np.maximum(rows - 1, 0), self.slots)
 
     def just_begun(self) -> NDArray[np.bool_]:
-        """bool[N]: whether the slot's latest observation is its episode's first."""
-        begun: NDArray[np.bool_] = self.lane.episode_start >= self.lane.row
+        """bool[K]: whether the slot's latest observation is its episode's first."""
+        begun: NDArray[np.bool_] = self.lane.starts_of(self.slots) >= self.lane.rows_of(self.slots)
         return begun
 
     def steps_there(self, count: int) -> NDArray[np.bool_]:
-        """bool[N, count]: which of the last `count` steps `recent` has values of, rather than zeros."""
-        begin = np.maximum(self.lane.episode_start[self._slots], 0)
-        there: NDArray[np.bool_] = np.arange(self.lane.row - count, self.lane.row) >= begin[:, None]
+        """bool[K, count]: which of the last `count` steps `recent` has values of, rather than zeros."""
+        begin = np.maximum(self.lane.starts_of(self.slots), 0)
+        there: NDArray[np.bool_] = self._rows_before(count) >= begin[:, None]
         return there
+
+    def _rows_before(self, count: int) -> NDArray[np.int64]:
+        """Rows of the last `count` steps, i64[K, count], or i64[1, count] where they are the same for all slots."""
+        rows: NDArray[np.int64] = np.reshape(self.lane.rows_of(self.slots), (-1, 1)) + np.arange(-count, 0)
+        return rows
+
+    @property
+    def _columns(self) -> Mapping[str, Column]:
+        """The columns, by the names that the module of these slots uses."""
+        return (self.lane.fragment_of(int(self.slots[0])) if len(self) else self.lane.fragment).columns
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Place of each slot in `slots`."""
+        return {slot: place for place, slot in enumerate(self.slots.tolist())}
+
+    def _stacked(self, items: Sequence[Tree]) -> Tree:
+        try:
+            return stack_trees(items)
+        except ValueError:
+            each = reversed(list(zip(self.slots.tolist(), items, strict=True)))
+            shapes = {str(map_tree(np.shape, item)): slot for slot, item in each}
+            text = ", ".join(f"{shape} (slot {slot})" for shape, slot in shapes.items())
+            raise ColumnError(
+                f"lane {self.lane.index}, column 'obs': connector pieces left observations of different shapes: {text}"
+            ).see("piece") from None
 
 
 class EndedEpisodes(LaneEpisodes):
-    """The K episodes of a lane that ended in its last step, each with its last observation."""
+    """The K episodes that a lane's last step has ended, with their last observations, until pieces have seen them.
 
-    def __init__(self, lane: "Lane", slots: Sequence[int]) -> None:
-        super().__init__(lane)
-        self.slots = self._slots = list(slots)
+    rows       i64[K]  rows of their last steps
+    starts     i64[N]  `episode_start` before the end
+    numbers    i64[N]  `episode_number` before the end
+    infos      vector infos of the last observations
+    shown      slots that pieces see as ended; all at first
+    """
 
-    def __len__(self) -> int:
-        return len(self.slots)
+    def __init__(
+        self,
+        lane: "SlotLane",
+        slots: NDArray[np.int64],
+        observations: Sequence[Tree],
+        rows: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+        infos: Mapping[str, Any],
+    ) -> None:
+        super().__init__(lane, slots, None, is_settled=False)
+        self._items, self._is_written = list(observations), True
+        self.rows, self.starts, self.numbers, self.infos = rows, starts, numbers, infos
+        self.shown = frozenset(slots.tolist())
 
-    def __getitem__(self, index: Any) -> Any:
-        slots = self.slots[index]
-        return [self.lane.episodes[slot] for slot in slots] if isinstance(slots, list) else self.lane.episodes[slots]
+    def shows(self, slot: int) -> bool:
+        """True if the slot is shown as ended."""
+        return slot in self.shown
 
-    def env_slots(self) -> NDArray[np.int64]:
-        """i64[K]: the environment of each ended episode, as a slot of the lane."""
-        return np.array(self.slots, np.int64)
+    def take(self, shown: LaneEpisodes) -> None:
+        """Take the last observations of the slots of `shown` as pieces have left them there."""
+        for slot in shown.slots.tolist():
+            self.set_observation(slot, shown.observation(slot))
 
-    def newest(self) -> Tree:
-        """The last observation of each ended episode, a tree of arrays `any[K, ...]`."""
-        return stack_trees([self.lane.observation(slot) for slot in self.slots])
-
-    def set_observations(self, observations: Tree) -> None:
-        """Replace the last observation of each ended episode by a tree of arrays `any[K, ...]`."""
-        for i, slot in enumerate(self.slots):
-            self.lane.set_observation(slot, map_tree(lambda leaf, i=i: leaf[i], observations))
-
-    def values_before(self, name: str) -> Tree | None:
-        every = super().values_before(name)
-        return None if every is None else map_tree(lambda leaf: leaf[self.slots], every)
-
-    def just_begun(self) -> NDArray[np.bool_]:
-        """bool[K]: all False, since an episode that has ended has made a step."""
-        return np.zeros(len(self), np.bool_)
+    def finals(self, column: Column) -> Iterator[Final]:
+        """Records of the last observations, in the dtypes of their column. Raises ColumnError where they don't fit."""
+        last = column.cast(column.whole(self.newest()), len(self))
+        for row in np.unique(self.rows).tolist():
+            at = np.flatnonzero(self.rows == row)
+            yield Final(row, self.slots[at], map_tree(lambda leaf, at=at: leaf[at], last), self.infos)
 
 
 def _read_only(leaf: NDArray[Any]) -> NDArray[Any]:
@@ -237,7 +317,7 @@ def _read_only(leaf: NDArray[Any]) -> NDArray[Any]:
 class _LiveColumn(LookbackBuffer):
     """Buffer over one slot's part of a column of the current fragment, from the lookback up to the lane's row."""
 
-    def __init__(self, lane: "Lane", slot: int, name: str, space: gym.Space[Any] | None = None) -> None:
+    def __init__(self, lane: "SlotLane", slot: int, name: str, space: gym.Space[Any] | None = None) -> None:
         super().__init__(None, 0, space, name=name)
         self._lane, self._slot, self._column = lane, slot, name
 
@@ -251,39 +331,42 @@ class _LiveColumn(LookbackBuffer):
 
     @property
     def cut_away(self) -> int:
-        return max(0, -int(self._lane.episode_start[self._slot]))
+        return max(0, -self._lane.start_of(self._slot))
+
+    @property
+    def _whole(self) -> Column:
+        return self._lane.fragment_of(self._slot).columns[self._column]
 
     @property
     def _begin(self) -> int:
-        return max(0, int(self._lane.episode_start[self._slot]))
+        return max(0, self._lane.start_of(self._slot))
 
     def total(self) -> int:
-        return self._lane.row - self._begin
+        return self._lane.row_of(self._slot) - self._begin
 
     def item(self, position: int) -> Any:
         row, slot = self._begin + position, self._slot
-        return map_tree(lambda leaf: leaf[row, slot], self._lane.fragment.columns[self._column].tree)
+        return map_tree(lambda leaf: leaf[row, slot], self._whole.tree)
 
     def items(self, where: Any) -> Any:
         begin, slot = self._begin, self._slot
         rows = slice(where.start + begin, where.stop + begin) if isinstance(where, slice) else np.add(where, begin)
-        return map_tree(lambda leaf: leaf[rows, slot], self._lane.fragment.columns[self._column].tree)
+        return map_tree(lambda leaf: leaf[rows, slot], self._whole.tree)
 
     def write(self, position: int, item: Any) -> None:
-        column = self._lane.fragment.columns[self._column]
-        column.write_slot(self._begin + position, self._slot, column.whole(item))
+        self._whole.write_slot(self._begin + position, self._slot, self._whole.whole(item))
 
     def write_several(self, positions: Sequence[int], items: Any) -> None:
         if self.is_numpy:  # checked together: a fraction is refused before the first item is written
             items = self._stacked(items) if isinstance(items, list) else items
-            items = self._lane.fragment.columns[self._column].whole(items)
+            items = self._whole.whole(items)
         super().write_several(positions, items)
 
 
 class _LiveObservations(_LiveColumn):
     """Buffer over one slot's observations: one more than steps, the last of which pieces may still rewrite."""
 
-    def __init__(self, lane: "Lane", slot: int) -> None:
+    def __init__(self, lane: "SlotLane", slot: int) -> None:
         super().__init__(lane, slot, Columns.OBS)
 
     def get(
@@ -338,7 +421,7 @@ class _LiveObservations(_LiveColumn):
 class _LiveInfos(_LiveColumn):
     """Buffer over one slot's infos: one more than steps."""
 
-    def __init__(self, lane: "Lane", slot: int) -> None:
+    def __init__(self, lane: "SlotLane", slot: int) -> None:
         super().__init__(lane, slot, Columns.INFOS)
 
     @property

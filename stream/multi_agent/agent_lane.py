@@ -6,7 +6,7 @@ A vector step is
     record_actions(...)    write the modules' actions into the rows of slots that act
     record_step(...)       write the environments' answer; slots with an observation move on by one row
     begin(...)             write first observations, where environments were reset
-    show(...), settle(...) connector pieces read the newest observations and may write them back
+    show(...), commit(...) connector pieces read the newest observations and may write them back
 
 An agent that acted and has no observation yet stays in its row, and its rewards are added up. While all agents of the
 part act in every step, they stand in one row. Then a step is a handful of writes of whole rows.
@@ -22,58 +22,16 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree
-from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss, Start
-from rollflow.stream.fragments.lane import LaneColumns, outputs_error
-from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
+from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree, stack_trees, unstack_tree
+from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss
+from rollflow.stream.fragments.lane import LaneColumns, SlotLane, outputs_error
+from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, named_columns
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
 
 Slots = NDArray[np.int64]
-
-
-class EndedAgents:
-    """The E episodes that have ended with the last step, until pieces have seen them.
-
-    slots           i64[E]
-    observations    any[E, ...]  last observation of each
-    rows            i64[E]  rows of their last steps
-    starts          i64[S]  `episode_start` before the end
-    numbers         i64[S]  `episode_number` before the end
-    infos           infos of the last observations
-    shown           slots that pieces see as ended; all at first
-    """
-
-    def __init__(self, slots: Slots, observations: Tree, rows: Slots, starts: Slots, numbers: Slots) -> None:
-        self.slots, self.observations, self.rows, self.starts, self.numbers = slots, observations, rows, starts, numbers
-        self.infos = AgentInfos()
-        self.shown = self._all = frozenset(slots.tolist())
-        self._put: list[tuple[Slots, Tree]] = []
-
-    def has(self, slot: int) -> bool:
-        """True if the slot is shown as ended."""
-        return slot in self.shown
-
-    def show(self, slots: Slots | None) -> None:
-        """Set the slots, i64[K], that are shown as ended; None: all."""
-        self.shown = self._all if slots is None else frozenset(slots.tolist())
-
-    def of(self, slots: Slots) -> Tree:
-        """The last observations of some of the slots, a tree of arrays `any[K, ...]`."""
-        places = np.searchsorted(self.slots, slots)
-        return map_tree(lambda leaf: leaf[places], self.observations)
-
-    def put(self, slots: Slots, observations: Tree) -> None:
-        """Take last observations, `any[K, ...]`, as pieces have left them; they replace the old once all are there."""
-        if len(slots):
-            self._put.append((slots, observations))
-        if sum(len(each) for each, _ in self._put) == len(self.slots):
-            order = np.argsort(np.concatenate([each for each, _ in self._put]))
-            joined = concatenate_trees([observations for _, observations in self._put])
-            self.observations, self._put = map_tree(lambda leaf: leaf[order], joined), []
 
 
 def mark_lost(
@@ -114,62 +72,42 @@ def _remove_infos(fragment: AgentFragment, slots: Slots, rows: NDArray[np.int64]
     return taken
 
 
-class AgentLane:
-    """The S agent slots of one part.
+class AgentLane(SlotLane):
+    """The agent slots of one part.
 
-        index                number of the lane
-        layout               layout of its fragments, slots being agent slots
-        part                 the agents and their spaces
+    part                 the agents and their spaces
 
-        everyone             i64[S] all slots
-        at                   i64[S] row of each slot's newest observation
-        module               i16[S] place of the module that serves each slot, or served it last
-        module_ids           ids of the lane's modules, by place
-        first_env            number of the lane's first environment
-        episode_start        i64[S] row of the first observation of the slot's episode
-        episode_number       i64[S] number of episodes with a step that the slot had before
-        custom_data          (slot, number of its episode) -> data that pieces keep with the episode
-        parents              (slot, number of its episode) -> id of the multi-agent episode
-        columns              makes the fragments' columns
-        fragment             the fragment that is being filled
-        acting               i64[K] ascending: slots whose newest observation needs an action
-        lives                bool[S] whether the slot has an episode
-        waits                bool[S] whether the slot has acted and has no observation since
-        received             f32[S] rewards of slots that wait
-        observation_space    of the `obs` column
-        raw                  newest observations as they came, in one row, if pieces have changed their type; else None
-        observation_spaces   spaces that observations may be in after pieces rewrite them, the environments' first
-        num_steps            agent steps recorded so far
-        ended                episodes that ended with the last step, until pieces have seen them; else None
-
-    Raises ColumnError whenever an array does not fit its column.
+    at                   i64[S] row of each slot's newest observation
+    module               i16[S] place of the module that serves each slot, or served it last
+    module_ids           ids of the lane's modules, by place
+    first_env            number of the lane's first environment
+    parents              (slot, number of its episode) -> id of the multi-agent episode
+    acting               i64[K] ascending: slots whose newest observation needs an action
+    lives                bool[S] whether the slot has an episode
+    waits                bool[S] whether the slot has acted and has no observation since
+    received             f32[S] rewards of slots that wait
+    raw                  newest observations as they came, in one row, if pieces have changed their type; else None
     """
 
+    fragment: AgentFragment
+
     def __init__(self, index: int, layout: FragmentLayout, part: AgentPart) -> None:
-        self.index, self.layout, self.part = index, layout, part
+        super().__init__(index, layout, part.observation_space, LaneColumns(layout, None))
+        self.part = part
         slots = layout.num_slots
-        self.everyone: Slots = np.arange(slots)
         self.at: Slots = np.full(slots, layout.lookback)
         self.module = np.zeros(slots, np.int16)
         self.module_ids: Sequence[Any] = ()
         self.first_env = 0
-        self.episode_start = self.at.copy()
-        self.episode_number = np.zeros(slots, np.int64)
-        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
         self.parents: dict[tuple[int, int], str] = {}
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
-        self.columns = LaneColumns(layout, None)
-        self.observation_space = part.observation_space
         self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
         self._has_infos = False
         self.fragment = self._fragment(0, self.columns.first(self.observation_space))
         self.acting: Slots = self.everyone[:0]
         self.lives = np.zeros(slots, np.bool_)
-        self.observation_spaces: Sequence[Any] = (part.observation_space,)
-        self.num_steps = 0
-        self.ended: EndedAgents | None = None
-        self.live = LiveAgents(self)
+        self.shown: LaneEpisodes | None = None
         self._is_assigned = np.zeros(slots, np.bool_)
         self.waits = np.zeros(slots, np.bool_)
         self.received = np.zeros(slots, np.float32)
@@ -177,7 +115,6 @@ class AgentLane:
         self._fresh = np.zeros(slots, np.bool_)  # `acting` as a mask
         self.raw: Column | None = None
         self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
-        self._typing = True  # until the first `settle` the obs column may take another type
         self._begun: list[Slots] = []
         self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
 
@@ -213,13 +150,9 @@ class AgentLane:
         if not is_whole:
             whose = f"lane {self.index}: the outputs of module '{self.module_ids[module]}'"
             raise outputs_error(whose, names, outputs)
-        versions, rows = columns[Columns.POLICY_VERSION].tree, self._rows_of(slots)
+        versions, rows = columns[Columns.POLICY_VERSION].tree, self.rows_of(slots)
         versions[rows, slots] = version
         self.waits[slots] = True
-
-    def record_states(self, slots: Slots, states: Tree) -> None:
-        """Keep the states, any[K, ...], before the next steps of slots, i64[K], whose episodes begin with these."""
-        self.fragment.starts.append(Start(self.at[slots], slots, states))
 
     def record_step(self, step: PartStep, vector_step: int) -> None:
         """Write the results of a vector step for the part; `vector_step` is its number, counted from 1."""
@@ -251,14 +184,14 @@ class AgentLane:
         return lost
 
     def record_infos(self, infos: Mapping[int, Mapping[str, Any]], *, are_first: bool = False) -> None:
-        """Keep the infos of the step, or of first observations after it: slot -> info. Call it before `settle_ended`.
+        """Keep the infos of the step, or of first observations after it: slot -> info. Call it before `commit_ended`.
 
         Infos without an observation are dropped.
         """
         self._has_infos = self._has_infos or bool(infos)
         for slot, info in infos.items():
-            if not are_first and self.ended is not None and self.ended.has(slot):
-                self.ended.infos.of_slots[slot] = copied(dict(info))
+            if not are_first and (ended := self._ended_with(slot)) is not None:
+                ended.infos.of_slots[slot] = copied(dict(info))  # type: ignore[attr-defined]
             elif self._fresh[slot]:
                 self._infos_in(self.fragment, int(self.at[slot])).of_slots[slot] = copied(dict(info))
 
@@ -292,7 +225,7 @@ class AgentLane:
     def recorded_actions(self) -> tuple[Slots | None, Tree]:
         """The slots that act (None: all) and copies of their recorded actions, a tree of arrays `any[K, ...]`."""
         column, slots = self.fragment.columns[Columns.ACTIONS], self.acting
-        actions = column.items(self._rows_of(slots), slots)
+        actions = column.items(self.rows_of(slots), slots)
         return (None if len(slots) == self.layout.num_slots else slots), actions
 
     def by_module(self, slots: Slots) -> list[tuple[int, Slots]]:
@@ -308,77 +241,84 @@ class AgentLane:
 
     # Reading and writing by connector pieces
 
-    def show(self, slots: Slots) -> AgentEpisodes:
-        """The episodes of some acting slots, for pieces; `settle` records the observations that they leave."""
-        return self.live.show(slots, self._newest(slots), is_rewritten=self._edited is not None)
+    def rows_of(self, slots: Slots) -> Slots | int:
+        return self.at[slots] if self._row is None else self._row
+
+    def row_of(self, slot: int) -> int:
+        return int(self.at[slot])
+
+    def fragment_of(self, slot: int) -> AgentFragment:
+        if not self._renamed:
+            return self.fragment
+        return self.fragment_for(self._module_shown(slot))
+
+    def envs_of(self, slots: Slots) -> Slots:
+        envs: Slots = slots // len(self.part.agents)
+        return envs
+
+    def named(self, slots: Sequence[int]) -> str:
+        return "; ".join(map(self._named, slots))
+
+    def live(self, slot: int) -> LiveEpisode:
+        made, module = super().live(slot), self._module_shown(slot)
+        made.slot, place = divmod(slot, len(self.part.agents))
+        made.agent_id = self.part.agents[place]
+        made.module_id = self.module_ids[module] if module < len(self.module_ids) else None
+        made.multi_agent_episode_id = self.parents.get((slot, self.number_of(slot)))
+        return made
+
+    def show(self, slots: Slots) -> LaneEpisodes:
+        """The episodes of some acting slots, for pieces; `commit` records the observations that they leave."""
+        is_settled = self._edited is None and self.raw is None
+        self.shown = LaneEpisodes(self, slots, self._newest(slots), is_settled=is_settled)
+        return self.shown
+
+    def show_ended(self, slots: Slots) -> LaneEpisodes:
+        """The episodes of some of the slots that ended with the last step, for pieces; see `EndedEpisodes.take`."""
+        self.shown = LaneEpisodes(self, slots, self._last(slots), is_settled=False)
+        return self.shown
 
     def reveal_ended(self, envs: Slots | None, *, of_these: bool = True) -> None:
         """Show pieces only the ended agents of `envs`, i64[E], or (`of_these` False) only the others; None: all."""
         if self.ended is not None:
             slots = self.ended.slots
-            is_theirs = np.isin(slots // len(self.part.agents), envs) if envs is not None else None
-            self.ended.show(None if is_theirs is None else slots[is_theirs == of_these])
+            if envs is not None:
+                slots = slots[np.isin(self.envs_of(slots), envs) == of_these]
+            self.ended.shown = frozenset(slots.tolist())
 
-    def show_jointly(self, *, with_those_that_act: bool) -> AgentEpisodes:
+    def show_jointly(self, *, with_those_that_act: bool) -> LaneEpisodes:
         """The episodes shown as ended, and those of acting slots, for joint pieces; see `take_jointly`."""
-        shown = [(self.acting, self._newest(self.acting))] if with_those_that_act else []
-        if self.ended is not None and (self.ended.shown or not shown):
+        acting = self.acting if with_those_that_act else self.everyone[:0]
+        shown = [(acting, self._newest(acting))]
+        if self.ended is not None and self.ended.shown:
             ended = np.array(sorted(self.ended.shown), np.int64)
-            shown.append((ended, self.ended.of(ended)))
-        if not shown:
-            shown = [(self.everyone[:0], self._newest(self.everyone[:0]))]
+            shown = [(ended, self._last(ended)), *(shown if len(acting) else ())]
         slots = np.concatenate([each for each, _ in shown])
         order = np.argsort(slots)
         joined = map_tree(lambda leaf: leaf[order], concatenate_trees([observations for _, observations in shown]))
-        return self.live.show(slots[order], joined, is_rewritten=False)
+        self.shown = LaneEpisodes(self, slots[order], joined, is_settled=False)
+        return self.shown
 
-    def take_jointly(self, shown: AgentEpisodes) -> None:
+    def take_jointly(self, shown: LaneEpisodes) -> None:
         """Take the observations as joint pieces have left them: the modules' own pieces see them next."""
-        self.live.shown = None
-        acts = np.isin(shown.slots, self.acting)
+        self.shown = None
+        has_ended = np.array([self.has_ended(slot) for slot in shown.slots.tolist()], np.bool_)
         if self.ended is not None:
-            ended = np.array([self.ended.has(slot) for slot in shown.slots.tolist()], np.bool_)
-            acts &= ~ended
-            self.ended.put(shown.slots[ended], map_tree(lambda leaf: leaf[ended], shown.newest()))
-        if shown.is_rewritten and acts.any():
+            for slot in shown.slots[has_ended].tolist():
+                self.ended.set_observation(slot, shown.observation(slot))
+        acts = np.isin(shown.slots, self.acting) & ~has_ended
+        if acts.any():
             self._edited = shown.slots[acts], map_tree(lambda leaf: leaf[acts], shown.newest())
 
-    def settle(self, shown: AgentEpisodes) -> None:
-        """Record the newest observations as the pieces have left them.
+    def commit(self, shown: LaneEpisodes) -> None:
+        """Record the newest observations as the pieces have left them; the first call fixes the `obs` column's type."""
+        if not shown.is_settled:
+            self._record(shown)
+        self._typing, self.shown = False, None
 
-        The first call fixes the type of the `obs` column: that of the space of the last piece that has written, or else
-        of the matching one of `observation_spaces`.
-        """
-        declared = self.observation_spaces[-1] if shown.is_rewritten and self._typing else None
-        if declared is not None:
-            self._settle_type(shown.newest(), len(shown), shown.space)
-        self._typing = False
-        self.live.shown = None
-        if not shown.is_rewritten and self.raw is None:
-            return
-        try:
-            column = self.fragment.columns[Columns.OBS]
-            self._write(column, shown.slots, column.whole(shown.newest()))
-        except ColumnError as error:
-            raise self.columns.refusal(error, declared, shown.newest(), len(shown)) from None
-
-    def settle_ended(self) -> None:
-        """Record the last observations of the episodes that ended in the last step."""
-        ended, self.ended = self.ended, None
-        self.live.shown = None
-        if ended is None:
-            return
-        column = self.fragment.columns[Columns.OBS]
-        observations = column.cast(column.whole(ended.observations), len(ended.slots))
-        for row in np.unique(ended.rows).tolist():
-            at = np.flatnonzero(ended.rows == row)
-            last = map_tree(lambda leaf, at=at: leaf[at], observations)
-            self.fragment.finals.append(Final(row, ended.slots[at], last, ended.infos))
-
-    def newest_of(self, slot: int) -> Tree:
-        """The newest recorded observation of one slot, any[...]."""
-        row = int(self.at[slot])
-        return map_tree(lambda leaf: leaf[row, slot], self.fragment.columns[Columns.OBS].tree)
+    def commit_ended(self) -> None:
+        super().commit_ended()
+        self.shown = None
 
     def cut(self, started: NDArray[np.int64]) -> AgentFragment:
         """Return the fragment, read-only, and begin the next one with the last H steps of every slot.
@@ -397,15 +337,11 @@ class AgentLane:
         new.episode_start[:] = self.episode_start
         if self._has_infos:
             self._copy_infos(old, new)
-        old.observation_space = new.observation_space = self.observation_space
-        old.custom_data, old.parents = copy.deepcopy(self.custom_data), self.parents
+        old.parents, number = self.parents, self.episode_number.tolist()
+        self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(self.module_ids), self._outputs_by_id()
-        number = self.episode_number.tolist()
-        self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
-        self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
-        old.hand_on_starts(new, self.at, self.at - lookback)
-        self.fragment = new
+        self._hand_on(new, self.at)
         # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self.waits & ~self._fresh, self.received.copy()
         old.seal_at(self.at.copy())
@@ -516,8 +452,9 @@ class AgentLane:
         """
         if len(came):
             starts, numbers = self.episode_start.copy(), self.episode_number.copy()
-            observations = self.columns.converted(self.observation_spaces[0], observations, len(came))
-            self.ended = EndedAgents(came, observations, self.at[came] - 1, starts, numbers)
+            last, rows = unstack_tree(observations), self.at[came] - 1
+            self.ended = EndedEpisodes(self, came, last, rows, starts, numbers, AgentInfos())
+            self.ended.settle(self.observation_spaces[0])
         rows = self.at[slots] - 1
         self.fragment.ends.update(dict.fromkeys(zip(rows.tolist(), slots.tolist(), strict=True), vector_step))
         is_without = ~np.isin(slots, came)
@@ -561,28 +498,33 @@ class AgentLane:
         column = self.fragment.columns[Columns.OBS]
         if self._row is not None and len(slots) == self.layout.num_slots:
             return column.row(self._row)
-        return column.items(self._rows_of(slots), slots)
+        return column.items(self.rows_of(slots), slots)
 
-    def _settle_type(self, observations: Tree, count: int, space: Any) -> None:
-        """Give the column the type of the pieces' observations, any[K, ...]: of `space`, or the last that they fit."""
-        for each in (space, *reversed(self.observation_spaces)):
-            if self.columns.fits(each, observations, count):
-                if each is not self.observation_space:
-                    old = self.fragment.columns[Columns.OBS]
-                    self.raw = Column.empty(Columns.OBS, row_of(self.observation_space, self.layout.num_slots), 1)
-                    self.raw.write(0, old.row(self.layout.lookback))
-                    self.observation_space, self.fragment.columns[Columns.OBS] = each, self.columns.observations(each)
-                return
+    def _last(self, slots: Slots) -> Tree:
+        """The last observations of slots whose episodes have ended, `any[K, ...]`."""
+        assert self.ended is not None
+        return stack_trees([self.ended.observation(slot) for slot in slots.tolist()])
+
+    def _module_shown(self, slot: int) -> int:
+        """Place of the module that serves a slot, or that served it in the episode that the last step has ended."""
+        return int(self.fragment.module_of[self.at[slot] - 1, slot] if self.has_ended(slot) else self.module[slot])
+
+    def _named(self, slot: int) -> str:
+        env, agent = divmod(slot, len(self.part.agents))
+        module_id = self.module_ids[self.module[slot]]
+        return f"environment {self.first_env + env}, agent {self.part.agents[agent]!r} of module '{module_id}'"
+
+    def _retype(self, space: Any) -> None:
+        if space is not self.observation_space:
+            self.raw = Column.empty(Columns.OBS, row_of(self.observation_space, self.layout.num_slots), 1)
+            self.raw.write(0, self._column.row(self.layout.lookback))
+        super()._retype(space)
 
     def _write(self, column: Column, slots: Slots, values: Tree) -> None:
         if self._row is not None and len(slots) == self.layout.num_slots:
             column.write(self._row, values)
         else:
-            column.write_items(self._rows_of(slots), slots, values)
-
-    def _rows_of(self, slots: Slots) -> Slots | int:
-        """The rows i64[K] of slots, or the one row where all slots stand."""
-        return self.at[slots] if self._row is None else self._row
+            column.write_items(self.rows_of(slots), slots, values)
 
     def _column_for(self, name: str, values: Tree) -> str:
         """The name of an output's column; modules share one if their outputs have one type. A new column is zeros."""

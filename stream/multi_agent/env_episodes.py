@@ -132,12 +132,11 @@ def _live_timelines(
     first = env * len(part.part.agents)
     for place, agent in enumerate(part.part.agents):
         slot = first + place
-        ends = part.ended is not None and part.ended.has(slot)
+        ends = part.has_ended(slot)
         if not ends and (has_ended or not part.lives[slot]):
             continue
-        episode, row = part.live[slot], int(part.at[slot])
-        starts = part.ended.starts if ends and part.ended is not None else part.episode_start
-        observed_at = (part.fragment.clock[max(0, int(starts[slot])) : row + 1, slot] - started).tolist()
+        episode, row = part.live(slot), int(part.at[slot])
+        observed_at = (part.fragment.clock[max(0, part.start_of(slot)) : row + 1, slot] - started).tolist()
         if ends:
             observed_at[-1] = now - started
         timeline = AgentTimeline(episode, observed_at)

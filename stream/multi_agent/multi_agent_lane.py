@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
-from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
+from rollflow.stream.fragments.live_episode import LaneEpisodes
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, VectorStep
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
@@ -60,7 +60,7 @@ class MultiAgentLane:
         self.module_ids: list[Any] = []
         self.vector_steps = self.first_step = 0
         self.batches: dict[int, dict[str, Any]] = {}
-        self.shown: dict[int, AgentEpisodes] = {}
+        self.shown: dict[int, LaneEpisodes] = {}
         self.policy_versions: dict[int, int] = {}
         self.actions: list[tuple[NDArray[np.int64] | None, Any]] = []
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}

@@ -16,7 +16,7 @@ from rollflow.nodes.modules.distribution import Categorical, DistributionType, d
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.tree import Tree, leaves_of
-from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
+from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 RACES = "races"
 """Key in `shared_data` of the lane's `Races`."""
@@ -215,8 +215,8 @@ def _unusable(
 
 def _named(episodes: Episodes, slots: list[int]) -> str:
     """The rows in words: slots, or agents."""
-    if isinstance(episodes, AgentEpisodes):
-        return "; ".join(map(episodes.whose, slots))
+    if isinstance(episodes, LaneEpisodes):
+        return episodes.lane.named(episodes.slots[slots].tolist())
     rows = [episodes[slot] for slot in slots if slot < len(episodes)] if isinstance(episodes, list) else []
     agents = [each for each in rows if each.agent_id is not None]
     named = [f"agent '{each.agent_id}' of episode '{each.multi_agent_episode_id}'" for each in agents]

@@ -71,7 +71,7 @@ def step(
     firsts = [observed(first)] if first is not None else []
     lane.record_step(VectorStep([told], ended, np.zeros(len(ended), np.bool_), firsts, (), ()))
     for part in lane.parts:
-        part.settle_ended()
+        part.commit_ended()
 
 
 def fragments_of_one_who_waits() -> list[MultiAgentFragment]:
