@@ -601,7 +601,7 @@ class Lane(SlotLane):
         return self.episodes if self.ended is None else self.ended
 
     def shown_with(self, slot: int) -> LaneEpisodes:
-        return self._ended_with(slot) or self.episodes
+        return self.episodes if self.ended is None or not self.ended.shows(slot) else self.ended
 
     def rows_of(self, slots: NDArray[np.int64]) -> int:
         return self.row

@@ -197,10 +197,12 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
         Steps before the episode's first, or before the lookback, are zeros.
         """
-        rows, before = np.maximum(self._rows_before(count), 0), ~self.steps_there(count)
+        rows = self._rows_before(count)
+        before = rows < np.maximum(self.lane.starts_of(self.slots), 0)[:, None]
+        rows, slots = np.maximum(rows, 0), self.slots[:, None]
 
         def window(leaf: NDArray[Any]) -> NDArray[Any]:
-            taken: NDArray[Any] = leaf[rows, self.slots[:, None]]
+            taken: NDArray[Any] = leaf[rows, slots]
             taken[before] = 0
             return taken
 
@@ -240,9 +242,10 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         return there
 
     def _rows_before(self, count: int) -> NDArray[np.int64]:
-        """Rows of the last `count` steps, i64[K, count], or i64[1, count] where they are the same for all slots."""
-        rows: NDArray[np.int64] = np.reshape(self.lane.rows_of(self.slots), (-1, 1)) + np.arange(-count, 0)
-        return rows
+        """Rows of the last `count` steps: i64[K, count], or i64[count] where they are the same for all slots."""
+        rows = self.lane.rows_of(self.slots)
+        before: NDArray[np.int64] = np.arange(-count, 0) + (rows if isinstance(rows, int) else rows[:, None])
+        return before
 
     @property
     def _columns(self) -> Mapping[str, Column]:
