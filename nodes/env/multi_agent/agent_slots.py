@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.cached_property import cached_property
+from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
@@ -58,6 +59,16 @@ class AgentSlots:
         if len(numbers) == stop - first:
             return None
         return numbers - first if first else numbers
+
+    def check_acting(self, part: int, given: NDArray[np.int64] | None, expected: NDArray[np.int64] | None) -> None:
+        """Raise EnvError unless the slots in a part that are given actions are those that must act; None: all."""
+        everybody = np.arange(self.bounds[part + 1] - self.bounds[part])
+        acting, must_act = (everybody if each is None else each for each in (given, expected))
+        if not np.array_equal(acting, must_act):
+            raise EnvError(
+                f"agents {list(self.parts[part].agents)}: actions of the slots {shown(acting.tolist())}, expected those that "
+                f"have an observation to act on, {shown(must_act.tolist())}"
+            )
 
     # Words for errors
 

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import optree
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
@@ -176,22 +175,11 @@ class ArrayEnvs:
         ]
 
     def _by_env(self, actions: Actions) -> list[Tree]:
-        """Actions any[N * A, ...] as any[N, A, ...]."""
-        if len(actions) != len(self.parts):
-            raise EnvError(f"got actions for {len(actions)} parts, expected {len(self.parts)}")
+        """Actions any[N * A, ...] as any[N, A, ...]. Raises EnvError where they are not everybody's."""
         by_env = []
-        for part, (slots, tree) in enumerate(actions):
-            size = self._sizes[part]
-            everybody = self.num_envs * size
-            if slots is not None and not np.array_equal(slots, np.arange(everybody)):
-                missing = np.setdiff1d(np.arange(everybody), slots)
-                where = self._slots.named(self._slots.bounds[part] + int(missing[0])) if len(missing) else "agent slots"
-                raise EnvError(
-                    f"{where}: expected an action of every agent, in order, got those of slots {shown(slots)}"
-                )
-            for leaf in optree.tree_leaves(tree, none_is_leaf=True):
-                if np.shape(leaf)[:1] != (everybody,):
-                    raise EnvError(f"{self._of(part)}: actions of shape {np.shape(leaf)}, expected {everybody} of them")
+        for part, (size, (slots, tree)) in enumerate(zip(self._sizes, actions, strict=True)):
+            if slots is not None:
+                self._slots.check_acting(part, slots, None)
             by_env.append(map_tree(lambda leaf, size=size: leaf.reshape(self.num_envs, size, *leaf.shape[1:]), tree))
         return by_env
 

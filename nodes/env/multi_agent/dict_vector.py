@@ -20,7 +20,7 @@ from rollflow.nodes.env.multi_agent.step_validation import EndFlags, StepValues,
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, checks_of
 from rollflow.nodes.env.stepping import Turn, nothing
 from rollflow.stream.data.column import Column
-from rollflow.stream.data.errors import ColumnError, EnvError, located, noted, shown
+from rollflow.stream.data.errors import ColumnError, EnvError, located, noted
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import item_of, row_of
 from rollflow.stream.data.tree import Tree, leaves_of
@@ -132,67 +132,30 @@ def actions_by_env(
 ) -> list[dict[Any, Any]]:
     """One dict per environment, agent -> action.
 
-    `acting` has, per part, the slots of those that must act; None: all. Raises EnvError where others are given, or not
-    as many actions.
+    `acting` has, per part, the slots of those that must act; None: all. Raises EnvError where others are given.
     """
-    if len(actions) != len(slots.parts):
-        raise EnvError(f"got actions for {len(actions)} parts, expected {len(slots.parts)}")
     by_env: list[dict[Any, Any]] = [{} for _ in range(slots.num_envs)]
     for part, ((chosen, tree), expected) in enumerate(zip(actions, acting, strict=True)):
         if chosen is not expected:
-            _check_chosen(chosen, expected, slots, part)
-        count = slots.bounds[part + 1] - slots.bounds[part] if expected is None else len(expected)
-        if count:
-            _add(by_env, _items(tree, count, slots, part), expected, slots, part)
+            slots.check_acting(part, chosen, expected)
+        agents = slots.parts[part].agents
+        items = _items(tree)
+        if expected is None:
+            for env, own in enumerate(by_env):
+                own.update(zip(agents, items[env * len(agents) : (env + 1) * len(agents)], strict=True))
+        else:
+            envs, places = np.divmod(expected, len(agents))
+            for env, place, item in zip(envs.tolist(), places.tolist(), items, strict=True):
+                by_env[env][agents[place]] = item
     return by_env
 
 
-def _add(
-    by_env: list[dict[Any, Any]], items: Sequence[Any], acting: NDArray[np.int64] | None, slots: AgentSlots, part: int
-) -> None:
-    agents = slots.parts[part].agents
-    size = len(agents)
-    if acting is None:
-        for env, own in enumerate(by_env):
-            own.update(zip(agents, items[env * size : (env + 1) * size], strict=True))
-        return
-    envs, ids = np.divmod(acting, size)
-    for env, place, item in zip(envs.tolist(), ids.tolist(), items, strict=True):
-        by_env[env][agents[place]] = item
-
-
-def _items(tree: Tree, count: int, slots: AgentSlots, part: int) -> Sequence[Any]:
+def _items(tree: Tree) -> Sequence[Any]:
     """The actions one by one."""
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    for leaf in leaves:
-        if np.shape(leaf)[:1] != (count,):
-            raise EnvError(
-                f"actions of shape {np.shape(leaf)} for agents {', '.join(map(repr, slots.parts[part].agents))}, "
-                f"expected {count}, one for each that acts"
-            )
     if isinstance(tree, np.ndarray):
         return list(tree)
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     return [spec.unflatten(item) for item in zip(*leaves, strict=True)]
-
-
-def _check_chosen(
-    chosen: NDArray[np.int64] | None, acting: NDArray[np.int64] | None, slots: AgentSlots, part: int
-) -> None:
-    first, stop = slots.bounds[part : part + 2]
-    everybody = np.arange(stop - first)
-    acted = everybody if chosen is None else np.asarray(chosen)
-    expected = everybody if acting is None else acting
-    if np.array_equal(acted, expected):
-        return
-    if acted.ndim != 1 or (acted.size and acted.dtype.kind not in "iu"):
-        raise EnvError(f"the slots of the agents that act are {shown(chosen)}, expected i64[K]")
-    for slot in np.setdiff1d(acted, expected).tolist():
-        if not 0 <= slot < len(everybody):
-            raise EnvError(f"an action for agent slot {slot}, expected less than {len(everybody)}")
-        raise EnvError(f"{slots.named(first + slot)}: it was given an action, but has no observation to act on")
-    for slot in np.setdiff1d(expected, acted).tolist():
-        raise EnvError(f"{slots.named(first + slot)}: it must act, but was given no action")
-    raise EnvError("the slots of the agents that act are not in ascending order, expected each once")
 
 
 Infos = Sequence[Mapping[Any, Mapping[str, Any]]]

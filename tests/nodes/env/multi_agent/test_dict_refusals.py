@@ -152,36 +152,18 @@ def test_a_reset_after_an_end_is_checked_as_well() -> None:
         envs.step([(np.array([0]), np.zeros(1, np.int64))])
 
 
-ACTING = {
-    "one too many": (None, 2, "environment 0, env step 0, agent 'b': it was given an action, but has no observation"),
-    "nobody": (np.zeros(0, np.int64), 0, "environment 0, env step 0, agent 'a': it must act, but was given no action"),
-    "another": (np.array([1]), 1, "agent 'b': it was given an action, but has no observation to act on"),
-    "no such slot": (np.array([0, 5]), 2, "an action for agent slot 5, expected less than 2"),
-    "one twice": (np.array([0, 0]), 2, "are not in ascending order, expected each once"),
-    "no slots": (np.array([0.5]), 1, r"the slots of the agents that act are .*, expected i64\[K\]"),
-    "too few actions": (np.array([0]), 0, r"actions of shape \(0,\) for agents 'a', 'b', expected 1, one for each"),
-}
-
-
-@pytest.mark.parametrize("name", ACTING)
-def test_actions_of_others_than_those_that_must_act_are_refused(name: str) -> None:
-    slots, count, match = ACTING[name]
+@pytest.mark.parametrize("slots", [None, [], [1], [0, 5], [0, 0]])
+def test_actions_of_others_than_those_that_must_act_are_refused(slots: list[int] | None) -> None:
     envs = MultiAgentEnvs([lambda: Scripted(GOOD)])
     envs.reset()
-    with pytest.raises(EnvError, match=match):
-        envs.step([(slots, np.zeros(count, np.int64))])
+    given = None if slots is None else np.array(slots, np.int64)
+    with pytest.raises(EnvError, match=r"agents \['a', 'b'\]: actions of the slots .*, expected those that .*, \[0\]"):
+        envs.step([(given, np.zeros(2 if given is None else len(given), np.int64))])
 
 
 def test_a_step_before_the_first_reset_is_refused() -> None:
     with pytest.raises(EnvError, match="step before the first reset"):
         MultiAgentEnvs([Scripted]).step([(np.zeros(0, np.int64), np.zeros(0))])
-
-
-def test_actions_of_other_parts_than_there_are_are_refused() -> None:
-    envs = MultiAgentEnvs([lambda: Scripted(GOOD)])
-    envs.reset()
-    with pytest.raises(EnvError, match="got actions for 2 parts, expected 1"):
-        envs.step([(None, np.zeros(2)), (None, np.zeros(2))])
 
 
 # Environments that can't be stepped
