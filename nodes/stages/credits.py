@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollflow.nodes.env.lane_source import LaneListener, LaneSource
-from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
+from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.graph.node import Gate, GateMethods, attribute_of, gate_methods, methods_of
@@ -350,7 +350,7 @@ def credits_of(
     lanes = range(environments.num_lanes)
     if lag.max_lag is not None and lag.on_excess == "pace":
         per_lane = 1 + min(prefetch, lag.max_lag)
-        rounds.every_lane = EveryLane(lanes)
+        rounds.every_lane = set(lanes)
         credits: FragmentCredits = LaneCredits(per_lane, rounds)
     else:
         per_lane = 1 + prefetch

@@ -1,7 +1,7 @@
 """Rounds: one fragment of every lane, taken from the ring and handed to the reader of a loop."""
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Self, TypeVar
 
@@ -19,55 +19,6 @@ F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")
 
 
-class EveryLane:
-    """Lanes whose rounds have one fragment of each, however much sooner one of them gives its next.
-
-    lanes    at first
-    """
-
-    def __init__(self, lanes: Iterable[int]) -> None:
-        self.lanes = set(lanes)
-        self._gone: dict[int, int] = {}  # lane -> fragments that it gives in all
-        self._given: dict[int, int] = {}  # lane -> those that have come
-        self._present: set[int] = set()  # in the round
-        self._early: dict[int, deque[Any]] = {}  # lane -> fragments of later rounds
-
-    @property
-    def are_complete(self) -> bool:
-        """True if the round has a fragment of every lane that gives more."""
-        # Copies, each made at once: the ring's thread adds lanes to both.
-        over = {lane for lane, total in self._gone.copy().items() if self._given.get(lane, 0) >= total}
-        return bool(self._present) and not self.lanes.copy() - over - self._present
-
-    def gone(self, lane: int, fragments: int) -> None:
-        """Wait for no more than so many fragments of a lane. From any thread."""
-        self._gone[lane] = fragments
-
-    def come(self, lane: int, sequence: int) -> None:
-        """Take note that a fragment of this number has come."""
-        self._given[lane] = sequence + 1
-
-    def takes(self, fragment: Any) -> bool:
-        """True if the fragment is in this round; one of a later round is kept for it."""
-        lane = fragment.lane
-        if lane in self._present:
-            self._early.setdefault(lane, deque()).append(fragment)
-            return False
-        self._present.add(lane)
-        return True
-
-    def let_go(self) -> None:
-        """Let go of fragments that were kept for later rounds."""
-        self._early = {}
-
-    def next_round(self) -> list[Any]:
-        """Begin the next round: the fragments of it that have come already, of each lane its oldest."""
-        self._present = set(self._early)
-        begun = [waiting.popleft() for waiting in self._early.values()]
-        self._early = {lane: waiting for lane, waiting in self._early.items() if waiting}
-        return begun
-
-
 class FragmentRounds(Generic[F]):
     """Takes fragments from the ring a round at a time, as many as there are lanes, and hands them out.
 
@@ -76,7 +27,8 @@ class FragmentRounds(Generic[F]):
     lag        leaves out what is too old: when it comes, and again when it is handed out
         returns    called with every fragment
 
-        every_lane      has each round be of one fragment of every lane; None: of the first that come
+        every_lane      lanes of which each round has one fragment, however much sooner one of them gives its next;
+                        None: it has the first that come
         checks          find silent faults in fragments
         hooks           functions that are called with what comes
         handed_steps    transitions handed out
@@ -91,7 +43,7 @@ class FragmentRounds(Generic[F]):
         self, size: int, lag: Any, returns: Callable[[F], None], collector: EpisodeCollector | None = None
     ) -> None:
         self.collector = collector
-        self.every_lane: EveryLane | None = None
+        self.every_lane: set[int] | None = None
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
         self.handed_steps = 0
         self.is_gathered = False
@@ -100,6 +52,9 @@ class FragmentRounds(Generic[F]):
         self._size = size
         self._lag = lag
         self._returns = returns
+        self._gone: dict[int, int] = {}  # lane -> fragments that it gives in all
+        self._given: dict[int, int] = {}  # lane -> those that have come
+        self._early: list[F] = []  # of later rounds
         self._absent: frozenset[int] = frozenset()  # lanes that a round need not wait for
         self._waiting: deque[F] = deque()
         self._taken: list[int] = []  # lanes of the round's fragments, which are not given back
@@ -119,14 +74,16 @@ class FragmentRounds(Generic[F]):
     def is_full(self) -> bool:
         """True if the round has all its fragments."""
         if self.every_lane is not None:
-            return self.every_lane.are_complete
+            # Copies, each made at once: the ring's thread adds lanes to both.
+            over = {lane for lane, total in self._gone.copy().items() if self._given.get(lane, 0) >= total}
+            return bool(self._taken) and not self.every_lane.copy() - over - set(self._taken)
         return len(self._waiting) >= self._size - len(self._absent.difference(self._taken))
 
     def lane_joined(self, lane: int, fills_a_vacancy: bool) -> None:
         """Have rounds of a lane more; one that fills a vacancy is counted already. From any thread."""
         self._size += int(not fills_a_vacancy)
         if self.every_lane is not None:
-            self.every_lane.lanes.add(lane)
+            self.every_lane.add(lane)
 
     def lane_left(self, was_the_last: bool) -> None:
         """Have rounds of a fragment less, unless no lane is left: then others are waited for. From any thread."""
@@ -141,18 +98,17 @@ class FragmentRounds(Generic[F]):
         self._absent -= {lane}
 
     def lane_gone(self, lane: int, fragments: int) -> None:
-        """Take note that a lane gives so many fragments in all. From any thread."""
-        if self.every_lane is not None:
-            self.every_lane.gone(lane, fragments)
+        """Wait for no more than so many fragments of a lane. From any thread."""
+        self._gone[lane] = fragments
 
     def give_back(self, release: Callable[[Sequence[int]], None]) -> None:
         """Let the ring go on: the reader is done with the round before."""
         taken, self._taken = self._taken, []
         if taken:
             release(taken)
-        if self.every_lane is not None:
-            for fragment in self.every_lane.next_round():
-                self._append(fragment)
+        early, self._early = self._early, []
+        for fragment in early:
+            self._add(fragment)
 
     def note(self, fragment: F) -> None:
         """Count a fragment, also one that goes elsewhere."""
@@ -164,17 +120,18 @@ class FragmentRounds(Generic[F]):
         if isinstance(fragment, NoFragment):
             return
         self.note(fragment)
-        every = self.every_lane
-        if every is not None:
-            every.come(fragment.lane, fragment.sequence)
+        self._given[fragment.lane] = fragment.sequence + 1
         if fragment.is_empty or not self._lag.admits(fragment):
             release([fragment.lane])
-        elif every is None or every.takes(fragment):
-            self._append(fragment)
+        else:
+            self._add(fragment)
 
-    def _append(self, fragment: F) -> None:
-        self._waiting.append(fragment)
-        self._taken.append(fragment.lane)
+    def _add(self, fragment: F) -> None:
+        if self.every_lane is not None and fragment.lane in self._taken:
+            self._early.append(fragment)
+        else:
+            self._waiting.append(fragment)
+            self._taken.append(fragment.lane)
 
     def gather(self, take: Callable[[], F | NoFragment | None], release: Callable[[Sequence[int]], None]) -> None:
         """Take the fragments of a round.
@@ -263,9 +220,7 @@ class FragmentRounds(Generic[F]):
 
     def let_go(self) -> None:
         """Let go of fragments that were not handed out, and of the error, once the run is over."""
-        self._waiting, self.error = deque(), None
-        if self.every_lane is not None:
-            self.every_lane.let_go()
+        self._waiting, self._early, self.error = deque(), [], None
 
     def put_back(self, handed: Sequence[Any]) -> None:
         """Count fragments as not handed out, since no batch was made of them."""

@@ -66,7 +66,7 @@ class AgentSlots:
         acting, must_act = (everybody if each is None else each for each in (given, expected))
         if not np.array_equal(acting, must_act):
             raise EnvError(
-                f"agents {list(self.parts[part].agents)}: actions of the slots {shown(acting.tolist())}, expected those "
+                f"agents {list(self.parts[part].agents)}: actions of slots {shown(acting.tolist())}, expected those "
                 f"that have an observation to act on, {shown(must_act.tolist())}"
             )
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts, LaneCredits
-from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds
+from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.column import Column
 from rollflow.stream.fragments.fragment import NoFragment
@@ -94,7 +94,7 @@ class SimulatedRing:
 def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: int, ahead: int, data: Any) -> None:
     lag = Published(None, ahead, "pace")
     rounds: FragmentRounds[Any] = FragmentRounds(lanes, lag, lambda fragment: None)
-    rounds.every_lane = EveryLane(range(lanes))
+    rounds.every_lane = set(range(lanes))
     credits = LaneCredits(1 + ahead, rounds)
     ring = SimulatedRing(6, data.draw, [SimulatedLane(index) for index in range(lanes)], lag, rounds, credits)
     handed: list[Given] = []
@@ -116,7 +116,7 @@ def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: i
 
 def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
     rounds: FragmentRounds[Any] = FragmentRounds(1, Published(None, 1, "pace"), lambda fragment: None)
-    rounds.every_lane = EveryLane([0])
+    rounds.every_lane = {0}
     given = iter([Given(0, 0, 0), Given(0, 1, 0), Given(1, 0, 0)])
 
     def take() -> Given:
@@ -132,7 +132,7 @@ def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
 
 def test_after_the_last_lane_has_left_others_are_waited_for() -> None:
     rounds: FragmentRounds[Any] = FragmentRounds(1, Published(None, 1, "pace"), lambda fragment: None)
-    rounds.every_lane = EveryLane([0])
+    rounds.every_lane = {0}
     rounds.lane_left(was_the_last=True)
     rounds.lane_gone(0, 0)
     assert not rounds.is_full

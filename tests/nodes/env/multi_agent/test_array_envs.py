@@ -187,9 +187,7 @@ def test_the_step_that_is_named_is_that_of_the_episode() -> None:
 def test_actions_that_are_not_everybodys_are_refused() -> None:
     envs = ArrayEnvs(HideAndSeek(2))
     envs.reset()
-    with pytest.raises(
-        EnvError, match=r"agents \['hider 0', 'hider 1'\]: actions of the slots .*, expected those that"
-    ):
+    with pytest.raises(EnvError, match=r"agents \['hider 0', 'hider 1'\]: actions of slots .*, expected those that"):
         envs.step([(np.array([0, 1, 3]), np.zeros(3)), (None, np.zeros(6))])
 
 

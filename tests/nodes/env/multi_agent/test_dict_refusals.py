@@ -157,7 +157,7 @@ def test_actions_of_others_than_those_that_must_act_are_refused(slots: list[int]
     envs = MultiAgentEnvs([lambda: Scripted(GOOD)])
     envs.reset()
     given = None if slots is None else np.array(slots, np.int64)
-    with pytest.raises(EnvError, match=r"agents \['a', 'b'\]: actions of the slots .*, expected those that .*, \[0\]"):
+    with pytest.raises(EnvError, match=r"agents \['a', 'b'\]: actions of slots .*, expected those that .*, \[0\]"):
         envs.step([(given, np.zeros(2 if given is None else len(given), np.int64))])
 
 
