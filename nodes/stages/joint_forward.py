@@ -52,12 +52,11 @@ class JointForward(Generic[L]):
         self._meter = NodeMeter("module")
         self._gathers_since = 0  # time in ns since which `_ready` gathers
         self._is_hastened = False
-        self._bell = Wakeup() if max_wait or in_thread else None
-        self._thread = _PassThread(self._pass, self._bell) if in_thread and self._bell else None
+        self._thread = _PassThread(self._pass) if in_thread else None
 
     def __call__(self, batches: L) -> L | None:
         """Take a lane for the next pass."""
-        if not self._ready and self._bell is not None:
+        if self._max_wait and not self._ready:
             self._gathers_since = clock()
         self._ready.append(batches)
         return None
@@ -76,17 +75,17 @@ class JointForward(Generic[L]):
 
     def fileno(self) -> int:
         """A descriptor that is readable once a pass in the thread is done; -1: there is nothing to wait for."""
-        return -1 if self._bell is None else self._bell.fileno()
+        return -1 if self._thread is None else self._thread.bell.fileno()
 
     def completed(self) -> Iterator[L]:
         """The lanes after one pass over them. A pass begins once the outputs of the one before are recorded.
 
         It loads weights that were published meanwhile, which may lie where those outputs lie.
         """
-        if self._bell is not None:
-            self._bell.silence()
         if self._thread is not None:
-            yield from self._completed(self._thread)
+            if self._thread.is_done:
+                self._meter.end_work(clock())
+            yield from self._thread.completed()
         elif lanes := self._due():
             self._meter.begin_work(clock())
             try:
@@ -95,11 +94,6 @@ class JointForward(Generic[L]):
                 self._meter.end_work(clock())
             self._take(lanes)
             yield from lanes
-
-    def _completed(self, thread: "_PassThread[L]") -> Sequence[L]:
-        if thread.is_done:
-            self._meter.end_work(clock())
-        return thread.completed()
 
     def take_meter(self, meter: NodeMeter) -> None:
         """Count passes by this meter; a wait for further lanes is none of its work."""
@@ -158,25 +152,23 @@ class JointForward(Generic[L]):
         self._meter.end_work(clock())
         if self._thread is not None:
             self._thread.close()
-        if self._bell is not None:
-            self._bell.close()
 
 
 class _PassThread(Generic[L]):
     """Does passes, one at a time, in a thread that the first one starts.
 
-    run     does a pass
-    bell    rung when one is done
+    run        does a pass
 
-    lanes   of the pass that was begun, and not completed
-    begun   when it began, in ns, and the thread; None: no pass is under way
+    bell       rung when one is done
+    lanes      of the pass that was begun, and not completed
+    begun      when it began, in ns, and the thread; None: no pass is under way
     is_done    whether it has ended
     """
 
-    def __init__(self, run: Callable[[Sequence[L]], None], bell: Wakeup) -> None:
+    def __init__(self, run: Callable[[Sequence[L]], None]) -> None:
         self.lanes: Sequence[L] = ()
         self.begun: tuple[int, int] | None = None
-        self._run, self._bell = run, bell
+        self._run, self.bell = run, Wakeup()
         self._orders: SimpleQueue[Sequence[L]] = SimpleQueue()  # an empty one ends the thread
         self.is_done = False
         self._error: BaseException | None = None
@@ -192,6 +184,7 @@ class _PassThread(Generic[L]):
 
     def completed(self) -> Sequence[L]:
         """The lanes of a pass that is done; none if it is under way. Raises what the pass has raised."""
+        self.bell.silence()
         if not self.is_done:
             return ()
         self.is_done = False
@@ -214,17 +207,17 @@ class _PassThread(Generic[L]):
             del lanes  # which this frame would hold while it waits
             self.begun = None
             self.is_done = True
-            self._bell.ring()
+            self.bell.ring()
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is None:
-            return
-        self._orders.put(())
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.warning("the thread of forward passes is left behind: a pass hangs after %.1f s", CLOSE_TIMEOUT_S)
+        if self._thread is not None:
+            self._orders.put(())
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.warning("the thread of forward passes hangs for %.1f s, and is left behind", CLOSE_TIMEOUT_S)
         self._error, self.lanes = None, ()
+        self.bell.close()
 
 
 def joint_forward(
