@@ -1,6 +1,6 @@
 """Evaluation of a policy: whole episodes in environments of its own, their returns and lengths."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode
 from rollflow.stream.data.errors import PolicyError, shown
-from rollflow.stream.data.tree import map_tree, stack_trees, tree_at
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
 from rollflow.stream.graph.seeding import env_seed_for
 
 if TYPE_CHECKING:
@@ -118,48 +118,49 @@ def evaluated(policy: "Policy", env: EnvMaker, *, episodes: int, num_envs: int, 
     return found
 
 
-@dataclass(slots=True)
-class _Seat:
-    """Environment that plays one episode after the other, as a session of the policy."""
+Asked = dict[Any, tuple[Tree, float]]  # session -> its observation, and the reward since its last action
+Player = Generator[Asked, dict[Any, Any], None]  # takes the actions of the sessions that it has asked for
 
-    env: gym.Env[Any, Any]
-    session: int
-    episode: int = -1
-    observation: Any = None
-    reward: float = 0.0
+
+def play(players: Iterable[Player], policy_of: Callable[[Any], "Policy"]) -> None:
+    """Have policies act for all that players ask for, in one pass for each policy, until they ask for no more."""
+    asking = [(player, asked) for player in players if (asked := next(player, None)) is not None]
+    while asking:
+        sessions: dict[int, list[Any]] = {}  # by policy
+        wanted = {session: each for _, asked in asking for session, each in asked.items()}
+        for session in wanted:
+            sessions.setdefault(id(policy_of(session)), []).append(session)
+        actions: dict[Any, Any] = {}
+        for ids in sessions.values():
+            observations = stack_trees([map_tree(np.asarray, wanted[session][0]) for session in ids])
+            rewards = np.array([wanted[session][1] for session in ids], np.float32)
+            made = policy_of(ids[0]).act_batch(observations, rewards, ids)
+            actions |= {session: tree_at(made, row) for row, session in enumerate(ids)}
+        going = []
+        for player, asked in asking:
+            with suppress(StopIteration):
+                going.append((player, player.send({session: actions[session] for session in asked})))
+        asking = going
 
 
 def _played(policy: "Policy", envs: Sequence[Any], episodes: int, seed: int) -> Evaluation:
     returns, lengths = np.zeros(episodes), np.zeros(episodes, np.int64)
     waiting = iter(range(episodes))
-    seats = [seat for place, env in enumerate(envs) if _begins(seat := _Seat(env, place), waiting, seed)]
-    while seats:
-        observations = stack_trees([map_tree(np.asarray, seat.observation) for seat in seats])
-        rewards = np.array([seat.reward for seat in seats], np.float32)
-        actions = policy.act_batch(observations, rewards, [seat.session for seat in seats])
-        going = []
-        for row, seat in enumerate(seats):
-            step = seat.env.step(tree_at(actions, row))
-            seat.observation, seat.reward = step[0], float(step[1])
-            returns[seat.episode] += seat.reward
-            lengths[seat.episode] += 1
-            if not (step[2] or step[3]):
-                going.append(seat)
-            elif _begins(seat, waiting, seed):
-                policy.reset(seat.session)
-                going.append(seat)
-        seats = going
+
+    def player(session: int, env: gym.Env[Any, Any]) -> Player:
+        for episode in waiting:
+            policy.reset(session)
+            observation, _ = env.reset(seed=env_seed_for(seed, "evaluation", episode))
+            reward, ended = 0.0, False
+            while not ended:
+                actions = yield {session: (observation, reward)}
+                observation, earned, terminated, truncated, _ = env.step(actions[session])
+                reward, ended = float(earned), bool(terminated or truncated)
+                returns[episode] += reward
+                lengths[episode] += 1
+
+    play([player(session, env) for session, env in enumerate(envs)], lambda _: policy)
     return Evaluation(returns, lengths)
-
-
-def _begins(seat: _Seat, waiting: Any, seed: int) -> bool:
-    """Begin the next episode; False where there are no more to be played."""
-    seat.episode = next(waiting, -1)
-    if seat.episode < 0:
-        return False
-    seat.observation, _ = seat.env.reset(seed=env_seed_for(seed, "evaluation", seat.episode))
-    seat.reward = 0.0
-    return True
 
 
 def _played_together(policy: "Policy", env: VectorEnv[Any, Any, Any], episodes: int, seed: int) -> Evaluation:

@@ -7,12 +7,11 @@ import numpy as np
 
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.multi_agent_env import agent_spaces
-from rollflow.nodes.policies.evaluation import Evaluation, check_spaces
+from rollflow.nodes.policies.evaluation import Evaluation, Player, check_spaces, play
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.stages.agents_acting import AgentsActing
 from rollflow.nodes.stages.module_set import ActingModule
 from rollflow.stream.data.errors import PolicyError
-from rollflow.stream.data.tree import map_tree, stack_trees, tree_at
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 from rollflow.stream.graph.seeding import env_seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -99,53 +98,35 @@ def evaluate_agents(
     made = env()
     try:
         _check_agents(policies, made)
-        returns = {agent: np.zeros(episodes) for agent in policies}
-        lengths = {agent: np.zeros(episodes, np.int64) for agent in policies}
-        for episode in range(episodes):
-            for agent, policy in policies.items():
-                policy.reset(agent)
-            earned, acted = _played(policies, made, env_seed_for(seed, "evaluation", episode))
-            for agent in policies:
-                returns[agent][episode], lengths[agent][episode] = earned[agent], acted[agent]
+        found = {agent: Evaluation(np.zeros(episodes), np.zeros(episodes, np.int64)) for agent in policies}
+        play([_player(policies, made, found, episodes, seed)], policies.__getitem__)
     finally:
         made.close()
-    return {agent: Evaluation(returns[agent], lengths[agent]) for agent in policies}
+    return found
 
 
-def _played(policies: Mapping[Any, Policy], env: Any, seed: int) -> tuple[dict[Any, float], dict[Any, int]]:
-    """Rewards and actions of each agent in one episode."""
-    earned, acted = dict.fromkeys(policies, 0.0), dict.fromkeys(policies, 0)
-    since = dict.fromkeys(policies, 0.0)  # an agent's last action
-    observations, _ = env.reset(seed=seed)
-    ended: set[Any] = set()
-    while observations:
-        actions = _chosen(policies, observations, since)
-        for agent in actions:
-            acted[agent] += 1
-            since[agent] = 0.0
-        observations, rewards, terminateds, truncateds, _ = env.step(actions)
-        for agent, reward in rewards.items():
-            earned[agent] += float(reward)
-            since[agent] += float(reward)
-        flags = {agent for told in (terminateds, truncateds) for agent, flag in told.items() if flag}
-        ended |= flags
-        is_over = ALL_AGENTS in flags or ended >= policies.keys()
-        observations = {} if is_over else {each: seen for each, seen in observations.items() if each not in ended}
-    return earned, acted
-
-
-def _chosen(policies: Mapping[Any, Policy], observations: Mapping[Any, Any], rewards: Mapping[Any, float]) -> Any:
-    """The actions of the agents that have an observation, in one pass for each policy."""
-    by_policy: dict[int, list[Any]] = {}
-    for agent in observations:
-        by_policy.setdefault(id(policies[agent]), []).append(agent)
-    actions: dict[Any, Any] = {}
-    for agents in by_policy.values():
-        seen = stack_trees([map_tree(np.asarray, observations[agent]) for agent in agents])
-        earned = np.array([rewards[agent] for agent in agents], np.float32)
-        made = policies[agents[0]].act_batch(seen, earned, agents)
-        actions |= {agent: tree_at(made, row) for row, agent in enumerate(agents)}
-    return actions
+def _player(
+    policies: Mapping[Any, Policy], env: Any, found: Mapping[Any, Evaluation], episodes: int, seed: int
+) -> Player:
+    """Player of all agents, whose returns and lengths go into `found`."""
+    for episode in range(episodes):
+        for agent, policy in policies.items():
+            policy.reset(agent)
+        since = dict.fromkeys(policies, 0.0)  # an agent's last action
+        observations, _ = env.reset(seed=env_seed_for(seed, "evaluation", episode))
+        ended: set[Any] = set()
+        while observations:
+            actions = yield {agent: (seen, since[agent]) for agent, seen in observations.items()}
+            for agent in actions:
+                found[agent].lengths[episode] += 1
+                since[agent] = 0.0
+            observations, rewards, terminateds, truncateds, _ = env.step(actions)
+            for agent, reward in rewards.items():
+                found[agent].returns[episode] += float(reward)
+                since[agent] += float(reward)
+            ended |= {agent for told in (terminateds, truncateds) for agent, flag in told.items() if flag}
+            is_over = ALL_AGENTS in ended or ended >= policies.keys()
+            observations = {} if is_over else {each: seen for each, seen in observations.items() if each not in ended}
 
 
 def _check_agents(policies: Mapping[Any, Policy], env: Any) -> None:

@@ -26,21 +26,13 @@ _FIELDS = {
 def described(space: gym.Space[Any]) -> dict[str, Any]:
     """A space as a dict of JSON's types. Raises PolicyError for a space that has no description."""
     kind = type(space).__name__
-    if isinstance(space, spaces.Box):
-        bounds = {"low": _numbers(space.low), "high": _numbers(space.high)}
-        return {"type": kind, **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
-    if isinstance(space, spaces.Discrete):
-        return {"type": kind, "n": int(space.n), "start": int(space.start), "dtype": str(space.dtype)}
-    if isinstance(space, spaces.MultiDiscrete):
-        numbers = {"nvec": _numbers(space.nvec), "start": _numbers(space.start)}
-        return {"type": kind, **numbers, "shape": list(space.shape), "dtype": str(space.dtype)}
-    if isinstance(space, spaces.MultiBinary):
-        return {"type": kind, "n": space.n if isinstance(space.n, int) else list(space.shape)}
+    if kind not in _FIELDS:
+        raise PolicyError(f"space {space} can't be saved, expected {', '.join(_FIELDS)}")
     if isinstance(space, spaces.Dict):
         return {"type": kind, "spaces": [[key, described(part)] for key, part in space.items()]}
     if isinstance(space, spaces.Tuple):
         return {"type": kind, "spaces": [described(part) for part in space]}
-    raise PolicyError(f"space {space} can't be saved, expected {', '.join(_FIELDS)}")
+    return {"type": kind, **{name: _plain(getattr(space, name)) for name in _FIELDS[kind]}}
 
 
 def space_of(description: Any, where: str) -> gym.Space[Any]:
@@ -74,11 +66,10 @@ def _made(kind: str, fields: Mapping[str, Any], where: str) -> gym.Space[Any]:
         raise PolicyError(f"{where}: dtype is {fields['dtype']!r}, expected one of numbers")
     if kind == "Discrete":
         return spaces.Discrete(fields["n"], start=fields["start"], dtype=dtype.type)
+    one, other = (_array(fields[name], shape, dtype) for name in _FIELDS[kind][:2])
     if kind == "MultiDiscrete":
-        nvec, start = (_array(fields[name], shape, dtype) for name in ("nvec", "start"))
-        return spaces.MultiDiscrete(nvec, dtype=dtype.type, start=start)
-    low, high = (_array(fields[name], shape, dtype) for name in ("low", "high"))
-    return spaces.Box(low, high, shape, dtype.type)
+        return spaces.MultiDiscrete(one, dtype=dtype.type, start=other)
+    return spaces.Box(one, other, shape, dtype.type)
 
 
 def _shape(shape: Any, where: str) -> tuple[int, ...]:
@@ -89,16 +80,17 @@ def _shape(shape: Any, where: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _numbers(array: NDArray[Any]) -> Any:
-    """One number where all are the same, else all of them in a flat list."""
-    flat = np.asarray(array).reshape(-1)
-    if flat.size and (flat == flat[0]).all():
-        return _number(flat[0].item())
-    return [_number(each) for each in flat.tolist()]
-
-
-def _number(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _plain(field: Any) -> Any:
+    """A space's field as JSON has it; of an array one number where all are the same, else all in a flat list."""
+    if isinstance(field, np.dtype):
+        return str(field)
+    if not isinstance(field, np.ndarray):
+        return list(field) if isinstance(field, tuple) else int(field)
+    numbers = field.reshape(-1).tolist()
+    if numbers and numbers.count(numbers[0]) == len(numbers):
+        numbers = numbers[:1]
+    texts = [str(each) if isinstance(each, float) and not math.isfinite(each) else each for each in numbers]
+    return texts[0] if len(texts) == 1 else texts
 
 
 def _array(numbers: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -363,7 +363,6 @@ class HttpServer:
             Route("/v1/policies", self._answered(self._policies)),
             Route("/v1/policies/{name}", self._answered(self._policy)),
             Route("/v1/policies/{name}/act", self._answered(self._act), methods=["POST"]),
-            Route("/v1/policies/{name}/sessions/{session}", self._answered(self._forget), methods=["DELETE"]),
             WebSocketRoute("/v1/policies/{name}/stream", self._stream),
             WebSocketRoute("/v1/stream", self._stream),
         ]
@@ -419,10 +418,6 @@ class HttpServer:
     async def _act(self, request: Request) -> Any:
         fields = _read(request.headers.get("content-type", ""), await self._body(request))
         return (await self._front.act(request.path_params["name"], fields))._asdict()
-
-    async def _forget(self, request: Request) -> Any:
-        session: Hashable = request.path_params["session"]
-        return {"forgotten": self._shelf.forget(request.path_params["name"], session)}
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0

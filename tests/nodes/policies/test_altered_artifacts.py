@@ -4,6 +4,7 @@ import random
 import shutil
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,40 +105,39 @@ def test_weights_that_are_missing_and_unused_are_both_named(copied: Path) -> Non
         Policy.load(copied)
 
 
-@pytest.mark.parametrize("name", [*FORBIDDEN, 3, None, ["os:system"]])
-def test_a_class_that_is_not_allowed_is_not_even_imported(copied: Path, name: Any) -> None:
-    def replace(manifest: dict[str, Any]) -> None:
-        manifest["env_to_module"]["pieces"][0]["name"] = name
+def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
+    """Have a value be another one."""
 
-    sign(copied, replace)
-    with pytest.raises(PolicyError, match="connector"):
-        Policy.load(copied, allow=["own_policy_parts"])
+    def change(manifest: Any) -> None:
+        *before, last = path
+        for key in before:
+            manifest = manifest[key]
+        manifest[last] = value
 
-
-def test_an_unallowed_module_is_not_imported(copied: Path) -> None:
-    def replace(manifest: dict[str, Any]) -> None:
-        manifest["module"]["name"] = "antigravity:fly"
-
-    sign(copied, replace)
-    with pytest.raises(PolicyError, match=r"'antigravity:fly' is not allowed .* allow=\['antigravity'\]"):
-        Policy.load(copied)
-    assert "antigravity" not in sys.modules
+    return change
 
 
-@pytest.mark.parametrize(("field", "value", "text"), [("format", 2, "newer rollflow"), ("format", "1", "whole number")])
-def test_a_strange_format_is_refused(copied: Path, field: str, value: Any, text: str) -> None:
-    sign(copied, lambda manifest: manifest.__setitem__(field, value))
+def rename_config(manifest: dict[str, Any]) -> None:
+    manifest["module"]["settings"] = manifest["module"].pop("config")
+
+
+CHANGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    *((put(name, "env_to_module", "pieces", 0, "name"), "connector") for name in [*FORBIDDEN, 3, None, ["os:system"]]),
+    (put("antigravity:fly", "module", "name"), r"'antigravity:fly' is not allowed .* allow=\['antigravity'\]"),
+    (put(2, "format"), "newer rollflow"),
+    (put("1", "format"), "whole number"),
+    (rename_config, r"module: missing \['config'\], unknown \['settings'\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), CHANGES, ids=range(len(CHANGES)))
+def test_a_manifest_that_was_changed_is_refused_and_nothing_of_it_imported(
+    copied: Path, change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    sign(copied, change)
     with pytest.raises(PolicyError, match=text):
-        Policy.load(copied)
-
-
-def test_unknown_and_missing_fields_are_both_named(copied: Path) -> None:
-    def rename(manifest: dict[str, Any]) -> None:
-        manifest["module"]["settings"] = manifest["module"].pop("config")
-
-    sign(copied, rename)
-    with pytest.raises(PolicyError, match=r"module: missing \['config'\], unknown \['settings'\]"):
-        Policy.load(copied)
+        Policy.load(copied, allow=["own_policy_parts"])
+    assert "antigravity" not in sys.modules
 
 
 TEXTS = [

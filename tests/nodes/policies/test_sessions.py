@@ -29,13 +29,27 @@ def counting() -> tuple[Policy, list[list[tuple[str, int]]]]:
     return policy_with(LambdaConnector(count, lookback=1)), seen
 
 
-def test_each_session_has_an_episode_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        (["act a", "act b", "act a", "act b c a"], [[("b/0", 0)], [("a/0", 1)], [("b/0", 1), ("c/0", 0), ("a/0", 2)]]),
+        (["act a b", "act a b", "reset b", "act a b", "act b"], [[("a/0", 2), ("b/1", 0)], [("b/1", 1)]]),
+        # Alone, and so does the other one.
+        (["act a b", "act a b", "reset b", "act b", "act a"], [[("b/1", 0)], [("a/0", 2)]]),
+        (["act a", "act b", "forget a", "act a"], [[("a/0", 0)]]),
+        (["act a"] * 100, [[("a/0", step)] for step in range(100)]),
+    ],
+    ids=["company", "reset", "reset alone", "forgotten", "long"],
+)
+def test_each_session_has_an_episode_of_its_own(calls: list[str], expected: list[list[tuple[str, int]]]) -> None:
     policy, seen = counting()
-    policy.act(ITEM, session="a")
-    policy.act(ITEM, session="b")
-    policy.act(ITEM, session="a")
-    policy.act_batch(np.stack([ITEM] * 3), sessions=["b", "c", "a"])
-    assert seen[1:] == [[("b/0", 0)], [("a/0", 1)], [("b/0", 1), ("c/0", 0), ("a/0", 2)]]
+    for verb, *ids in map(str.split, calls):
+        if verb == "act":
+            policy.act_batch(np.stack([ITEM] * len(ids)), sessions=ids)
+        else:
+            getattr(policy, verb)(*ids)
+        assert set(policy.sessions) >= set(ids) or verb == "forget"
+    assert seen[-len(expected) :] == expected
 
 
 def test_an_observation_may_be_a_list() -> None:
@@ -44,28 +58,6 @@ def test_an_observation_may_be_a_list() -> None:
     assert policy.act(observation) == policy.act(np.array(observation, np.float32))
     with pytest.raises(ColumnError, match=r"got float32\[1, 2\], expected float32\[1, 3\]"):
         policy.act([0.5, 1.0])
-
-
-def test_reset_begins_another_episode() -> None:
-    policy, seen = counting()
-    for _ in range(2):
-        policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
-    policy.reset("b")
-    policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
-    policy.act(ITEM, session="b")
-    assert seen[-2:] == [[("a/0", 2), ("b/1", 0)], [("b/1", 1)]]
-    policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
-    policy.reset("b")
-    policy.act(ITEM, session="b")  # alone, and so does the other one
-    policy.act(ITEM, session="a")
-    assert seen[-2:] == [[("b/2", 0)], [("a/0", 4)]]
-
-
-def test_a_session_remembers_over_any_number_of_steps() -> None:
-    policy, seen = counting()
-    for _ in range(100):
-        policy.act(ITEM)
-    assert [row[0][1] for row in seen] == list(range(100))
 
 
 def test_infos_come_to_the_pieces_and_stay_with_their_session() -> None:
@@ -90,17 +82,6 @@ def test_infos_come_to_the_pieces_and_stay_with_their_session() -> None:
     ]
     with pytest.raises(PolicyError, match="1 infos for 2 sessions"):
         policy.act_batch(two, infos=[{}])
-
-
-def test_a_session_that_is_forgotten_begins_from_nothing() -> None:
-    policy, seen = counting()
-    policy.act(ITEM, session="a")
-    policy.act(ITEM, session="b")
-    assert policy.sessions == ("a", "b")
-    policy.forget("a")
-    assert policy.sessions == ("b",)
-    policy.act(ITEM, session="a")
-    assert seen[-1] == [("a/0", 0)]
 
 
 def test_an_observation_outside_its_space_changes_nothing() -> None:
