@@ -134,7 +134,7 @@ def fragment_host(active: int, lanes: int = 1) -> Callable[[int], SimulatedPeer]
         fragment = list(rollout.fragments())[1]
     more = {"start": 0, "seed": 0, "lost_steps": 0, "failure": None, "nodes": []}
     spaces = [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
-    made = message_of(0, 1, fragment, more, spaces)
+    made = message_of(1, fragment, spaces, more)
     return lambda number: FragmentHost(number, made.columns, dict(made.rest), number < active, lanes)
 
 

@@ -25,19 +25,27 @@ from rollflow.nodes.offloaded.fragment_checks import (
     check_whole,
     wrong,
 )
-from rollflow.nodes.offloaded.fragment_codec import complete, described
-from rollflow.nodes.offloaded.fragment_message import formed, forms_of, index_of
+from rollflow.nodes.offloaded.fragment_message import (
+    Plain,
+    complete,
+    described,
+    formed_columns,
+    forms_of,
+    index_of,
+    message_of,
+)
 from rollflow.stream import wire
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import ModuleError, WireError, shown
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
+from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS
 
-Plain = dict[str, Any]
 PARTS, CLOCK, MODULE_OF = "parts", "clock", "module_of"
 _PREFIX = field.text(1 << 16)
 _LAYOUT = field.entries(
@@ -68,6 +76,14 @@ def spaces_seen(parts: Sequence[AgentPart], pipelines: Sequence[EnvToModulePipel
         seen = [part.observation_space, *([] if before is None else [before]), *pipeline.observation_spaces]
         found.append(PartSpaces(part, seen))
     return found
+
+
+def message_of_lane(lane: Lane | MultiAgentLane, number: int, fragment: Any, more: Mapping[str, Any]) -> wire.Fragment:
+    """The message of a lane's fragment, of one agent or of several."""
+    if isinstance(lane, MultiAgentLane):
+        spaces = [PartSpaces(part.part, part.observation_spaces) for part in lane.parts]
+        return message_of_agents(number, fragment, spaces, more)
+    return message_of(number, fragment, lane.observation_spaces, more)
 
 
 def message_of_agents(
@@ -277,7 +293,7 @@ def _part_in(
     check_whole("parts: num_rows", rows, 0, message.rest["num_rows"])
     check_whole("parts: space", entries["space"], 0, len(spaces.seen) - 1)
     space, trees = spaces.seen[entries["space"]], message.columns[PARTS][index]
-    columns = {name: Column(name, formed(tree, entries["forms"].get(name), name)) for name, tree in trees.items()}
+    columns = formed_columns(trees, entries["forms"])
     spare = min(1, own.num_rows - rows)  # a row of actions that wait for an observation
     check_columns(columns, own, rows, space, spare)
     finals = entries.get("finals")

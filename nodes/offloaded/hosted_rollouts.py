@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollflow.nodes.env.environments import Environments
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.host_carrier import HostedNode
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
@@ -16,14 +14,11 @@ from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost, RemoteL
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.weights_codec import to_arrays
-from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
 from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
-from rollflow.nodes.offloaded.fragment_message import fragment_of
-from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
+from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.offloaded.rollout_report import LaneCount, LaneProgress, RolloutReport, account_of, progress_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
-from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.sockets import quoted
@@ -139,7 +134,8 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     """
 
     takes_late = True
-    lookback: int
+    steps_of: Callable[[int], int]
+    fragment_in: Callable[[Fragment, int, str | None], Any]
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
         self._counts: list[LaneCount] = []
@@ -189,31 +185,10 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             counted.append([*count.stages, ["rollouts", count.turns, seconds]])
         return counted
 
-    def describe(self) -> str:
-        """Lanes, slots and hosts, for `explain()`."""
-        return f"{super().describe()}, each with connectors and a copy of the module"
-
     def close(self) -> None:
         """Say goodbye to the hosts."""
         self._equipment.close()
         super().close()
-
-    # What one kind of environments has differently
-
-    def steps_of(self, slots: int) -> int:
-        """The most transitions of a vector step of so many environments."""
-        raise NotImplementedError
-
-    def wire_id(self, module_id: Any) -> str | None:
-        """The id of a module in messages."""
-        raise NotImplementedError
-
-    def fragment_in(self, answer: Fragment, seed: int, lost: str | None) -> Any:
-        """The fragment in an answer of environments with this seed, which were lost before it, or not (None).
-
-        Raises WireError where it is none.
-        """
-        raise NotImplementedError
 
     # Dialogue with the hosts
 
@@ -363,7 +338,8 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         self._equipment.give(host, is_urgent=is_urgent)
 
     def _message_of(self, module_id: Any, version: int, weights: Mapping[str, Any]) -> Weights:
-        return Weights(version, *to_arrays(weights), module=self.wire_id(module_id))
+        module = None if self.role == "rollout" else str(module_id)  # one agent's rollout has one module
+        return Weights(version, *to_arrays(weights), module=module)
 
     def _check_form(self, fragment: Any) -> None:
         """Raise WireError where columns have other forms than in the fragments before."""
@@ -400,29 +376,11 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         self.gateway.expel(host, WireError(f"host {host.name}: {where}: {text}", "fragment"))
 
 
-class HostedRollouts(HostRollouts, Environments):  # type: ignore[misc]  # turns go round, and no lanes
+class HostedRollouts(HostRollouts, OneAgentRollouts):  # type: ignore[misc]  # turns go round, and no lanes
     """`HostRollouts` of environments with one agent each."""
 
     role = "rollout"
     envs_on = staticmethod(vectors_on)
-
-    def steps_of(self, slots: int) -> int:
-        return slots
-
-    def wire_id(self, module_id: Any) -> None:
-        """None: a rollout of one agent has one module."""
-
-    def fragment_in(self, answer: Fragment, seed: int, lost: str | None) -> Any:
-        layout = self._layout(answer.lane, self.envs[answer.lane], seed)
-        return fragment_of(answer, layout, self._spaces, lost)
-
-    def _make_lanes(self) -> None:
-        """Lanes are where the environments are."""
-
-    @cached_property
-    def _spaces(self) -> list[Any]:
-        """Spaces that connectors may leave observations in."""
-        return [self.observation_space, *self.owner.policy.pipelines[0].observation_spaces]
 
     def _check_form(self, fragment: Any) -> None:
         form = form_of(fragment.columns)
@@ -430,28 +388,8 @@ class HostedRollouts(HostRollouts, Environments):  # type: ignore[misc]  # turns
         check_form(form, self._form)
 
 
-class AgentHostedRollouts(HostRollouts, AgentEnvironments):  # type: ignore[misc]  # as above
+class AgentHostedRollouts(HostRollouts, AgentRollouts):  # type: ignore[misc]  # as above
     """`HostRollouts` of environments with several agents each."""
 
     role = "agent_rollout"
     envs_on = staticmethod(agents_on)
-
-    def steps_of(self, slots: int) -> int:
-        return slots * sum(len(part.agents) for part in self.parts)
-
-    def wire_id(self, module_id: Any) -> str:
-        return str(module_id)
-
-    def fragment_in(self, answer: Fragment, seed: int, lost: str | None) -> Any:
-        fragment = agents_of_message(answer, self._spaces)
-        if lost is not None:
-            fragment.begin_after_loss(lost)
-        return fragment
-
-    def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
-        """Have lanes look back so many agent steps (H); they are where the environments are."""
-        self.lookback = lookback
-
-    @cached_property
-    def _spaces(self) -> list[Any]:
-        return self.owner.policy.spaces_of(self.parts)  # type: ignore[no-any-return]

@@ -3,10 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
+from rollflow.nodes.offloaded.fragment_message import fragment_of, rescued
 from rollflow.nodes.offloaded.replica import Published, Replica
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.nodes.stages.env_to_module import CuttingStage
+from rollflow.stream import wire
+from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.graph.graph import Graph
@@ -82,6 +88,7 @@ class OffloadedRollouts(LaneSource):
     """
 
     owner: RolloutOwner
+    lookback: int
     does = "rollout"
 
     def work_for(self, owner: RolloutOwner) -> None:
@@ -103,6 +110,10 @@ class OffloadedRollouts(LaneSource):
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have the connectors of every lane take over states before its next turn: one for each pipeline."""
         raise NotImplementedError
+
+    def describe(self) -> str:
+        """Lanes, slots and where they are, for `explain()`."""
+        return f"{super().describe()}, each with connectors and a copy of the module"
 
     def _token(self, index: int, num_slots: int) -> TurnToken:
         """The token of a lane that begins: at the step that the run has come to."""
@@ -130,6 +141,63 @@ class OffloadedRollouts(LaneSource):
             items = sum(items for items, *_ in counted)
             reports.append(NodeReport(name, items, busy, elapsed_s - busy, 0.0, calls, piece))
         return reports
+
+
+class OneAgentRollouts(Environments):
+    """Environments of rollouts that are done elsewhere, with one agent each."""
+
+    owner: RolloutOwner
+
+    def steps_of(self, slots: int) -> int:
+        """The most transitions of a vector step of so many environments."""
+        return slots
+
+    def fragment_in(self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True) -> Fragment:
+        """The fragment in a message of environments with this seed, which were lost before it, or not (None).
+
+        Raises WireError where it is none.
+        """
+        layout = self._layout(message.lane, self.envs[message.lane], seed)
+        return fragment_of(message, layout, self._spaces, lost, is_checked=is_checked)
+
+    def rescued(self, message: wire.Fragment, rows: int, seed: int, lost: str | None, **options: Any) -> Fragment:
+        """The first rows of a fragment whose maker has gone: see `fragment_message.rescued`."""
+        layout = self._layout(message.lane, self.envs[message.lane], seed)
+        return rescued(message, rows, layout, self._spaces, lost, **options)
+
+    def _make_lanes(self) -> None:
+        """Lanes are where the environments are."""
+
+    @cached_property
+    def _spaces(self) -> list[Any]:
+        """Spaces that connectors may leave observations in."""
+        return [self.observation_space, *self.owner.policy.pipelines[0].observation_spaces]
+
+
+class AgentRollouts(AgentEnvironments):
+    """Environments of rollouts that are done elsewhere, with several agents each; otherwise as `OneAgentRollouts`."""
+
+    owner: RolloutOwner
+    lookback: int
+
+    def steps_of(self, slots: int) -> int:
+        return slots * sum(len(part.agents) for part in self.parts)
+
+    def fragment_in(
+        self, message: wire.Fragment, seed: int, lost: str | None, *, is_checked: bool = True
+    ) -> MultiAgentFragment:
+        fragment = agents_of_message(message, self._spaces)
+        if lost is not None:
+            fragment.begin_after_loss(lost)
+        return fragment
+
+    def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
+        """Have lanes look back so many agent steps (H); they are where the environments are."""
+        self.lookback = lookback
+
+    @cached_property
+    def _spaces(self) -> list[Any]:
+        return self.owner.policy.spaces_of(self.parts)  # type: ignore[no-any-return]
 
 
 class EmitterOutput(NamedTuple):

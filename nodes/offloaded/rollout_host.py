@@ -21,9 +21,7 @@ from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.env.stepping import close_failed, described
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
-from rollflow.nodes.offloaded.agent_fragment_codec import spaces_of
-from rollflow.nodes.offloaded.agent_fragment_message import message_of_agents
-from rollflow.nodes.offloaded.fragment_message import message_of
+from rollflow.nodes.offloaded.agent_fragment_message import message_of_lane
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.replica import LanePlan, LaneSite, OneReplica, Replica, SeveralReplica
 from rollflow.nodes.offloaded.rollout_report import LaneProgress, metrics_of
@@ -34,7 +32,6 @@ from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.stream.data.errors import EnvError, RollflowError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for
-from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 from rollflow.stream.wire import (
     Answer,
     Cut,
@@ -225,9 +222,7 @@ class RolloutLane:
         if raised is not None:
             logger.warning("lane %d: %r", turn.lane, raised, exc_info=raised)
             session.rollout, self._has_failed = None, True
-        if isinstance(rollout.lane, MultiAgentLane):
-            return message_of_agents(turn.number, fragment, spaces_of(rollout.lane), more)
-        return message_of(turn.lane, turn.number, fragment, more, rollout.lane.observation_spaces)
+        return message_of_lane(rollout.lane, turn.number, fragment, more)
 
     def _started(self, session: LaneSession, first_step: int) -> LaneRollout:
         """Another start. It is told of from now on, when whoever asks has the answer of the one before."""

@@ -11,8 +11,7 @@ from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.watch import Activity
-from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentReader
-from rollflow.nodes.offloaded.fragment_codec import FragmentReader
+from rollflow.nodes.offloaded.lent_fragments import FragmentReader
 from rollflow.nodes.offloaded.offloaded import TurnToken
 from rollflow.nodes.offloaded.replica import LanePlan, Replica
 from rollflow.nodes.stages.ring import STAGES
@@ -63,7 +62,8 @@ class RolloutLink(LaneLink):
         self._states: SharedBlock | None = None  # of connectors, that the worker was told last
         self._reported = 0  # by the worker as it is now
         self._progress: NDArray[np.int64] | None = None
-        self._fragments: FragmentReader | AgentFragmentReader | None = None
+        self._fragments: FragmentReader | None = None
+        self._seed = 0  # of the environments since the last start
 
     # Requests
 
@@ -86,7 +86,8 @@ class RolloutLink(LaneLink):
         self._progress = block.array()[:PROGRESS_BYTES].view(np.int64)
         self._progress[MARK] = 0, -1
         self._reported = 0
-        self._fragments = self.node.reader_for(self.index, plan.seed)
+        self._fragments = FragmentReader(self.index, hands_on=self.node.is_shared)
+        self._seed = plan.seed
         self.versions, self.untaken = dict(replica.versions), 0
         self.send(frame(FrameKind.SET_UP, number=block.size), block.fd)
         block.close()
@@ -122,7 +123,7 @@ class RolloutLink(LaneLink):
             self.untaken -= 1
             self.offer(self.node.newest)
         elif kind is FrameKind.FILLING:
-            fragments.begin(unpack(answer.payload))
+            fragments.begin(answer.block, unpack(answer.payload))
         elif kind is FrameKind.FRAGMENT:
             self._take_fragment(fragments, answer)
             return True
@@ -141,9 +142,10 @@ class RolloutLink(LaneLink):
             self.lost = f"{failure['type']}: {failure['text']}"
         return int(failure.get("lost_steps", 0))
 
-    def _take_fragment(self, fragments: FragmentReader | AgentFragmentReader, answer: Frame) -> None:
+    def _take_fragment(self, fragments: FragmentReader, answer: Frame) -> None:
         fields = self._fields_of(answer)
-        self._take(fragments.read(answer.block, fields))
+        message = fragments.read(answer.block, fields)
+        self._take(self.node.fragment_in(message, self._seed, self.lost, is_checked=False))
         self.steps += fields["steps"] - self._reported
         self._reported, self.stages = fields["steps"], fields["nodes"]
         self.status.phase, self._failure = LanePhase.READY, None
@@ -259,21 +261,19 @@ class RolloutLink(LaneLink):
     def _rescue(self, reason: str) -> bool:
         assert self._progress is not None
         assert self._fragments is not None
-        sequence, rows = divmod(int(self._progress[2]), self._fragments.num_rows + 1)
-        if sequence != self.lane.sequence:
+        sequence, rows = divmod(int(self._progress[2]), self.node.fragment_length + 1)
+        message = self._fragments.in_the_making(sequence)
+        if sequence != self.lane.sequence or message is None or not rows:
             return False
-        fragment = self._fragments.rescue(sequence, rows, reason)
-        if fragment is None:
-            return False
+        state = self._fragments.initial_state
+        fragment = self.node.rescued(message, rows, self._seed, self.lost, reason=reason, initial_state=state)
         self._take(fragment)
         self.steps += fragment.num_steps
         self._reported += fragment.num_steps
         return True
 
     def _take(self, fragment: Any) -> None:
-        if self.lost is not None:
-            fragment.begin_after_loss(self.lost)
-            self.lost = None
+        self.lost = None
         self.lane.take(fragment)
 
 

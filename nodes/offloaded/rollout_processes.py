@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollflow.nodes.env.env_source import lane_makers
-from rollflow.nodes.env.environments import Environments
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments, agent_makers
+from rollflow.nodes.env.multi_agent.agent_environments import agent_makers
 from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
 from rollflow.nodes.env.workers.env_link import RemoteVectorEnv
 from rollflow.nodes.env.workers.frames import FrameKind, frame
@@ -14,9 +13,7 @@ from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.process_environments import launched
 from rollflow.nodes.env.workers.worker_carrier import WorkerNode
 from rollflow.nodes.modules.weights_codec import pack_weights
-from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentReader
-from rollflow.nodes.offloaded.fragment_codec import FragmentReader
-from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
+from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
 from rollflow.nodes.offloaded.replica import LanePlan, Published, Replica
 from rollflow.nodes.offloaded.rollout_link import PackedWeights, RolloutLink
 from rollflow.stream.data.blocks import SharedBlock
@@ -36,7 +33,6 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     """
 
     program, link_of = "rollflow.nodes.offloaded.rollout_worker", RolloutLink
-    lookback: int
 
     def __init__(self, env: Any, **options: Any) -> None:
         self.newest: dict[Any, PackedWeights] = {}
@@ -97,10 +93,6 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
         """Counts of each worker's stages, calls under way included."""
         return [link.counted() for link in self._links]
 
-    def describe(self) -> str:
-        """Lanes, slots and processes, for `explain()`."""
-        return f"{super().describe()}, each with connectors and a copy of the module"
-
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""
         with self._publishing:
@@ -144,36 +136,21 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
             link.offer(self.newest)
 
 
-class RolloutProcesses(WorkerRollouts, Environments):  # type: ignore[misc]  # turns go round, and no lanes
+class RolloutProcesses(WorkerRollouts, OneAgentRollouts):  # type: ignore[misc]  # turns go round, and no lanes
     """`WorkerRollouts` of environments with one agent each.
 
     What a lost worker had made of its fragment lies in shared memory, and is given: only the step under way is missing.
     """
 
-    def reader_for(self, lane: int, seed: int) -> FragmentReader:
-        """Reader of the fragments that a lane's worker makes with this seed."""
-        return FragmentReader(self._layout(lane, self.envs[lane], seed), lane, hands_on=self.is_shared)
-
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode), RemoteVectorEnv)
 
-    def _make_lanes(self) -> None:
-        """Lanes are where the environments are."""
 
-
-class AgentRolloutProcesses(WorkerRollouts, AgentEnvironments):  # type: ignore[misc]  # as above
+class AgentRolloutProcesses(WorkerRollouts, AgentRollouts):  # type: ignore[misc]  # as above
     """`WorkerRollouts` of environments with several agents each.
 
     What a lost worker had made of its fragment is lost with it, and counted in `lost_steps`.
     """
-
-    def reader_for(self, lane: int, seed: int) -> AgentFragmentReader:
-        """Reader of the fragments that a lane's worker makes."""
-        return AgentFragmentReader(lane, self.owner.policy.spaces_of(self.parts), self.fragment_length)
-
-    def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
-        """Have lanes look back so many agent steps (H); they are where the environments are."""
-        self.lookback = lookback
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         return launched(self, agent_makers(env, num_envs, lanes), RemoteAgentEnvs)

@@ -15,14 +15,12 @@ from rollflow.nodes.env.workers.env_worker import EnvServer
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_server import described, failure, serve_all
 from rollflow.nodes.modules.weights_codec import unpack_weights
-from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentWriter
-from rollflow.nodes.offloaded.fragment_codec import FragmentWriter
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
+from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
 from rollflow.nodes.offloaded.replica import LaneSite
 from rollflow.nodes.offloaded.rollout_link import BUSY, MARK, PROGRESS_BYTES, UNDER_WAY
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.packing import pack, unpack
-from rollflow.stream.fragments.lane import Lane
 
 
 class RolloutServer(EnvServer):
@@ -33,7 +31,7 @@ class RolloutServer(EnvServer):
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._rollout: LaneRollout | None = None
-        self._fragments: FragmentWriter | AgentFragmentWriter
+        self._fragments: FragmentWriter
 
     def _describe(self, maker: Any) -> bytes:
         return describe(self._env) if isinstance(maker, AgentLaneMaker) else super()._describe(maker)
@@ -72,7 +70,7 @@ class RolloutServer(EnvServer):
         begun = self._fragments.begin()
         if begun is not None:
             self._send_blocks()
-            self._send(frame_with(FrameKind.FILLING, pack(begun)))
+            self._send(frame_with(FrameKind.FILLING, pack(begun[1]), begun[0]))
         self._fragments.keep_finals()
         self._progress[0] = self._rollout.lane.num_steps
         self._progress[UNDER_WAY] = self._rollout.under_way
@@ -104,8 +102,7 @@ class RolloutServer(EnvServer):
             hide=self._hide,
             mark=self._progress[MARK].data,
         )
-        lane = self._rollout.lane
-        self._fragments = FragmentWriter(lane) if isinstance(lane, Lane) else AgentFragmentWriter(lane)
+        self._fragments = FragmentWriter(self._rollout.lane)
         self._blocks_sent = 0
         return b""
 

@@ -48,7 +48,7 @@ _LAYOUT = field.entries(
 
 def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> wire.Fragment:
     """A fragment of a rollout, whose observations are in one of `spaces`; the columns are referred to."""
-    return message_of(fragment.lane, number, fragment, {"layout": _entries_of(fragment.layout)}, spaces)
+    return message_of(number, fragment, spaces, {"layout": _entries_of(fragment.layout)})
 
 
 def layout_told(entries: Any, action_space: gym.Space[Any], before: FragmentLayout | None = None) -> FragmentLayout:

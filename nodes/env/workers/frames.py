@@ -49,7 +49,7 @@ class FrameKind(IntEnum):
     FRAGMENT = 17  # length of a packed dict: what there is to say of the fragment in the block
     NEW_BLOCK = 18  # a descriptor, and the bytes behind it: a block
     TAKEN = 19  # weights have been taken over
-    FILLING = 20  # length of a packed dict: what there is to say of a fragment whose rows are being made
+    FILLING = 20  # length of a packed dict: what there is to say of the fragment being made in the block
     BEGUN = 21  # the first step of a rollout is being made: its environments have been reset
 
 
