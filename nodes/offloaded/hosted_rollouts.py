@@ -1,13 +1,10 @@
 """Whole rollouts on other hosts, as a node: environments, connectors and a copy of the module on each."""
 
 import logging
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.host_carrier import HostedNode
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost, RemoteLane, agents_on, vectors_on
@@ -16,7 +13,6 @@ from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.weights_codec import to_arrays
 from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
-from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.offloaded.rollout_report import LaneCount, LaneProgress, RolloutReport, account_of, progress_of
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import StateError, WireError
@@ -31,97 +27,13 @@ logger = logging.getLogger(__name__)
 class _Stock:
     """Messages that a host has got through a connection.
 
-    versions    module id in messages -> version of the weights that it has
+    versions    module id -> version of the weights that it has
     """
 
     connection: GatewayConnection
     has_settings: bool = False
     states: States | None = None
-    versions: dict[str | None, int] = field(default_factory=dict)
-
-
-class HostEquipment:
-    """Settings, states and weights of a rollout, and what each of its hosts has of them.
-
-    message_of    makes the message of a module's weights, of its id, their version and a `state_dict()`
-
-    settings      None: the rollout has not begun
-    states        of connectors; None: there are none
-    """
-
-    def __init__(self, gateway: Gateway, message_of: Callable[[Any, int, Mapping[str, Any]], Weights]) -> None:
-        self.settings: Settings | None = None
-        self.states: States | None = None
-        self._gateway, self._message_of = gateway, message_of
-        self._weights: dict[Any, Weights] = {}  # by the ids of their modules
-        self._stocks: dict[bytes, _Stock] = {}  # by the token of the host's session
-        self._publishing = threading.Lock()
-        self._is_closed = False
-
-    def begin(self, settings: Settings, first: Published) -> None:
-        """Have hosts get settings, and the first weights where none were published."""
-        self.settings = settings
-        self._keep(first)
-
-    def publish(self, published: Published) -> None:
-        """Have every host get these weights, which are copied. From any thread."""
-        self._keep(published, wakes=True)
-
-    def outdated(self) -> Iterator[RemoteHost]:
-        """The hosts that lack some weights."""
-        for token, stock in list(self._stocks.items()):
-            host = self._gateway.hosts.get(token)
-            if host is not None and self._lacking(stock):
-                yield host
-
-    def give(self, host: RemoteHost, *, is_urgent: bool) -> None:
-        """Tell a host whatever of settings, states and weights it does not have yet.
-
-        is_urgent    also while much is still on its way to it
-        """
-        gateway, connection = self._gateway, host.connection
-        stock = self._stocks.get(host.session.token)
-        if stock is None or stock.connection is not connection:
-            stock = self._stocks[host.session.token] = _Stock(connection)
-        assert self.settings is not None
-        if not stock.has_settings:
-            stock.has_settings = gateway.tell(host, self.settings, connection)
-        elif gateway.is_behind(host) and not is_urgent:
-            return  # it has some to go on with, and gets the newest once those have arrived
-        states = self.states
-        if states is not stock.states and states is not None and gateway.tell(host, states, connection):
-            stock.states = states
-        for weights in self._lacking(stock):
-            if gateway.tell(host, weights, connection):
-                stock.versions[weights.module] = weights.version
-
-    def forget(self, host: RemoteHost) -> None:
-        """Forget a host that has left."""
-        self._stocks.pop(host.session.token, None)
-
-    def close(self) -> None:
-        """Wake nobody any more."""
-        with self._publishing:
-            self._is_closed = True
-
-    def _lacking(self, stock: _Stock) -> list[Weights]:
-        versions = stock.versions
-        return [each for each in self._weights.values() if versions.get(each.module, -1) < each.version]
-
-    def _keep(self, published: Published, *, wakes: bool = False) -> None:
-        """Keep those weights that are newer than what there is."""
-        messages = {each: self._message_of(each, *newest) for each, newest in published.items()}
-        with self._publishing:
-            if self._is_closed:
-                return
-            newer = {
-                each: message
-                for each, message in messages.items()
-                if each not in self._weights or message.version > self._weights[each].version
-            }
-            self._weights = {**self._weights, **newer}
-            if wakes:
-                self._gateway.wake()
+    versions: dict[Any, int] = field(default_factory=dict)
 
 
 class HostRollouts(HostedNode, OffloadedRollouts):
@@ -140,9 +52,9 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
         self._counts: list[LaneCount] = []
         self._form: Any = None  # of a row of the columns
+        self._settings: Settings | None = None  # None: the rollout has not begun
+        self._stocks: dict[bytes, _Stock] = {}  # by the token of the host's session
         super().__init__(env, **options)
-        node = weakref.proxy(self)  # which holds the equipment
-        self._equipment = HostEquipment(self.gateway, lambda *weights: node._message_of(*weights))
 
     def __call__(self, turns: TurnToken) -> TurnToken | None:
         """Have the lane's host make its next fragment."""
@@ -152,20 +64,18 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             return turns
         return self.hand_over(turns)
 
-    def broadcast(self, published: Published) -> None:
-        """Have every host use these weights from its next forward pass on."""
-        self._equipment.publish(published)
-
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every host's connectors take over states before its next turn."""
         names = self.owner.policy.pipeline_names
-        self._equipment.states = States(dict(zip(names, states, strict=True)))
+        self.states = States(dict(zip(names, states, strict=True)))
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
         yield from super().completed()
-        for host in self._equipment.outdated():
-            self._equip(host)
+        for token, stock in list(self._stocks.items()):
+            host = self.gateway.hosts.get(token)
+            if host is not None and any(self.lacking(stock.versions)):
+                self._equip(host)
 
     def hasten(self) -> None:
         """Have every host give what there is of the fragments that it is making."""
@@ -187,8 +97,8 @@ class HostRollouts(HostedNode, OffloadedRollouts):
 
     def close(self) -> None:
         """Say goodbye to the hosts."""
-        self._equipment.close()
-        super().close()
+        with self._publishing:
+            super().close()
 
     # Dialogue with the hosts
 
@@ -231,7 +141,7 @@ class HostRollouts(HostedNode, OffloadedRollouts):
                 if self.is_draining:
                     self._cut(self.lanes_of(event.host))
             case "left":
-                self._equipment.forget(event.host)
+                self._stocks.pop(event.host.session.token, None)
 
     def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
         assert isinstance(answer, Fragment)
@@ -323,21 +233,47 @@ class HostRollouts(HostedNode, OffloadedRollouts):
         return fragment
 
     def _equip(self, host: RemoteHost, *, is_urgent: bool = False) -> None:
-        """Tell a host whatever of settings, states and weights it does not have yet; see `HostEquipment.give`."""
-        if self._equipment.settings is None:
-            replica, options = self.owner.replica(), self.owner.pass_options
-            weights = {each: (replica.versions[each], module.state_dict()) for each, module in replica.modules.items()}
+        """Tell a host whatever of settings, states and weights it does not have yet.
+
+        is_urgent    also while much is still on its way to it
+        """
+        gateway, connection = self.gateway, host.connection
+        settings = self._begun_settings()
+        stock = self._stocks.get(host.session.token)
+        if stock is None or stock.connection is not connection:
+            stock = self._stocks[host.session.token] = _Stock(connection)
+        if not stock.has_settings:
+            stock.has_settings = gateway.tell(host, settings, connection)
+        elif gateway.is_behind(host) and not is_urgent:
+            return  # it has some to go on with, and gets the newest once those have arrived
+        states = self.states
+        if states is not stock.states and states is not None and gateway.tell(host, states, connection):
+            stock.states = states
+        for module_id, version, weights in self.lacking(stock.versions):
+            if gateway.tell(host, weights, connection):
+                stock.versions[module_id] = version
+
+    def _begun_settings(self) -> Settings:
+        """The rollout's settings; when it begins, the first weights are published where none were."""
+        if self._settings is None:
+            replica = self.owner.replica()
             settings = RolloutSettings.of(
                 replica,
-                options,
+                self.owner.pass_options,
                 fragment_length=self.fragment_length,
                 lookback=self.lookback,
                 seed=self.seed,
             )
-            self._equipment.begin(settings.message(), weights)
-        self._equipment.give(host, is_urgent=is_urgent)
+            self._keep(
+                {each: (replica.versions[each], module.state_dict()) for each, module in replica.modules.items()}
+            )
+            self._settings = settings.message()
+        return self._settings
 
-    def _message_of(self, module_id: Any, version: int, weights: Mapping[str, Any]) -> Weights:
+    def _announce(self) -> None:
+        self.gateway.wake()
+
+    def _packed(self, module_id: Any, version: int, weights: Mapping[str, Any]) -> Weights:
         module = None if self.role == "rollout" else str(module_id)  # one agent's rollout has one module
         return Weights(version, *to_arrays(weights), module=module)
 

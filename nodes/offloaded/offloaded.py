@@ -1,11 +1,13 @@
 """Whole rollouts done elsewhere, in worker processes or on other hosts: their nodes and their ring."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
 from rollflow.nodes.offloaded.fragment_message import fragment_of, rescued
 from rollflow.nodes.offloaded.replica import Published, Replica
@@ -84,12 +86,19 @@ class RolloutOwner(Protocol):
 class OffloadedRollouts(LaneSource):
     """A node that has each lane's rollout done somewhere else: takes turns, gives fragments.
 
-    owner    of the rollouts, from `work_for` on
+    owner     of the rollouts, from `work_for` on
+    states    of connectors, for lanes to take over; None: there are none
     """
 
     owner: RolloutOwner
     lookback: int
     does = "rollout"
+
+    def __init__(self, env: Any, **options: Any) -> None:
+        self.states: Any = None
+        self._newest: Mapping[Any, tuple[int, Any]] = {}  # by the ids of their modules, packed
+        self._publishing = threading.Lock()
+        super().__init__(env, **options)
 
     def work_for(self, owner: RolloutOwner) -> None:
         """Have an owner, which is made for the spaces found here. Before it runs."""
@@ -105,6 +114,33 @@ class OffloadedRollouts(LaneSource):
         From any thread; waits for nobody: one that is slower than they are published is given the newest whenever it
         is done with those before.
         """
+        self._keep(published)
+        self._announce()
+
+    def lacking(self, versions: Mapping[Any, int]) -> Iterator[tuple[Any, int, Any]]:
+        """Module, version and packed weights of what was published after these versions, by the ids of modules."""
+        for module_id, (version, packed) in self._newest.items():
+            if version > versions.get(module_id, -1):
+                yield module_id, version, packed
+
+    def _keep(self, published: Published) -> None:
+        """Keep those weights that are newer than what there is."""
+        packed = {
+            module_id: (version, self._packed(module_id, version, weights))
+            for module_id, (version, weights) in published.items()
+        }
+        with self._publishing:
+            if not self.is_closed:
+                newest = self._newest
+                newer = {each: made for each, made in packed.items() if each not in newest or made[0] > newest[each][0]}
+                self._newest = {**newest, **newer}
+
+    def _packed(self, module_id: Any, version: int, weights: Weights) -> Any:
+        """Weights as they go to the lanes; a copy."""
+        raise NotImplementedError
+
+    def _announce(self) -> None:
+        """Have the thread that the graph runs in look for new weights. From any thread."""
         raise NotImplementedError
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:

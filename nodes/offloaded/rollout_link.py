@@ -33,9 +33,6 @@ PROGRESS_BYTES = 128
 MARK, BUSY, UNDER_WAY = slice(3, 5), slice(5, 5 + len(STAGES)), 5 + len(STAGES)
 
 
-PackedWeights = tuple[int, SharedBlock]  # their version, and the block that they lie in
-
-
 class RolloutLink(LaneLink):
     """The link to a worker that makes whole fragments.
 
@@ -72,10 +69,10 @@ class RolloutLink(LaneLink):
         self._turn()
         self.status.phase = LanePhase.STEPPING
 
-    def offer(self, newest: Mapping[Any, PackedWeights]) -> None:
-        """Have weights used in the fragment that is being made, unless some are under way: then those come first."""
+    def offer(self) -> None:
+        """Have the newest weights used in the fragment that is being made, unless others are under way."""
         if self.status.phase in (LanePhase.RESETTING, LanePhase.STEPPING) and not self.untaken:
-            self._send_weights(newest)
+            self._send_weights()
 
     def _reset(self) -> None:
         """Have the rollout built, with the weights of its replica, and its first fragment made."""
@@ -102,14 +99,13 @@ class RolloutLink(LaneLink):
         if states is not None and states is not self._states:
             self.send(frame(FrameKind.STATES, number=states.size), states.fd)
         self._states = states
-        self._send_weights(self.node.newest)
+        self._send_weights()
         self.send(frame(FrameKind.TURN))
 
-    def _send_weights(self, newest: Mapping[Any, PackedWeights]) -> None:
-        for module_id, (version, block) in newest.items():
-            if version > self.versions.get(module_id, -1):
-                self.send(frame(FrameKind.WEIGHTS, number=block.size), block.fd)
-                self.versions[module_id], self.untaken = version, self.untaken + 1
+    def _send_weights(self) -> None:
+        for module_id, version, block in self.node.lacking(self.versions):
+            self.send(frame(FrameKind.WEIGHTS, number=block.size), block.fd)
+            self.versions[module_id], self.untaken = version, self.untaken + 1
 
     # Answers
 
@@ -121,7 +117,7 @@ class RolloutLink(LaneLink):
             fragments.map(answer.block, SharedBlock(answer.number, answer.fd))
         elif kind is FrameKind.TAKEN:
             self.untaken -= 1
-            self.offer(self.node.newest)
+            self.offer()
         elif kind is FrameKind.FILLING:
             fragments.begin(answer.block, unpack(answer.payload))
         elif kind is FrameKind.FRAGMENT:

@@ -1,6 +1,5 @@
 """Whole rollouts in worker processes: environments, connectors and copies of the modules in each."""
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +11,12 @@ from rollflow.nodes.env.workers.frames import FrameKind, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.process_environments import launched
 from rollflow.nodes.env.workers.worker_carrier import WorkerNode
+from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.modules.weights_codec import pack_weights
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken
-from rollflow.nodes.offloaded.replica import LanePlan, Published, Replica
-from rollflow.nodes.offloaded.rollout_link import PackedWeights, RolloutLink
-from rollflow.stream.data.blocks import SharedBlock
+from rollflow.nodes.offloaded.replica import LanePlan, Replica
+from rollflow.nodes.offloaded.rollout_link import RolloutLink
+from rollflow.stream.data.blocks import SharedBlock, written_block
 from rollflow.stream.data.packing import pack
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.graph.wakeup import Wakeup
@@ -25,9 +25,6 @@ from rollflow.stream.graph.wakeup import Wakeup
 class WorkerRollouts(WorkerNode, OffloadedRollouts):
     """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
 
-    newest    module id -> weights that were published last, packed; of those that were published
-    states    of connectors, for workers to take over; None: there are none
-
     What `replica` gives is pickled. A lost worker takes with it what its connectors had learnt and logged since its
     last fragment.
     """
@@ -35,9 +32,6 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     program, link_of = "rollflow.nodes.offloaded.rollout_worker", RolloutLink
 
     def __init__(self, env: Any, **options: Any) -> None:
-        self.newest: dict[Any, PackedWeights] = {}
-        self.states: SharedBlock | None = None
-        self._publishing = threading.Lock()
         self._bell = Wakeup()  # rung when there are new weights
         super().__init__(env, **options)
         self.call_when_woken(self._bell, self._spread)
@@ -54,28 +48,10 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
         turns.fragment = None
         return self.hand_over(turns)
 
-    def broadcast(self, published: Published) -> None:
-        """Have every worker use these weights from its next forward pass on."""
-        packed = {}
-        for module_id, (version, weights) in published.items():
-            data = pack_weights(version, weights, module_id)
-            block = SharedBlock(len(data))
-            block.write(data)
-            packed[module_id] = version, block
-        with self._publishing:
-            known = {} if self.is_closed else self.newest
-            for module_id, each in packed.items():
-                if not self.is_closed and (module_id not in known or each[0] > known[module_id][0]):
-                    known = {**known, module_id: each}
-            self.newest = known
-            if not self.is_closed:
-                self._bell.ring()
-
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every worker's connectors take over states before its next turn."""
         data = pack(list(states), "the connectors' state")
-        self.states = SharedBlock(len(data))
-        self.states.write(data)
+        self.states = written_block(data)
 
     def hasten(self) -> None:
         """Have every worker give what there is of the fragment that it is making; from now on none is made again."""
@@ -99,7 +75,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
             try:
                 super().close()
             finally:
-                self.newest, self.states = {}, None
+                self._newest, self.states = {}, None
                 self._bell.close()
 
     def _release(self) -> None:
@@ -129,11 +105,17 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def _links(self) -> list[RolloutLink]:
         return [link for link in self.links if isinstance(link, RolloutLink)]
 
+    def _packed(self, module_id: Any, version: int, weights: Weights) -> SharedBlock:
+        return written_block(pack_weights(version, weights, module_id))
+
+    def _announce(self) -> None:
+        self._bell.ring()
+
     def _spread(self) -> None:
         """Offer every worker the newest weights."""
         self._bell.silence()
         for link in self._links:
-            link.offer(self.newest)
+            link.offer()
 
 
 class RolloutProcesses(WorkerRollouts, OneAgentRollouts):  # type: ignore[misc]  # turns go round, and no lanes

@@ -69,6 +69,13 @@ class SharedBlock:
         self._closing()
 
 
+def written_block(data: bytes) -> SharedBlock:
+    """A block with a copy of `data`."""
+    block = SharedBlock(len(data))
+    block.write(data)
+    return block
+
+
 class _Memory(mmap.mmap):
     """The mapping of a block: the base of every array over it, so that `block_under` finds the block."""
 

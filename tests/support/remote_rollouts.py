@@ -1,7 +1,7 @@
 """Rollouts over remote environments for tests, and the laws that hold whatever becomes of the hosts."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -14,7 +14,7 @@ from ending_envs import lives_of, rewards_by_slot
 from held_envs import Held, await_that, let_go
 from lane_clock import LaneClock
 from numbered_module import NumberedEnv, NumberedModule
-from remote_hosts import RawHost, hosting, listening
+from remote_hosts import BrokenWire, RawHost, hosting, listening
 
 from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
@@ -85,6 +85,39 @@ def check_laws(fragments: list[Fragment], lost: dict[str, int], slots_lost: int)
 def rollouts_on(address: Any, envs: Any, **options: Any) -> Any:
     """A host of whole rollouts in a thread, until it is left."""
     return hosting(address, envs, kind=RolloutHost, **{"module": NumberedModule(), **options})
+
+
+@contextmanager
+def hosted(envs: Any, *, on: Mapping[str, Any] = {}, **options: Any) -> Iterator[tuple[Rollout, RolloutHost]]:
+    """A rollout with these options, and its host, with these environments and options `on`."""
+    remote = listening(RemoteRollouts)
+    with rollouts_on(remote.addresses[0], envs, **on) as host, rollout_over(remote, **options) as rollout:
+        yield rollout, host
+
+
+@contextmanager
+def wired(
+    envs: Any,
+    drawn: Callable[[], int | None] = lambda: None,
+    *,
+    on: Mapping[str, Any] = {},
+    **options: Any,
+) -> Iterator[tuple[Rollout, RolloutHost, BrokenWire]]:
+    """As `hosted`, through a wire that is cut after so many bytes, or by `cut_off`."""
+    remote = listening(RemoteRollouts)
+    with (
+        closing(BrokenWire(remote.addresses[0], drawn)) as wire,
+        rollouts_on(wire.address, envs, **on) as host,
+        rollout_over(remote, **options) as rollout,
+    ):
+        yield rollout, host, wire
+
+
+def cut_off(wire: BrokenWire, rollout: Rollout) -> None:
+    """Have a rollout lose the connections to its hosts, until the wire is up again."""
+    wire.go_down()
+    hosts = rollout.environments.gateway.hosts  # type: ignore[attr-defined]
+    await_that(lambda: all(each.lost_at is not None for each in hosts.values()))
 
 
 def await_late(rollout: Rollout, clock: LaneClock, step_timeout: float = 0.3) -> None:

@@ -18,7 +18,7 @@ from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, Ra
 from rollflow.nodes.env.workers.watch import DOING, PHASE_BYTES, Activity, ActivityFlag, calls_of
 from rollflow.nodes.env.workers.worker_process import MOST_FDS
 from rollflow.stream.data import errors
-from rollflow.stream.data.blocks import SharedBlock
+from rollflow.stream.data.blocks import SharedBlock, written_block
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.observe.waits import Wait
@@ -244,8 +244,7 @@ class LaneLink(abc.ABC):
 
     def send_block(self, kind: FrameKind, data: bytes) -> None:
         """Send a frame with bytes in shared memory."""
-        block = SharedBlock(len(data))
-        block.write(data)
+        block = written_block(data)
         self.send(frame(kind, number=block.size), block.fd)
         block.close()
 

@@ -16,7 +16,18 @@ from lost_agents import emitted_steps, not_emitted
 from numbered_module import NumberedModule
 from paced_hosts import PacedHosts
 from remote_hosts import BrokenWire, hosting, listening
-from remote_rollouts import await_that, check_counts, check_laws, makers, rollout_over, rollouts_on, taken_until
+from remote_rollouts import (
+    await_that,
+    check_counts,
+    check_laws,
+    cut_off,
+    hosted,
+    makers,
+    rollout_over,
+    rollouts_on,
+    taken_until,
+    wired,
+)
 from started_hosts import missing_steps
 
 from rollflow import RemoteEnvs, RemoteRollouts, Rollout
@@ -77,14 +88,14 @@ def test_a_host_that_drains_loses_nothing_and_another_takes_its_place(
 @contextmanager
 def held_in_its_fragment(folder: Path, **options: Any) -> Iterator[tuple[RolloutHost, Rollout]]:
     """A host whose environment stands still in its step 5, and its rollout."""
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], [partial(Held, 0, folder, steps=[5])], name="held") as host:
-        try:
-            with rollout_over(envs, fragment_length=ENDLESS, prefetch=1, **options) as rollout:
-                await_held(folder, 0)
-                yield host, rollout
-        finally:
+    held = [partial(Held, 0, folder, steps=[5])]
+    try:
+        with hosted(held, on={"name": "held"}, fragment_length=ENDLESS, prefetch=1, **options) as (rollout, host):
+            await_held(folder, 0)
+            yield host, rollout
             let_go(folder, 0)
+    finally:
+        let_go(folder, 0)
 
 
 def test_a_fragment_ends_with_the_step_that_it_is_at(tmp_path: Path) -> None:
@@ -150,17 +161,11 @@ def test_a_second_word_may_shorten_the_grace_and_not_prolong_it(tmp_path: Path) 
 
 @pytest.mark.parametrize("is_made", [False, True])
 def test_what_a_lost_connection_had_is_given_to_the_next(tmp_path: Path, *, is_made: bool) -> None:
-    envs = listening(RemoteRollouts)
-    wire = BrokenWire(envs.addresses[0], lambda: None)
-    host: RolloutHost
-    with (
-        rollouts_on(wire.address, [partial(Held, 0, tmp_path, steps=[5])]) as host,
-        rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout,
-    ):
+    held = [partial(Held, 0, tmp_path, steps=[5])]
+    with wired(held, fragment_length=ENDLESS, prefetch=1) as (rollout, host, wire):
         gateway = rollout.environments.gateway  # type: ignore[attr-defined]
         await_held(tmp_path, 0)
-        wire.go_down()
-        await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
+        cut_off(wire, rollout)
         host.drain()
         await_that(lambda: host._lanes[0].session.cut)
         if is_made:
@@ -172,7 +177,6 @@ def test_what_a_lost_connection_had_is_given_to_the_next(tmp_path: Path, *, is_m
         await_that(lambda: not gateway.hosts)
         rollout.drain()
         fragments += rollout.fragments()
-    wire.close()
     assert {slot: len(steps) for slot, steps in rewards_by_slot(fragments).items()} == {0: 6}
     assert rollout.lost == {}
 
@@ -192,8 +196,7 @@ def test_a_step_that_a_draining_host_has_not_begun_is_not_owed_to_the_next_conne
         host.drain()
         let_go(tmp_path, 1)
         await_that(lambda: host._busy_lanes() == [0] and host._session._lanes[1].answer is None)  # asked once more
-        wire.go_down()
-        await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
+        cut_off(wire, rollout)
         wire.is_down = False
         let_go(tmp_path, 0)
         await_that(lambda: not gateway.hosts)

@@ -12,7 +12,7 @@ import pytest
 from numbered_module import NumberedEnv, NumberedModule
 from raw_gateway import RawGateway
 from remote_hosts import BrokenWire, hosting, listening, serving
-from remote_rollouts import makers, rollout_over, rollouts_on
+from remote_rollouts import hosted, makers, rollout_over
 
 from rollflow import MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
@@ -217,10 +217,8 @@ def test_an_environment_that_has_failed_and_can_not_be_closed_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Clinging, "has_raised", False)
-    envs = listening(RemoteRollouts)
     with (
-        rollouts_on(envs.addresses[0], [partial(Clinging, 0, lengths=(9, 9))]),
-        rollout_over(envs, num_fragments=3) as rollout,
+        hosted([partial(Clinging, 0, lengths=(9, 9))], num_fragments=3) as (rollout, _),
         caplog.at_level(logging.WARNING),
     ):
         fragments = list(rollout.fragments())
@@ -229,7 +227,6 @@ def test_an_environment_that_has_failed_and_can_not_be_closed_is_made_anew(
 
 
 def test_forward_passes_are_compiled_where_they_are_done() -> None:
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0), compile_forward={"backend": "eager"}), rollout_over(envs) as rollout:
+    with hosted(makers(0), on={"compile_forward": {"backend": "eager"}}) as (rollout, _):
         fragment = next(iter(rollout.fragments()))
     assert fragment.num_rows == 8

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,17 +13,20 @@ import pytest
 from ending_envs import lives_of, rewards_by_slot
 from held_envs import LONGEST_S, Held, await_held, let_go
 from lane_clock import LaneClock
-from remote_hosts import BrokenWire, HostProcess, listening
+from remote_hosts import HostProcess, listening
 from remote_rollouts import (
     HASTY,
     await_late,
     await_that,
     check_counts,
     check_laws,
+    cut_off,
+    hosted,
     makers,
     raw_host_of,
     rollout_over,
     rollouts_on,
+    wired,
 )
 
 from rollflow import Fragment, RemoteRollouts, Rollout
@@ -73,8 +76,7 @@ def test_fragments_in_the_making_are_cut_short_and_given(tmp_path: Path) -> None
 
 
 def test_so_are_those_of_a_rollout_that_nobody_had_read_ahead() -> None:
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0, 1, 2), lanes=2), rollout_over(envs) as rollout:
+    with hosted(makers(0, 1, 2), on={"lanes": 2}) as (rollout, _):
         fragments = iter(rollout.fragments())
         taken = [next(fragments)]
         rollout.drain()
@@ -104,42 +106,23 @@ def test_so_are_those_in_an_event_loop(tmp_path: Path, backend: str) -> None:
     assert fragment.num_rows == 4
 
 
-@pytest.fixture
-def wired() -> Iterator[tuple[RemoteRollouts, BrokenWire]]:
-    """Rollouts, and a wire to them that can be cut."""
-    envs = listening(RemoteRollouts)
-    wire = BrokenWire(envs.addresses[0], lambda: None)
-    yield envs, wire
-    wire.close()
-
-
 @pytest.mark.parametrize("is_told", ["of the cut first", "afterwards"])
-def test_a_host_that_is_cut_off_has_its_time_to_come_back_with_what_it_made(
-    tmp_path: Path, is_told: str, wired: tuple[RemoteRollouts, BrokenWire]
-) -> None:
-    envs, wire = wired
-    with (
-        rollouts_on(wire.address, [partial(Held, 0, tmp_path, steps=[5])]) as host,
-        rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout,
-    ):
+def test_a_host_that_is_cut_off_has_its_time_to_come_back_with_what_it_made(tmp_path: Path, is_told: str) -> None:
+    held = [partial(Held, 0, tmp_path, steps=[5])]
+    with wired(held, fragment_length=ENDLESS, prefetch=1) as (rollout, host, wire):
         await_held(tmp_path, 0)
-        gateway = rollout.environments.gateway
-
-        def cut_off() -> None:
-            wire.go_down()
-            await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
 
         def go() -> None:
             if is_told == "of the cut first":
                 await_cut(host)
-                cut_off()
+                cut_off(wire, rollout)
             let_go(tmp_path, 0)
             if is_told == "of the cut first":
                 await_that(lambda: host._session._lanes[0].answer is not None)  # there is nobody who takes it
             wire.is_down = False
 
         if is_told == "afterwards":
-            cut_off()
+            cut_off(wire, rollout)
         taken = drained(rollout, go)
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
     assert rollout.lost == {}

@@ -10,18 +10,21 @@ from ending_envs import Doomed, lives_of, rewards_by_slot
 from held_envs import Held, await_held, let_go, times_made
 from lane_clock import LaneClock
 from numbered_module import NumberedEnv, NumberedModule
-from remote_hosts import BrokenWire, listening
+from remote_hosts import listening
 from remote_rollouts import (
     HASTY,
     await_late,
     await_that,
     check_counts,
     check_laws,
+    cut_off,
+    hosted,
     makers,
     rollout_over,
     rollouts_on,
     slots_of,
     taken_until,
+    wired,
 )
 
 from rollflow import Fragment, RemoteRollouts, Rollout
@@ -47,11 +50,7 @@ def doomed(folder: Path, step: int, lives: int = 1, *, slots: int = 1, **options
 def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
     tmp_path: Path, prefetch: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], doomed(tmp_path, 21, slots=2), name="sim"),
-        rollout_over(envs, num_fragments=5, prefetch=prefetch) as rollout,
-    ):
+    with hosted(doomed(tmp_path, 21, slots=2), on={"name": "sim"}, num_fragments=5, prefetch=prefetch) as (rollout, _):
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
     assert [(fragment.sequence, fragment.num_steps) for fragment in taken] == [
@@ -79,11 +78,7 @@ def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
 
 @pytest.mark.parametrize("step", [0, 8, 16])
 def test_one_that_raises_in_the_first_step_of_a_fragment_uses_up_none(step: int, tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], doomed(tmp_path, step, slots=2)),
-        rollout_over(envs, num_fragments=4) as rollout,
-    ):
+    with hosted(doomed(tmp_path, step, slots=2), num_fragments=4) as (rollout, _):
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
     assert [(fragment.sequence, fragment.num_steps) for fragment in taken] == [(n, 16) for n in range(4)]
@@ -123,11 +118,7 @@ def test_the_same_comes_of_it_in_worker_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["raises", "hangs"])
 def test_the_other_lanes_of_the_host_are_undisturbed(tmp_path: Path, mode: str) -> None:
     one = doomed(tmp_path, 12) if mode == "raises" else [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]
-    envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], [*one, *makers(1, 2)], lanes=3),
-        rollout_over(envs, prefetch=3) as rollout,
-    ):
+    with hosted([*one, *makers(1, 2)], on={"lanes": 3}, prefetch=3) as (rollout, _):
         fragments = iter(rollout.fragments())
         taken = taken_until(fragments, lambda more: sum(f.lane == 1 for f in more) >= (8 if mode == "raises" else 2))
         if mode == "hangs":
@@ -166,8 +157,7 @@ def unruly(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("numbers", [(0,), (0, 1, 2), (1,), (1, 2)])
 def test_one_that_can_not_be_reset_is_tried_again(unruly: Any, numbers: tuple[int, ...]) -> None:
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], [unruly(*numbers)]), rollout_over(envs, num_fragments=3) as rollout:
+    with hosted([unruly(*numbers)], num_fragments=3) as (rollout, _):
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
     # A reset within an episode's last step takes that step with it; the others take none.
@@ -180,10 +170,9 @@ def test_one_that_can_not_be_reset_is_tried_again(unruly: Any, numbers: tuple[in
 def test_more_failures_in_a_row_than_are_allowed_are_the_end_of_a_lane(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], [*doomed(tmp_path, 0, 100), *makers(1)], lanes=2, name="sim"),
-        rollout_over(envs, num_fragments=3) as rollout,
+    with hosted([*doomed(tmp_path, 0, 100), *makers(1)], on={"lanes": 2, "name": "sim"}, num_fragments=3) as (
+        rollout,
+        _,
     ):
         taken = list(rollout.fragments())
     assert [(fragment.lane, fragment.sequence) for fragment in taken] == [(1, 0), (1, 1), (1, 2)]
@@ -193,8 +182,7 @@ def test_more_failures_in_a_row_than_are_allowed_are_the_end_of_a_lane(
 
 
 def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], doomed(tmp_path, 3, 100), name="sim"), rollout_over(envs) as rollout:
+    with hosted(doomed(tmp_path, 3, 100), on={"name": "sim"}) as (rollout, _):
         rollout.environments.join_timeout = 0.2
         fragments: list[Fragment] = []
         with pytest.raises(
@@ -217,11 +205,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> LaneClock:
 def test_one_that_is_late_is_named_and_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
-    envs = listening(RemoteRollouts)
     held = [partial(Held, slot, tmp_path, steps=[12] if slot == 0 else [], lengths=(100, 100)) for slot in range(3)]
-    with (
-        rollouts_on(envs.addresses[0], [*makers(3), *held], lanes=2, name="sim"),
-        rollout_over(envs, step_timeout=0.3, prefetch=6, num_fragments=3) as rollout,  # room for all there are
+    with hosted([*makers(3), *held], on={"lanes": 2, "name": "sim"}, step_timeout=0.3, prefetch=6, num_fragments=3) as (
+        rollout,
+        _,
     ):
         await_that(lambda: rollout.num_steps == 2 * (12 + 24))
         await_late(rollout, clock)
@@ -281,12 +268,10 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
 def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
-    envs = listening(RemoteRollouts)
     steps = [4, 5, 6, 7]
-    with (
-        rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=steps)]),
-        rollout_over(envs, step_timeout=10.0, reset_timeout=10.0, prefetch=1, num_fragments=1) as rollout,
-    ):
+    with hosted(
+        [partial(Held, 0, tmp_path, steps=steps)], step_timeout=10.0, reset_timeout=10.0, prefetch=1, num_fragments=1
+    ) as (rollout, _):
         for times, step in enumerate(steps):
             await_held(tmp_path, 0, times)
             await_that(lambda step=step: rollout.num_steps == step)  # as it has said
@@ -303,20 +288,14 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
 def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
-    envs = listening(RemoteRollouts)
-    wire = BrokenWire(envs.addresses[0], lambda: None)
+    held = [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]
     try:
-        with (
-            rollouts_on(wire.address, [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]),
-            rollout_over(envs, step_timeout=0.3, reset_timeout=60.0, prefetch=1) as rollout,
-        ):
+        with wired(held, step_timeout=0.3, reset_timeout=60.0, prefetch=1) as (rollout, _, wire):
             rollout.environments.join_timeout = 0.2
-            gateway = rollout.environments.gateway
             await_that(lambda: rollout.num_steps == 12)
             await_late(rollout, clock)
             clock.go_on(rollout, 5.0)
-            wire.go_down()
-            await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
+            cut_off(wire, rollout)
             wire.is_down = False
             await_that(lambda: clock.left(rollout, 0) == 60.0)
             clock.go_on(rollout, 60.0)
@@ -328,7 +307,6 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
             let_go(tmp_path, 0)
     finally:
         let_go(tmp_path, 0)
-        wire.close()
     assert rollout.lost["workers"] == 4 + 1
 
 

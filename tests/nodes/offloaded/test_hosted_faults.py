@@ -11,18 +11,20 @@ from ending_envs import rewards_by_slot
 from fragment_equality import assert_alike
 from held_envs import Held, await_held, let_go
 from numbered_module import NumberedModule
-from remote_hosts import BrokenWire, HostProcess, listening
+from remote_hosts import HostProcess, listening
 from remote_rollouts import (
     HASTY,
     await_that,
     check_counts,
     check_laws,
+    cut_off,
     makers,
     rollout_over,
     rollouts_on,
     slots_of,
     taken_until,
     told,
+    wired,
 )
 
 from rollflow import Fragment, RemoteRollouts, Rollout
@@ -72,24 +74,14 @@ def test_a_rollout_that_is_left_in_the_middle_counts_what_it_was_told_of(tmp_pat
 
 
 def test_a_host_that_is_cut_off_in_the_middle_of_a_fragment_has_it_when_it_comes_back(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts)
-    wire = BrokenWire(envs.addresses[0], lambda: None)
-    try:
-        with (
-            rollouts_on(wire.address, [partial(Held, 0, tmp_path, steps=[13])]) as host,
-            rollout_over(envs, num_fragments=3, prefetch=2) as rollout,
-        ):
-            await_held(tmp_path, 0)
-            gateway = rollout.environments.gateway
-            wire.go_down()
-            await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
-            let_go(tmp_path, 0)
-            await_that(lambda: host._session._lanes[0].answer is not None)
-            wire.is_down = False
-            taken = list(rollout.fragments())
-        assert rollout.lost == {}
-    finally:
-        wire.close()
+    with wired([partial(Held, 0, tmp_path, steps=[13])], num_fragments=3, prefetch=2) as (rollout, host, wire):
+        await_held(tmp_path, 0)
+        cut_off(wire, rollout)
+        let_go(tmp_path, 0)
+        await_that(lambda: host._session._lanes[0].answer is not None)
+        wire.is_down = False
+        taken = list(rollout.fragments())
+    assert rollout.lost == {}
     with Rollout(makers(0), module=NumberedModule(), fragment_length=8, seed=0, num_fragments=3) as inline:
         assert_alike(taken, list(inline.fragments()))
 

@@ -14,8 +14,8 @@ import torch
 from fragment_equality import assert_alike
 from held_envs import Held, await_held, let_go
 from numbered_module import NumberedEnv, NumberedModule
-from remote_hosts import BrokenWire, listening
-from remote_rollouts import await_that, check_counts, makers, raw_host_of, rollout_over, rollouts_on
+from remote_hosts import listening
+from remote_rollouts import await_that, check_counts, hosted, makers, raw_host_of, rollout_over, rollouts_on, wired
 
 from rollflow import ConnectorV2, Fragment, MeanStdFilter, RemoteRollouts, Rollout
 from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
@@ -74,11 +74,7 @@ def test_a_host_that_comes_later_begins_with_the_newest() -> None:
 
 
 def test_newer_weights_are_used_in_the_middle_of_a_fragment(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=[2, 5])]) as host,
-        rollout_over(envs, prefetch=1, num_fragments=1) as rollout,
-    ):
+    with hosted([partial(Held, 0, tmp_path, steps=[2, 5])], prefetch=1, num_fragments=1) as (rollout, host):
         for times, version in ((0, 1), (1, 2)):
             await_held(tmp_path, 0, times)
             rollout.publish(weight(version))
@@ -207,11 +203,7 @@ def test_weights_that_are_published_after_the_end_are_for_nobody() -> None:
 
 
 def test_what_is_too_old_is_dropped_and_counted() -> None:
-    envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], makers(0, 1), lanes=2),
-        rollout_over(envs, prefetch=2, max_lag=1) as rollout,
-    ):
+    with hosted(makers(0, 1), on={"lanes": 2}, prefetch=2, max_lag=1) as (rollout, _):
         fragments = iter(rollout.fragments())
         taken: list[Fragment] = []
         for version in range(1, 60):
@@ -226,20 +218,15 @@ def test_what_is_too_old_is_dropped_and_counted() -> None:
 
 @pytest.mark.wait_times(first_pause_s=0.001)
 def test_a_connection_that_breaks_brings_back_the_newest() -> None:
-    envs = listening(RemoteRollouts)
     left = iter(range(400, 100_000, 379))
-    wire = BrokenWire(envs.addresses[0], lambda: next(left))
-    try:
-        with rollouts_on(wire.address, makers(0, 1), lanes=2), rollout_over(envs) as rollout:
-            fragments = iter(rollout.fragments())
-            taken: list[Fragment] = []
-            version = 0
-            while wire.cuts < 20:
-                taken += [next(fragments), next(fragments)]
-                assert {fragment.policy_version for fragment in taken[-2:]} == {version}
-                version = rollout.publish(weight(version + 1))
-    finally:
-        wire.close()
+    with wired(makers(0, 1), lambda: next(left), on={"lanes": 2}) as (rollout, _, wire):
+        fragments = iter(rollout.fragments())
+        taken: list[Fragment] = []
+        version = 0
+        while wire.cuts < 20:
+            taken += [next(fragments), next(fragments)]
+            assert {fragment.policy_version for fragment in taken[-2:]} == {version}
+            version = rollout.publish(weight(version + 1))
     check_weights(taken)
 
 
