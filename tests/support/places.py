@@ -41,7 +41,7 @@ def rollout_at(
     """
     envs, acts = envs or {}, acts or {}
     if place not in ("hosts", "hosted rollouts"):
-        yield kind(makers, **PLACES[place], **envs, **acts, **options)
+        yield kind(makers, **{**PLACES[place], **envs, **acts, **options})
         return
     hosted: dict[str, Any] = {"kind": RolloutHost, **acts} if place == "hosted rollouts" else {}
     remote = listening(RemoteRollouts if hosted else RemoteEnvs)

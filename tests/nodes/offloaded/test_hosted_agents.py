@@ -10,13 +10,12 @@ from drawn_agents import Drawn, assert_alike, fragments_of, made, makers_of, map
 from ending_agent_envs import DoomedAgents
 from lost_agents import agent_chunks, check_laws, in_time
 from numbered_agents import NumberedAgents
-from numbered_env import NumberedEnv
-from remote_hosts import end_waits_once, hosting, listening
+from remote_hosts import hosting, listening
 from serial_module import SerialModule
 
-from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, RemoteRollouts
 from rollflow.nodes import RandomModule, RolloutHost
-from rollflow.stream import ConnectorError, EnvError, ModuleError, WireError
+from rollflow.stream import ModuleError
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 
@@ -101,79 +100,6 @@ def test_what_connectors_learn_and_log_comes_together(place: str) -> None:
     assert sum(source["count"] for source in state["sources"].values()) == seen
     assert rollout.metrics.peek("rows") == seen
     assert len(fragments) == 6
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "told"),
-    [
-        (
-            {"module": RandomModule},
-            ModuleError,
-            "module of host .* is RandomModule; expected .* Serial",
-        ),
-        ({"module": {"a": SerialModule()}}, ModuleError, r"has the modules \['a'\], expected .*\['default_policy'\]"),
-        ({"module": None}, ModuleError, "module is SerialModule, and host .* was given none"),
-        (
-            {"env_to_module_connector": lambda part: Notes()},
-            ConnectorError,
-            "the env_to_module pipeline of host .* is Notes, .*; expected that of the rollout",
-        ),
-    ],
-)
-def test_a_host_with_other_modules_or_connectors_is_refused(options: Any, kind: Any, told: str) -> None:
-    hosts = listening(RemoteRollouts)
-    envs = [partial(NumberedAgents, 0, agents=2, nested=0)]
-    given: Any = {"module": SerialModule(), **options}
-    with (
-        pytest.raises(kind, match=told),
-        hosting(hosts.addresses[0], envs, kind=RolloutHost, **given),
-        pytest.raises(EnvError, match=told),
-        over(hosts) as rollout,
-    ):
-        rollout.environments.join_timeout = 0.5
-        next(iter(rollout.fragments()))
-
-
-AGENTS = [partial(NumberedAgents, 0, agents=2, nested=0)]
-OF_ONE, OF_SEVERAL = "RemoteRollouts of a Rollout", "RemoteRollouts of a MultiAgentRollout"
-
-
-@pytest.mark.parametrize(
-    ("kind", "rollout_of", "envs", "expected"),
-    [
-        (
-            RemoteRollouts,
-            Rollout,
-            AGENTS,
-            rf"'agent_rollout', expected 'rollout': here are {OF_ONE}, .* of one agent; this host is for {OF_SEVERAL}",
-        ),
-        (
-            RemoteRollouts,
-            over,
-            [partial(NumberedEnv, 0)],
-            rf"'rollout', expected 'agent_rollout': here are {OF_SEVERAL}, .* of several agents; this .* for {OF_ONE}",
-        ),
-        (RemoteEnvs, over, AGENTS, rf"'agent_rollout', expected 'agents': here are RemoteEnvs .* is for {OF_SEVERAL}"),
-    ],
-)
-def test_hosts_of_another_kind_are_refused(
-    kind: Any,
-    rollout_of: Any,
-    envs: Any,
-    expected: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """At both ends the error says what came, where it came to, and where it goes."""
-    end_waits_once(monkeypatch, lambda: "is refused" in caplog.text)
-    hosts = listening(kind)
-    with (
-        pytest.raises(WireError, match=rf"hello\.role is {expected}"),
-        hosting(hosts.addresses[0], envs, kind=RolloutHost, module=SerialModule()),
-        pytest.raises(EnvError, match=rf"0 of 1 hosts came .* hello\.role is {expected}"),
-    ):
-        rollout_of(hosts)
-    assert all(sock.fileno() < 0 for sock in hosts.sockets)
 
 
 def test_modules_come_and_go_before_the_run_alone() -> None:

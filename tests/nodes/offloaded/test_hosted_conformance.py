@@ -10,6 +10,7 @@ from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
 from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedModule
+from places import rollout_at
 from property_examples import examples
 from remote_hosts import BrokenWire, hosting, listening
 
@@ -84,17 +85,20 @@ class Sampled(gym.Env[Any, Any]):
         return space.sample(), 1.0, bool(self.np_random.random() < 0.2), False, infos
 
 
+def both(read: Any, env: Any, envs: Any, acts: Any = None, **options: Any) -> list[list[Any]]:
+    """What is read of a rollout on a host, and of one here."""
+    found = []
+    for place in ("hosted rollouts", "inline"):
+        with rollout_at(place, env, acts=acts, envs=envs, **options) as made, made as rollout:
+            found.append(list(read(rollout)))
+    return found
+
+
 def test_nested_spaces_infos_and_what_episodes_carry_come_through() -> None:
     options: Any = {"fragment_length": 8, "num_fragments": 3, "seed": 1}
     notes: Any = {"env_to_module_connector": lambda env: Notes()}
-    envs = listening(RemoteRollouts)
-    with (
-        hosting(envs.addresses[0], Sampled, num_envs=1, kind=RolloutHost, **notes),
-        Rollout(envs, **options, **notes) as rollout,
-    ):
-        ours = list(rollout.fragments())
-    with Rollout(Sampled, num_envs=1, **options, **notes) as inline:
-        assert_alike(ours, list(inline.fragments()))
+    ours, inline = both(Rollout.fragments, Sampled, {"num_envs": 1}, notes, **options)
+    assert_alike(ours, inline)
     chunks = [chunk for fragment in ours for chunk in fragment.episodes()]
     assert all(chunk.custom_data["calls"] >= len(chunk) for chunk in chunks)
     assert {key for chunk in chunks for infos in chunk.get_infos() for key in infos} == {"began", "seen", "nested"}
@@ -102,39 +106,13 @@ def test_nested_spaces_infos_and_what_episodes_carry_come_through() -> None:
 
 def test_a_stateful_module_goes_on_from_where_its_episodes_are() -> None:
     options: Any = {"fragment_length": 7, "num_fragments": 4, "seed": 1, "model_config": {"use_lstm": True}}
-    envs = listening(RemoteRollouts)
-    with (
-        hosting(envs.addresses[0], "CartPole-v1", num_envs=3, lanes=2, kind=RolloutHost),
-        Rollout(envs, **options) as rollout,
-    ):
-        ours = list(rollout.batches())
-    with Rollout("CartPole-v1", num_envs=3, lanes=2, **options) as inline:
-        expected = list(inline.batches())
+    ours, inline = both(Rollout.batches, "CartPole-v1", {"num_envs": 3, "lanes": 2}, **options)
     assert "state_in" in ours[0]
-    for mine, other in zip(ours, expected, strict=True):
+    for mine, other in zip(ours, inline, strict=True):
         check(mine, other)
 
 
 # As other things than a plain loop
-
-
-def key(fragment: Fragment) -> tuple[int, int]:
-    return fragment.lane, fragment.sequence
-
-
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_the_same_comes_out_of_an_event_loop(backend: str) -> None:
-    options: Any = {"fragment_length": 16, "num_fragments": 3, "seed": 5}
-    envs = listening(RemoteRollouts)
-
-    async def gathered() -> list[Fragment]:
-        async with Rollout(envs, **options) as rollout:
-            return [fragment async for fragment in rollout.fragments()]
-
-    with hosting(envs.addresses[0], "CartPole-v1", num_envs=4, lanes=2, kind=RolloutHost):
-        fragments = anyio.run(gathered, backend=backend)
-    with Rollout("CartPole-v1", num_envs=4, lanes=2, **options) as inline:
-        assert_alike(sorted(fragments, key=key), sorted(inline.fragments(), key=key))
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

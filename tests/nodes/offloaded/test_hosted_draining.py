@@ -131,11 +131,12 @@ def test_a_host_that_is_cut_off_has_its_time_to_come_back_with_what_it_made(tmp_
 
 
 @pytest.mark.slow
-def test_one_that_does_not_come_back_is_waited_for_no_longer_than_it_has(tmp_path: Path) -> None:
+def test_one_that_does_not_come_back_is_waited_for_no_longer_than_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
-    host = HostProcess(
-        envs.addresses[0], [((0, tmp_path), {"steps": [5]}), ((1, tmp_path), {})], env=Held, kind=RolloutHost
-    )
+    held = [((0, tmp_path), {"steps": [5]}), ((1, tmp_path), {})]
+    host = HostProcess(envs.addresses[0], held, name="victim", env=Held, kind=RolloutHost)
     try:
         with rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout:
             await_held(tmp_path, 0)
@@ -148,7 +149,9 @@ def test_one_that_does_not_come_back_is_waited_for_no_longer_than_it_has(tmp_pat
     finally:
         host.end()
     assert rollout.num_steps == 0
-    assert rollout.lost == {"workers": 10 + 2}
+    assert rollout.lost == {"workers": 10 + 2}  # the step under way among them
+    assert "lane 0 is lost: host victim" in caplog.text
+    assert "not back within 0.5 s" in caplog.text
 
 
 def test_a_first_reset_is_not_waited_for(tmp_path: Path) -> None:

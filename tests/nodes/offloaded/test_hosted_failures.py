@@ -10,6 +10,7 @@ from ending_envs import Doomed, lives_of, rewards_by_slot
 from held_envs import Held, await_held, let_go, times_made
 from lane_clock import LaneClock
 from numbered_module import NumberedEnv, NumberedModule
+from places import rollout_at
 from remote_hosts import listening
 from remote_rollouts import (
     HASTY,
@@ -27,7 +28,7 @@ from remote_rollouts import (
     wired,
 )
 
-from rollflow import Fragment, RemoteRollouts, Rollout
+from rollflow import Fragment, RemoteRollouts
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream import EnvError
 
@@ -38,19 +39,41 @@ def lost_in(fragments: list[Fragment]) -> list[str]:
     return [chunk.custom_data["lost"] for f in fragments for chunk in f.episodes() if "lost" in chunk.custom_data]
 
 
-def doomed(folder: Path, step: int, lives: int = 1, *, slots: int = 1, **options: Any) -> list[Any]:
-    """Environments, the first of which raises in this step of so many lives."""
+def doomed(
+    folder: Path, step: int, lives: int = 1, *, slots: int = 1, fate: str = "raise", **options: Any
+) -> list[Any]:
+    """Environments, the first of which is lost in this step of so many lives."""
     return [
-        partial(Doomed, slot, folder, "raise", step, lives if slot == 0 else 0, **{"lengths": (100, 100), **options})
+        partial(Doomed, slot, folder, fate, step, lives if slot == 0 else 0, **{"lengths": (100, 100), **options})
         for slot in range(slots)
     ]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+def doomed_at(place: str, makers: list[Any], *, lanes: int = 1, workers: int = 1, **options: Any) -> Any:
+    """A rollout that has not begun, in workers or on a host."""
+    where: Any = {"workers": workers} if place == "rollouts" else {}
+    options = {"fragment_length": 8, "seed": 0, **where, **options}
+    module = {"module": NumberedModule()}
+    return rollout_at(place, makers, envs={"lanes": lanes}, acts=module, hosts={"name": "sim"}, **options)
+
+
+REASONS = {"raise": "RuntimeError: it broke", "kill": "was killed by SIGKILL"}
+
+
+@pytest.mark.parametrize(
+    ("place", "fate", "prefetch"),
+    [
+        ("rollouts", "kill", 0),
+        ("rollouts", "raise", 0),
+        ("hosted rollouts", "raise", 0),
+        ("hosted rollouts", "raise", 2),
+    ],
+)
 def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
-    tmp_path: Path, prefetch: int, caplog: pytest.LogCaptureFixture
+    place: str, fate: str, prefetch: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hosted(doomed(tmp_path, 21, slots=2), on={"name": "sim"}, num_fragments=5, prefetch=prefetch) as (rollout, _):
+    makers = doomed(tmp_path, 21, slots=2, fate=fate)
+    with doomed_at(place, makers, num_fragments=5, prefetch=prefetch) as made, made as rollout:
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
     assert [(fragment.sequence, fragment.num_steps) for fragment in taken] == [
@@ -63,7 +86,7 @@ def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
     assert rollout.lost == {"workers": 2}
     [one, other] = taken[2].episodes()
     assert [(len(chunk), chunk.is_truncated, chunk.is_terminated) for chunk in (one, other)] == [(5, True, False)] * 2
-    assert lost_in(taken) == ["RuntimeError: it broke"] * 2
+    assert [REASONS[fate] in reason for reason in lost_in(taken)] == [True] * 2
     assert taken[3].losses == []
     ids = [{chunk.id_ for chunk in fragment.episodes()} for fragment in taken]
     assert ids[0] == ids[1] == ids[2]
@@ -72,13 +95,19 @@ def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
     # It is made anew, and begins with other episodes than before.
     assert taken[3].chunk(0).get_observations(slice(0, None))[:, 2].tolist() == list(range(9))
     assert Doomed.lives(tmp_path, 0) == [21, 16]
-    assert "lane 0 is lost: host sim (tcp://127.0.0.1:" in caplog.text
-    assert "RuntimeError: it broke; slot 0; lane 0, vector step 21; in node 'env'" in caplog.text
+    if place != "rollouts":
+        assert "lane 0 is lost: host sim (tcp://127.0.0.1:" in caplog.text
+        assert "RuntimeError: it broke; slot 0; lane 0, vector step 21; in node 'env'" in caplog.text
 
 
-@pytest.mark.parametrize("step", [0, 8, 16])
-def test_one_that_raises_in_the_first_step_of_a_fragment_uses_up_none(step: int, tmp_path: Path) -> None:
-    with hosted(doomed(tmp_path, step, slots=2), num_fragments=4) as (rollout, _):
+@pytest.mark.parametrize(
+    ("place", "fate", "step"),
+    [("rollouts", "kill", 8), ("rollouts", "raise", 8), *(("hosted rollouts", "raise", step) for step in (0, 8, 16))],
+)
+def test_one_that_is_lost_in_the_first_step_of_a_fragment_uses_up_none(
+    place: str, fate: str, step: int, tmp_path: Path
+) -> None:
+    with doomed_at(place, doomed(tmp_path, step, slots=2, fate=fate), num_fragments=4) as made, made as rollout:
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
     assert [(fragment.sequence, fragment.num_steps) for fragment in taken] == [(n, 16) for n in range(4)]
@@ -87,7 +116,7 @@ def test_one_that_raises_in_the_first_step_of_a_fragment_uses_up_none(step: int,
     [loss] = after.losses
     assert after.sequence == step // 8
     assert (loss.row, loss.slots.tolist(), loss.cut.tolist()) == (after.first_row, [0, 1], [])
-    assert "it broke" in loss.reason
+    assert REASONS[fate] in loss.reason
     ids = [{chunk.id_ for chunk in fragment.episodes()} for fragment in taken]
     for before, later in pairwise(range(4)):
         assert (ids[before] == ids[later]) == (later != step // 8)
@@ -96,18 +125,12 @@ def test_one_that_raises_in_the_first_step_of_a_fragment_uses_up_none(step: int,
 
 
 def test_the_same_comes_of_it_in_worker_processes(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts)
     found: list[list[Any]] = []
-    for place in ("hosts", "workers"):
+    for place in ("hosted rollouts", "rollouts"):
         (tmp_path / place).mkdir()
         environments = doomed(tmp_path / place, 12, 2, slots=2, lengths=(3, 9))
-        options: Any = {"module": NumberedModule(), "fragment_length": 6, "num_fragments": 5, "seed": 3}
-        if place == "hosts":
-            with rollouts_on(envs.addresses[0], environments), Rollout(envs, **options) as rollout:
-                fragments = list(rollout.fragments())
-        else:
-            with Rollout(environments, where="rollouts", lanes=1, workers=1, **options) as rollout:
-                fragments = list(rollout.fragments())
+        with doomed_at(place, environments, fragment_length=6, num_fragments=5, seed=3) as made, made as rollout:
+            fragments = list(rollout.fragments())
         states = [[chunk.get_state() for chunk in fragment.episodes()] for fragment in fragments]
         told = [(f.sequence, f.num_steps, [(x.row, x.cut.tolist()) for x in f.losses]) for f in fragments]
         found.append([told, rollout.lost, [[state["id_"] for state in each] for each in states], lost_in(fragments)])
@@ -167,16 +190,19 @@ def test_one_that_can_not_be_reset_is_tried_again(unruly: Any, numbers: tuple[in
     assert [fragment.sequence for fragment in taken] == [0, 1, 2]
 
 
-def test_more_failures_in_a_row_than_are_allowed_are_the_end_of_a_lane(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("place", "fate"), [("rollouts", "kill"), ("rollouts", "raise"), ("hosted rollouts", "raise")])
+def test_one_that_fails_again_and_again_leaves_and_the_others_go_on(
+    place: str, fate: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with hosted([*doomed(tmp_path, 0, 100), *makers(1)], on={"lanes": 2, "name": "sim"}, num_fragments=3) as (
-        rollout,
-        _,
-    ):
+    makers_of = [*doomed(tmp_path, 0, 100, fate=fate), *makers(1, 2)]
+    workers = 3 if fate == "kill" else 1
+    with doomed_at(place, makers_of, lanes=3, workers=workers, num_fragments=3) as made, made as rollout:
         taken = list(rollout.fragments())
-    assert [(fragment.lane, fragment.sequence) for fragment in taken] == [(1, 0), (1, 1), (1, 2)]
-    assert "lane 0 leaves, lost 6 times in a row: RuntimeError: it broke" in caplog.text
+    assert sorted((fragment.lane, fragment.sequence) for fragment in taken) == [
+        (lane, sequence) for lane in (1, 2) for sequence in range(3)
+    ]
+    left = "is set aside" if place == "rollouts" else "leaves"
+    assert f"lane 0 {left}, lost 6 times in a row" in caplog.text
     assert len(Doomed.lives(tmp_path, 0)) == 6
     assert rollout.lost == {"workers": 6}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ending_envs import rewards_by_slot
 from fragment_equality import assert_alike
 from held_envs import Held, await_held, let_go
 from numbered_module import NumberedModule
@@ -31,33 +30,6 @@ from rollflow import Fragment, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01, host_pause_s=0.05)
-
-
-@pytest.mark.slow
-def test_what_a_host_has_told_of_and_not_given_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    envs = listening(RemoteRollouts, hosts=2, limits=HASTY)
-    held = [((slot, tmp_path), {"steps": [13]}) for slot in (0, 1)]
-    victim = HostProcess(envs.addresses[0], held, name="victim", env=Held, kind=RolloutHost)
-    try:
-        with rollouts_on(envs.addresses[0], makers(2)), rollout_over(envs, prefetch=1) as rollout:
-            fragments = iter(rollout.fragments())
-            taken = taken_until(fragments, lambda taken: slots_of(taken) >= {0, 1, 2})
-            await_held(tmp_path, 0)
-            index = next(fragment.lane for fragment in taken if slots_of([fragment]) == {0, 1})
-            count = rollout.environments._counts[index]
-            await_that(lambda: count.unreported == 2 * 5)
-            victim.signal(signal.SIGKILL)
-            taken += taken_until(fragments, lambda more: bool(rollout.lost))
-            assert rollout.lost == {"workers": 2 * 5 + 2}  # the step under way among them
-            rollout.drain()
-            taken += list(fragments)
-    finally:
-        victim.end()
-    assert rollout.lost["workers"] == 2 * 5 + 2
-    assert rewards_by_slot(taken)[0] == rewards_by_slot(taken)[1] == list(range(1, 9))
-    check_counts(taken, rollout)
-    assert f"lane {index} is lost: host victim" in caplog.text
-    assert "not back within 0.5 s" in caplog.text
 
 
 def test_a_rollout_that_is_left_in_the_middle_counts_what_it_was_told_of(tmp_path: Path) -> None:

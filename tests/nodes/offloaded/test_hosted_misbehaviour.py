@@ -110,13 +110,15 @@ NONSENSE: dict[str, tuple[Change, str]] = {
     "a deviation of many words": (rest(deviations=[["bounds", "x" * 1025]]), "expected a string of at most 1024"),
 }
 
-# What a host is told, and the others go on.
+# What a host says of its first fragment, and is told; the others go on.
 REFUSED: dict[str, tuple[Change, str]] = {
     "a fragment": (cast("rewards", "f8"), r"rewards is float64\[9, 2\], expected rows of float32\[2\]"),
     "a report": (without("steps"), "rest has no field 'steps', expected start, steps"),
     "a sequence that comes later": (rest(sequence=1), "sequence is 1, expected 0"),
     "other steps": (rest(steps=15), "steps is 15, expected 16"),
     "more steps than a fragment has": (rest(steps=17), "17 steps, expected at most 16"),
+    "outputs of another form": (columns(vf_preds=np.zeros((9, 2, 1), "f4")), "a row of vf_preds is 'float32"),
+    "more outputs": (columns(more=np.zeros((9, 2), "f4")), "columns are .*'more'.*, as in others"),
 }
 
 # What connectors and metrics can't take: the fragment itself is good.
@@ -132,12 +134,15 @@ HEARD: dict[str, tuple[Change, str]] = {
 
 
 @contextmanager
-def raw_beside(**options: Any) -> Iterator[tuple[Rollout, Iterator[Fragment], RawRollouts]]:
+def raw_beside(**connectors: Any) -> Iterator[tuple[Rollout, Iterator[Fragment], RawRollouts]]:
     """A rollout with a real host of slots 0 and 1, and one made by hand that has joined."""
     envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0, 1)), rollout_over(envs, prefetch=2, **options) as rollout:
+    with (
+        rollouts_on(envs.addresses[0], makers(0, 1), **connectors),
+        rollout_over(envs, prefetch=2, **connectors) as rollout,
+    ):
         fragments = iter(rollout.fragments())
-        raw = RawRollouts(envs.addresses[0])
+        raw = RawRollouts(envs.addresses[0], connectors=connectors)
         try:
             yield rollout, fragments, raw
         finally:
@@ -156,15 +161,19 @@ def others_go_on(rollout: Rollout, fragments: Iterator[Fragment], taken: list[Fr
     check_counts(taken, rollout)
 
 
-def refused(change: Change, expected: str) -> tuple[list[Fragment], Rollout]:
-    """Check that a host's bad first fragment is refused; return the other fragments, and the ended rollout."""
+def refused(said: Callable[[RawRollouts, Turn], Any], expected: str) -> tuple[list[Fragment], Rollout]:
+    """Check that what a host says to its first turn is refused; return other fragments, and the ended rollout."""
     with raw_beside() as (rollout, fragments, raw):
         taken = [next(fragments)]
-        raw.send(change(raw.made(raw.next_turn_beside(fragments, taken))))
-        with pytest.raises(WireError, match=rf"^gateway: refuses: host raw .*: fragment 1 of lane 1.*{expected}"):
+        raw.send(said(raw, raw.next_turn_beside(fragments, taken)))
+        with pytest.raises(WireError, match=rf"^gateway: refuses: host raw .*: {expected}"):
             raise raw.refusal()
         others_go_on(rollout, fragments, taken)
     return taken, rollout
+
+
+def refused_fragment(change: Change, expected: str) -> tuple[list[Fragment], Rollout]:
+    return refused(lambda raw, turn: change(raw.made(turn)), f"fragment 1 of lane 1.*{expected}")
 
 
 @pytest.fixture(scope="module")
@@ -188,29 +197,16 @@ def test_a_fragment_that_makes_no_sense_is_refused(pattern: Any, name: str) -> N
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_host_that_sends_what_makes_no_sense_leaves(name: str) -> None:
-    taken, rollout = refused(*REFUSED[name])
+    taken, rollout = refused_fragment(*REFUSED[name])
     assert slots_of(taken) == {0, 1}
     assert rollout.lost.get("workers", 0) <= 16 + 2
 
 
 @pytest.mark.parametrize("name", HEARD)
 def test_what_else_makes_no_sense_costs_no_transition(name: str) -> None:
-    taken, rollout = refused(*HEARD[name])
+    taken, rollout = refused_fragment(*HEARD[name])
     assert [fragment.num_steps for fragment in taken if fragment.lane] == [16]
     assert rollout.lost.get("workers", 0) == 0
-
-
-def test_outputs_of_another_form_are_refused() -> None:
-    for name, shape, expected in (
-        ("vf_preds", (9, 2, 1), "a row of vf_preds is 'float32"),
-        ("more", (9, 2), "columns are .*'more'.*, as in others"),
-    ):
-        _, rollout = refused(with_form(name, np.zeros(shape, "f4")), expected)
-        assert rollout.lost == {"workers": 16 + 2}  # which it had told of
-
-
-def with_form(name: str, column: Any) -> Change:
-    return columns(**{name: column})
 
 
 def test_what_it_gave_before_is_kept_and_counted_once() -> None:
@@ -241,13 +237,7 @@ TOLD: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", TOLD)
 def test_a_host_that_says_nonsense_of_its_progress_leaves(name: str) -> None:
     metrics, expected = TOLD[name]
-    with raw_beside() as (rollout, fragments, raw):
-        taken = [next(fragments)]
-        raw.next_turn_beside(fragments, taken)
-        raw.send(Metrics(metrics))
-        with pytest.raises(WireError, match=rf"^gateway: refuses: host raw .*: metrics: .*{expected}"):
-            raise raw.refusal()
-        others_go_on(rollout, fragments, taken)
+    refused(lambda raw, turn: Metrics(metrics), f"metrics: .*{expected}")
 
 
 def test_one_that_says_more_than_it_has_credits_for_leaves() -> None:
@@ -299,12 +289,7 @@ def test_what_it_says_of_its_progress_is_lost_when_it_leaves() -> None:
     ],
 )
 def test_what_is_no_answer_to_a_turn_is_refused(said: Callable[[Turn], Any], expected: str) -> None:
-    with raw_beside() as (rollout, fragments, raw):
-        taken = [next(fragments)]
-        raw.send(said(raw.next_turn_beside(fragments, taken)))
-        with pytest.raises(WireError, match=expected):
-            raise raw.refusal()
-        others_go_on(rollout, fragments, taken)
+    refused(lambda raw, turn: said(turn), f".*{expected}")
 
 
 @pytest.mark.wait_times(first_pause_s=0.001)
@@ -323,22 +308,13 @@ def test_one_that_fails_every_turn_leaves(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_states_that_can_not_be_merged_spoil_nothing_for_others() -> None:
-    filters: Any = {"env_to_module_connector": lambda env: MeanStdFilter()}
-    envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], makers(0, 1), **filters),
-        rollout_over(envs, prefetch=2, **filters) as rollout,
-    ):
-        fragments = iter(rollout.fragments())
+    with raw_beside(env_to_module_connector=lambda env: MeanStdFilter()) as (rollout, fragments, raw):
         taken = [next(fragments)]
-        raw = RawRollouts(envs.addresses[0], connectors=filters)
-        turn = raw.next_turn_beside(fragments, taken)
-        answer = raw.made(turn)
+        answer = raw.made(raw.next_turn_beside(fragments, taken))
         [name] = [name for name in answer.rest["states"][0] if "MeanStd" in name]
         raw.send(rest(states=[{name: {"space": "another", "sources": {}}}, {}])(answer))
         with pytest.raises(WireError, match="fragment 1 of lane 1: ConnectorError"):
             raise raw.refusal()
-        raw.close()
         taken += taken_until(fragments, lambda more: len(more) > 5)
     [state] = [state for key, state in rollout.env_to_module.get_state().items() if "MeanStd" in key]
     assert len(state["sources"]) == 1

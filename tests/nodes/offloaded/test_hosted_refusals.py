@@ -1,8 +1,5 @@
 """Rollouts and hosts that don't fit each other: both sides say what is wrong, where, and what was expected."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,8 +9,9 @@ import pytest
 import torch
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
-from remote_hosts import dialled_host, end_waits_once, listening
+from remote_hosts import dialled_host, end_waits_once, hosting, listening
 from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
+from serial_module import SerialModule
 
 from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RemoteRollouts, RLModule, Rollout
 from rollflow.nodes import EnvHost, FlattenObservations, RandomModule, RolloutHost
@@ -42,16 +40,6 @@ class Keeps(ConnectorV2):
     def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
         self.count += 1
         return batch
-
-
-class Restores(Keeps):
-    """Has a state that can't be merged with another's."""
-
-    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
 
 
 class Wide(NumberedModule):
@@ -157,33 +145,44 @@ for kind_of_module in (Fails, Wide, Other):
     kind_of_module.__name__ = "NumberedModule"  # that is what is compared first
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
+AGENTS = [partial(NumberedAgents, 0, agents=2, nested=0)]
+
+# The same of environments with several agents.
+DIFFERENT_AGENTS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "another module": ({"module": RandomModule}, {}, ModuleError, "module of host .* is RandomModule; .* Serial"),
+    "a module for another agent": (
+        {"module": {"a": SerialModule()}},
+        {},
+        ModuleError,
+        r"has the modules \['a'\], expected .*\['default_policy'\]",
+    ),
+    "no module for agents": ({"module": None}, {}, ModuleError, "is SerialModule, and host .* was given none"),
+    "a connector for agents": (
+        pieces(Breaks),
+        {},
+        ConnectorError,
+        "the env_to_module pipeline of host .* is Breaks, .*; expected that of the rollout",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [*DIFFERENT, *DIFFERENT_AGENTS])
 def test_what_differs_is_told_on_both_sides(what: str) -> None:
-    of_host, of_rollout, kind, told = DIFFERENT[what]
-    envs = listening(RemoteRollouts)
+    of_host, of_rollout, kind, told = (DIFFERENT | DIFFERENT_AGENTS)[what]
+    remote = listening(RemoteRollouts)
+    hosted: Any = {"envs": makers(0, 1), "lanes": 2}
+    if what in DIFFERENT_AGENTS:
+        hosted, of_host = {"envs": AGENTS}, {"module": SerialModule(), **of_host}
     with pytest.raises(kind, match=told):  # on the host, by `connect`
-        with rollouts_on(envs.addresses[0], makers(0, 1), lanes=2, name="raw", **of_host):
-            rollout = rollout_over(envs, **of_rollout)
+        with rollouts_on(remote.addresses[0], name="raw", **hosted, **of_host):
+            if what in DIFFERENT_AGENTS:
+                rollout: Any = MultiAgentRollout(remote, module=SerialModule(), fragment_length=8, seed=0)
+            else:
+                rollout = rollout_over(remote, **of_rollout)
             rollout.environments.join_timeout = 0.3
-            with (
-                rollout,
-                pytest.raises(
-                    EnvError, match=rf"every host has left .*: host raw .* refuses: {kind.__name__}: .*{told}"
-                ),
-            ):
+            refused = rf"every host has left .*: host raw .* refuses: {kind.__name__}: .*{told}"
+            with rollout, pytest.raises(EnvError, match=refused):
                 next(iter(rollout.fragments()))
-
-
-def test_states_of_two_hosts_that_can_not_be_merged_end_the_run() -> None:
-    envs = listening(RemoteRollouts, hosts=2)
-    told = "Restores is given 2 different states to merge, but it has no merge_states of its own"
-    with (
-        rollouts_on(envs.addresses[0], makers(0), **pieces(Restores)),
-        rollouts_on(envs.addresses[0], makers(1), **pieces(Restores)),
-        pytest.raises(ConnectorError, match=told),
-        rollout_over(envs, **pieces(Restores)) as rollout,
-    ):
-        taken_until(iter(rollout.fragments()), lambda taken: len(taken) > 20)
 
 
 def test_one_that_differs_leaves_and_the_others_go_on() -> None:
@@ -239,41 +238,58 @@ def test_a_fragment_that_is_more_than_a_frame_takes_is_told_of_on_both_sides() -
 # Hosts and rollouts of another kind
 
 
-@contextmanager
-def waiting(envs: Any) -> Iterator[list[BaseException]]:
-    """A rollout that waits for its first host, and what it raises."""
-    raised: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            rollout_over(envs)
-        except EnvError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    yield raised
-    thread.join()
+OF_ONE, OF_SEVERAL = "RemoteRollouts of a Rollout", "RemoteRollouts of a MultiAgentRollout"
 
 
 @pytest.mark.parametrize(
-    ("of_rollout", "of_host", "told"),
+    ("kind", "rollout_of", "of_host", "envs", "expected"),
     [
-        (RemoteRollouts, EnvHost, "hello.role is 'env', expected 'rollout'"),
-        (RemoteEnvs, RolloutHost, "hello.role is 'rollout', expected 'env'"),
+        (RemoteRollouts, Rollout, EnvHost, makers(0), "'env', expected 'rollout'"),
+        (RemoteEnvs, Rollout, RolloutHost, makers(0), "'rollout', expected 'env'"),
+        (
+            RemoteRollouts,
+            Rollout,
+            RolloutHost,
+            AGENTS,
+            f"'agent_rollout', expected 'rollout': here are {OF_ONE}, .* of one agent; this host is for {OF_SEVERAL}",
+        ),
+        (
+            RemoteRollouts,
+            MultiAgentRollout,
+            RolloutHost,
+            makers(0),
+            f"'rollout', expected 'agent_rollout': here are {OF_SEVERAL}, .* of several agents; this .* for {OF_ONE}",
+        ),
+        (
+            RemoteEnvs,
+            MultiAgentRollout,
+            RolloutHost,
+            AGENTS,
+            f"'agent_rollout', expected 'agents': here are RemoteEnvs .* is for {OF_SEVERAL}",
+        ),
     ],
 )
-def test_hosts_of_the_other_role_are_refused(
-    of_rollout: Any, of_host: Any, told: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_hosts_of_another_kind_are_refused(
+    kind: Any,
+    rollout_of: Any,
+    of_host: Any,
+    envs: Any,
+    expected: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """At both ends the error says what came, where it came to, and where it goes."""
     end_waits_once(monkeypatch, lambda: "is refused" in caplog.text)
-    envs = listening(of_rollout)
-    with waiting(envs) as raised:
-        with pytest.raises(WireError, match=f"gateway: refuses: {told}"):
-            with of_host(makers(0)) as host:
-                host.connect(str(envs.addresses[0]))
-    assert f"0 of 1 hosts came within 60 s, listening on {envs.addresses[0]}; tcp://" in str(raised[0])
-    assert told in str(raised[0])
+    hosts = listening(kind)
+    module = {"module": SerialModule()} if of_host is RolloutHost else {}
+    came = f"0 of 1 hosts came within 60 s, listening on {hosts.addresses[0]}; tcp://"
+    with (
+        pytest.raises(WireError, match=rf"gateway: refuses: hello\.role is {expected}"),
+        hosting(hosts.addresses[0], envs, kind=of_host, **module),
+        pytest.raises(EnvError, match=rf"{came}.*hello\.role is {expected}"),
+    ):
+        rollout_of(hosts, module=SerialModule())
+    assert all(sock.fileno() < 0 for sock in hosts.sockets)
 
 
 @pytest.mark.parametrize(

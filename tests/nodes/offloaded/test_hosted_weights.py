@@ -18,7 +18,6 @@ from remote_hosts import listening
 from remote_rollouts import await_that, check_counts, hosted, makers, raw_host_of, rollout_over, rollouts_on, wired
 
 from rollflow import ConnectorV2, Fragment, MeanStdFilter, RemoteRollouts, Rollout
-from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
 from rollflow.stream.wire import Weights
 
 
@@ -176,22 +175,6 @@ def test_weights_and_buffers_of_every_kind_arrive_as_they_are() -> None:
         second = next(fragments)
     np.testing.assert_array_equal(first.column("shown"), np.zeros((3, 1, 6)))
     np.testing.assert_array_equal(second.column("shown")[0, 0], [0.5, -1.5, 3.0, 7, 2**20, 1])
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn],
-)
-@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_a_tensor_of_any_dtype_is_the_same_after_its_way_over_arrays(dtype: torch.dtype, shape: Any) -> None:
-    tensor = (
-        torch.arange(6.0)[: int(np.prod(shape))].reshape(shape).to(dtype).t() if shape else torch.ones((), dtype=dtype)
-    )
-    [(name, other)] = from_arrays(to_arrays({"x": tensor})).items()
-    assert (name, other.dtype, other.shape) == ("x", tensor.dtype, tensor.shape)
-    assert torch.equal(
-        other.float() if dtype.itemsize == 1 else other, tensor.float() if dtype.itemsize == 1 else tensor
-    )
 
 
 def test_weights_that_are_published_after_the_end_are_for_nobody() -> None:

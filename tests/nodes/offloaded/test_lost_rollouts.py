@@ -56,55 +56,6 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
         assert sequences == list(range(given["num_fragments"]))
 
 
-@pytest.mark.parametrize("fate", ["raise", "kill"])
-def test_what_a_lost_environment_has_open_ends_as_truncated(tmp_path: Path, fate: str) -> None:
-    maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
-    with Rollout(
-        maker, where="rollouts", module=NumberedModule(), fragment_length=8, num_fragments=2, seed=0
-    ) as rollout:
-        first, second = rollout.fragments()
-    [lost] = first.episodes()
-    assert (len(lost), lost.is_truncated) == (5, True)
-    reason = "RuntimeError: it broke" if fate == "raise" else "was killed by SIGKILL"
-    assert reason in lost.custom_data["lost"]
-    assert second.losses == []
-    assert [int(row[2]) for row in second.chunk(0).get_observations(slice(None))] == list(range(9))
-
-
-@pytest.mark.parametrize("fate", ["kill", "raise"])
-def test_the_fragment_after_a_loss_says_what_was_lost_before_it(tmp_path: Path, fate: str) -> None:
-    makers = [partial(Doomed, slot, tmp_path, fate, 8, 1, lengths=(100, 100)) for slot in range(2)]
-    with Rollout(
-        makers, lanes=1, where="rollouts", module=NumberedModule(), fragment_length=8, num_fragments=3, seed=0
-    ) as rollout:
-        fragments = list(rollout.fragments())
-    [after] = [fragment for fragment in fragments if fragment.losses]
-    [loss] = after.losses
-    assert (loss.row, loss.slots.tolist(), loss.cut.tolist()) == (after.first_row, [0, 1], [])
-    assert ("it broke" if fate == "raise" else "was killed by SIGKILL") in loss.reason
-    place = fragments.index(after)
-    ids = [{chunk.id_ for chunk in fragment.episodes()} for fragment in fragments]
-    assert len(ids[place]) == 2
-    assert all(len(ids[place] & later) == 2 for later in ids[place + 1 :])
-    assert not any(ids[place] & before for before in ids[:place])
-    assert after.num_steps == 16
-    assert [int(row[2]) for row in after.chunk(0).get_observations(slice(0, None))] == list(range(9))
-
-
-@pytest.mark.parametrize("fate", ["kill", "raise"])
-def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
-    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    makers = [partial(Doomed, slot, tmp_path, fate, 0, 100 * (slot == 1)) for slot in range(3)]
-    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0, "lanes": 3}
-    with Rollout(makers, where="rollouts", workers=3 if fate == "kill" else 1, **options) as rollout:
-        fragments = list(rollout.fragments())
-    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
-        (lane, sequence) for lane in (0, 2) for sequence in range(3)
-    ]
-    assert "lane 1 is set aside, lost 6 times in a row" in caplog.text
-
-
 def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
     told = r"every lane was lost 6 times in a row, the last time by: lane 0: process \d+ was killed by SIGKILL"
     maker = partial(Doomed, 0, tmp_path, "kill", 0, 100)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numbered_module import NumberedEnv, NumberedModule
+from places import rollout_at
 
 from rollflow import ConnectorV2, Rollout
 from rollflow.stream import StateError
@@ -46,11 +47,17 @@ class Merges(Restores):
         return {"count": max(state["count"] for state in states)}
 
 
-def run(piece: type[ConnectorV2], lanes: int, *, after: bool) -> Rollout:
+def run(piece: type[ConnectorV2], lanes: int, *, after: bool, place: str = "rollouts") -> Rollout:
     makers = [partial(NumberedEnv, slot) for slot in range(lanes)]
     connector: Any = {"module_to_env_connector" if after else "env_to_module_connector": lambda env: piece()}
-    options: Any = {"lanes": lanes, "workers": lanes, "fragment_length": 4, "num_fragments": 4, **connector}
-    with Rollout(makers, where="rollouts", module=NumberedModule(), seed=0, **options) as rollout:
+    acts: Any = {"module": NumberedModule(), **connector}
+    options: Any = {"workers": lanes} if place == "rollouts" else {}
+    with (
+        rollout_at(
+            place, makers, acts=acts, envs={"lanes": lanes}, fragment_length=4, num_fragments=4, seed=0, **options
+        ) as made,
+        made as rollout,
+    ):
         assert len(list(rollout.fragments())) == 4 * lanes
     return rollout
 
@@ -72,10 +79,11 @@ def test_state_that_a_worker_could_not_send_ends_the_run(piece: Any, told: str, 
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_states_of_two_workers_are_not_lost_for_want_of_merging(after: bool) -> None:
+@pytest.mark.parametrize("place", ["rollouts", "hosted rollouts"])
+def test_states_of_two_places_are_not_lost_for_want_of_merging(place: str, after: bool) -> None:
     told = "Restores is given 2 different states to merge, but it has no merge_states of its own"
     with pytest.raises(StateError, match=told):
-        run(Restores, 2, after=after)
+        run(Restores, 2, after=after, place=place)
 
 
 def test_one_workers_state_needs_no_merging() -> None:

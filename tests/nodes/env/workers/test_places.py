@@ -11,6 +11,7 @@ from drawn_rollouts import Setting, drawn_settings, fragments_of
 from fragment_equality import assert_alike
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
+from places import rollout_at
 from property_examples import examples
 from stalled_rollouts import stalling
 
@@ -62,22 +63,31 @@ def test_workers_give_the_same_fragments(where: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "backend"),
-    [("threads", "asyncio"), ("processes", "asyncio"), ("rollouts", "trio")],
+    ("place", "backend"),
+    [
+        ("threads", "asyncio"),
+        ("processes", "asyncio"),
+        ("rollouts", "trio"),
+        ("hosted rollouts", "asyncio"),
+        ("hosted rollouts", "trio"),
+    ],
 )
-def test_the_same_comes_out_of_an_event_loop(where: Any, backend: str) -> None:
-    async def gathered() -> list[Fragment]:
-        options: Any = {"lanes": 2, "num_envs": 4, "fragment_length": 16, "num_fragments": 3, "seed": 5}
-        async with Rollout("CartPole-v1", where=where, **options) as rollout:
-            fragments = [fragment async for fragment in rollout.fragments()]
-        with Rollout("CartPole-v1", **options) as inline:
-            assert_alike(sorted(fragments, key=key), sorted(inline.fragments(), key=key))
-        return fragments
+def test_the_same_comes_out_of_an_event_loop(place: str, backend: str) -> None:
+    options: Any = {"fragment_length": 16, "num_fragments": 3, "seed": 5}
+    envs = {"lanes": 2, "num_envs": 4}
+
+    async def gathered(made: Rollout) -> list[Fragment]:
+        async with made as rollout:
+            return [fragment async for fragment in rollout.fragments()]
 
     def key(fragment: Fragment) -> tuple[int, int]:
         return fragment.lane, fragment.sequence
 
-    assert len(anyio.run(gathered, backend=backend)) == 6
+    with rollout_at(place, "CartPole-v1", envs=envs, **options) as made:
+        fragments = anyio.run(gathered, made, backend=backend)
+    with Rollout("CartPole-v1", **envs, **options) as inline:
+        assert_alike(sorted(fragments, key=key), sorted(inline.fragments(), key=key))
+    assert len(fragments) == 6
 
 
 @pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
