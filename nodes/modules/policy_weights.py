@@ -54,15 +54,17 @@ class PolicyWeights:
             self._unused = self._version, copied
             return self._version
 
-    def publish_as(self, version: int, weights: Weights) -> bool:
+    def publish_as(self, version: int, weights: Weights, *, copies: bool = True) -> bool:
         """Copy `weights` under a version that a trainer gave them; False: they are not newer, and are passed over.
+
+        copies    False: nobody writes to them, and they are taken as they are
 
         Raises ModuleError as `publish` does.
         """
         if version <= self._version:
             return False
         self.check(weights)
-        copied = copied_weights(weights)
+        copied = copied_weights(weights) if copies else dict(weights)
         with self._lock:
             if version <= self._version:
                 return False

@@ -19,17 +19,15 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePip
 from rollflow.nodes.offloaded.fragment_checks import (
     MOST,
     check_array,
-    check_columns,
     check_ends,
-    check_rest,
     check_whole,
     wrong,
 )
 from rollflow.nodes.offloaded.fragment_message import (
     Plain,
+    checked,
     complete,
     described,
-    formed_columns,
     forms_of,
     index_of,
     message_of,
@@ -289,33 +287,25 @@ def _part_in(
         resets_next_step=False,
         episode_id=EpisodeIds(layout["agents"][index]),
     )
-    rows = entries["num_rows"]
-    check_whole("parts: num_rows", rows, 0, message.rest["num_rows"])
-    check_whole("parts: space", entries["space"], 0, len(spaces.seen) - 1)
-    space, trees = spaces.seen[entries["space"]], message.columns[PARTS][index]
-    columns = formed_columns(trees, entries["forms"])
-    spare = min(1, own.num_rows - rows)  # a row of actions that wait for an observation
-    check_columns(columns, own, rows, space, spare)
-    finals = entries.get("finals")
+    trees, finals = message.columns[PARTS][index], entries.get("finals")
     is_said = {"infos": None, "finals": finals and {**finals, "infos": None}}
-    check_rest({**entries, **is_said}, own, rows, space)
-    entries = _with_agent_infos(entries, own)
-    end, step, slots = own.lookback + rows, clock.first + message.rest["num_rows"], own.num_slots
+    spare = min(1, own.num_rows - entries["num_rows"])  # a row of actions that wait for an observation
     times, modules = message.columns[CLOCK][index], message.columns[MODULE_OF][index]
-    check_array(CLOCK, times, np.int64, (end + 1, slots), 0, step)
-    check_array(MODULE_OF, modules, np.int16, (end + spare, slots), 0, max(0, len(entries["module_ids"]) - 1))
-    fragment = AgentFragment(
+    fragment: AgentFragment = checked(
+        wire.Fragment(message.lane, message.number, trees, {**entries, **is_said}),
         own,
-        message.lane,
-        entries["sequence"],
-        columns,
+        spaces.seen,
+        spare,
+        kind=AgentFragment,
         part=part,
         clock=times,
         module_of=modules,
-        episode_start=entries["episode_start"],
-        episode_number=entries["episode_number"],
     )
-    fragment.observation_space = space
+    check_whole("parts: num_rows", entries["num_rows"], 0, message.rest["num_rows"])
+    entries = _with_agent_infos(entries, own)
+    end, step, slots = fragment.first_row + entries["num_rows"], clock.first + message.rest["num_rows"], own.num_slots
+    check_array(CLOCK, times, np.int64, (end + 1, slots), 0, step)
+    check_array(MODULE_OF, modules, np.int16, (end + spare, slots), 0, max(0, len(entries["module_ids"]) - 1))
     complete(fragment, entries)
     _restore_slots(fragment, entries, step)
     _restore_modules(fragment, entries, ids)

@@ -50,18 +50,9 @@ def fragment_of(
     Raises WireError where it is none.
     """
     try:
-        rest = message.rest
-        rows = rest["num_rows"]
-        if is_checked:
-            check_whole("num_rows", rows, 0, layout.num_rows)
-            check_whole("space", rest["space"], 0, len(spaces) - 1)
-        fragment = _begun(message, layout, spaces)
-        if is_checked:
-            space = spaces[rest["space"]]
-            check_columns(fragment.columns, layout, rows, space)
-            check_rest(rest, layout, rows, space)
-        complete(fragment, rest)
-        fragment.seal(rows)
+        fragment: Fragment = (checked if is_checked else begun)(message, layout, spaces)
+        complete(fragment, message.rest)
+        fragment.seal(message.rest["num_rows"])
         if lost is not None:
             fragment.begin_after_loss(lost)
         if is_checked:
@@ -91,7 +82,7 @@ def rescued(
 
     Its infos, and what pieces put into `custom_data`, are lost.
     """
-    fragment = _begun(message, layout, spaces)
+    fragment: Fragment = begun(message, layout, spaces)
     fragment.num_rows = rows
     last = fragment.columns.pop(FINAL_OBS, None)
     fragment.columns = {
@@ -177,22 +168,50 @@ def formed(tree: Tree, form: Tree, where: str) -> Tree:
     raise WireError(f"{where} differs from its form", "fragment")
 
 
-def _begun(message: wire.Fragment, layout: FragmentLayout, spaces: Sequence[gym.Space[Any]]) -> Fragment:
-    """A fragment of which nothing is known but its columns, and how its episodes began."""
+def checked(
+    message: wire.Fragment, layout: FragmentLayout, spaces: Sequence[gym.Space[Any]], spare: int = 0, **more: Any
+) -> Any:
+    """`begun`, of a message that anybody may have sent. Raises WireError where it makes no sense.
+
+    spare    rows that are behind the others in all columns but the observations
+    """
     rest = message.rest
-    fragment = Fragment(
+    check_whole("num_rows", rest["num_rows"], 0, layout.num_rows)
+    check_whole("space", rest["space"], 0, len(spaces) - 1)
+    fragment = begun(message, layout, spaces, **more)
+    space = spaces[rest["space"]]
+    check_columns(fragment.columns, layout, rest["num_rows"], space, spare)
+    check_rest(rest, layout, rest["num_rows"], space)
+    return fragment
+
+
+def begun(
+    message: wire.Fragment,
+    layout: FragmentLayout,
+    spaces: Sequence[gym.Space[Any]],
+    *,
+    kind: type[Fragment] = Fragment,
+    **more: Any,
+) -> Any:
+    """A fragment of which nothing is known but its columns, and how its episodes began.
+
+    kind, more    class of the fragment, and further arguments of it
+    """
+    rest = message.rest
+    fragment = kind(
         layout,
         message.lane,
         rest["sequence"],
-        formed_columns(message.columns, rest["forms"]),
+        _formed_columns(message.columns, rest["forms"]),
         episode_start=rest["episode_start"],
         episode_number=rest["episode_number"],
+        **more,
     )
     fragment.observation_space = spaces[rest["space"]]
     return fragment
 
 
-def formed_columns(trees: Mapping[str, Tree], forms: Any) -> dict[str, Column]:
+def _formed_columns(trees: Mapping[str, Tree], forms: Any) -> dict[str, Column]:
     """Columns of trees, with tuples where `forms_of` says so."""
     forms = field.mapping(forms, "forms")
     return {name: Column(name, formed(tree, forms.get(name), name)) for name, tree in trees.items()}

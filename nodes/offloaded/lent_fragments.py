@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.env.workers.frames import FrameKind
 from rollflow.nodes.offloaded.agent_fragment_message import message_of_lane
 from rollflow.stream import wire
 from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, block_under, root_of
@@ -40,6 +41,7 @@ class FragmentWriter:
         self._lane = lane
         self._lent: dict[int, NDArray[np.uint8]] = {}  # by the index of the block
         self._pools: dict[int, BlockPool[SharedBlock]] = {}  # of blocks for copies, by size
+        self._rows: dict[FrameKind, int] = {}  # in the columns whose places were told last
         self._begun = -1  # number of the fragment in the making that was told of last
         self._finals = 0  # of it, that stand in its block
 
@@ -60,7 +62,7 @@ class FragmentWriter:
         if place.final_obs is not None:
             columns[FINAL_OBS] = place.final_obs.tree
             rest["forms"] = {FINAL_OBS: rest["forms"].get(Columns.OBS), **rest["forms"]}
-        index, _, fields = self._placed(columns)
+        index, _, fields = self._placed(columns, FrameKind.FILLING)
         return index, fields | {"rest": rest}
 
     @property
@@ -91,7 +93,7 @@ class FragmentWriter:
     def write(self, fragment: AnyFragment) -> tuple[int, Plain]:
         """The block that a fragment lies in, where it is put if it does not, and what else there is to say of it."""
         message = message_of_lane(self._lane, 0, fragment, {})
-        index, root, fields = self._placed(message.columns)
+        index, root, fields = self._placed(message.columns, FrameKind.FRAGMENT)
         self._lent[index] = root
         return index, fields | {"rest": message.rest}
 
@@ -99,22 +101,28 @@ class FragmentWriter:
         """The other process has no more use for a block."""
         self._lent.pop(index, None)
 
-    def _placed(self, columns: Tree) -> tuple[int, NDArray[np.uint8], Plain]:
-        """The block that arrays lie in, what keeps it from being written again, and the places in it."""
+    def _placed(self, columns: Tree, kind: FrameKind) -> tuple[int, NDArray[np.uint8], Plain]:
+        """The block that arrays lie in, what keeps it from being written again, and the places in it.
+
+        The places are left out where they are those of the last frame of this kind: all blocks of a lane are alike.
+        """
         leaves = leaves_of(columns)
-        root = root_of(leaves[0])
+        rows, root = len(leaves[0]), root_of(leaves[0])
         block = block_under(root)
         if block is None:
             leaves, block, root = self._copied(leaves)
+            rows = -1
         if block not in self.blocks:
             self.blocks.append(block)
-        arrays = [[leaf.dtype.str, list(leaf.shape), address_of(leaf) - block.address] for leaf in leaves]
+        is_known, self._rows[kind] = rows >= 0 and self._rows.get(kind) == rows, rows
+        if is_known:
+            return self.blocks.index(block), root, {}
         numbers = iter(range(len(leaves)))
-        return (
-            self.blocks.index(block),
-            root,
-            {"arrays": arrays, "places": map_tree(lambda _: next(numbers), columns)},
-        )
+        layout = {
+            "arrays": [[leaf.dtype.str, leaf.shape, address_of(leaf) - block.address] for leaf in leaves],
+            "places": map_tree(lambda _: next(numbers), columns),
+        }
+        return self.blocks.index(block), root, layout
 
     def _copied(self, leaves: Sequence[NDArray[Any]]) -> tuple[list[NDArray[Any]], SharedBlock, NDArray[np.uint8]]:
         sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
@@ -142,7 +150,8 @@ class FragmentReader:
         self.freed: deque[int] = deque()
         self._lane, self._hands_on = lane, hands_on
         self._blocks: dict[int, SharedBlock] = {}
-        self._begun: tuple[int, Plain] | None = None
+        self._begun: tuple[int, Plain] | None = None  # block, and rest of the message
+        self._layouts: dict[FrameKind, tuple[list[tuple[Any, ...]], Tree]] = {}
         self.initial_state: Tree = None  # of an episode, as recorded last
 
     def map(self, index: int, block: SharedBlock) -> None:
@@ -153,25 +162,32 @@ class FragmentReader:
 
     def begin(self, index: int, fields: Plain) -> None:
         """Take what was said of a fragment in the making."""
-        self._begun = index, fields
-        self._learn_state(fields)
+        self._begun = index, fields["rest"]
+        self._learn(FrameKind.FILLING, fields)
 
     def read(self, index: int, fields: Plain) -> wire.Fragment:
         """The message of the fragment in a block, with its columns where they lie."""
-        self._learn_state(fields)
-        memory = self._blocks[index].array()
-        weakref.finalize(memory, self.freed.append, index).atexit = False
-        leaves = [_view(memory, np.dtype(name), shape, offset) for name, shape, offset in fields["arrays"]]
-        columns: Any = map_tree(lambda number: leaves[number], fields["places"])
-        return wire.Fragment(self._lane, 1, columns, fields["rest"])
+        self._learn(FrameKind.FRAGMENT, fields)
+        return self._message(index, fields["rest"], FrameKind.FRAGMENT)
 
     def in_the_making(self, sequence: int) -> wire.Fragment | None:
         """The message of the fragment in the making, if it has this number and can be seen."""
-        if self._begun is None or self._begun[1]["rest"]["sequence"] != sequence:
+        if self._begun is None or self._begun[1]["sequence"] != sequence:
             return None
-        return self.read(*self._begun)
+        return self._message(*self._begun, FrameKind.FILLING)
 
-    def _learn_state(self, fields: Plain) -> None:
+    def _message(self, index: int, rest: Plain, kind: FrameKind) -> wire.Fragment:
+        arrays, places = self._layouts[kind]
+        memory = self._blocks[index].array()
+        weakref.finalize(memory, self.freed.append, index).atexit = False
+        leaves = [_view(memory, *place) for place in arrays]
+        columns: Any = map_tree(lambda number: leaves[number], places)
+        return wire.Fragment(self._lane, 1, columns, rest)
+
+    def _learn(self, kind: FrameKind, fields: Plain) -> None:
+        if "arrays" in fields:
+            arrays = [(np.dtype(name), tuple(shape), offset) for name, shape, offset in fields["arrays"]]
+            self._layouts[kind] = arrays, fields["places"]
         for _, _, states in fields["rest"].get("starts", ()):
             self.initial_state = map_tree(lambda leaf: np.array(leaf[-1]), states)
 

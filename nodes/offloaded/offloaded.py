@@ -215,6 +215,7 @@ class AgentRollouts(AgentEnvironments):
 
     owner: RolloutOwner
     lookback: int
+    is_shared = False  # fragments that come are copied for another process
 
     def steps_of(self, slots: int) -> int:
         return slots * sum(len(part.agents) for part in self.parts)

@@ -98,7 +98,7 @@ class OneReplica:
         self.versions = {DEFAULT_MODULE_ID: version}
         self._pipelines = env_to_module, module_to_env
         self._module = module
-        self._weights: LaneWeights | None = None
+        self._weights: PolicyWeights | None = None
 
     @property
     def modules(self) -> Mapping[Any, Any]:
@@ -112,13 +112,13 @@ class OneReplica:
 
     def begin(self) -> None:
         """Make ready to act, and to `put` weights."""
-        self._weights = LaneWeights(self._module, self.versions[DEFAULT_MODULE_ID])
+        self._weights = PolicyWeights(self._module, self.versions[DEFAULT_MODULE_ID])
 
     def put(self, published: Published) -> None:
         """Have the next pass use weights, unless newer ones are here. Raises ModuleError for those of others."""
         assert self._weights is not None
         for version, weights in published.values():
-            self._weights.put(version, weights)
+            self._weights.publish_as(version, weights, copies=False)
 
     def under_way(self, lane: Any) -> int:
         """Transitions that the lane's next vector step may end."""
@@ -173,7 +173,7 @@ class SeveralReplica:
                 acting.weights.check(weights)
                 acting.module.load_state_dict(weights)
                 self.versions[module_id] = version
-            acting.weights.publish_as(version, weights)
+            acting.weights.publish_as(version, weights, copies=False)
 
     def under_way(self, lane: Any) -> int:
         return int(lane.steps_under_way + sum(len(part.acting) for part in lane.parts))
@@ -200,23 +200,6 @@ class SeveralReplica:
 
 
 Replica = OneReplica | SeveralReplica
-
-
-class LaneWeights(PolicyWeights):
-    """Newly published weights, as they come between two forward passes.
-
-    version    that the module's have
-    """
-
-    def put(self, version: int, weights: Weights) -> None:
-        """Have the next pass use these, unless newer ones are here already.
-
-        Raises ModuleError when names or shapes are not those of the module.
-        """
-        self.check(weights)
-        with self._lock:
-            if version > self._version:
-                self._version, self._unused = version, (version, dict(weights))
 
 
 class _OneLane(Environments):

@@ -11,7 +11,8 @@ from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.wire.codec import field as checks
 
 _LINE = checks.text(1 << 10)  # a text that is logged
-_Count = Annotated[int, checks.whole(0, MOST)]
+_COUNT = checks.whole(0, MOST)
+_Count = Annotated[int, _COUNT]
 
 
 def _is_stage(stage: Any) -> bool:
@@ -125,7 +126,7 @@ def metrics_of(progress: Mapping[int, LaneProgress]) -> dict[str, Any]:
     return {"lanes": [[lane, each.start, each.steps, each.pulse, each.is_in_vain] for lane, each in progress.items()]}
 
 
-_PROGRESS = checks.items(*[checks.whole(0, MOST)] * 4, checks.flag)
+_PROGRESS = checks.items(lane=_COUNT, start=_COUNT, steps=_COUNT, pulse=_COUNT, is_in_vain=checks.flag)
 
 
 def progress_of(metrics: Mapping[str, Any], lanes: Collection[int]) -> dict[int, LaneProgress]:

@@ -106,13 +106,17 @@ def list_of(check: Check, most: int) -> Check:
     return check_all
 
 
-def items(*checks: Check) -> Check:
-    """A list with one value for each of the checks."""
+def items(*checks: Check, **named: Check) -> Check:
+    """A list with one value for each of the checks; errors tell of a value by its index, or its name."""
+    parts = [
+        *((f"[{index}]", check) for index, check in enumerate(checks)),
+        *((f".{name}", named[name]) for name in named),
+    ]
 
     def check_each(value: Any, where: str) -> list[Any]:
-        if not isinstance(value, list | tuple) or len(value) != len(checks):
-            raise wrong(value, where, f"a list of {len(checks)} values")
-        return [check(item, f"{where}[{index}]") for index, (check, item) in enumerate(zip(checks, value, strict=True))]
+        if not isinstance(value, list | tuple) or len(value) != len(parts):
+            raise wrong(value, where, f"a list of {len(parts)} values")
+        return [check(item, where + part) for (part, check), item in zip(parts, value, strict=True)]
 
     return check_each
 

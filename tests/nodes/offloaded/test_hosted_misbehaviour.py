@@ -166,14 +166,14 @@ def refused(said: Callable[[RawRollouts, Turn], Any], expected: str) -> tuple[li
     with raw_beside() as (rollout, fragments, raw):
         taken = [next(fragments)]
         raw.send(said(raw, raw.next_turn_beside(fragments, taken)))
-        with pytest.raises(WireError, match=rf"^gateway: refuses: host raw .*: {expected}"):
+        with pytest.raises(WireError, match=f"^gateway: refuses: {expected}"):
             raise raw.refusal()
         others_go_on(rollout, fragments, taken)
     return taken, rollout
 
 
 def refused_fragment(change: Change, expected: str) -> tuple[list[Fragment], Rollout]:
-    return refused(lambda raw, turn: change(raw.made(turn)), f"fragment 1 of lane 1.*{expected}")
+    return refused(lambda raw, turn: change(raw.made(turn)), f"host raw .*: fragment 1 of lane 1.*{expected}")
 
 
 @pytest.fixture(scope="module")
@@ -229,15 +229,18 @@ TOLD: dict[str, tuple[Any, str]] = {
     "lists of another length": ({"lanes": [[1, 0, 0, 0]]}, "metrics.lanes.* is .*, expected a list of 5 values"),
     "a lane of another host": ({"lanes": [[0, 0, 0, 0, False]]}, r"lanes \[0\], expected some of \[1\]"),
     "more steps than a fragment has": ({"lanes": [[1, 0, 17, 1, False]]}, "17 steps, expected at most 16"),
-    "a pulse that is none": ({"lanes": [[1, 0, 0, None, False]]}, "is None, expected a whole number"),
-    "an end that is none": ({"lanes": [[1, 0, 0, 0, 3]]}, "is 3, expected true or false"),
+    "a pulse that is none": (
+        {"lanes": [[1, 0, 0, None, False]]},
+        r"metrics.lanes\[0\].pulse is None, expected a whole number",
+    ),
+    "an end that is none": ({"lanes": [[1, 0, 0, 0, 3]]}, r"lanes\[0\].is_in_vain is 3, expected true or false"),
 }
 
 
 @pytest.mark.parametrize("name", TOLD)
 def test_a_host_that_says_nonsense_of_its_progress_leaves(name: str) -> None:
     metrics, expected = TOLD[name]
-    refused(lambda raw, turn: Metrics(metrics), f"metrics: .*{expected}")
+    refused(lambda raw, turn: Metrics(metrics), f"host raw .*: metrics: .*{expected}")
 
 
 def test_one_that_says_more_than_it_has_credits_for_leaves() -> None:

@@ -23,22 +23,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.0)]
 Forward = Callable[[float], None]
 
 
-def rollouts_of(makers: Any, **options: Any) -> Any:
-    """A node that does whole rollouts, in one process."""
-    given: dict[str, Any] = {"workers": 1, "fragment_length": 5, "seed": 0, "module": NumberedModule(), **options}
-    return Rollout(makers, where="rollouts", **given).environments
-
-
 @pytest.fixture
-def closing() -> Iterator[Callable[[Any], Any]]:
-    """Closes nodes."""
+def started() -> Iterator[Callable[..., Any]]:
+    """Starts nodes that do whole rollouts, each in one process: the node, and its lanes."""
     nodes: list[Any] = []
 
-    def added(node: Any) -> Any:
-        nodes.append(node)
-        return node
+    def start(makers: Any, **options: Any) -> Any:
+        given: dict[str, Any] = {"workers": 1, "fragment_length": 5, "seed": 0, "module": NumberedModule(), **options}
+        nodes.append(Rollout(makers, where="rollouts", **given).environments)
+        return nodes[-1], *nodes[-1].start()
 
-    yield added
+    yield start
     for node in nodes:
         node.close()
 
@@ -54,9 +49,8 @@ def come_back(node: Any, count: int = 1, until: Callable[[], bool] = lambda: Tru
     return lanes
 
 
-def test_a_steady_worker_is_not_taken_for_hung(tmp_path: Path, forward: Forward, closing: Any) -> None:
-    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[3, 8, 13]), step_timeout=1.0, reset_timeout=1.0))
-    [lane] = node.start()
+def test_a_steady_worker_is_not_taken_for_hung(tmp_path: Path, forward: Forward, started: Any) -> None:
+    node, lane = started(partial(Held, 0, tmp_path, steps=[3, 8, 13]), step_timeout=1.0, reset_timeout=1.0)
     for times in range(3):
         node(lane)
         await_held(tmp_path, 0, times)
@@ -68,9 +62,8 @@ def test_a_steady_worker_is_not_taken_for_hung(tmp_path: Path, forward: Forward,
     assert node.lost_steps == 0
 
 
-def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, closing: Any) -> None:
-    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0))
-    [lane] = node.start()
+def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, started: Any) -> None:
+    node, lane = started(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0)
     node(lane)
     come_back(node)
     node(lane)
@@ -84,10 +77,9 @@ def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, closing: Any
 
 
 def test_steps_that_are_made_while_a_turn_is_still_handed_over_count(
-    tmp_path: Path, forward: Forward, closing: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, forward: Forward, started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0))
-    [lane] = node.start()
+    node, lane = started(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0)
     node(lane)
     come_back(node)
     link = node.links[0]
@@ -108,11 +100,10 @@ def test_steps_that_are_made_while_a_turn_is_still_handed_over_count(
 
 @pytest.mark.parametrize("reset_timeout", [None, 100.0])
 def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
-    tmp_path: Path, forward: Forward, closing: Any, reset_timeout: float | None
+    tmp_path: Path, forward: Forward, started: Any, reset_timeout: float | None
 ) -> None:
     maker = partial(Held, 0, tmp_path, steps=[0])
-    node = closing(rollouts_of(maker, step_timeout=1.0, reset_timeout=reset_timeout))
-    [lane] = node.start()
+    node, lane = started(maker, step_timeout=1.0, reset_timeout=reset_timeout)
     node(lane)
     await_held(tmp_path, 0)
     list(node.completed())
@@ -124,10 +115,9 @@ def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
     assert node.lost_steps == 1
 
 
-def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, forward: Forward, closing: Any) -> None:
+def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, forward: Forward, started: Any) -> None:
     maker = partial(Held, 0, tmp_path, resets=[0])
-    node = closing(rollouts_of(maker, step_timeout=1.0, reset_timeout=5.0))
-    [lane] = node.start()
+    node, lane = started(maker, step_timeout=1.0, reset_timeout=5.0)
     node(lane)
     await_held(tmp_path, 0)
     forward(4.0)
@@ -140,10 +130,9 @@ def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, for
 
 @pytest.mark.wait_times(first_pause_s=0.0)
 def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
-    closing: Any, caplog: pytest.LogCaptureFixture
+    started: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node = closing(rollouts_of(partial(NumberedEnv, 0, lengths=(100, 100))))
-    [lane] = node.start()
+    node, lane = started(partial(NumberedEnv, 0, lengths=(100, 100)))
     node(lane)
     come_back(node)
     first = lane.fragment
@@ -158,9 +147,8 @@ def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
     assert node.lost_steps == 0  # none was under way
 
 
-def test_one_that_is_given_up_and_then_killed_comes_back_once(closing: Any) -> None:
-    node = closing(rollouts_of(partial(NumberedEnv, 0, lengths=(100, 100))))
-    [lane] = node.start()
+def test_one_that_is_given_up_and_then_killed_comes_back_once(started: Any) -> None:
+    node, lane = started(partial(NumberedEnv, 0, lengths=(100, 100)))
     node(lane)
     come_back(node)
     node.hasten()
@@ -183,12 +171,11 @@ class HangsInForward(NumberedModule):
 
 
 def test_where_it_hangs_is_said(
-    tmp_path: Path, forward: Forward, closing: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, forward: Forward, started: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = HangsInForward()
     module.folder = tmp_path
-    node = closing(rollouts_of(partial(NumberedEnv, 0), num_envs=1, module=module, step_timeout=1.0, reset_timeout=1.0))
-    [lane] = node.start()
+    node, lane = started(partial(NumberedEnv, 0), num_envs=1, module=module, step_timeout=1.0, reset_timeout=1.0)
     node(lane)
     await_file(tmp_path / "hangs")
     forward(1.5)
@@ -199,11 +186,10 @@ def test_where_it_hangs_is_said(
 
 
 def test_lanes_that_share_a_worker_that_hangs_say_so(
-    tmp_path: Path, forward: Forward, closing: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, forward: Forward, started: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     envs = [partial(Held, slot, tmp_path, steps=[1] if slot else []) for slot in range(2)]
-    node = closing(rollouts_of(envs, lanes=2, step_timeout=1.0))
-    lanes = list(node.start())
+    node, *lanes = started(envs, lanes=2, step_timeout=1.0)
     for lane in lanes:
         node(lane)
     await_held(tmp_path, 1)
@@ -231,7 +217,7 @@ class Locked(ConnectorV2):
         return batch
 
 
-def test_what_can_not_be_pickled_is_named(closing: Any) -> None:
+def test_what_can_not_be_pickled_is_named() -> None:
     rollout = Rollout(
         partial(NumberedEnv, 0), where="rollouts", workers=1, env_to_module_connector=lambda env: Locked()
     )
