@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import anyio
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from places import rollout_at
 from property_examples import examples
 from remote_hosts import BrokenWire, hosting, listening
 
-from rollflow import ConnectorV2, Fragment, Graph, RemoteRollouts, Rollout
+from rollflow import ConnectorV2, Fragment, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
-from rollflow.sinks import LearnerPipeline
 from rollflow.stream.testing import check
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.001)
@@ -110,31 +108,3 @@ def test_a_stateful_module_goes_on_from_where_its_episodes_are() -> None:
     assert "state_in" in ours[0]
     for mine, other in zip(ours, inline, strict=True):
         check(mine, other)
-
-
-# As other things than a plain loop
-
-
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_drained_graph_hands_on_every_step(backend: str) -> None:
-    envs = listening(RemoteRollouts)
-    drawn = Setting(4, 2, 5, 1, False, 12, 0, 0)
-
-    async def run_through(graph: Graph) -> int:
-        steps = batches = 0
-        async with graph.run() as run:
-            async for batch in run["batches"]:
-                steps += len(batch["obs"])
-                batches += 1
-                if batches == 5:
-                    run.stop()
-        return steps
-
-    with hosting(envs.addresses[0], makers_of(drawn), lanes=2, kind=RolloutHost, module=NumberedModule()):
-        rollout = Rollout(envs, module=NumberedModule(), fragment_length=5, seed=0)
-        graph = Graph("ppo")
-        graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
-        graph.connect("rollout.fragments", "learner", capacity=2)
-        graph.output("batches", "learner.batches", capacity=2)
-        assert anyio.run(run_through, graph, backend=backend) == rollout.num_steps
-    assert rollout.lost == {}

@@ -7,41 +7,51 @@ import anyio
 import pytest
 from leftovers import processes_of
 from numbered_module import NumberedEnv, NumberedModule
+from places import rollout_at
 
-from rollflow import Graph, Rollout
+from rollflow import Graph
 from rollflow.sinks import LearnerPipeline
 
 PLACES = ["threads", "processes", "rollouts"]
 
 
-def made(where: Any, **options: Any) -> Rollout:
+def made(place: str, **options: Any) -> Any:
+    """A rollout that has not begun, as long as its host is there."""
     makers = [partial(NumberedEnv, slot) for slot in range(4)]
-    return Rollout(makers, lanes=2, where=where, module=NumberedModule(), fragment_length=5, seed=0, **options)
+    acts = {"module": NumberedModule()}
+    return rollout_at(place, makers, acts=acts, envs={"lanes": 2}, fragment_length=5, seed=0, **options)
+
+
+async def run_through(graph: Graph) -> int:
+    """The steps in five batches of a graph, and in those that come when it is drained."""
+    steps = batches = 0
+    async with graph.run() as run:
+        async for batch in run["batches"]:
+            steps += len(batch["obs"])
+            batches += 1
+            if batches == 5:
+                run.stop()
+    return steps
 
 
 @pytest.mark.parametrize(
-    ("where", "backend"),
-    [("threads", "asyncio"), ("processes", "trio"), ("rollouts", "asyncio")],
+    ("place", "backend"),
+    [
+        ("threads", "asyncio"),
+        ("processes", "trio"),
+        ("rollouts", "asyncio"),
+        ("hosted rollouts", "asyncio"),
+        ("hosted rollouts", "trio"),
+    ],
 )
-def test_a_drained_graph_hands_on_every_step(where: str, backend: str) -> None:
+def test_a_drained_graph_hands_on_every_step(place: str, backend: str) -> None:
     before = processes_of()
-    rollout = made(where)
-    graph = Graph("ppo")
-    graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
-    graph.connect("rollout.fragments", "learner", capacity=2)
-    graph.output("batches", "learner.batches", capacity=2)
-
-    async def run_through() -> int:
-        steps = batches = 0
-        async with graph.run() as run:
-            async for batch in run["batches"]:
-                steps += len(batch["obs"])
-                batches += 1
-                if batches == 5:
-                    run.stop()
-        return steps
-
-    assert anyio.run(run_through, backend=backend) == rollout.num_steps
+    with made(place) as rollout:
+        graph = Graph("ppo")
+        graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
+        graph.connect("rollout.fragments", "learner", capacity=2)
+        graph.output("batches", "learner.batches", capacity=2)
+        assert anyio.run(run_through, graph, backend=backend) == rollout.num_steps
     assert rollout.lost == {}
     assert processes_of() <= before
 
@@ -49,9 +59,10 @@ def test_a_drained_graph_hands_on_every_step(where: str, backend: str) -> None:
 @pytest.mark.parametrize("where", PLACES)
 def test_an_error_in_an_event_loop_leaves_nothing_behind(where: str) -> None:
     async def broken() -> None:
-        async with made(where, prefetch=1) as rollout:
-            async for _ in rollout.batches():
-                raise ZeroDivisionError
+        with made(where, prefetch=1) as rollout:
+            async with rollout:
+                async for _ in rollout.batches():
+                    raise ZeroDivisionError
 
     before = processes_of()
     with pytest.raises(ZeroDivisionError):
