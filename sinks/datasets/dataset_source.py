@@ -183,7 +183,7 @@ class DatasetSource(IterableDataset[Any]):
     def episodes(self) -> Iterator[Any]:
         """Whole episodes, one after the other; the first is the rest of one where a batch has had its beginning."""
         for fragment in self._fragments(1, whole=True):
-            yield next(fragment.episodes()) if isinstance(fragment, StoredAgents) else fragment.chunk(0)
+            yield from fragment.episodes()  # none of an environment's in which no agent has made a step
 
     def fragments(self) -> Generator[Any, None, None]:
         """Fragments of `batch_size` steps each, of one slot in which chunks of episodes stand one behind the other.

@@ -88,11 +88,8 @@ class ChunkTable:
                 grown[kept & (size - 1)] = values[kept & (self._size - 1)]
                 self._fields[name] = grown
             self._size = size
-        first = self.end & (size - 1)
-        before = min(count, size - first)
         for name, values in fields.items():
-            self._fields[name][first : first + before] = values[:before]
-            self._fields[name][: count - before] = values[before:]
+            write_ring(self._fields[name], size, self.end, values)
         self.end += count
 
     def forget(self, begin: int) -> None:

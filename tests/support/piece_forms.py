@@ -1,11 +1,11 @@
-"""Checks of a piece's columnar form against its per-episode one."""
+"""Calls of pieces, and checks of a columnar form against the per-episode one."""
 
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from rollflow import ConnectorV2
+from rollflow import ConnectorV2, SingleAgentEpisode
 from rollflow.stream.data.tree import map_tree
 
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
@@ -18,6 +18,20 @@ class OneByOne(ConnectorV2):
 
     def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return batch
+
+
+class Torch:
+    """All that most pieces need to know of a module."""
+
+    framework = "torch"
+
+
+def call(piece: ConnectorV2, batch: dict[str, Any], episodes: Any = (), **kwargs: Any) -> dict[str, Any]:
+    return piece(**{"rl_module": Torch(), "batch": batch, "episodes": episodes, **kwargs})
+
+
+def ongoing(*ids: str) -> list[SingleAgentEpisode]:
+    return [SingleAgentEpisode(id_, observations=[0], len_lookback_buffer=0) for id_ in ids]
 
 
 def equal(one: Any, other: Any) -> None:

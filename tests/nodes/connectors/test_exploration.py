@@ -9,6 +9,8 @@ import pytest
 import torch
 from gymnasium import spaces
 from numbered_module import NumberedModule, logits_of, numbered_envs
+from piece_forms import OneByOne
+from together import Together
 
 from rollflow import Columns, ConnectorV2, EpsilonGreedy, MultiAgentRollout, RLModule, Rollout, SingleAgentEpisode
 from rollflow.nodes import (
@@ -49,8 +51,9 @@ def test_without_epsilon_the_best_action_is_taken_for_certain() -> None:
     assert logp.tolist() == [0.0, 0.0]
 
 
-def test_frequencies_and_log_probabilities_are_those_of_epsilon_greedy() -> None:
-    actions, logp = chosen(0.4, [[0.0, 3.0, -np.inf, 2.0]] * 30_000)
+@pytest.mark.parametrize("ruled_out", [-np.inf, -1e9, float(np.finfo(np.float32).min)])
+def test_frequencies_and_log_probabilities_are_those_of_epsilon_greedy(ruled_out: float) -> None:
+    actions, logp = chosen(0.4, [[0.0, 3.0, ruled_out, 2.0]] * 30_000)
     shares = np.bincount(actions, minlength=4) / len(actions)
     # Best with 0.6, and 0.4 over the three that are allowed.
     wanted = [0.4 / 3, 0.6 + 0.4 / 3, 0.0, 0.4 / 3]
@@ -151,13 +154,6 @@ def one_push(step: int) -> float:
     return float(step == 0)
 
 
-class OneByOne(ConnectorV2):
-    """A piece of somebody's that works episode by episode, so that the batch comes in list form."""
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        return batch
-
-
 @pytest.mark.parametrize(
     ("where", "pieces"), [("inline", []), ("inline", [OneByOne()]), ("processes", []), ("rollouts", [])]
 )
@@ -252,19 +248,9 @@ class Heater(gym.Env[Any, Any]):
         return np.zeros(1, np.float32), float(action[0]), False, self.steps == 50, {}
 
 
-class Heaters(MultiAgentEnv):
+def heaters() -> Together:
     """A `Heater` for each of two agents."""
-
-    possible_agents = ("a", "b")
-    observation_spaces = dict.fromkeys(possible_agents, Heater.observation_space)
-    action_spaces = dict.fromkeys(possible_agents, Heater.action_space)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return dict.fromkeys(self.possible_agents, np.zeros(1, np.float32)), {}
-
-    def step(self, actions: Any) -> Any:
-        rewards = {agent: float(action[0]) for agent, action in actions.items()}
-        return dict.fromkeys(actions, np.zeros(1, np.float32)), rewards, {}, {}, {}
+    return Together({"a": Heater(), "b": Heater()})
 
 
 class Middle(Still):
@@ -293,7 +279,7 @@ def test_noise_is_in_the_scale_of_actions_that_are_scaled_afterwards(noise: str,
         return scaled(NOISES[noise](schedule=0.1))
 
     if where == "agents":
-        with MultiAgentRollout(Heaters, module_to_env_connector=make, **HEATED) as agents:
+        with MultiAgentRollout(heaters, module_to_env_connector=make, **HEATED) as agents:
             [batches] = agents.batches()
         [batch] = batches.values()
     else:
@@ -377,7 +363,7 @@ def test_exploration_behind_what_scales_is_refused(piece: Any, several: bool, ne
         "it; expected it before"
     )
     with pytest.raises(ConnectorError, match=expected):
-        kind(Heaters if several else Heater, module_to_env_connector=make, **HEATED)
+        kind(heaters if several else Heater, module_to_env_connector=make, **HEATED)
 
 
 @pytest.mark.parametrize("piece_type", [GaussianNoise, OrnsteinUhlenbeckNoise])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, logits_of
+from piece_forms import OneByOne
 from property_examples import examples
 
 from rollflow import Columns, ConnectorV2, DefaultModelConfig, Rollout
@@ -47,11 +48,6 @@ class Odd(NumberedModule):
         return output
 
 
-class Passing(ConnectorV2):
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        return batch
-
-
 class Places(NumberedModule):
     """Records whether what it is given begins at a multiple of 16 bytes."""
 
@@ -62,7 +58,7 @@ class Places(NumberedModule):
 
 @pytest.mark.parametrize("custom", [False, True])
 def test_each_observation_begins_where_products_of_matrices_round_in_the_same_way(custom: bool) -> None:
-    options: Any = {"env_to_module_connector": lambda env: Passing()} if custom else {}
+    options: Any = {"env_to_module_connector": lambda env: OneByOne()} if custom else {}
     makers = [partial(NumberedEnv, slot) for slot in range(3)]
     with Rollout(makers, module=Places(), fragment_length=8, num_fragments=1, **options) as rollout:
         [fragment] = rollout.fragments()
@@ -76,7 +72,7 @@ def fragments(
     makers = [partial(NumberedEnv, slot, nested=nested) for slot in range(3)]
     options: Any = {"fragment_length": 5, "num_fragments": 2, "explore": explore, "seed": seed, **more}
     if custom:
-        options["env_to_module_connector"] = options["module_to_env_connector"] = lambda env: Passing()
+        options["env_to_module_connector"] = options["module_to_env_connector"] = lambda env: OneByOne()
     with Rollout(makers, module=Odd(kind), **options) as rollout:
         rollout.env_to_module.fuses = rollout.module_to_env.fuses = fuses
         made = [{name: fragment.column(name) for name in fragment.columns} for fragment in rollout.fragments()]

@@ -240,6 +240,20 @@ def test_observations_that_are_in_the_batch_are_not_stacked() -> None:
 # Actions
 
 
+@pytest.mark.parametrize(("steps", "back"), [(0, 2), (1, 1), (2, 0), (5, 0)])
+def test_previous_actions_and_rewards_are_the_latest_behind_zeros(steps: int, back: int) -> None:
+    piece = PrevActionsPrevRewards(spaces.Box(0, 9, ()), spaces.Discrete(3), n_prev_actions=2, n_prev_rewards=2)
+    played = {"actions": [t % 3 for t in range(steps)], "rewards": [10.0 * t for t in range(1, steps + 1)]}
+    episode = SingleAgentEpisode(observations=[7.0] * (steps + 1), **played, len_lookback_buffer=steps // 2)
+    call(piece, [episode])
+    newest = episode.get_observations(-1)
+    rows = [[0.0] * 3] * back + [np.eye(3)[action].tolist() for action in played["actions"][-2:]]
+    assert newest["prev_n_actions"].reshape(2, 3).tolist() == rows
+    assert newest["prev_n_rewards"].tolist() == [0.0] * back + played["rewards"][-2:]
+    alone = PrevActionsPrevRewards(spaces.Box(0, 9, ()), spaces.Discrete(3), n_prev_actions=0)
+    assert alone.observation_space.keys() == {"_orig_obs", "prev_n_rewards"}
+
+
 def test_clipped_actions_go_beside_the_chosen_ones() -> None:
     piece = ClipActions(None, spaces.Box(-1, 1, (2,)))
     batch = call(piece, batch={"actions": np.array([[-3.0, 0.5]])})

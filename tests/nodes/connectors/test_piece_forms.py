@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -110,71 +108,6 @@ def test_columns_and_episodes_one_by_one_give_the_same(name: str, data: st.DataO
         equal(one.last_observations(), other.last_observations())
 
 
-# What they give, worked out by hand
-
-
-class Counting(gym.Env[Any, Any]):
-    """Observations 1, 2, 3, …; rewards ten times the observation before; ends after `length` steps."""
-
-    observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
-    action_space = gym.spaces.Discrete(3)
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        self.at = 1
-        return np.array([1], np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        reward = 10.0 * self.at
-        self.at += 1
-        return np.array([self.at], np.float32), reward, self.at > self.length, False, {}
-
-
-class Cycles(RLModule):
-    """Takes the action that is the newest observation modulo 3, and records all it sees."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        seen = batch["obs"]
-        newest = seen["_orig_obs"] if isinstance(seen, dict) else seen
-        output = {f"seen.{key}": value for key, value in seen.items()} if isinstance(seen, dict) else {"seen": seen}
-        return {"actions": newest[:, -1].long() % 3, **output}
-
-
-def seen_of(piece: ConnectorV2, column: str, steps: int = 5, length: int = 3) -> list[Any]:
-    """Return the module's inputs in each step of one slot, over fragments of two steps."""
-    rollout = Rollout(
-        lambda: Counting(length),
-        num_envs=1,
-        module=Cycles(),
-        fragment_length=2,
-        num_fragments=(steps + 1) // 2,
-        env_to_module_connector=lambda env: piece,
-    )
-    with rollout:
-        rows = [row for fragment in rollout.fragments() for row in fragment.column(column)[:, 0].tolist()]
-    return rows[:steps]
-
-
-def test_a_stack_begins_with_zeros_and_never_reaches_into_the_episode_before() -> None:
-    assert seen_of(FrameStacking(num_frames=3), "seen") == [[0, 0, 1], [0, 1, 2], [1, 2, 3], [0, 0, 1], [0, 1, 2]]
-
-
-def test_previous_rewards_and_actions_begin_with_zeros() -> None:
-    rewards = seen_of(PrevActionsPrevRewards(n_prev_rewards=2), "seen.prev_n_rewards")
-    assert rewards == [[0, 0], [0, 10], [10, 20], [0, 0], [0, 10]]
-    actions = seen_of(PrevActionsPrevRewards(n_prev_actions=2), "seen.prev_n_actions")
-    assert actions[:3] == [[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1]]
-    assert actions[3:] == actions[:2]
-
-
-def test_previous_ones_that_are_not_wanted_are_left_out() -> None:
-    assert seen_of(PrevActionsPrevRewards(n_prev_actions=0), "seen.prev_n_rewards", steps=2) == [[0], [10]]
-    with pytest.raises(Exception, match=r"no column 'seen\.prev_n_actions'"):
-        seen_of(PrevActionsPrevRewards(n_prev_actions=0), "seen.prev_n_actions")
-
-
 def test_fragments_keep_as_much_lookback_as_pieces_need() -> None:
     rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: FrameStacking(num_frames=6))
     assert rollout.environments.lanes[0].layout.lookback == 5
@@ -188,8 +121,8 @@ def test_fragments_keep_as_much_lookback_as_pieces_need() -> None:
 @given(length=st.integers(1, 9), rows=st.integers(1, 7), frames=st.integers(1, 5))
 def test_the_learner_sees_the_stacks_that_the_module_saw(length: int, rows: int, frames: int) -> None:
     rollout = Rollout(
-        [lambda: Counting(length), lambda: Counting(length + 1)],
-        module=Cycles(),
+        [lambda: NumberedEnv(0, lengths=(length, length + 1)), lambda: NumberedEnv(1)],
+        module=Sees(),
         fragment_length=rows,
         num_fragments=3,
         env_to_module_connector=lambda env: FrameStacking(num_frames=frames),

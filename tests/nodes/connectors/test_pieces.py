@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
+from piece_forms import OneByOne, Torch, call, ongoing
 
 from rollflow import ConnectorV2, RLModule, SingleAgentEpisode
 from rollflow.nodes import ModuleToEnvPipeline, NormalizeAndClipActions
@@ -26,16 +27,6 @@ from rollflow.stream import ConnectorError, ModuleError
 from rollflow.stream.data.tree import leaves_of
 
 
-class Torch:
-    """All that most pieces need to know of a module."""
-
-    framework = "torch"
-
-
-def call(piece: ConnectorV2, batch: dict[str, Any], episodes: Any = (), **kwargs: Any) -> dict[str, Any]:
-    return piece(**{"rl_module": Torch(), "batch": batch, "episodes": episodes, **kwargs})
-
-
 def episode(id_: str, steps: int, *, terminated: bool = False, first: int = 0) -> SingleAgentEpisode:
     """Observations first, first + 1, …; actions ten times and rewards half of the observation they follow."""
     seen = range(first, first + steps)
@@ -49,10 +40,6 @@ def episode(id_: str, steps: int, *, terminated: bool = False, first: int = 0) -
         truncated=not terminated,
         len_lookback_buffer=0,
     )
-
-
-def ongoing(*ids: str) -> list[SingleAgentEpisode]:
-    return [SingleAgentEpisode(id_, observations=[0], len_lookback_buffer=0) for id_ in ids]
 
 
 # Observations and other columns out of the episodes
@@ -580,7 +567,7 @@ def test_whole_numbers_are_not_normalized() -> None:
 def test_a_pipeline_gives_actions_for_the_environments_of_any_space(
     space: spaces.Space[Any], width: int, clip_actions: bool, by_item: bool
 ) -> None:
-    pieces = [ConnectorsNone()] if by_item else []
+    pieces = [OneByOne()] if by_item else []
     pipeline = ModuleToEnvPipeline.default(None, space, pieces, clip_actions=clip_actions)
     episodes = ongoing("a", "b")
     call_it: dict[str, Any] = {"rl_module": Torch(), "episodes": episodes, "explore": True}
@@ -595,13 +582,6 @@ def test_a_pipeline_gives_actions_for_the_environments_of_any_space(
     for slot in range(2 if clip_actions else 0):
         action = {key: part[slot] for key, part in actions.items()} if isinstance(actions, dict) else actions[slot]
         assert action in space
-
-
-class ConnectorsNone(ConnectorV2):
-    """Changes nothing, by items."""
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return batch
 
 
 def test_items_for_the_environments_are_in_lists_of_their_own() -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from extras import needs
 from gymnasium import spaces
+from together import Together
 
 from rollflow import ConnectorV2, EpsilonGreedy, MultiAgentRollout, Policy, RLModule, Rollout
-from rollflow.nodes import Linear, MultiAgentEnv, RandomModule, Temperature, mask_logits
+from rollflow.nodes import Linear, RandomModule, Temperature, mask_logits
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.policy import OnnxPolicy
@@ -45,23 +46,6 @@ class Masked(gym.Env[Any, Any]):
         reward = float(self.mask[action - 2] == 0)
         self.steps += 1
         return self.look(), reward, False, self.steps % 10 == 0, {}
-
-
-class MaskedAgents(MultiAgentEnv):
-    """Two agents, each with a `Masked` of its own."""
-
-    possible_agents = ("a", "b")
-    observation_spaces = dict.fromkeys(possible_agents, Masked.observation_space)
-    action_spaces = dict.fromkeys(possible_agents, Masked.action_space)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.envs = {agent: Masked() for agent in self.possible_agents}
-        return {agent: env.reset(seed=place)[0] for place, (agent, env) in enumerate(self.envs.items())}, {}
-
-    def step(self, actions: Any) -> Any:
-        answers = {agent: self.envs[agent].step(action) for agent, action in actions.items()}
-        seen, rewards = ({agent: answer[i] for agent, answer in answers.items()} for i in (0, 1))
-        return seen, rewards, {}, {"__all__": answers["a"][3]}, {}
 
 
 class Own(RLModule):
@@ -126,7 +110,7 @@ def test_nor_in_any_other_place(place: str, pieces: str, tmp_path: Path) -> None
     options: Any = {"num_envs": 2, "fragment_length": 20, "num_fragments": 1, "seed": 0, "model_config": SMALL}
     options["module_to_env_connector"] = lambda env: make()
     if place == "agents":
-        with MultiAgentRollout(MaskedAgents, **options) as agents:
+        with MultiAgentRollout(lambda: Together({"a": Masked(), "b": Masked()}), **options) as agents:
             [batches] = agents.batches()
         [batch] = batches.values()
         assert batch["rewards"].sum() == 0
@@ -140,20 +124,6 @@ def test_nor_in_any_other_place(place: str, pieces: str, tmp_path: Path) -> None
             rollout.save_policy(tmp_path / "policy", explore=True)
             assert Policy.load(tmp_path / "policy").evaluate(Masked, 10).mean == 0
     assert batch["rewards"].sum() == 0
-
-
-def test_epsilon_is_shared_by_what_is_allowed() -> None:
-    piece = EpsilonGreedy(None, spaces.Discrete(4), schedule=0.5)
-    inputs = np.array([[3.0, -1e9, 1.0, LEAST]] * 20_000, np.float32)
-    batch: Any = {
-        "action_dist_inputs": inputs,
-        "actions": np.zeros(len(inputs), np.int64),
-        "action_logp": np.zeros(len(inputs), np.float32),
-    }
-    shared = {"generator": torch.Generator().manual_seed(0)}
-    batch = piece(batch=batch, episodes=[], explore=True, shared_data=shared)
-    np.testing.assert_allclose(np.bincount(batch["actions"], minlength=4) / 20_000, [0.75, 0, 0.25, 0], atol=0.01)
-    np.testing.assert_allclose(np.exp(batch["action_logp"]), np.where(batch["actions"] == 0, 0.75, 0.25), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

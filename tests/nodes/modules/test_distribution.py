@@ -90,6 +90,11 @@ def bits(logits: torch.Tensor) -> Any:
 WHOLE_NUMBERS: dict[str, tuple[gym.Space[Any], Any, list[tuple[int, ...]]]] = {
     "Discrete": (spaces.Discrete(4, start=7), categoricals(4), [(n,) for n in range(4)]),
     "MultiDiscrete": (spaces.MultiDiscrete([2, 3], start=[7, 7]), categoricals(2, 3), list(np.ndindex(2, 3))),
+    "MultiDiscrete 2d": (
+        spaces.MultiDiscrete([[2], [3]], start=[[7], [7]]),
+        categoricals(2, 3),
+        list(np.ndindex(2, 3)),
+    ),
     "MultiBinary": (spaces.MultiBinary(2), bits, list(np.ndindex(2, 2))),
 }
 
@@ -104,7 +109,7 @@ def test_whole_numbers_agree_with_torchs_on_any_logits(kind: str, logits: torch.
     for numbers in actions:
         action = torch.tensor([numbers] * 3) + (0 if kind == "MultiBinary" else 7)
         expected = [each.log_prob(torch.tensor(float(n)).double()) for each, n in zip(theirs, numbers, strict=True)]
-        agree(ours.logp(action[:, 0] if kind == "Discrete" else action), sum(expected).float())
+        agree(ours.logp(action.reshape(3, *space.shape)), sum(expected).float())
     agree(ours.entropy(), sum(each.entropy() for each in theirs).float())
     expected = [reference.kl_divergence(*pair) for pair in zip(theirs, their_others, strict=True)]
     agree(ours.kl(made.from_logits(others)), sum(expected).float())
@@ -123,20 +128,6 @@ def test_a_gaussian_agrees_with_torchs_on_any_inputs(
     agree(ours.entropy(), theirs.entropy().sum(-1))
     expected = reference.kl_divergence(theirs, others).sum(-1)
     agree(ours.kl(made.from_logits(torch.cat([other_mean, other_log_std], -1))), expected)
-
-
-@pytest.mark.parametrize("name", ["MultiDiscrete", "MultiDiscrete 2d", "Dict"])
-def test_parts_are_independent(name: str) -> None:
-    distribution, _ = drawn(SPACES[name])
-    action, parts = distribution.sample(), distribution._parts
-    if name == "Dict":
-        expected = [part.logp(action[key]) for key, part in parts.items()]
-    else:
-        expected = [part.logp(action.flatten(1)[:, i]) for i, part in parts.items()]
-    parts = parts.values()
-    torch.testing.assert_close(distribution.logp(action), sum(expected))
-    torch.testing.assert_close(distribution.entropy(), sum(part.entropy() for part in parts))
-    torch.testing.assert_close(distribution.kl(distribution), torch.zeros(6))
 
 
 def test_bits_come_as_often_as_they_are_likely() -> None:

@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from together import Together
 from torch import nn
 
 from rollflow import (
@@ -19,7 +20,7 @@ from rollflow import (
     Rollout,
     VTrace,
 )
-from rollflow.nodes import DefaultModule, LearnerConnectorPipeline, MultiAgentEnv
+from rollflow.nodes import DefaultModule, LearnerConnectorPipeline
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
 
@@ -38,24 +39,6 @@ class Noise(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         return self.look(), 1.0, False, False, {}
-
-
-class TwoOfNoise(MultiAgentEnv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.possible_agents = ["a", "b"]
-        self.observation_spaces, self.action_spaces = dict.fromkeys("ab", SEEN), dict.fromkeys("ab", CHOSEN)
-
-    def look(self) -> Any:
-        return {each: (3 + self.generator.normal(size=4)).astype(np.float32) for each in "ab"}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.agents, self.generator = ["a", "b"], np.random.default_rng(seed)
-        return self.look(), {}
-
-    def step(self, action_dict: Any) -> Any:
-        no = dict.fromkeys("ab", False)
-        return self.look(), dict.fromkeys("ab", 1.0), no, no, {}
 
 
 class Net(RLModule):
@@ -147,7 +130,7 @@ def test_train_batches_leave_no_trace_in_the_module(piece: Any, place: str, tmp_
 @pytest.mark.parametrize("published", [False, True])
 def test_several_agents_modules_are_left_alone_too(piece: Any, published: bool) -> None:
     with MultiAgentRollout(
-        TwoOfNoise,
+        lambda: Together({"a": Noise(), "b": Noise()}),
         module={"one": Net, "two": Net},
         agent_to_module_mapping_fn=lambda agent, episode, **kwargs: {"a": "one", "b": "two"}[agent],
         num_envs=2,

@@ -11,9 +11,9 @@ import torch
 from gymnasium import spaces
 from remote_hosts import listening
 from remote_rollouts import rollouts_on
+from together import Together
 
 from rollflow import EpsilonGreedy, MultiAgentRollout, Policy, RemoteRollouts, RLModule, Rollout
-from rollflow.nodes import MultiAgentEnv
 from rollflow.nodes.modules.given_module import GivenModule, is_function
 from rollflow.stream import ModuleError, PolicyError
 
@@ -30,21 +30,6 @@ class Counts(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.steps += 1
         return np.full(1, self.steps, np.float32), float(action), False, self.steps == 10, {}
-
-
-class CountingAgents(MultiAgentEnv):
-    possible_agents = ("a", "b")
-    observation_spaces = dict.fromkeys(possible_agents, Counts.observation_space)
-    action_spaces = dict.fromkeys(possible_agents, Counts.action_space)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.env = Counts()
-        return dict.fromkeys(self.possible_agents, self.env.reset()[0]), {}
-
-    def step(self, actions: Any) -> Any:
-        seen, _, _, is_over, _ = self.env.step(0)
-        rewards = {agent: float(action) for agent, action in actions.items()}
-        return dict.fromkeys(actions, seen), rewards, {}, {"__all__": is_over}, {}
 
 
 def modulo(observations: Any) -> Any:
@@ -111,7 +96,7 @@ def test_it_acts(policy: str, explore: bool) -> None:
 def test_it_acts_in_every_place(policy: str, where: Any) -> None:
     options: Any = {"module": POLICIES[policy], "fragment_length": 20, "num_fragments": 1, "seed": 0}
     if where == "agents":
-        with MultiAgentRollout(CountingAgents, num_envs=1, **options) as agents:
+        with MultiAgentRollout(lambda: Together({"a": Counts(), "b": Counts()}), num_envs=1, **options) as agents:
             [batches] = agents.batches()
         [batch] = batches.values()
     elif where == "hosts":

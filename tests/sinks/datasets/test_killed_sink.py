@@ -12,122 +12,116 @@ from typing import Any
 import numpy as np
 import pytest
 from killed_sinks import write_and_be_killed
-from replayed import Played, numbers_of, write_dataset
+from replayed import Played, write_dataset
+from replayed_agents import TURNS, fragments_of
+from stored_steps import env_steps_of, steps_in
 
-from rollflow import DatasetSink, DatasetSource
+from rollflow import DatasetSink, DatasetSource, MultiAgentEpisode
 from rollflow.sinks.datasets.dataset_sink import FileSet
 from rollflow.stream import DatasetError
 
-
-@pytest.fixture(scope="module")
-def played() -> Played:
-    return Played(slots=3, fragments=40, seed=1, lengths=(1, 12), nested=True)
-
-
-def check(path: Path, played: Played) -> list[int]:
-    """Hold every episode that is read against the logs; returns the number of steps of each run."""
-    source = DatasetSource(path)
-    starts = np.cumsum([0, *(fragment.num_steps for fragment in played.fragments)]).tolist()
-    found: list[set[tuple[int, int, int]]] = [set()]
-    counts: Counter[int] = Counter()
-    for run, episode in zip(source._store.runs.tolist(), source.episodes(), strict=True):
-        observations = numbers_of(episode.get_observations())
-        slot, number = observations[0, :2].tolist()
-        steps = [(slot, number, step) for step in range(len(episode))]
-        assert observations.tolist() == [*map(list, steps), [slot, number, len(episode)]]
-        made = [played.steps[step] for step in steps]
-        assert [action for action, *_ in made] == episode.get_actions().tolist()
-        assert [reward for _, reward, *_ in made] == episode.get_rewards().tolist()
-        assert episode.is_done
-        counts[run] += len(steps)
-        while len(found) <= run:
-            found.append(set())
-        assert found[run].isdisjoint(steps)
-        found[run].update(steps)
-    for run, steps in enumerate(found):
-        assert counts[run] in starts, f"run {run} has {counts[run]} steps, which is no whole number of fragments"
-        assert len(steps) == counts[run]
-    return [counts[run] for run in range(len(source.description["runs"]))]
+FRAGMENTS: dict[str, Any] = {
+    "one": lambda: Played(slots=3, fragments=40, seed=1, lengths=(1, 12), nested=True).fragments,
+    "several": lambda: fragments_of(TURNS, 8),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_file_bytes", [1, 20_000])
-def test_every_episode_that_was_committed_is_there_once_after_kills(
-    played: Played, tmp_path: Path, max_file_bytes: int
+@pytest.fixture(scope="module", params=FRAGMENTS)
+def fragments(request: pytest.FixtureRequest) -> Any:
+    """Fragments of one agent or of several."""
+    return FRAGMENTS[request.param]()
+
+
+def runs_of(path: Path, fragments: Any) -> list[int]:
+    """How many of the fragments, from the first on, stand in each run, where no others stand."""
+    source, counts = DatasetSource(path), list[int]()
+    sizes = np.cumsum([0, *map(env_steps_of, fragments)]).tolist()
+    for run in range(len(source.description["runs"])):
+        steps = int(source._store.num_steps[source._store.runs == run].sum())
+        assert steps in sizes, f"run {run} has {steps} steps, which is no whole number of fragments"
+        counts.append(sizes.index(steps))
+    expected = sum((steps_in(fragments[:count]) for count in counts), Counter())
+    assert steps_in(list(source.fragments())) == expected
+    return counts
+
+
+@pytest.mark.parametrize("max_file_bytes", [1, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(
+    fragments: Any, tmp_path: Path, max_file_bytes: int
 ) -> None:
-    path = tmp_path / "data"
-    generator = np.random.default_rng(max_file_bytes)
-    write_dataset([played.fragments[0]], path, max_file_bytes=1)
-    counts = [played.fragments[0].num_steps]
-    for _ in range(6):
-        write_and_be_killed(played.fragments, path, max_file_bytes, int(generator.integers(1, len(played.fragments))))
-        now = check(path, played)
+    generator, counts = np.random.default_rng(max_file_bytes), [1]
+    write_dataset(fragments[:1], tmp_path, max_file_bytes=1)
+    for _ in range(3):
+        write_and_be_killed(fragments, tmp_path, max_file_bytes, int(generator.integers(1, len(fragments))))
+        now = runs_of(tmp_path, fragments)
         assert now[: len(counts)] == counts  # what was there stays as it is
         counts = now
-    write_dataset(played.fragments, path, max_file_bytes=max_file_bytes)
-    everything = sum(fragment.num_steps for fragment in played.fragments)
-    assert check(path, played) == [*counts, everything]
-    left = [each.name for each in path.rglob("*") if each.is_file() and each.name.startswith(".")]
+    write_dataset(fragments, tmp_path, max_file_bytes=max_file_bytes)
+    assert runs_of(tmp_path, fragments) == [*counts, len(fragments)]
+    left = [each.name for each in tmp_path.rglob("*") if each.is_file() and each.name.startswith(".")]
     assert left == [".lock"]
 
 
-def test_an_episode_whose_beginning_was_not_written_says_where_it_begins(played: Played, tmp_path: Path) -> None:
-    write_dataset(played.fragments[3:5], tmp_path)
-    starts = {each.id_: each.t_started for each in DatasetSource(tmp_path).episodes()}
-    expected = {each.id_: each.t_started for each in reversed(played.fragments[3].episodes()[:])}
-    assert any(expected.values())
-    assert {id_: starts[id_] for id_ in expected} == expected
+LONG: dict[str, Any] = {
+    "one": lambda: Played(slots=1, fragments=3, lengths=(30, 30)).fragments,
+    "several": lambda: fragments_of(TURNS._replace(envs=1, length=30, fragment_length=3, at_once=True), 3),
+}
 
 
-def test_a_missing_fragment_in_between_ends_its_episodes(tmp_path: Path) -> None:
-    long = Played(slots=1, fragments=3, lengths=(30, 30))
+@pytest.mark.parametrize("agents", LONG)
+def test_a_missing_fragment_in_between_ends_its_episodes(tmp_path: Path, agents: str) -> None:
+    fragments = LONG[agents]()
+    write_dataset([fragments[0], fragments[2]], tmp_path)
+    episodes: list[Any] = list(DatasetSource(tmp_path).episodes())
+    assert steps_in(list(DatasetSource(tmp_path).fragments())) == steps_in([fragments[0], fragments[2]])
+    several = [each for each in episodes if isinstance(each, MultiAgentEpisode)]
+    starts = [each.env_t_started if each in several else each.t_started for each in episodes]
+    assert any(starts)
+    assert all(start or each.is_done for start, each in zip(starts, episodes, strict=True))
+    assert all(agent.is_done for each in several for agent in each.agent_episodes.values())
+    assert any("cut" in each.custom_data for each in episodes)
+
+
+def test_one_sink_that_is_flushed_in_between_goes_on_with_its_episodes(fragments: Any, tmp_path: Path) -> None:
     with DatasetSink(tmp_path) as sink:
-        sink(long.fragments[0])
-        sink(long.fragments[2])
-    first, second = DatasetSource(tmp_path).episodes()
-    assert first.id_ == second.id_
-    assert (first.t_started, first.t, second.t_started) == (0, 4, second.t - len(second))
-    assert "cut" in first.custom_data
-
-
-def test_one_sink_that_is_flushed_in_between_goes_on_with_its_episodes(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path) as sink:
-        for fragment in played.fragments:
+        for fragment in fragments:
             sink(fragment)
             sink.flush()
-    assert check(tmp_path, played) == [sum(fragment.num_steps for fragment in played.fragments)]
+    assert runs_of(tmp_path, fragments) == [len(fragments)]
     with pytest.raises(DatasetError, match=f"the sink to {tmp_path} is closed, expected a new one"):
-        sink(played.fragments[0])
+        sink(fragments[0])
 
 
-def test_files_that_were_never_committed_are_passed_over_and_removed(played: Played, tmp_path: Path) -> None:
-    write_dataset([played.fragments[0]], tmp_path)
-    whole = (tmp_path / "episodes/000001.parquet").read_bytes()
-    left = [
-        tmp_path / "steps/.000002.parquet.part",
-        tmp_path / "episodes/.000002.parquet.part",
-        tmp_path / "episodes/000003.parquet",  # renamed before its file of steps
-        tmp_path / ".dataset.json.part",
-    ]
+def test_files_that_were_never_committed_are_passed_over_and_removed(fragments: Any, tmp_path: Path) -> None:
+    write_dataset(fragments[:2], tmp_path, max_file_bytes=1)
+    several = (tmp_path / "modules").exists()
+    last = tmp_path / ("env_episodes" if several else "steps")
+    (last / "000002.parquet").unlink()  # which is renamed behind all others
+    left = [last / ".000003.parquet.part", tmp_path / ".dataset.json.part"]
     for path in left:
-        path.write_bytes(whole)
-    assert DatasetSource(tmp_path).num_steps == played.fragments[0].num_steps
-    write_dataset([played.fragments[0]], tmp_path)
+        path.write_bytes(b"a part")
+    assert runs_of(tmp_path, fragments) == [1]
+    write_dataset(fragments[:1], tmp_path)
+    assert runs_of(tmp_path, fragments) == [1, 1]
     assert not any(path.exists() for path in left)
-    assert check(tmp_path, played) == [played.fragments[0].num_steps] * 2
+    assert {each.name for each in tmp_path.rglob("*.parquet")} == {"000001.parquet", "000002.parquet"}
+    if several:
+        next((tmp_path / "modules").glob("*/steps/000002.parquet")).unlink()
+        with pytest.raises(DatasetError, match=r"steps of agents, env_episodes says|is missing"):
+            DatasetSource(tmp_path)
 
 
-def test_two_sinks_on_one_folder_are_refused(played: Played, tmp_path: Path) -> None:
+def test_two_sinks_on_one_folder_are_refused(fragments: Any, tmp_path: Path) -> None:
     with DatasetSink(tmp_path) as sink:
         with pytest.raises(DatasetError, match=f"another sink writes to {tmp_path}, expected one at a time"):
             DatasetSink(tmp_path)
-        sink(played.fragments[0])
-    write_dataset([played.fragments[0]], tmp_path)
-    assert len(check(tmp_path, played)) == 2
+        sink(fragments[0])
+    write_dataset([fragments[0]], tmp_path)
+    assert len(runs_of(tmp_path, fragments)) == 2
 
 
 def test_a_sink_whose_end_was_broken_off_is_ended_by_the_next_call(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fragments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write, write = threading.Event(), FileSet.write
 
@@ -137,20 +131,20 @@ def test_a_sink_whose_end_was_broken_off_is_ended_by_the_next_call(
 
     monkeypatch.setattr(FileSet, "write", held_back)
     sink = DatasetSink(tmp_path)
-    sink(played.fragments[0])
+    sink(fragments[0])
     with monkeypatch.context() as patched:  # as Ctrl-C does while the thread writes
         patched.setattr(ThreadPoolExecutor, "shutdown", lambda self: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             sink.close()
     with pytest.raises(DatasetError, match="is closed, expected a new one"):
-        sink(played.fragments[1])
+        sink(fragments[1])
     with pytest.raises(DatasetError, match="another sink writes to"):
         DatasetSink(tmp_path)
     may_write.set()
     sink.close()
-    assert sink.num_steps == played.fragments[0].num_steps
-    write_dataset([played.fragments[0]], tmp_path)
-    assert len(check(tmp_path, played)) == 2
+    assert sink.num_steps == fragments[0].num_steps
+    write_dataset([fragments[0]], tmp_path)
+    assert len(runs_of(tmp_path, fragments)) == 2
 
 
 NEVER_CLOSED = """
@@ -179,7 +173,7 @@ def test_a_sink_that_is_never_closed_says_how_many_steps_are_lost(tmp_path: Path
     assert DatasetSource(tmp_path).num_steps == committed
 
 
-def test_a_sink_that_is_closed_says_nothing(played: Played, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sink = write_dataset([played.fragments[0]], tmp_path)
+def test_a_sink_that_is_closed_says_nothing(fragments: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = write_dataset([fragments[0]], tmp_path)
     del sink
     assert caplog.text == ""

@@ -214,53 +214,41 @@ def test_fragments_of_another_kind_are_refused_with_the_field(path: Path, played
             sink(nested)
 
 
-def test_a_full_disk_is_an_error_with_the_path_and_the_count(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(fd: int) -> None:
+def full(path: Path, patch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    counts = [fragment.num_steps for fragment in played.fragments]
-    sink = DatasetSink(tmp_path)
+    patch.setattr(os, "fsync", fail)
+
+
+FAILURES: dict[str, Any] = {
+    "No space left on device": full,
+    "No space left": lambda path, patch: (path / "steps" / ".000002.parquet.part").symlink_to("/dev/full"),
+    "No such file": lambda path, patch: shutil.rmtree(path),
+}
+
+
+@pytest.mark.parametrize("told", FAILURES)
+def test_a_disk_that_fails_is_an_error_with_the_path_and_the_count(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    path, counts = tmp_path / "data", [fragment.num_steps for fragment in played.fragments]
+    sink = DatasetSink(path)
     sink(played.fragments[0])
     sink.flush()
-    sink(played.fragments[1])
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DatasetError) as caught:
-        sink.close()
-    monkeypatch.undo()
-    assert f"writing to {tmp_path} has failed" in str(caught.value)
-    assert "No space left" in str(caught.value)
-    assert f"{counts[1]} steps that were handed over are not in the dataset, {counts[0]} are" in str(caught.value)
-    with pytest.raises(DatasetError, match="No space left"):
-        sink(played.fragments[2])
-    assert DatasetSource(tmp_path).num_steps == counts[0]
-    write_dataset([played.fragments[2]], tmp_path)
-    assert DatasetSource(tmp_path).num_steps == counts[0] + counts[2]
-
-
-def test_a_disk_that_fills_up_while_a_row_group_is_written_is_an_error(played: Played, tmp_path: Path) -> None:
-    counts = [fragment.num_steps for fragment in played.fragments]
-    sink = DatasetSink(tmp_path)
-    sink(played.fragments[0])
-    sink.flush()
-    (tmp_path / "steps" / ".000002.parquet.part").symlink_to("/dev/full")
-    for fragment in played.fragments[1:3]:
-        sink(fragment)
-    with pytest.raises(DatasetError, match=f"No space left.*; {sum(counts[1:3])} steps .* are not.*, {counts[0]} are"):
-        sink.close()
-    assert DatasetSource(tmp_path).num_steps == counts[0]
-    assert [each.name for each in (tmp_path / "steps").iterdir()] == ["000001.parquet"]
-
-
-def test_a_folder_that_goes_away_fails_the_next_call(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path / "data", max_file_bytes=1) as sink:
-        sink(played.fragments[0])
-        sink.flush()
-        shutil.rmtree(tmp_path / "data")
+    with monkeypatch.context() as patch:
+        FAILURES[told](path, patch)
         sink(played.fragments[1])
-        with pytest.raises(DatasetError, match=f"{played.fragments[1].num_steps} steps that were handed over are not"):
-            sink.flush()
+        lost = f"{counts[1]} steps that were handed over are not in the dataset, {counts[0]} are"
+        with pytest.raises(DatasetError, match=f"writing to {path} has failed: .*{told}.*; {lost}"):
+            sink.close()
+    with pytest.raises(DatasetError, match=told):
+        sink(played.fragments[2])
+    if path.exists():
+        assert DatasetSource(path).num_steps == counts[0]
+        assert [each.name for each in (path / "steps").iterdir()] == ["000001.parquet"]
+        write_dataset([played.fragments[2]], path)
+        assert DatasetSource(path).num_steps == counts[0] + counts[2]
 
 
 def test_a_damaged_file_is_named(path: Path) -> None:
@@ -303,27 +291,24 @@ def test_a_newer_a_damaged_and_a_missing_description_are_refused(path: Path, tmp
         DatasetSource(path)
 
 
-@pytest.mark.parametrize("kind", ["steps", "episodes"])
-def test_files_of_somebody_else_are_left_alone(kind: str, played: Played, tmp_path: Path) -> None:
-    (tmp_path / kind).mkdir()
-    theirs = tmp_path / kind / "000009.parquet"
-    theirs.write_text("theirs")
-    with pytest.raises(DatasetError, match=rf"has {kind}/000009.parquet but no dataset.json"):
-        DatasetSink(tmp_path)(played.fragments[0])
-    assert theirs.read_text() == "theirs"
-    theirs.unlink()
-    with DatasetSink(tmp_path) as sink:  # which the refused one no longer holds
-        sink(played.fragments[0])
-    assert sink.num_steps == played.fragments[0].num_steps
+THEIRS = {
+    **dict.fromkeys(["steps/000009.parquet", "episodes/000009.parquet"], " but no dataset.json"),
+    **dict.fromkeys(
+        ["data/metadata.json", "metadata.json", "meta/info.json", "manifest.json"], ", as .* has, expected"
+    ),
+}
 
 
-@pytest.mark.parametrize("name", ["data/metadata.json", "metadata.json", "meta/info.json", "manifest.json"])
-def test_a_folder_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", THEIRS)
+def test_files_of_somebody_else_are_left_alone(name: str, played: Played, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs" / name
     theirs.parent.mkdir(parents=True)
-    theirs.write_text("{}")
-    with pytest.raises(DatasetError, match=rf"theirs has {name}, as .* has, expected a dataset, or a folder without"):
+    theirs.write_text("theirs")
+    with pytest.raises(DatasetError, match=f"theirs has {name}{THEIRS[name]}"):
         DatasetSink(tmp_path / "theirs")
+    assert theirs.read_text() == "theirs"
+    theirs.unlink()
+    write_dataset(played.fragments[:1], tmp_path / "theirs")  # which the refused sink no longer holds
 
 
 def test_a_committed_file_of_steps_that_is_missing_is_named(played: Played, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What is read from a dataset is what was made."""
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,110 +12,146 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from drawn_agents import drawn_settings
 from hypothesis import given, settings, strategies as st
+from lost_agents import check_multi_agent_chunks, numbers
 from property_examples import examples
-from replayed import Played, numbers_of, plays, write_dataset
+from replayed import Played, plays, write_dataset
+from replayed_agents import fragments_of
+from serial_module import at_of
 from shapes_env import FixedModule, Shapes
+from stored_steps import chunks_of, env_steps_of, steps_in
 
-from rollflow import DatasetSink, DatasetSource, DefaultModelConfig, GeneralAdvantageEstimation, Graph, Rollout
+from rollflow import (
+    DatasetSink,
+    DatasetSource,
+    DefaultModelConfig,
+    Fragment,
+    GeneralAdvantageEstimation,
+    Graph,
+    Rollout,
+)
 from rollflow.nodes import RandomModule
 from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.sinks.datasets import dataset_sink, episode_block
 from rollflow.stream import GraphError
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 
-def check_episode(episode: Any, played: Played) -> set[tuple[int, int, int]]:
-    """Hold an episode against the environments' logs; returns its steps."""
-    observations = numbers_of(episode.get_observations())
-    slot, number, first = observations[0].tolist()
-    assert first == episode.t_started
-    steps = [(slot, number, first + each) for each in range(len(episode))]
-    assert observations.tolist() == [*map(list, steps), [slot, number, first + len(episode)]]
-    made = [played.steps[step] for step in steps]
-    assert episode.get_actions().tolist() == [action for action, *_ in made]
-    assert episode.get_rewards().tolist() == [reward for _, reward, *_ in made]
-    assert episode.get_extra_model_outputs("seen").tolist() == observations[:-1].tolist()
-    *_, terminated, truncated = made[-1]
-    is_cut = "cut" in episode.custom_data
-    assert (episode.is_terminated, episode.is_truncated) == (terminated, truncated or is_cut)
-    assert is_cut == (not terminated and not truncated)
-    return set(steps)
+@st.composite
+def rollouts(draw: Any) -> list[Any]:
+    """The fragments of a rollout of one agent or of several."""
+    return draw(plays()).fragments if draw(st.booleans()) else fragments_of(draw(drawn_settings), 3)
 
 
-def steps_of(fragments: list[Any]) -> set[tuple[int, int, int]]:
-    return {
-        tuple(numbers.tolist())
-        for fragment in fragments
-        if fragment.num_steps
-        for numbers in numbers_of(fragment.gather("obs"))
+def env_steps_in(fragments: Sequence[Any]) -> Counter[Any]:
+    """Every env step of every episode, and how the episode ended there."""
+    found: Counter[Any] = Counter()
+    for fragment in fragments:
+        if isinstance(fragment, Fragment):  # whose steps are its agent's
+            continue
+        for env in range(fragment.num_envs):
+            clock = fragment.clock
+            for nth in range(clock.count(env)):
+                start, end = clock.start(env, nth), clock.end_of(env, nth)
+                key = env, int(clock.numbers[env]) + nth
+                is_cut = "cut" in fragment.custom_data.get(key, {})
+                last = clock.first + fragment.num_rows if end is None else end[0]
+                for step in range(max(clock.first, start), last):
+                    how = end[1] if end is not None and step == end[0] - 1 and not is_cut else None
+                    found[fragment.episode_id(*key), step - start, how] += 1
+    return found
+
+
+def check_chunks(fragments: Sequence[MultiAgentFragment]) -> None:
+    """Every chunk of an environment's episode joins the one before; observations stand at the env steps they name."""
+    check_multi_agent_chunks(fragments)
+    for fragment in fragments:
+        for episode in fragment.episodes():
+            for agent, of_agent in episode.agent_episodes.items():
+                indices = range(episode.env_t_started, episode.env_t + 1)
+                for step in indices:
+                    seen = episode.get_observations(step - episode.env_t_started, agent_ids=[agent])
+                    if agent in seen and not (of_agent.is_terminated and step == episode.env_t):
+                        assert numbers(at_of(seen[agent]))[3] <= step
+                assert of_agent.multi_agent_episode_id == episode.id_
+                assert episode.module_for(agent) == of_agent.module_id
+
+
+def check_lookback(stored: Sequence[Any], fragments: Sequence[Any], lookback: int) -> None:
+    """Every chunk shows so many steps before its first, as they were made."""
+    paid = {
+        (each.id_, each.t_started + i): each.get_rewards(i) for each in chunks_of(fragments) for i in range(len(each))
     }
+    for chunk in chunks_of(stored):
+        back = min(lookback, chunk.t_started)
+        steps, before = range(chunk.t_started - back, chunk.t_started), slice(-back, 0)
+        assert chunk.rewards.lookback == back
+        if back:
+            seen = at_of(chunk.get_observations(before, neg_index_as_lookback=True))
+            assert seen[:, -1].tolist() == list(steps)
+            rewards = chunk.get_rewards(before, neg_index_as_lookback=True)
+            assert rewards.tolist() == [paid[chunk.id_, step] for step in steps]
 
 
-@settings(max_examples=examples(20), deadline=None)
+def rows_in(batch: Any) -> Iterator[Any]:
+    for each in [batch] if "obs" in batch else batch.values():
+        yield from zip(map(numbers, at_of(each["obs"])), each["rewards"].tolist(), strict=True)
+
+
+@settings(max_examples=examples(24), deadline=None)
 @given(
-    played=plays(),
-    file_bytes=st.sampled_from([1, 10_000, 1 << 20]),
+    fragments=rollouts(),
+    sizes=st.tuples(st.sampled_from([1, 10_000, 1 << 20]), st.sampled_from([1, 1 << 20]), st.sampled_from([0, 512])),
     shuffle_seed=st.sampled_from([None, 3]),
     window=st.sampled_from([1, 10, 1000]),
-)
-def test_every_episode_is_read_once_and_whole(
-    played: Played, file_bytes: int, shuffle_seed: int | None, window: int
-) -> None:
-    with TemporaryDirectory() as folder:
-        write_dataset(played.fragments, Path(folder, "data"), max_file_bytes=file_bytes)
-        source = DatasetSource(Path(folder, "data"), shuffle_seed=shuffle_seed, window_steps=window)
-        found = [check_episode(episode, played) for episode in source.episodes()]
-    everything = steps_of(played.fragments)
-    assert sum(map(len, found)) == len(everything) == source.num_steps
-    assert set().union(*found) == everything
-    assert len(found) == source.num_episodes == len({step[:2] for step in everything})
-
-
-@settings(max_examples=examples(20), deadline=None)
-@given(
-    played=plays(),
     size=st.integers(1, 20),
     lookback=st.integers(0, 3),
-    window=st.sampled_from([1, 10, 1000]),
     complete=st.booleans(),
-    group_bytes=st.sampled_from([1, 1 << 20]),
-    joined_bytes=st.sampled_from([0, 512]),
 )
-def test_chunks_join_with_their_lookback_and_batches_have_every_step_once(
-    played: Played, size: int, lookback: int, window: int, complete: bool, group_bytes: int, joined_bytes: int
+def test_every_step_is_read_once(
+    fragments: list[Any],
+    sizes: tuple[int, int, int],
+    shuffle_seed: int | None,
+    window: int,
+    size: int,
+    lookback: int,
+    complete: bool,
 ) -> None:
     options: dict[str, Any] = {
-        "batch_size": size, "window_steps": window, "lookback": lookback, "complete_episodes": complete,
+        "shuffle_seed": shuffle_seed, "window_steps": window, "lookback": lookback, "complete_episodes": complete,
     }  # fmt: skip
+    file_bytes, group_bytes, joined_bytes = sizes
     with (
         TemporaryDirectory() as folder,
         patch.object(dataset_sink, "_GROUP_BYTES", group_bytes),
         patch.object(episode_block, "_JOINED_BYTES", joined_bytes),
     ):
-        write_dataset(played.fragments, Path(folder, "data"))
-        fragments = list(DatasetSource(Path(folder, "data"), **options).fragments())
-        batches = list(DatasetSource(Path(folder, "data"), **options).batches())
-    reached: dict[tuple[int, int], int] = {}
-    for fragment in fragments:
-        for chunk in fragment.episodes():
-            slot, number, first = numbers_of(chunk.get_observations())[0].tolist()
-            assert chunk.t_started == first == reached.get((slot, number), 0)
-            assert chunk.rewards.lookback == min(lookback, first)
-            before = slice(-chunk.rewards.lookback, 0)
-            if chunk.rewards.lookback:
-                seen = numbers_of(chunk.get_observations(before, neg_index_as_lookback=True))
-                assert seen[:, 2].tolist() == list(range(first - len(seen), first))
-                rewards = chunk.get_rewards(before, neg_index_as_lookback=True)
-                assert rewards.tolist() == [played.steps[slot, number, step][1] for step in seen[:, 2].tolist()]
-            assert numbers_of(chunk.get_observations())[-1].tolist() == [slot, number, first + len(chunk)]
-            reached[slot, number] = first + len(chunk)
-    rows = [len(batch["rewards"]) for batch in batches]
-    assert complete or all(count == size for count in rows[:-1])
-    assert [fragment.num_steps for fragment in fragments] == rows
-    steps = [tuple(step) for batch in batches for step in numbers_of(batch["obs"]).tolist()]
-    assert sorted(steps) == sorted(steps_of(played.fragments))
-    rewards = [reward for batch in batches for reward in batch["rewards"].tolist()]
-    assert rewards == [played.steps[step][1] for step in steps]
+        path, again = Path(folder, "data"), Path(folder, "again")
+        write_dataset(fragments, path, max_file_bytes=file_bytes)
+        source = DatasetSource(path, batch_size=size, **options)
+        stored, episodes = list(source.fragments()), list(source.episodes())
+        write_dataset(stored, again)
+        copied = list(DatasetSource(again, batch_size=size, **options).fragments())
+        batches = list(source.batches())
+    assert steps_in(stored) == steps_in(copied) == steps_in(fragments)
+    assert env_steps_in(stored) == env_steps_in(copied) == env_steps_in(fragments)
+    assert source.num_steps == sum(map(env_steps_of, fragments))
+    assert len({each.id_ for each in episodes}) == len(episodes) <= source.num_episodes
+    assert all(each.is_done for each in episodes)
+    if isinstance(fragments[0], Fragment):
+        assert (len(episodes), sum(map(len, episodes))) == (source.num_episodes, source.num_steps)
+    else:
+        check_chunks(stored)
+    check_lookback(stored, fragments, lookback)
+    if not complete and shuffle_seed is None:
+        assert [env_steps_of(fragment) for fragment in stored[:-1]] == [size] * (len(stored) - 1)
+    expected = Counter(
+        (numbers(at), float(reward))
+        for each in chunks_of(fragments)
+        for at, reward in zip(at_of(each.get_observations()), each.get_rewards(), strict=False)
+    )
+    assert Counter(row for batch in batches for row in rows_in(batch)) == expected
 
 
 def test_nested_observations_actions_and_outputs_come_back_with_their_types(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Datasets of several agents: what is read is what was made, of every agent, environment and module."""
+"""Datasets of several agents, and their folders: train batches, files, ids, and modules that come later."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_agents import Drawn, drawn_settings, made, mapping_of, run
+from drawn_agents import Drawn, drawn_settings, made, mapping_of
 from ending_agent_envs import DoomedAgents
 from hypothesis import example, given, settings, strategies as st
-from killed_sinks import write_and_be_killed
-from lost_agents import agent_chunks, check_continuity, check_multi_agent_chunks, numbers
+from lost_agents import check_continuity
 from numbered_agents import NumberedAgents
+from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples
 from replayed import write_dataset
 from replayed_agents import TURNS, fragments_of
 from serial_module import SerialModule, at_of
+from stored_steps import chunks_of, env_steps_of, steps_in
 
 from rollflow import (
     DatasetSink,
@@ -29,101 +29,10 @@ from rollflow import (
     MultiAgentEpisode,
     MultiAgentRollout,
 )
-from rollflow.nodes import DefaultModule
+from rollflow.nodes import DefaultModule, RandomModule
+from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.stream import DatasetError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-
-
-def steps_in(fragments: Sequence[MultiAgentFragment]) -> Counter[Any]:
-    """Every step of an agent, with ids, its module and what that gave, and the ends that the environment has set."""
-    found: Counter[Any] = Counter()
-    for _, chunk in agent_chunks(fragments):
-        at = at_of(chunk.get_observations())
-        outputs = {name: chunk.get_extra_model_outputs(name) for name in ("weight", "policy_version", "vf_preds")}
-        whose = chunk.id_, chunk.multi_agent_episode_id, chunk.agent_id, chunk.module_id
-        for i in range(len(chunk)):
-            is_end = i == len(chunk) - 1 and "cut" not in chunk.custom_data
-            flags = is_end and chunk.is_terminated, is_end and chunk.is_truncated
-            values = chunk.get_actions(i), chunk.get_rewards(i), *(each[i] for each in outputs.values())
-            found[*whose, chunk.t_started + i, numbers(at[i]), numbers(at[i + 1]), *map(float, values), *flags] += 1
-    return found
-
-
-def env_steps_in(fragments: Sequence[MultiAgentFragment]) -> Counter[Any]:
-    """Every env step of every episode, and how the episode ended there."""
-    found: Counter[Any] = Counter()
-    for fragment in fragments:
-        for env in range(fragment.num_envs):
-            clock = fragment.clock
-            for nth in range(clock.count(env)):
-                start, end = clock.start(env, nth), clock.end_of(env, nth)
-                key = env, int(clock.numbers[env]) + nth
-                is_cut = "cut" in fragment.custom_data.get(key, {})
-                last = clock.first + fragment.num_rows if end is None else end[0]
-                for step in range(max(clock.first, start), last):
-                    how = end[1] if end is not None and step == end[0] - 1 and not is_cut else None
-                    found[fragment.episode_id(*key), step - start, how] += 1
-    return found
-
-
-def check_chunks(fragments: Sequence[MultiAgentFragment]) -> None:
-    """Every chunk of an environment's episode joins the one before; observations stand at the env steps they name."""
-    check_multi_agent_chunks(fragments)
-    for fragment in fragments:
-        for episode in fragment.episodes():
-            for agent, of_agent in episode.agent_episodes.items():
-                indices = range(episode.env_t_started, episode.env_t + 1)
-                for step in indices:
-                    seen = episode.get_observations(step - episode.env_t_started, agent_ids=[agent])
-                    if agent in seen and not (of_agent.is_terminated and step == episode.env_t):
-                        assert numbers(at_of(seen[agent]))[3] <= step
-                assert of_agent.multi_agent_episode_id == episode.id_
-                assert episode.module_for(agent) == of_agent.module_id
-
-
-@settings(max_examples=examples(8), deadline=None)
-@given(
-    drawn=drawn_settings,
-    file_bytes=st.sampled_from([1, 1 << 20]),
-    shuffle_seed=st.sampled_from([None, 3]),
-    window=st.sampled_from([1, 10, 1000]),
-    size=st.integers(1, 20),
-    lookback=st.integers(0, 3),
-    complete=st.booleans(),
-)
-def test_every_agents_step_is_read_once(
-    drawn: Drawn,
-    file_bytes: int,
-    shuffle_seed: int | None,
-    window: int,
-    size: int,
-    lookback: int,
-    complete: bool,
-) -> None:
-    _, rollout = made(drawn)
-    fragments = run(rollout, 3)
-    options: dict[str, Any] = {
-        "shuffle_seed": shuffle_seed, "window_steps": window, "lookback": lookback, "complete_episodes": complete,
-    }  # fmt: skip
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "data")
-        write_dataset(fragments, path, max_file_bytes=file_bytes)
-        source = DatasetSource(path, batch_size=size, **options)
-        stored = list(source.fragments())
-        again = Path(folder, "again")
-        write_dataset(stored, again)
-        copied = list(DatasetSource(again, batch_size=size, **options).fragments())
-        batches = list(source.batches())
-    assert steps_in(stored) == steps_in(copied) == steps_in(fragments)
-    assert env_steps_in(stored) == env_steps_in(copied) == env_steps_in(fragments)
-    assert source.num_steps == sum(fragment.num_rows * fragment.num_envs for fragment in fragments)
-    check_chunks(stored)
-    if not complete and shuffle_seed is None:
-        assert [fragment.num_rows for fragment in stored[:-1]] == [size] * (len(stored) - 1)
-    rows = Counter(numbers(at) for batch in batches for each in batch.values() for at in at_of(each["obs"]))
-    assert rows == Counter(
-        numbers(at) for _, chunk in agent_chunks(fragments) for at in at_of(chunk.get_observations())[:-1]
-    )
 
 
 @settings(max_examples=examples(6), deadline=None)
@@ -168,66 +77,6 @@ def _at(data: Any, places: Any) -> Any:
     return {name: _at(part, places) for name, part in data.items()} if isinstance(data, dict) else data[places]
 
 
-def test_what_was_committed_is_whole_after_kills_and_the_next_sink_adds_to_it(tmp_path: Path) -> None:
-    fragments = fragments_of(TURNS, 8)
-    parts = [steps_in([fragment]) for fragment in fragments]
-    write_dataset(fragments[:1], tmp_path, max_file_bytes=1)
-    generator, expected = np.random.default_rng(0), [1]
-    for _ in range(3):
-        write_and_be_killed(fragments, tmp_path, 1, int(generator.integers(1, len(fragments))))
-        source = DatasetSource(tmp_path)
-        stored = steps_in(list(source.fragments()))
-        counts = [_fragments_of(run, source, fragments) for run in range(len(source.description["runs"]))]
-        assert counts[: len(expected)] == expected  # what was there stays as it is
-        assert stored == sum((part for count in counts for part in parts[:count]), Counter())
-        expected = counts
-    write_dataset(fragments, tmp_path)
-    source = DatasetSource(tmp_path)
-    assert _fragments_of(len(expected), source, fragments) == len(fragments)
-    left = [each.name for each in tmp_path.rglob("*") if each.is_file() and each.name.startswith(".")]
-    assert left == [".lock"]
-
-
-def _fragments_of(number: int, source: DatasetSource, fragments: Sequence[MultiAgentFragment]) -> int:
-    """How many of the fragments, from the first on, stand in a run."""
-    steps = int(source._store.num_steps[source._store.runs == number].sum())
-    sizes = np.cumsum([0, *(fragment.num_rows * fragment.num_envs for fragment in fragments)]).tolist()
-    assert steps in sizes, f"run {number} has {steps} env steps, which is no whole number of fragments"
-    return sizes.index(steps)
-
-
-def test_files_that_no_file_of_environments_commits_are_passed_over_and_removed(tmp_path: Path) -> None:
-    fragments = fragments_of(TURNS, 2)
-    write_dataset(fragments, tmp_path, max_file_bytes=1)
-    (tmp_path / "env_episodes/000002.parquet").unlink()
-    source = DatasetSource(tmp_path)
-    assert steps_in(list(source.fragments())) == steps_in(fragments[:1])
-    write_dataset(fragments, tmp_path)
-    names = {each.name for each in tmp_path.rglob("*.parquet")}
-    assert names == {"000001.parquet", "000002.parquet"}
-    assert DatasetSource(tmp_path).num_steps == sum(
-        each.num_rows * each.num_envs for each in [fragments[0], *fragments]
-    )
-    one = next((tmp_path / "modules").glob("*/steps/000002.parquet"))
-    one.unlink()
-    with pytest.raises(DatasetError, match=r"steps of agents, env_episodes says|is missing"):
-        DatasetSource(tmp_path)
-
-
-def test_a_missing_fragment_in_between_ends_the_episodes_of_its_environments(tmp_path: Path) -> None:
-    fragments = fragments_of(TURNS._replace(envs=1, length=30, fragment_length=3, at_once=True), 3)
-    write_dataset([fragments[0], fragments[2]], tmp_path)
-    episodes = list(DatasetSource(tmp_path).episodes())
-    stored = list(DatasetSource(tmp_path, batch_size=100).fragments())
-    assert steps_in(stored) == steps_in([fragments[0], fragments[2]])
-    for episode in episodes:
-        is_headless = episode.env_t_started > 0
-        assert is_headless or episode.is_done
-        assert all(each.is_done for each in episode.agent_episodes.values())
-    assert any(each.env_t_started for each in episodes)
-    assert any("cut" in each.custom_data for each in episodes)
-
-
 def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
@@ -251,7 +100,7 @@ def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
     assert {row["env_eps_id"] for row in rows} <= {row["eps_id"] for row in episodes}
     name = next(iter(text["modules"]))
     of_module = DatasetSource(tmp_path / "modules" / name)  # a dataset of one agent by itself
-    assert of_module.num_steps == sum(len(c) for _, c in agent_chunks(fragments) if c.module_id == name)
+    assert of_module.num_steps == sum(len(each) for each in chunks_of(fragments) if each.module_id == name)
     with pytest.raises(DatasetError, match=r"is a module's part of the dataset at"):
         DatasetSink(tmp_path / "modules" / name)
 
@@ -282,9 +131,110 @@ def test_agents_of_lost_environments_come_back_as_truncated_with_the_reason(tmp_
     source = DatasetSource(tmp_path / "data", batch_size=100)
     stored = list(source.fragments())
     assert steps_in(stored) == steps_in(fragments)
-    assert env_steps_in(stored) == env_steps_in(fragments)
+    assert sum(map(env_steps_of, stored)) == sum(map(env_steps_of, fragments))
     lost = [each for each in DatasetSource(tmp_path / "data").episodes() if "lost" in each.custom_data]
     assert [each.is_truncated for each in lost] == [True]
     online = [each for fragment in fragments for each in fragment.episodes() if "lost" in each.custom_data]
     assert {each.custom_data["lost"] for each in lost} == {each.custom_data["lost"] for each in online}
     assert all("lost" in each.custom_data for each in lost[0].agent_episodes.values())
+
+
+# Folders: ids, modules that come later, and sinks one after the other
+
+
+def committed(path: Path) -> Counter[str]:
+    """How many files of each kind there are."""
+    return Counter(str(each.parent.relative_to(path)) for each in path.rglob("*.parquet"))
+
+
+def test_a_first_sink_whose_agents_have_ended_no_step_is_added_to(tmp_path: Path) -> None:
+    """In a game of turns no agent has ended a step at first: the dataset has env steps, but no modules yet."""
+    options: dict[str, Any] = {"fragment_length": 1, "num_fragments": 12, "seed": 0}
+    with MultiAgentRollout(tictactoe.env, module={"default_policy": RandomModule}, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert [each.num_steps for each in fragments[:2]] == [0, 1]
+    write_dataset(fragments[:1], tmp_path)
+    source = DatasetSource(tmp_path)
+    assert (source.num_steps, len(source.columns)) == (1, 0)
+    assert sum(map(env_steps_of, source.fragments())) == 1
+    assert len(list(source.batches())) == 1
+    write_dataset(fragments[1:], tmp_path)
+    assert committed(tmp_path)["env_episodes"] == 2
+    source = DatasetSource(tmp_path)
+    assert source.num_steps == sum(map(env_steps_of, fragments))
+    assert sum(each.num_steps for each in source.fragments()) == sum(each.num_steps for each in fragments)
+
+
+def of_modules(*ids: Any) -> MultiAgentFragment:
+    """A fragment of two agents that act by two modules of these ids."""
+    modules = {each: SerialModule() for each in ids}
+
+    def module_of(agent: str, episode: Any) -> Any:
+        return ids[int(agent.split()[1])]
+
+    envs = [partial(NumberedAgents, 0, agents=2, nested=0, at_once=True)]
+    options: dict[str, Any] = {"agent_to_module_mapping_fn": module_of, "fragment_length": 4, "num_fragments": 1}
+    with MultiAgentRollout(envs, module=modules, seed=0, **options) as rollout:
+        (fragment,) = rollout.fragments()
+    return fragment
+
+
+SAME = r"the modules 1 and '1' have one text as their ids, expected another text for each module"
+
+
+def test_modules_whose_ids_have_one_text_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    both, one, other = of_modules(1, "1"), of_modules(1, "plain"), of_modules("plain", "1")
+    with DatasetSink(tmp_path) as sink:
+        with pytest.raises(DatasetError, match=SAME):
+            sink(both)
+        assert not list(tmp_path.rglob("*.parquet"))
+        sink(one)
+        with pytest.raises(DatasetError, match=SAME):
+            sink(other)
+    with DatasetSink(tmp_path) as sink, pytest.raises(DatasetError, match=SAME):
+        sink(other)
+    source = DatasetSource(tmp_path)
+    assert sum(each.num_steps for each in source.fragments()) == one.num_steps
+    assert len(source.description["runs"]) == 1
+
+
+def test_agents_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
+    fragment = of_modules("first", "second")
+    (part,) = fragment.parts
+    part.part = part.part._replace(agents=("1", 1))
+    with DatasetSink(tmp_path) as sink, pytest.raises(DatasetError, match=r"the agents '1' and 1 have one text"):
+        sink(fragment)
+    assert not (tmp_path / "dataset.json").exists()
+
+
+@pytest.mark.slow
+def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run and a module that come at any moment between a source's look at the files and at the description."""
+    one, other = of_modules("first", "second"), of_modules("first", "third")
+    write_dataset([one], tmp_path)
+    left = 0  # looks until the sink comes
+    names = "read", "numbers"
+    before = {name: getattr(DatasetFolder, name) for name in names}
+
+    def after_look(name: str, folder: DatasetFolder) -> Any:
+        nonlocal left
+        found, left = before[name](folder), left - 1
+        if left == 0:
+            with monkeypatch.context() as usual:
+                for each in names:
+                    usual.setattr(DatasetFolder, each, before[each])
+                write_dataset([other], tmp_path)
+        return found
+
+    for name in names:
+        monkeypatch.setattr(DatasetFolder, name, lambda folder, name=name: after_look(name, folder))
+    for late in range(1, 8):
+        left = late
+        source = DatasetSource(tmp_path)
+        runs = {int(each) for fragment in source.fragments() for each in fragment.runs}
+        assert runs == set(range(len(runs)))
+        assert len(source.description["runs"]) >= len(runs)
+        assert len(runs) in (late, late + 1)
+    assert set(DatasetSource(tmp_path).columns) == {"first", "second", "third"}
