@@ -246,35 +246,28 @@ class RowIndex:
 
     def ahead(self, positions: Ints, steps: Ints | None = None) -> tuple[Ints, Ints]:
         """Go `steps` on in each episode, or to its newest step: (positions i64[B], steps gone i64[B])."""
-        chunks, chunk = self.chunks, self.chunk_of(positions)
-        at, gone = positions.copy(), np.zeros(len(positions), np.int64)
-        wanted = np.full(len(positions), np.iinfo(np.int64).max) if steps is None else steps
-        which = np.arange(len(positions))
-        while len(which):
-            moved = np.minimum(wanted[which] - gone[which], chunks.read("stop", chunk) - 1 - at[which])
-            at[which] += moved
-            gone[which] += moved
-            chunk = chunks.read("after", chunk)
-            goes_on = (gone[which] < wanted[which]) & (chunk >= 0)
-            which, chunk = which[goes_on], chunk[goes_on]
-            at[which] = chunks.read("first", chunk)
-            gone[which] += 1
-        return at, gone
+        return self._walked(positions, np.iinfo(np.int64).max if steps is None else steps, is_back=False)
 
     def back(self, positions: Ints, steps: int) -> tuple[Ints, Ints]:
         """Go up to `steps` back in each episode, as far as it is kept: (positions i64[B], steps gone i64[B])."""
+        return self._walked(positions, steps, is_back=True)
+
+    def _walked(self, positions: Ints, steps: Ints | int, *, is_back: bool) -> tuple[Ints, Ints]:
         chunks, chunk = self.chunks, self.chunk_of(positions)
         at, gone = positions.copy(), np.zeros(len(positions), np.int64)
-        which = np.arange(len(positions))
+        wanted, which = np.broadcast_to(steps, len(positions)), np.arange(len(positions))
         while len(which):
-            first = np.maximum(chunks.read("first", chunk), self.begin)
-            moved = np.minimum(steps - gone[which], at[which] - first)
-            at[which] -= moved
+            if is_back:
+                there = at[which] - np.maximum(chunks.read("first", chunk), self.begin)
+            else:
+                there = chunks.read("stop", chunk) - 1 - at[which]
+            moved = np.minimum(wanted[which] - gone[which], there)
+            at[which] += -moved if is_back else moved
             gone[which] += moved
-            chunk = chunks.read("before", chunk)
-            goes_on = (gone[which] < steps) & (chunk >= chunks.begin)
+            chunk = chunks.read("before" if is_back else "after", chunk)
+            goes_on = (gone[which] < wanted[which]) & (chunk >= chunks.begin)
             which, chunk = which[goes_on], chunk[goes_on]
-            at[which] = chunks.read("stop", chunk) - 1
+            at[which] = chunks.read("stop", chunk) - 1 if is_back else chunks.read("first", chunk)
             gone[which] += 1
         return at, gone
 

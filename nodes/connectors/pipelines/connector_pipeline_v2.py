@@ -34,29 +34,6 @@ def names_of(pieces: Sequence[ConnectorV2]) -> list[str]:
     return names
 
 
-def place_of(pieces: Sequence[ConnectorV2], name_or_class: NameOrClass, pipeline: str) -> int:
-    """Place of the piece that has the name, or is of the class, or else of a subclass.
-
-    pipeline    name of the pieces' pipeline, for the error
-
-    Raises NoSuchPiece where there is none, and ConnectorError for a class that several pieces are of.
-    """
-    names = names_of(pieces)
-    if isinstance(name_or_class, str):
-        asked, places = name_or_class, [place for place, name in enumerate(names) if name == name_or_class]
-    else:
-        asked, places = name_or_class.__name__, [i for i, each in enumerate(pieces) if type(each) is name_or_class]
-        places = places or [i for i, each in enumerate(pieces) if isinstance(each, name_or_class)]
-    if not places:
-        raise NoSuchPiece(f"{pipeline} has no piece '{asked}'; pieces: {', '.join(names) or 'none'}")
-    if len(places) > 1:
-        raise ConnectorError(
-            f"{pipeline} has {len(places)} pieces of class '{asked}', expected a name that says "
-            f"which: {', '.join(names[place] for place in places)}"
-        )
-    return places[0]
-
-
 def check_kind(pieces: Sequence[ConnectorV2], kind: str) -> None:
     """Raise ConnectorError for a piece that belongs in pipelines of another kind, also within inner pipelines.
 
@@ -68,39 +45,6 @@ def check_kind(pieces: Sequence[ConnectorV2], kind: str) -> None:
                 f"{piece.name} is put into the {kind} pipeline, expected in the {' or '.join(piece.pipelines)} pipeline"
             )
         check_kind(getattr(piece, "connectors", ()), kind)
-
-
-def check_distinct(pieces: Sequence[ConnectorV2], pipeline: str) -> None:
-    """Raise ConnectorError where a pipeline would have one piece twice, or two pieces that go by one name."""
-    names = names_of(pieces)
-    for place, (piece, name) in enumerate(zip(pieces, names, strict=True)):
-        if any(piece is other for other in pieces[:place]):
-            raise ConnectorError(
-                f"{pipeline}: the same {piece.name} object twice, expected two objects: each has its own state"
-            )
-        if name in names[:place]:
-            raise ConnectorError(
-                f"{pipeline}: two pieces called '{name}', expected different names; pieces: {', '.join(names)}"
-            )
-
-
-def parts_asked_for(
-    components: str | Collection[str], pieces: Sequence[ConnectorV2], pipeline: str
-) -> dict[str, list[str] | None]:
-    """Name of a piece -> names inside it, by "outer/inner"; None for all of it.
-
-    Raises NoSuchPiece for a name of no piece.
-    """
-    asked: dict[str, list[str] | None] = {}
-    for component in {components} if isinstance(components, str) else components:
-        name, _, inside = component.partition("/")
-        place_of(pieces, name, pipeline)
-        inner = asked.setdefault(name, [])
-        if not inside:
-            asked[name] = None
-        elif inner is not None:
-            inner.append(inside)
-    return asked
 
 
 def pieces_of(made: Any, what: str) -> list[ConnectorV2]:
@@ -115,12 +59,6 @@ def pieces_of(made: Any, what: str) -> list[ConnectorV2]:
                 f"{what} returned {_class_of(piece)}, expected a ConnectorV2 piece or a list of pieces"
             )
     return pieces
-
-
-def check_piece(piece: Any) -> None:
-    """Raise ConnectorError unless it is a piece."""
-    if not isinstance(piece, ConnectorV2):
-        raise ConnectorError(f"{piece!r} is {_class_of(piece)}, expected a ConnectorV2 piece")
 
 
 def note_of_piece(error: Exception) -> None:
@@ -376,10 +314,8 @@ class ConnectorPipelineV2(ConnectorV2):
 
         "outer/inner" names a piece of a nested pipeline. Raises ConnectorError for a name of no piece.
         """
-        wanted: dict[str, Any] = (
-            dict.fromkeys(self.names) if components is None else parts_asked_for(components, self._pieces, self.name)
-        )
-        unwanted = {} if not_components is None else parts_asked_for(not_components, self._pieces, self.name)
+        wanted: dict[str, Any] = dict.fromkeys(self.names) if components is None else self._parts_asked_for(components)
+        unwanted = {} if not_components is None else self._parts_asked_for(not_components)
         states: dict[str, Any] = {}
         for name, piece in self._named().items():
             if name not in wanted or unwanted.get(name, ()) is None:
@@ -502,14 +438,54 @@ class ConnectorPipelineV2(ConnectorV2):
 
     def _check(self, pieces: list[ConnectorV2]) -> None:
         for piece in pieces:
-            check_piece(piece)
-        if any(_holds(piece, self) for piece in pieces):
-            raise ConnectorError(f"{self.name} was to be put into itself, expected another pipeline")
-        check_distinct(pieces, self.name)
+            if not isinstance(piece, ConnectorV2):
+                raise ConnectorError(f"{piece!r} is {_class_of(piece)}, expected a ConnectorV2 piece")
+            if _holds(piece, self):
+                raise ConnectorError(f"{self.name} was to be put into itself, expected another pipeline")
+        names = names_of(pieces)
+        for place, (piece, name) in enumerate(zip(pieces, names, strict=True)):
+            if any(piece is other for other in pieces[:place]):
+                raise ConnectorError(
+                    f"{self.name}: the same {piece.name} object twice, expected two objects: each has its own state"
+                )
+            if name in names[:place]:
+                raise ConnectorError(
+                    f"{self.name}: two pieces called '{name}', expected different names; pieces: {', '.join(names)}"
+                )
         check_kind(pieces, self.kind)
 
     def _place(self, name_or_class: NameOrClass) -> int:
-        return place_of(self._pieces, name_or_class, self.name)
+        """Place of the piece that has the name, or is of the class, or else of a subclass.
+
+        Raises NoSuchPiece where there is none, and ConnectorError for a class that several pieces are of.
+        """
+        names, pieces = self.names, self._pieces
+        if isinstance(name_or_class, str):
+            asked, places = name_or_class, [place for place, name in enumerate(names) if name == name_or_class]
+        else:
+            asked, places = name_or_class.__name__, [i for i, each in enumerate(pieces) if type(each) is name_or_class]
+            places = places or [i for i, each in enumerate(pieces) if isinstance(each, name_or_class)]
+        if not places:
+            raise NoSuchPiece(f"{self.name} has no piece '{asked}'; pieces: {', '.join(names) or 'none'}")
+        if len(places) > 1:
+            raise ConnectorError(
+                f"{self.name} has {len(places)} pieces of class '{asked}', expected a name that says "
+                f"which: {', '.join(names[place] for place in places)}"
+            )
+        return places[0]
+
+    def _parts_asked_for(self, components: str | Collection[str]) -> dict[str, list[str] | None]:
+        """Name of a piece -> names inside it, by "outer/inner"; None for all of it."""
+        asked: dict[str, list[str] | None] = {}
+        for component in {components} if isinstance(components, str) else components:
+            name, _, inside = component.partition("/")
+            self._place(name)
+            inner = asked.setdefault(name, [])
+            if not inside:
+                asked[name] = None
+            elif inner is not None:
+                inner.append(inside)
+        return asked
 
     def _arrange(self) -> None:
         """Recompute spaces, and all that depends on which pieces there are; called after every edit."""
