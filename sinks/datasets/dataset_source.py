@@ -131,7 +131,6 @@ class DatasetSource(IterableDataset[Any]):
         if self._rank >= self._ranks:
             raise ValueError(f"rank is {rank}, expected less than world_size, {world_size}")
         check_module(module)
-        self._module = module
         self._path = Path(path)
         self._store = _episodes_at(self._path)
         self.description: dict[str, Any] = self._store.description
@@ -140,21 +139,25 @@ class DatasetSource(IterableDataset[Any]):
         self.action_space: Any = self._store.action_space
         self._episodes = _checked_episodes(episodes, len(self._store.num_steps))
         self.agents: list[Any] | None = None
-        self.learner_pipeline: Any
+        spaces: dict[Any, tuple[Any, Any]] = {None: (self.observation_space, self.action_space)}
+        self._modules: Mapping[Any, Any] = {None: module}  # by id; None: of one agent
         if isinstance(self._store, EnvEpisodes):
-            self.agents, self._module = self._store.agents, {} if module is None else module
-            acts = self._store.action_space
-            self.learner_pipeline = {
-                each: _pipeline(learner_connector, space, acts[each], self._module.get(each))
-                for each, space in self._store.observation_space.items()
-            }
-        else:
-            self.learner_pipeline = _pipeline(learner_connector, self.observation_space, self.action_space, module)
+            self.agents, self._modules = self._store.agents, {} if module is None else module
+            actions = self._store.action_space
+            spaces = {each: (space, actions[each]) for each, space in self._store.observation_space.items()}
+        self._pipelines = {
+            each: _pipeline(learner_connector, *own, self._modules.get(each)) for each, own in spaces.items()
+        }
         self._lookback = self._needed_lookback()
         self._at: tuple[int, ...] = 0, 0, 0  # see `_PLACE`
         self._is_in_worker = False
         self._sequence = 0
         self._tensors = NumpyToTensor()  # without a module, the pipeline's own leaves arrays as they are
+
+    @property
+    def learner_pipeline(self) -> Any:
+        """The learner pieces and the default ones; of several agents: by RLModule id."""
+        return self._pipelines[None] if self.agents is None else self._pipelines
 
     @property
     def num_episodes(self) -> int:
@@ -195,15 +198,11 @@ class DatasetSource(IterableDataset[Any]):
     def batches(self) -> Iterator[Batch]:
         """Train batches, column name -> tensor any[B, ...], by the learner pieces and the default ones."""
         for fragment in self.fragments():
-            if not isinstance(fragment, StoredAgents):
-                yield self._batch_of(self.learner_pipeline, fragment, self._module)
+            if self.agents is None:
+                yield self._batch_of(fragment)
                 continue
             parts = {each: fragment.of_module(each) for each in fragment.module_ids}
-            yield {
-                each: self._batch_of(self.learner_pipeline[each], part, self._module.get(each))
-                for each, part in parts.items()
-                if len(part.chunks.slot)
-            }
+            yield {each: self._batch_of(part, each) for each, part in parts.items() if len(part.chunks.slot)}
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
@@ -236,16 +235,15 @@ class DatasetSource(IterableDataset[Any]):
 
     # Inside
 
-    def _batch_of(self, pipeline: LearnerConnectorPipeline, fragment: Any, module: Any) -> Batch:
-        batch = pipeline.of_fragments([fragment], module)
+    def _batch_of(self, fragment: Any, module_id: Any = None) -> Batch:
+        module = self._modules.get(module_id)
+        batch = self._pipelines[module_id].of_fragments([fragment], module)
         return self._tensors.converted(batch) if module is None else batch
 
     def _needed_lookback(self) -> int:
         """Steps of lookback for the learner pieces that there are now. Raises ValueError if the user gave fewer."""
-        one = self.agents is None
-        pipelines = [self.learner_pipeline] if one else self.learner_pipeline.values()
-        modules = [self._module] if one else self._module.values()
-        return lookback_for(self._lookback_asked, pipelines, stateful=any(map(is_stateful, modules)))
+        stateful = any(map(is_stateful, self._modules.values()))
+        return lookback_for(self._lookback_asked, self._pipelines.values(), stateful=stateful)
 
     def _identity(self) -> dict[str, Any]:
         """Files and arguments on which the order of the steps depends."""

@@ -305,6 +305,18 @@ def summary_of(store: EpisodeStore) -> EpisodeSummary:
     return EpisodeSummary(returns, store.num_steps, store.runs, is_whole, oldest, newest)
 
 
+def mark_end(custom_data: dict[Any, dict[Any, Any]], key: Any, *, is_cut: bool, lost: str | None) -> None:
+    """Note in an episode's data how it has ended, unless the environment ended it.
+
+    is_cut    whether the end is missing
+    lost      why the environment was lost
+    """
+    if lost is not None:
+        custom_data[key] = {"lost": lost}
+    elif is_cut:
+        custom_data[key] = {"cut": True}
+
+
 def windows_of(num_steps: Ints, episodes: Ints, window_steps: int) -> list[Ints]:
     """Episodes, i64[K], in groups of about so many steps that stand one behind the other.
 

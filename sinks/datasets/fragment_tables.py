@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -20,28 +20,14 @@ from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 _LEAST_BYTES = 4096  # of a fragment of one step, about
 
 
-class AgentTimes(NamedTuple):
-    """The agents that the chunks of a module's fragment are of, and the times of their environments.
-
-    agents, modules    text of each chunk's agent, and of its module
-    env_ids            id of each chunk's environment's episode
-    env_t              i64[n]    steps of the environment's episode before each step's observation, in chunk order
-    env_t_stopped      i64[C]    and before the observation behind each chunk's last step
-    """
-
-    agents: Sequence[str]
-    modules: Sequence[str]
-    env_ids: Sequence[str]
-    env_t: NDArray[np.int64]
-    env_t_stopped: NDArray[np.int64]
-
-
 class FragmentRows:
     """What is stored of a fragment's C chunks, copied from it.
 
         columns    name -> description of what is stored of each step
         runs       i32[C]    number of each chunk's run, or i32[1]: of all
-        times      of a module's fragment; None: the fragment is of one agent
+        texts      of a module's fragment: name -> text of each chunk, such as its agent
+        env_t      of a module's fragment: steps of the environment's episode before each step's observation, i64[n] in
+                   chunk order, and before the observation behind each chunk's last step, i64[C]
 
         lengths, t_started       i64[C]
         slots                    i64[C]    of the lane
@@ -58,10 +44,15 @@ class FragmentRows:
     """
 
     def __init__(
-        self, fragment: Fragment, columns: Mapping[str, Any], runs: NDArray[np.int32], times: AgentTimes | None = None
+        self,
+        fragment: Fragment,
+        columns: Mapping[str, Any],
+        runs: NDArray[np.int32],
+        texts: Mapping[str, Sequence[str]] | None = None,
+        env_t: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> None:
         chunks = fragment.chunks
-        self.columns, self.times, self.lane = columns, times, fragment.lane
+        self.columns, self.texts, self.env_t, self.lane = columns, texts or {}, env_t, fragment.lane
         self.lengths, self.t_started = chunks.stop - chunks.start, chunks.t_started
         self.terminated, self.truncated = chunks.terminated, chunks.truncated
         self.runs = np.broadcast_to(runs, len(self.lengths))
@@ -101,7 +92,7 @@ def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
         for name in ("lengths", "t_started", "slots", "runs", "terminated", "truncated")
     )
     trees = {name: concatenate_trees([each.trees[name] for each in rows]) for name in columns}
-    ids = pa.array(chain.from_iterable(each.ids() for each in rows), pa.string())
+    ids = _texts(each.ids() for each in rows)
     count, total, firsts = len(lengths), int(lengths.sum()), np.cumsum(lengths) - lengths
     of_step = np.repeat(np.arange(count), lengths)
 
@@ -115,12 +106,12 @@ def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
         Columns.T: array_of(np.arange(total) - np.repeat(firsts - t_started, lengths)),
     }
     episode = {"run": array_of(runs), Columns.EPS_ID: ids}
-    if (times := _joined([each.times for each in rows if each.times is not None])) is not None:
-        names = (Columns.AGENT_ID, times.agents), (Columns.MODULE_ID, times.modules), (ENV_EPS_ID, times.env_ids)
-        texts = {name: pa.array(each, pa.string()).dictionary_encode() for name, each in names}
+    if rows[0].texts:
+        texts = {name: _texts(each.texts[name] for each in rows).dictionary_encode() for name in rows[0].texts}
+        env_t, stopped = map(np.concatenate, zip(*(each.env_t for each in rows if each.env_t), strict=True))
         step |= {name: repeated(each) for name, each in texts.items()}
-        step[ENV_T] = array_of(times.env_t)
-        episode |= texts | {"env_t_stopped": array_of(times.env_t_stopped)}
+        step[ENV_T] = array_of(env_t)
+        episode |= texts | {"env_t_stopped": array_of(stopped)}
     step |= {name: arrow_of(trees[name], description) for name, description in columns.items()}
     episode |= {
         "lane": array_of(np.repeat([each.lane for each in rows], [len(each.lengths) for each in rows])),
@@ -130,7 +121,7 @@ def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
         "return": array_of(np.add.reduceat(trees[Columns.REWARDS].astype(np.float64), firsts)),
         "terminated": array_of(terminated),
         "truncated": array_of(truncated),
-        "lost": pa.array(chain.from_iterable(each.lost for each in rows), pa.string()),
+        "lost": _texts(each.lost for each in rows),
         LAST_OBS: arrow_of(concatenate_trees([each.last_obs for each in rows]), columns[Columns.OBS]),
     }
     if Columns.STATE_OUT in columns:
@@ -139,13 +130,10 @@ def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
     return table_of(step), table_of(episode, optional=["lost"])
 
 
-def _joined(times: Sequence[AgentTimes]) -> AgentTimes | None:
-    """The times of several fragments, one behind the other; None: of none."""
-    if not times:
-        return None
-    fields: list[Any] = list(zip(*times, strict=True))
-    joined: list[Any] = [[*chain.from_iterable(each)] for each in fields[:3]]
-    return AgentTimes(*joined, *map(np.concatenate, fields[3:]))
+def _texts(parts: Iterable[Iterable[str | None]]) -> Any:
+    """Arrow array of all texts."""
+    pa, _ = import_pyarrow()
+    return pa.array(chain.from_iterable(parts), pa.string())
 
 
 Ints = NDArray[np.int64]
@@ -239,14 +227,14 @@ def agent_rows_of(
         np.add.at(agent_steps, of, lengths)
         seen = part.in_chunk_order(part.clock[part.first_row : part.last_row])
         module_id = part.module_ids[int(part.chunk_modules[0])]
-        times = AgentTimes(
-            [checked_id("agent", part.part.agents[place]) for place in (chunks.slot % len(part.part.agents)).tolist()],
-            [str(module_id)] * len(lengths),
-            [ids[each] for each in of.tolist()],
-            seen - np.repeat(envs.start[of], lengths),
-            stopped - envs.start[of],
-        )
-        rows[f"{MODULES}/{name}/"] = FragmentRows(part, columns[name], runs[of], times)
+        agents = [part.part.agents[place] for place in (chunks.slot % len(part.part.agents)).tolist()]
+        texts = {
+            Columns.AGENT_ID: [checked_id("agent", each) for each in agents],
+            Columns.MODULE_ID: [str(module_id)] * len(lengths),
+            ENV_EPS_ID: [ids[each] for each in of.tolist()],
+        }
+        env_t = seen - np.repeat(envs.start[of], lengths), stopped - envs.start[of]
+        rows[f"{MODULES}/{name}/"] = FragmentRows(part, columns[name], runs[of], texts, env_t)
     return rows, _env_table(fragment, envs, ids, runs, agent_steps)
 
 

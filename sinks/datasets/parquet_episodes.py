@@ -31,7 +31,7 @@ _COLUMNS = ["run", Columns.EPS_ID, "t_started", "num_steps", "terminated", "trun
 
 
 class EpisodeIndex:
-    """Episodes of the committed files, in the order of their first steps, and the P chunks that they consist of.
+    """E episodes of the committed files, in the order of their first steps, and the P chunks that they consist of.
 
     Chunks of a run with one episode's id are one episode where each begins at the step at which the one before ended.
     Where the beginning is missing, `t_started` is above 0. Where the end is missing, the episode is cut.
@@ -41,7 +41,7 @@ class EpisodeIndex:
         more       names of further columns to be read
         piece_of   gives a number for each chunk of a table, i64[P]: chunks with different ones are no episode
 
-        numbers              of the files
+        version              numbers of the files
         group                i64[P]     number of each chunk's row group, counted over all files
         file                 i64[P]     number of each chunk's file
         row                  i64[P]     of the chunk's first step in the row group
@@ -74,12 +74,12 @@ class EpisodeIndex:
         more: Sequence[str] = (),
         piece_of: Callable[[Any], Ints] | None = None,
     ) -> None:
-        self.numbers = folder.check_pairs()
+        self.version = folder.check_pairs()
         self.groups: list[tuple[int, int]] = []
         self.footers: dict[int, dict[str, Any]] = {}
         tables, sizes = [], []
         pa, _ = import_pyarrow()
-        for number in self.numbers:
+        for number in self.version:
             table, in_groups, footers = read_chunks(folder, number, kind, more)
             self.footers[number] = footers
             tables.append(table)
@@ -109,9 +109,6 @@ class EpisodeIndex:
         lost, is_lost = columns["lost"], columns["lost"].is_valid().to_numpy(zero_copy_only=False)
         lost_episodes = np.flatnonzero(is_lost[self.last])
         self.lost: dict[int, str] = {each: str(lost[int(self.last[each])]) for each in lost_episodes.tolist()}
-
-    def __len__(self) -> int:
-        return len(self.num_steps)
 
     def chunks_of(self, episodes: Ints) -> Ints:
         """The chunks of some episodes, i64[K], episode by episode."""
@@ -214,40 +211,39 @@ def _flags(array: Any) -> NDArray[np.bool_]:
     return flags
 
 
-class ParquetEpisodes:
+class ParquetEpisodes(EpisodeIndex):
     """Episodes that a `DatasetSink` has written, of one agent or of a module: see `EpisodeStore`.
 
-    index    of the episodes; None: of all
+    more, piece_of    as of the index
 
     Raises DatasetError where there is no dataset, or one that is damaged.
     """
 
-    def __init__(self, folder: DatasetFolder, index: EpisodeIndex | None = None) -> None:
+    def __init__(
+        self, folder: DatasetFolder, more: Sequence[str] = (), piece_of: Callable[[Any], Ints] | None = None
+    ) -> None:
         import_pyarrow()
         self._folder = folder
         self.description = folder.read()
         self.columns: Mapping[str, Description] = self.description["columns"]
         self.observation_space = folder.space(self.description, "observation_space")
         self.action_space = folder.space(self.description, "action_space")
-        self.index = index = EpisodeIndex(folder) if index is None else index
         self._described = {**self.columns, ENV_T: {"dtype": "int64", "shape": []}}
-        self.version = index.numbers
-        self.num_steps, self.t_started, self.ids, self.runs = index.num_steps, index.t_started, index.ids, index.runs
-        self.lost: Mapping[int, str] = index.lost
+        super().__init__(folder, EPISODES, more, piece_of)
 
     def read(self, episodes: Ints, names: Collection[str], *, with_last: bool) -> StoredSteps:
         """Read the steps of episodes: see `EpisodeStore`; a module's have the column `env_t` as well."""
-        index, names = self.index, list(names)
-        chunks = index.chunks_of(episodes)
-        lengths = index.chunk_steps[chunks]
+        names = list(names)
+        chunks = self.chunks_of(episodes)
+        lengths = self.chunk_steps[chunks]
         order = np.argsort(chunks)  # as they lie in the files
         begins, size = np.empty_like(lengths), 0  # of each chunk, among all parts
         parts = {name: [empty_tree(self._described[name], 0)] for name in names}
-        groups = [(group, order[part]) for group, part in _parts(index.group[chunks[order]])]
-        reads = [partial(self._steps, names, *index.groups[group]) for group, _ in groups]
+        groups = [(group, order[part]) for group, part in _parts(self.group[chunks[order]])]
+        reads = [partial(self._steps, names, *self.groups[group]) for group, _ in groups]
         with closing(in_pairs(reads)) as tables:
             for (_, mine), table in zip(groups, tables, strict=True):
-                rows, counts = index.row[chunks[mine]], lengths[mine]
+                rows, counts = self.row[chunks[mine]], lengths[mine]
                 trees = [tree_of(table.column(name), self._described[name]) for name in names]
                 total, wanted = table.num_rows, ranges(rows, counts)
                 if 2 * len(wanted) < total:  # the rest is let go
@@ -259,26 +255,26 @@ class ParquetEpisodes:
                     parts[name].append(tree)
         last_obs, initial = None, None
         if with_last:
-            last_obs = self._of_chunks(LAST_OBS, self.columns[Columns.OBS], index.last[episodes])
+            last_obs = self._of_chunks(LAST_OBS, self.columns[Columns.OBS], self.last[episodes])
             if Columns.STATE_OUT in self.columns:
-                heads = index.order[index.first[episodes]]
+                heads = self.order[self.first[episodes]]
                 initial = self._of_chunks(Columns.STATE_IN, self.columns[Columns.STATE_OUT], heads)
         parts = {name: trees[1:] or trees for name, trees in parts.items()}
         return StoredSteps(parts, ranges(begins, lengths), last_obs, initial)
 
     def _of_chunks(self, name: str, described: Description, chunks: Ints) -> Tree:
         """Read what is stored beside the steps of some chunks, i64[K]: a tree of arrays any[K, ...]."""
-        index, order = self.index, np.argsort(chunks)
+        order = np.argsort(chunks)
         rows, parts, size = np.empty_like(chunks), [empty_tree(described, 0)], 0
-        for number, in_file in _parts(index.file[chunks[order]]):
+        for number, in_file in _parts(self.file[chunks[order]]):
             mine = order[in_file]
-            groups, at = np.unique(index.group[chunks[mine]], return_inverse=True)
-            counts = index.group_chunks[groups]
+            groups, at = np.unique(self.group[chunks[mine]], return_inverse=True)
+            counts = self.group_chunks[groups]
             with self._opened(EPISODES, number) as file:
-                numbers = [index.groups[group][1] for group in groups.tolist()]
+                numbers = [self.groups[group][1] for group in groups.tolist()]
                 table = file.read_row_groups(numbers, columns=[name], use_threads=False)
                 parts.append(tree_of(table.column(name), described))
-            rows[mine] = size + index.place[chunks[mine]] + (np.cumsum(counts) - counts)[at]
+            rows[mine] = size + self.place[chunks[mine]] + (np.cumsum(counts) - counts)[at]
             size += int(counts.sum())
         steps = StoredSteps({name: parts[1:] or parts}, rows, None)
         steps.join()
@@ -292,7 +288,7 @@ class ParquetEpisodes:
     @contextmanager
     def _opened(self, kind: str, number: int) -> Iterator[Any]:
         """A file, for reading. Raises DatasetError, with its name, where it can't be read as it was written."""
-        with open_file(self._folder, kind, number, self.index.footers[number][kind]) as file:
+        with open_file(self._folder, kind, number, self.footers[number][kind]) as file:
             try:
                 yield file
             except UNREADABLE as error:

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, EPISODES, DatasetFolder
-from rollflow.sinks.datasets.episode_block import EpisodeRows, EpisodeSummary, Ints, step_bytes, windows_of
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder
+from rollflow.sinks.datasets.episode_block import EpisodeRows, EpisodeSummary, Ints, mark_end, step_bytes, summary_of
 from rollflow.sinks.datasets.fragment_tables import ids_by_text
 from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisodes, damaged, numbers_in, ranges
 from rollflow.stream.data.column import Column
@@ -18,30 +18,39 @@ from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
 
-_STOPPED, _AGENT_STEPS, _RETURN = "env_t_stopped", "agent_steps", "return"
-_STEPS_AT_ONCE = 1 << 20
+_STOPPED, _AGENT_STEPS = "env_t_stopped", "agent_steps"
 
 
-class ModuleEpisodes(NamedTuple):
+class ModuleEpisodes(ParquetEpisodes):
     """The A episodes of agents that one module has acted in.
 
     agents     ids of the agents that it has served
     agent      i64[A]    place in `agents`
     piece      i64[A]    number of the environment's episode
     last_t     i64[A]    steps of the environment's episode before the agent's last observation
-    returns    f64[A]
+
+    Raises DatasetError where one is of no environment's episode.
     """
 
-    module_id: Any
-    store: ParquetEpisodes
-    agents: tuple[Any, ...]
-    agent: Ints
-    piece: Ints
-    last_t: Ints
-    returns: Any
+    def __init__(self, module_id: Any, folder: DatasetFolder, envs: "EnvEpisodes") -> None:
+        more = [Columns.AGENT_ID, _STOPPED, ENV_EPS_ID]
+        super().__init__(folder, more, lambda table: envs.pieces_of(folder, table))
+        self.module_id = module_id
+        head = self.order[self.first]
+        texts = self.more[Columns.AGENT_ID].cast("string").dictionary_encode()
+        by_text = {text: place for place, text in enumerate(ids_by_text("agent", envs.agents))}
+        found = [by_text.get(text, -1) for text in texts.dictionary.to_pylist()]
+        if -1 in found:
+            unknown = texts.dictionary[found.index(-1)]
+            raise damaged(folder.path, f"it has the agent {unknown}, expected one of {envs.agents}")
+        numbers, agent = np.unique(np.array(found, np.int64)[texts.indices.to_numpy()], return_inverse=True)
+        self.agents = tuple(envs.agents[each] for each in numbers.tolist())
+        self.agent: Ints = agent[head]
+        self.piece: Ints = self.pieces[head]
+        self.last_t: Ints = self.more[_STOPPED].to_numpy()[self.last]
 
 
-class EnvEpisodes:
+class EnvEpisodes(EpisodeIndex):
     """E episodes of environments, a row of numbers each, and the agents' episodes in them.
 
     agents                               all ids
@@ -59,24 +68,21 @@ class EnvEpisodes:
         folder = DatasetFolder(folder.path, folder.numbers())
         self.description = folder.read()
         self.agents: list[Any] = self.description["agents"]
-        self.index = index = EpisodeIndex(folder, ENV_EPISODES, [_AGENT_STEPS])
-        self.version = index.numbers
-        self.num_steps, self.t_started, self.ids, self.runs = index.num_steps, index.t_started, index.ids, index.runs
-        self.lost = index.lost
+        super().__init__(folder, ENV_EPISODES, [_AGENT_STEPS])
         self._places = {(run, id_): place for place, (run, id_) in enumerate(self._keys())}
-        folders = [(each, folder.module(name, index.numbers)) for name, each in self.description["modules"].items()]
-        self.modules = [self._module(module_id, each) for module_id, each in folders if each.numbers()]
-        self.columns = {each.module_id: each.store.columns for each in self.modules}
-        self.observation_space = {each.module_id: each.store.observation_space for each in self.modules}
-        self.action_space = {each.module_id: each.store.action_space for each in self.modules}
-        found = sum(int(each.store.index.chunk_steps.sum()) for each in self.modules)
-        if (wanted := int(index.more[_AGENT_STEPS].to_numpy().sum())) != found:
+        folders = [(each, folder.module(name, self.version)) for name, each in self.description["modules"].items()]
+        self.modules = [ModuleEpisodes(module_id, each, self) for module_id, each in folders if each.numbers()]
+        self.columns = {each.module_id: each.columns for each in self.modules}
+        self.observation_space = {each.module_id: each.observation_space for each in self.modules}
+        self.action_space = {each.module_id: each.action_space for each in self.modules}
+        found = sum(int(each.chunk_steps.sum()) for each in self.modules)
+        if (wanted := int(self.more[_AGENT_STEPS].to_numpy().sum())) != found:
             raise damaged(folder.path, f"its modules have {found} steps of agents, {ENV_EPISODES} says {wanted}")
 
     @property
     def step_nbytes(self) -> int:
         """Bytes of an env step in memory, with the steps of all agents in it, on average."""
-        steps = [(int(each.store.num_steps.sum()), step_bytes(each.store.columns)) for each in self.modules]
+        steps = [(int(each.num_steps.sum()), step_bytes(each.columns)) for each in self.modules]
         return 1 + sum(count * size for count, size in steps) // max(1, int(self.num_steps.sum()))
 
     def summary(self) -> EpisodeSummary:
@@ -84,50 +90,18 @@ class EnvEpisodes:
         count = len(self.num_steps)
         returns, oldest, newest = np.zeros(count), np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
         for each in self.modules:
-            np.add.at(returns, each.piece, each.returns)
-            for episodes in windows_of(each.store.num_steps, np.arange(len(each.piece)), _STEPS_AT_ONCE):
-                if Columns.POLICY_VERSION not in each.store.columns:
-                    break
-                read = each.store.read(episodes, [Columns.POLICY_VERSION], with_last=False)
-                versions = read.taken(Columns.POLICY_VERSION)
-                pieces = np.repeat(each.piece[episodes], each.store.num_steps[episodes])
-                np.minimum.at(oldest, pieces, versions)
-                np.maximum.at(newest, pieces, versions)
-        is_whole = (self.t_started == 0) & (self.index.terminated | self.index.truncated)
+            own = summary_of(each)
+            np.add.at(returns, each.piece, own.returns)
+            np.minimum.at(oldest, each.piece, own.oldest_version)
+            np.maximum.at(newest, each.piece, own.newest_version)
+        is_whole = (self.t_started == 0) & (self.terminated | self.truncated)
         return EpisodeSummary(returns, self.num_steps, self.runs, is_whole, np.minimum(oldest, newest), newest)
 
     def _keys(self) -> list[tuple[int, str]]:
         """Run and id of each episode; pieces of one episode have the same."""
         return list(zip(self.runs.tolist(), self.ids.tolist(), strict=True))
 
-    def _module(self, module_id: Any, folder: DatasetFolder) -> ModuleEpisodes:
-        """The episodes of a module's agents. Raises DatasetError where one is of no environment's episode."""
-        more = [Columns.AGENT_ID, _RETURN, _STOPPED, ENV_EPS_ID]
-
-        def piece_of(table: Any) -> Ints:
-            return self._pieces(folder, table)
-
-        index = EpisodeIndex(folder, EPISODES, more, piece_of)
-        head = index.order[index.first]
-        texts = index.more[Columns.AGENT_ID].cast("string").dictionary_encode()
-        by_text = {text: place for place, text in enumerate(ids_by_text("agent", self.agents))}
-        found = [by_text.get(text, -1) for text in texts.dictionary.to_pylist()]
-        if -1 in found:
-            unknown = texts.dictionary[found.index(-1)]
-            raise damaged(folder.path, f"it has the agent {unknown}, expected one of {self.agents}")
-        numbers, agent = np.unique(np.array(found, np.int64)[texts.indices.to_numpy()], return_inverse=True)
-        returns = np.add.reduceat(index.more[_RETURN].to_numpy()[index.order], index.first)
-        return ModuleEpisodes(
-            module_id,
-            ParquetEpisodes(folder, index),
-            tuple(self.agents[each] for each in numbers.tolist()),
-            agent[head],
-            index.pieces[head],
-            index.more[_STOPPED].to_numpy()[index.last],
-            returns,
-        )
-
-    def _pieces(self, folder: DatasetFolder, table: Any) -> Ints:
+    def pieces_of(self, folder: DatasetFolder, table: Any) -> Ints:
         """The number of the environment's episode of each of a module's chunks, i64[P].
 
         Where fragments are missing, an episode is there in pieces: a chunk is of the piece in which its last step ends.
@@ -169,17 +143,16 @@ class ModuleSteps:
     """
 
     def __init__(self, module: ModuleEpisodes, places: Ints, starts: Ints) -> None:
-        store, index = module.store, module.store.index
         mine = np.flatnonzero(places[module.piece] >= 0)
         mine = mine[np.lexsort((module.agent[mine], places[module.piece[mine]]))]
         self.module, self.episodes = module, mine
         self.place, self.slot = places[module.piece[mine]], module.agent[mine]
-        self.length: Ints = index.num_steps[mine]
+        self.length: Ints = module.num_steps[mine]
         stop = np.cumsum(self.length)
         self.offset: Ints = stop - self.length
         self.num_steps = int(self.length.sum())
-        read = store.read(mine, [*store.columns, ENV_T], with_last=True)
-        self.columns = {name: read.taken(name) for name in store.columns}
+        read = module.read(mine, [*module.columns, ENV_T], with_last=True)
+        self.columns = {name: read.taken(name) for name in module.columns}
         env_t, self.last_obs, self.initial = read.taken(ENV_T), read.last_obs, read.initial
         begin = starts[self.place]
         self.seen: Ints = env_t + np.repeat(begin, self.length)
@@ -187,10 +160,10 @@ class ModuleSteps:
         self.done = np.empty_like(self.seen)
         self.done[:-1] = self.seen[1:]
         self.done[stop - 1] = self.last_seen
-        self.t_started: Ints = index.t_started[mine]
-        self.terminated: NDArray[np.bool_] = index.terminated[mine]
-        self.is_cut: NDArray[np.bool_] = ~(self.terminated | index.truncated[mine])
-        self.truncated: NDArray[np.bool_] = index.truncated[mine] | self.is_cut
+        self.t_started: Ints = module.t_started[mine]
+        self.terminated: NDArray[np.bool_] = module.terminated[mine]
+        self.is_cut: NDArray[np.bool_] = ~(self.terminated | module.truncated[mine])
+        self.truncated: NDArray[np.bool_] = module.truncated[mine] | self.is_cut
         self.columns[Columns.TRUNCATEDS][stop[self.is_cut] - 1] = True
 
     def until(self, first: int, last: int, row: int) -> Ints:
@@ -328,12 +301,10 @@ class StoredAgents(MultiAgentFragment):
         environment = np.zeros(1, np.int64)
         for nth, (stop, episode) in enumerate(zip(block.stop[first:last].tolist(), episodes.tolist(), strict=True)):
             if stop <= end:
-                terminated, truncated = store.index.terminated[episode], store.index.truncated[episode]
+                terminated, truncated = store.terminated[episode], store.truncated[episode]
                 clock.end(environment, stop, ~np.array([terminated]))
-                if not terminated and not truncated:
-                    custom_data[0, nth] = {"cut": True}
-                if (reason := store.lost.get(episode)) is not None:
-                    custom_data[0, nth] = {"lost": reason}
+                is_cut = not terminated and not truncated
+                mark_end(custom_data, (0, nth), is_cut=is_cut, lost=store.lost.get(episode))
         ids = [*store.ids[episodes].tolist(), ""]  # one that begins with the last end has no step here
         super().__init__(
             0,
@@ -362,9 +333,9 @@ def _part(
     env_ids    their ids
     """
     made, module = FragmentSteps(steps, *places, *rows, lookback), steps.module
-    slots, store, which = len(module.agents), module.store, made.which
+    slots, which = len(module.agents), made.which
     ids = {
-        key: str(store.ids[each])
+        key: str(module.ids[each])
         for key, each in zip(
             zip(made.slot.tolist(), made.number.tolist(), strict=True), steps.episodes[which].tolist(), strict=True
         )
@@ -374,7 +345,7 @@ def _part(
         slots,
         made.rows - 1 - lookback,
         lookback,
-        store.action_space,
+        module.action_space,
         False,
         lambda slot, number: ids.get((slot, number), ""),
     )
@@ -391,13 +362,13 @@ def _part(
         0,
         sequence,
         {name: Column(name, tree) for name, tree in trees.items()},
-        part=AgentPart(module.agents, store.observation_space, store.action_space),
+        part=AgentPart(module.agents, module.observation_space, module.action_space),
         clock=clock,
         module_of=np.zeros((made.rows, slots), np.int16),
         episode_start=starts,
         episode_number=np.zeros(slots, np.int64),
     )
-    part.observation_space = store.observation_space
+    part.observation_space = module.observation_space
     has_steps = np.flatnonzero(made.start < made.stop)
     kept, over = which[has_steps], made.is_over[has_steps]
     part.chunks = ChunkIndex(
@@ -410,7 +381,7 @@ def _part(
         terminated=steps.terminated[kept] & over,
         truncated=steps.truncated[kept] & over,
     )
-    extra = [name for name in store.columns if name not in (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)]
+    extra = [name for name in module.columns if name not in (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)]
     part.module_ids, part.outputs = (module.module_id,), {module.module_id: {name: name for name in extra}}
     if steps.initial is not None:
         begins = np.flatnonzero(made.before == 0)
@@ -425,10 +396,8 @@ def _part(
     for place in np.flatnonzero(made.is_over).tolist():
         key, episode = keys[place], int(which[place])
         part.ends[int(made.stop[place]) - 1, key[0]] = int(steps.last_seen[episode])
-        if steps.is_cut[episode]:
-            part.custom_data[key] = {"cut": True}
-        if (reason := store.lost.get(int(steps.episodes[episode]))) is not None:
-            part.custom_data[key] = {"lost": reason}
+        lost = module.lost.get(int(steps.episodes[episode]))
+        mark_end(part.custom_data, key, is_cut=bool(steps.is_cut[episode]), lost=lost)
     stops = np.full(slots, lookback)
     stops[made.slot] = made.stop  # of the last in each slot
     part.restore_stops(stops)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, StoredSteps
+from rollflow.sinks.datasets.episode_block import EpisodeBlock, EpisodeStore, Ints, StoredSteps, mark_end
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -109,12 +109,9 @@ class StoredFragment(Fragment):
             rows = self.chunks.start[begins]
             states = map_tree(lambda leaf: leaf[at][begins], block.steps.initial)
             self.starts = [Start(rows, np.zeros_like(rows), states)]
-        for place in np.flatnonzero(block.is_cut[at] & is_end).tolist():
-            self.custom_data[0, place] = {"cut": True}
-        if store.lost:
-            for place in self._ended.tolist():
-                if (reason := store.lost.get(int(episodes[place]))) is not None:
-                    self.custom_data[0, place] = {"lost": reason}
+        for place, episode in zip(self._ended.tolist(), episodes[is_end].tolist(), strict=True):
+            is_cut = bool(block.is_cut[at.start + place])
+            mark_end(self.custom_data, (0, place), is_cut=is_cut, lost=store.lost.get(episode))
 
     def gather(self, name: str) -> Tree:
         """A column's rows, one behind the other: a tree of new arrays `any[num_steps, ...]`."""

@@ -11,6 +11,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -174,26 +175,18 @@ class BlockLayout:
 
     def columns(self, block: NDArray[np.uint8]) -> dict[str, Column]:
         """The columns as views of `block`, u8[n] with n >= `size`."""
-        return {
-            name: Column(name, map_tree(lambda place: place.view(block), places))
-            for name, places in self._places.items()
-        }
+        return {name: Column(name, map_tree(lambda view: view(block), places)) for name, places in self._places.items()}
 
-    def _place(self, leaf: NDArray[Any], rows: int) -> "_Place":
-        place = _Place(self.size, leaf.dtype, (rows, *leaf.shape))
-        self.size += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return place
+    def _place(self, leaf: NDArray[Any], rows: int) -> Callable[[NDArray[np.uint8]], NDArray[Any]]:
+        shape = rows, *leaf.shape
+        begin, end = self.size, self.size + leaf.dtype.itemsize * math.prod(shape)
+        self.size += -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT
+        return partial(_viewed, slice(begin, end), leaf.dtype, shape)
 
 
-class _Place:
-    """Offset, dtype and shape of one array in a block."""
-
-    def __init__(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._offset, self._dtype, self._shape = offset, dtype, shape
-        self.nbytes = dtype.itemsize * math.prod(shape)
-
-    def view(self, block: NDArray[np.uint8]) -> NDArray[Any]:
-        return block[self._offset : self._offset + self.nbytes].view(self._dtype).reshape(self._shape)
+def _viewed(at: slice, dtype: np.dtype[Any], shape: tuple[int, ...], block: NDArray[np.uint8]) -> NDArray[Any]:
+    """An array in a block."""
+    return block[at].view(dtype).reshape(shape)
 
 
 def _make_room(fd: int) -> None:

@@ -25,14 +25,15 @@ from rollflow.nodes.connectors.alpha.connector import (
 )
 from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
-from rollflow.nodes.connectors.spaces import Space
+from rollflow.nodes.connectors.spaces import Space, check_has_numbers
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError, shown
-from rollflow.stream.data.space import flat_size, flatten, is_columnar
+from rollflow.stream.data.space import flat_size, flatten
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 
 OBSERVATIONS = (SampleBatch.OBS, SampleBatch.NEXT_OBS)
+UNFIT = "ObsPreprocessorConnector can't make vectors of observations"
 
 
 def columns_of(connector: AgentConnector, ac_data: AgentConnectorDataType) -> dict[str, Any]:
@@ -66,13 +67,13 @@ class ObsPreprocessorConnector(AgentConnector):
     def observation_space_after(self, observation_space: Space) -> Space:
         if isinstance(observation_space, spaces.Box):
             return observation_space
-        self._check(observation_space)
+        check_has_numbers(observation_space, UNFIT)
         return spaces.Box(-np.inf, np.inf, (flat_size(observation_space),), np.float32)
 
     to_state = without_params
 
     def _flat(self, space: Space, observation: Any) -> Any:
-        self._check(space)
+        check_has_numbers(space, UNFIT)
         try:
             rows = map_tree(lambda leaf: np.asarray(leaf)[None], observation)
             return flatten(space, rows)[0]
@@ -80,13 +81,6 @@ class ObsPreprocessorConnector(AgentConnector):
             raise ConnectorError(
                 f"ObsPreprocessorConnector: an observation is {shown(observation)}, expected one in {space}"
             ) from error
-
-    def _check(self, space: Space) -> None:
-        if not is_columnar(space):
-            raise ConnectorError(
-                f"ObsPreprocessorConnector can't make vectors of observations in {space}; expected Box, Discrete, "
-                "MultiDiscrete, MultiBinary, or a Dict or Tuple of those"
-            )
 
 
 def original_space(ctx: ConnectorContext, connector: AgentConnector) -> Space:

@@ -364,24 +364,17 @@ def test_advantages_may_be_normalised_over_the_batch() -> None:
     assert targets[2] == 1.0
 
 
-def test_a_module_without_values_is_refused() -> None:
-    told = r"GeneralAdvantageEstimation needs values, but module 'object' has no compute_values"
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (0.0, "GeneralAdvantageEstimation needs values, but module 'object' has no compute_values"),
+        (np.zeros(1), r"'vf_preds' has shape \[1, 1\], expected \[1\]: one number for each step"),
+    ],
+    ids=["none", "an axis too many"],
+)
+def test_values_that_are_missing_or_of_another_shape_are_refused(value: Any, told: str) -> None:
     with pytest.raises(ModuleError, match=told):
-        estimated(episode([1.0], values=[0.0]), module=object())
-
-
-def test_values_with_an_axis_too_many_are_refused() -> None:
-    class Unsqueezed(NumberedModule):
-        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            output = super()._forward(batch)
-            return {**output, "vf_preds": output["vf_preds"][:, None]}
-
-    _, makers = numbered_envs(3)
-    gae = GeneralAdvantageEstimation()
-    told = r"'vf_preds' has shape \[12, 1\], expected \[12\]"
-    options: dict[str, Any] = {"learner_connector": lambda obs, act: gae, "fragment_length": 4, "seed": 0}
-    with pytest.raises(ModuleError, match=told), Rollout(makers, module=Unsqueezed(), **options) as rollout:
-        next(iter(rollout.batches()))
+        estimated(episode([1.0], values=[value]), module=object())
 
 
 @pytest.mark.parametrize("piece", [GeneralAdvantageEstimation, VTrace])

@@ -204,14 +204,6 @@ def test_several_places_take_several_items() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_items_may_be_assigned_by_index(form: str) -> None:
-    buffer = letters(form)
-    buffer[0] = 1
-    buffer[-2:] = [2, 3]
-    assert plain(buffer.get()) == [1, 13, 14, 2, 3]
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_length_iteration_and_equality_leave_the_lookback_out(form: str) -> None:
     buffer = letters(form)
     assert len(buffer) == 5

@@ -44,6 +44,7 @@ def everything(episode: SingleAgentEpisode) -> dict[str, Any]:
 def test_an_episode_starts_empty_and_grows_step_by_step() -> None:
     episode = SingleAgentEpisode()
     assert (len(episode), episode.is_reset, episode.is_done, episode.is_numpy) == (0, False, False, False)
+    assert int(episode.id_, 16) != int(SingleAgentEpisode().id_, 16)
     episode.add_env_reset("obs_0", {"a": 1})
     assert (len(episode), episode.is_reset) == (0, True)
     episode.add_env_step("obs_1", "action", "reward", {"a": 2}, terminated=True)
@@ -51,11 +52,6 @@ def test_an_episode_starts_empty_and_grows_step_by_step() -> None:
     assert (episode.is_terminated, episode.is_truncated, episode.is_done) == (True, False, True)
     assert episode.get_observations() == ["obs_0", "obs_1"]
     assert (episode.get_actions(-1), episode.get_rewards(-1), episode.get_infos(0)) == ("action", "reward", {"a": 1})
-
-
-def test_every_episode_has_an_id_of_its_own() -> None:
-    assert SingleAgentEpisode().id_ != SingleAgentEpisode().id_
-    int(SingleAgentEpisode().id_, 16)
 
 
 def test_given_steps_are_history_unless_said_otherwise() -> None:
@@ -293,7 +289,10 @@ def test_a_space_set_later_is_what_getters_go_by() -> None:
 @pytest.mark.parametrize("form", ["list", "numpy"])
 def test_a_cut_begins_with_the_last_observation_and_looks_back(form: str) -> None:
     episode = filled(5) if form == "list" else filled(5).to_numpy()
+    episode.custom_data["seen"] = [1]
     chunk = episode.cut(len_lookback_buffer=2)
+    chunk.custom_data["seen"].append(2)
+    assert episode.custom_data == {"seen": [1]}
     assert (chunk.id_, chunk.t_started, chunk.t, len(chunk)) == ("e", 5, 5, 0)
     assert chunk.get_observations(-1) == 5
     assert list(chunk.get_observations([-2, -1])) == [4, 5]
@@ -306,14 +305,6 @@ def test_a_cut_begins_with_the_last_observation_and_looks_back(form: str) -> Non
     chunk.set_rewards(new_data=0.0, at_indices=-1, neg_index_as_lookback=True)
     assert everything(episode) == before
     assert list(chunk.get_observations(slice(-2, 1), neg_index_as_lookback=True)) == [3, 4, 5]
-
-
-def test_custom_data_is_copied_by_a_cut() -> None:
-    episode = filled(1)
-    episode.custom_data["seen"] = [1]
-    chunk = episode.cut()
-    chunk.custom_data["seen"].append(2)
-    assert episode.custom_data == {"seen": [1]}
 
 
 @pytest.mark.parametrize(
@@ -367,22 +358,18 @@ def test_observations_that_are_not_a_number_join() -> None:
     assert len(head) == 1
 
 
-def test_a_join_keeps_the_form_of_every_quantity() -> None:
+def test_a_join_keeps_the_form_of_every_quantity_whatever_the_chunk_that_joins_has() -> None:
     for at in range(4):
-        head = filled(3).to_numpy()[:at]
-        head.concat_episode(filled(4)[at:])
-        assert head.extra_model_outputs["logp"].is_numpy
-        assert (head.actions.is_numpy, head.rewards.is_numpy, head.observations.is_numpy) == (True, True, True)
-        assert not head.infos.is_numpy
-        assert everything(head) == everything(filled(4))
-
-
-def test_a_list_chunk_and_a_numpy_chunk_join_either_way() -> None:
-    for head, tail in ((filled(5)[:2], filled(5).to_numpy()[2:]), (filled(5).to_numpy()[:2], filled(5)[2:])):
-        was_numpy = head.is_numpy
-        head.concat_episode(tail)
-        assert everything(head) == everything(filled(5))
-        assert head.is_numpy == was_numpy
+        for head, tail in (
+            (filled(3)[:at], filled(4).to_numpy()[at:]),
+            (filled(3).to_numpy()[:at], filled(4)[at:]),
+        ):
+            form = head.is_numpy
+            head.concat_episode(tail)
+            parts = head.observations, head.actions, head.rewards, head.extra_model_outputs["logp"]
+            assert [part.is_numpy for part in parts] == [form] * 4
+            assert not head.infos.is_numpy
+            assert everything(head) == everything(filled(4))
 
 
 def test_a_join_leaves_the_chunk_that_joins_as_it_was() -> None:
