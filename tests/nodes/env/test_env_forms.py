@@ -120,19 +120,12 @@ def test_so_does_every_form_on_a_host(remote: Any, host: Any, form: EnvForm, dra
         check_episodes(rollout_of(envs, drawn), form, drawn)
 
 
+@pytest.mark.parametrize("where", ["worker processes", "rollouts"])
 @given(form=forms(*NAMES), drawn=drawn_settings)
 @settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
-def test_so_does_every_form_in_worker_processes(form: EnvForm, drawn: Setting) -> None:
+def test_so_does_every_form_in_workers(where: str, form: EnvForm, drawn: Setting) -> None:
     env, numbers = form.env(drawn.sizes)
-    check_episodes(rollout_of(env, drawn, where="processes", workers=1, **numbers), form, drawn)
-
-
-@pytest.mark.slow
-@given(form=forms(*NAMES), drawn=drawn_settings)
-@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
-def test_so_does_every_form_in_whole_rollouts_in_worker_processes(form: EnvForm, drawn: Setting) -> None:
-    env, numbers = form.env(drawn.sizes)
-    check_episodes(rollout_of(env, drawn, where="rollouts", workers=1, **numbers), form, drawn)
+    check_episodes(rollout_of(env, drawn, where=where.removeprefix("worker "), workers=1, **numbers), form, drawn)
 
 
 class WholeVectorEnv(SyncVectorEnv):

@@ -1,20 +1,17 @@
 """Modules choose actions in one space, and environments get them in another."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from feeding_rollouts import SHORT, trainer
+from feeding_rollouts import fed, trainer
 from gymnasium import spaces
-from remote_hosts import hosting, listening
+from places import rollout_at
 
-from rollflow import ConnectorV2, Fragment, MultiAgentRollout, RemoteEnvs, RemoteRollouts, RLModule, Rollout, feed
-from rollflow.nodes import DefaultModule, MultiAgentEnv, RolloutHost
+from rollflow import ConnectorV2, Fragment, MultiAgentRollout, RLModule, Rollout
+from rollflow.nodes import DefaultModule, MultiAgentEnv
 from rollflow.stream import ColumnError, ConnectorError, ModuleError
 
 OBSERVED = spaces.Box(-1, 1, (3,), np.float32)
@@ -108,50 +105,22 @@ def check(fragment: Fragment) -> None:
     assert steps
 
 
-@pytest.mark.parametrize("piece", [Spreads, SpreadsItems])
-@pytest.mark.parametrize("declared", DECLARED)
+@pytest.mark.parametrize(
+    ("declared", "piece", "place"),
+    [
+        *((declared, piece, "inline") for declared in DECLARED for piece in (Spreads, SpreadsItems)),
+        *(("by a class", Spreads, place) for place in ("threads", "processes", "rollouts", "hosts", "hosted rollouts")),
+        *(("by a piece", Spreads, place) for place in ("processes", "rollouts")),
+    ],
+)
 def test_the_modules_choice_is_recorded_and_the_environments_get_what_a_piece_makes_of_it(
-    declared: str, piece: type[ConnectorV2]
+    declared: str, piece: type[ConnectorV2], place: str
 ) -> None:
-    run_and_check(DECLARED[declared], piece, where="inline")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
-@pytest.mark.parametrize("declared", ["by a class", "by a piece"])
-def test_so_it_is_in_workers(declared: str, where: str) -> None:
-    run_and_check(DECLARED[declared], Spreads, where=where)
-
-
-def run_and_check(given: dict[str, Any], piece: Callable[[], ConnectorV2], **options: Any) -> None:
-    rollout = Rollout(
-        TakesPairs,
-        num_envs=4,
-        lanes=2,
-        fragment_length=7,
-        num_fragments=3,
-        seed=0,
-        module_to_env_connector=lambda env: piece(),
-        **given,
-        **options,
-    )
-    with rollout:
+    acts = {"module_to_env_connector": lambda env: piece(), **DECLARED[declared]}
+    options: Any = {"envs": {"lanes": 2}, "acts": acts, "fragment_length": 7, "num_fragments": 3, "seed": 0}
+    with rollout_at(place, [TakesPairs] * 4, **options) as rollout, rollout:
         fragments = list(rollout.fragments())
     assert len(fragments) == 6
-    for fragment in fragments:
-        check(fragment)
-
-
-@pytest.mark.parametrize("kind", [RemoteEnvs, RemoteRollouts])
-def test_so_it_is_on_hosts(kind: Any) -> None:
-    envs = listening(kind)
-    pieces: dict[str, Any] = {"module_to_env_connector": lambda env: Spreads()}
-    options = {"kind": RolloutHost, "module": Chooses, **pieces} if kind is RemoteRollouts else {}
-    with hosting(envs.addresses[0], [TakesPairs] * 2, **options):
-        rollout = Rollout(envs, fragment_length=7, num_fragments=2, seed=0, module=Chooses, **pieces)
-        with rollout:
-            fragments = list(rollout.fragments())
-    assert len(fragments) == 2
     for fragment in fragments:
         check(fragment)
 
@@ -168,20 +137,10 @@ def test_a_train_batch_has_what_the_module_chose() -> None:
 
 
 def test_a_trainer_elsewhere_is_told_of_the_modules_space() -> None:
-    rollout = Rollout(
-        TakesPairs,
-        num_envs=2,
-        fragment_length=8,
-        num_fragments=2,
-        module=Chooses,
-        module_to_env_connector=lambda env: Spreads(),
-        seed=0,
-    )
-    with ThreadPoolExecutor() as threads:
-        with trainer(yields="fragments") as stream:
-            fed = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
-            fragments = list(stream)
-            assert fed.result() is None
+    options: Any = {"fragment_length": 8, "num_fragments": 2, "module_to_env_connector": lambda env: Spreads()}
+    stream = trainer(yields="fragments")
+    with fed(stream, Rollout(TakesPairs, num_envs=2, module=Chooses, seed=0, **options), sends="fragments"):
+        fragments = list(stream)
     assert len(fragments) == 2
     for fragment in fragments:
         check(fragment)
@@ -299,16 +258,11 @@ AGENTS_OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("where", ["inline", "processes", "hosts"])
-def test_so_it_is_with_several_agents(where: Any) -> None:
-    with ExitStack() as opened:
-        if where == "hosts":
-            envs = listening(RemoteEnvs)
-            opened.enter_context(hosting(envs.addresses[0], [PairsInTurns] * 2))
-            rollout = MultiAgentRollout(envs, **AGENTS_OPTIONS)
-        else:
-            rollout = MultiAgentRollout(PairsInTurns, num_envs=4, lanes=2, where=where, **AGENTS_OPTIONS)
-        check_agents(list(opened.enter_context(rollout).fragments()))
+@pytest.mark.parametrize("place", ["inline", "processes", "hosts"])
+def test_so_it_is_with_several_agents(place: str) -> None:
+    options: Any = {"kind": MultiAgentRollout, "envs": {"lanes": 2}, **AGENTS_OPTIONS}
+    with rollout_at(place, [PairsInTurns] * 4, **options) as rollout, rollout:
+        check_agents(list(rollout.fragments()))
 
 
 def test_modules_of_agents_with_the_same_spaces_choose_in_one() -> None:

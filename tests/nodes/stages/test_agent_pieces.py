@@ -164,11 +164,14 @@ class SumsUp(RLModule):
 class ByEpisodes(ConnectorV2):
     """Makes the pipeline take the way by episodes from here on, and changes nothing."""
 
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in self.single_agent_episode_iterator(episodes):
+            episode.set_observations(new_data=episode.get_observations(-1), at_indices=-1)
         return batch
 
 
 PIECES: dict[str, Any] = {
+    "none": list,
     "flatten": FlattenObservations,
     "filter": MeanStdFilter,
     "previous": lambda: PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=2),
@@ -192,7 +195,8 @@ def test_pieces_do_the_same_by_columns_and_by_episodes(name: str, drawn: Drawn, 
 
         kind = "nested" if nested else "plain"
         modules = {f"{kind} {place}": SumsUp() for place in range(2)}
-        _, rollout = made(drawn, env_to_module_connector=pieces, module=modules)
+        acts: Any = {"module_to_env_connector": lambda part: ByEpisodes()} if by_episodes else {}
+        _, rollout = made(drawn, env_to_module_connector=pieces, module=modules, **acts)
         told.append([leaves(fragment) for fragment in run(rollout, count, publish=False)])
     for mine, theirs in zip(*told, strict=True):
         for one, other in zip(mine, theirs, strict=True):

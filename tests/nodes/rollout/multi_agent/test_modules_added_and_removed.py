@@ -209,16 +209,6 @@ def test_a_module_may_give_an_output_in_another_type_than_one_that_has_gone() ->
     assert hints == [[0.5] * 2] * 2 + [[numbers.tolist()] * 2] * 4
 
 
-def test_a_module_may_come_back_again_and_again() -> None:
-    with marathon(length=2, fragment_length=2, num_fragments=40) as rollout:
-        for number, fragment in enumerate(rollout.fragments()):
-            assert sorted(fragment.module_ids) == ["a", "b"]
-            assert rows(fragment, "a") == [max(0, number - 2)] * 2
-            rollout.remove_module("a")
-            rollout.add_module("a", Acts(number))
-    assert rollout.policy_versions == {"a": 40, "b": 0}
-
-
 def test_a_module_that_was_taken_out_of_the_modules_alone_was_removed() -> None:
     with marathon(length=4, fragment_length=3, num_fragments=3) as rollout:
         fragments = iter(rollout.fragments())

@@ -12,8 +12,8 @@ from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import at_of
 
-from rollflow import ConnectorV2, GeneralAdvantageEstimation, MultiAgentEpisode
-from rollflow.nodes import ArrayStep, MultiAgentVectorEnv
+from rollflow import GeneralAdvantageEstimation, MultiAgentEpisode
+from rollflow.nodes import ArrayStep, MultiAgentEnv, MultiAgentVectorEnv
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 few = settings(max_examples=examples(12))
@@ -150,53 +150,16 @@ def key_of(episode: Any) -> tuple[int, ...]:
     return (*(int(number) for number in at[:3]), episode.t_started, len(episode))
 
 
-class ByEpisodes(ConnectorV2):
-    """Makes the pipeline take the way by episodes, and changes nothing."""
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            episode.set_observations(new_data=episode.get_observations(-1), at_indices=-1)
-        return batch
-
-
-@few
-@given(drawn_settings, COUNT)
-def test_columns_and_episodes_give_the_same_rollout(drawn: Drawn, count: int) -> None:
-    ways: list[dict[str, Any]] = [
-        {},
-        {"env_to_module_connector": lambda part: ByEpisodes()},
-        {"module_to_env_connector": lambda part: ByEpisodes()},
-    ]
-    first, *others = (run(made(drawn._replace(lanes=1), **way)[1], count) for way in ways)
-    for other in others:
-        for mine, theirs in zip(first, other, strict=True):
-            assert told_by(mine) == told_by(theirs)
-
-
-class WithGhost(NumberedAgents):
+class WithGhost(MultiAgentEnv):
     """Has one more possible agent, which never comes."""
 
     def __init__(self, slot: int, **options: Any) -> None:
-        super().__init__(slot, **options)
-        ghost = "agent 99"
-        self.possible_agents = [*self.possible_agents, ghost]
-        last = self.possible_agents[-2]
-        self.observation_spaces[ghost] = self.observation_spaces[last]
-        self.action_spaces[ghost] = self.action_spaces[last]
-
-    def reset(self, **options: Any) -> Any:
-        *agents, _ = self.possible_agents
-        self.possible_agents, kept = agents, self.possible_agents
-        told = super().reset(**options)
-        self.possible_agents = kept
-        return told
-
-    def step(self, actions: Any) -> Any:
-        *agents, _ = self.possible_agents
-        self.possible_agents, kept = agents, self.possible_agents
-        told = super().step(actions)
-        self.possible_agents = kept
-        return told
+        env = NumberedAgents(slot, **options)
+        self.reset, self.step = env.reset, env.step  # type: ignore[method-assign]
+        last, ghost = env.possible_agents[-1], "agent 99"
+        self.possible_agents = [*env.possible_agents, ghost]
+        self.observation_spaces = {**env.observation_spaces, ghost: env.observation_spaces[last]}
+        self.action_spaces = {**env.action_spaces, ghost: env.action_spaces[last]}
 
 
 class AsArrays(MultiAgentVectorEnv):
