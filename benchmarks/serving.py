@@ -190,7 +190,9 @@ def _programs(policy: Policy, sizes: Sizes) -> list[Record]:
         policy.save(path, program=True, onnx=True)
         manifest, files = read_files(path)
         by_program = Policy(
-            parts_of(manifest, files, (), as_program=True).module, policy.env_to_module, policy.module_to_env
+            parts_of(manifest, files, (), as_program=True).arguments["module"],
+            policy.env_to_module,
+            policy.module_to_env,
         )
         in_onnxruntime = OnnxPolicy.load(path)
 

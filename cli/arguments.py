@@ -15,7 +15,13 @@ import gymnasium as gym
 from rollflow.stream.wire import Limits
 
 ENV_HELP = "an environment's id, or package.module:callable that makes one"
-_OF_AGENTS = {"agent-to-module": "agent_to_module_mapping_fn", "joint": "joint_connector"}  # option -> argument
+OF_AGENTS = ("agent_to_module_mapping_fn", "joint_connector")
+_OBJECTS = {  # option -> argument of a rollout that is given what it names
+    "env-to-module": "env_to_module_connector",
+    "module-to-env": "module_to_env_connector",
+    "agent-to-module": "agent_to_module_mapping_fn",
+    "joint": "joint_connector",
+}
 
 
 def add_connection(parser: argparse.ArgumentParser, *, connect: str, listen: str) -> None:
@@ -142,22 +148,26 @@ def add_acting(parser: argparse.ArgumentParser, *, otherwise: str, several: str 
         metavar="[ID=]PACKAGE.MODULE:CALLABLE",
         help=f"makes the module of (observation space, action space){several} ({otherwise})",
     )
-    for name in ("env-to-module", "module-to-env"):
+    for name, argument in _OBJECTS.items():
+        where = "with several agents: " if argument in OF_AGENTS else ""
         parser.add_argument(
-            f"--{name}",
-            metavar="PACKAGE.MODULE:CALLABLE",
-            help=f"what the rollout is given as {name.replace('-', '_')}_connector",
+            f"--{name}", metavar="PACKAGE.MODULE:NAME", help=f"{where}what the rollout is given as {argument}"
         )
     parser.add_argument("--compile", action="store_true", help="forward passes by torch.compile")
     parser.add_argument("--device", help="where forward passes are done (where the module is)")
 
 
 def acting_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of a rollout for the arguments of `add_acting`. Raises ValueError where they name what is not there."""
+    """Keywords of a rollout for the arguments of `add_acting`, those `OF_AGENTS` among them.
+
+    Raises ValueError where they name what is not there.
+    """
     return {
         "module": _module_of(args.module or ()),
-        "env_to_module_connector": object_of(args.env_to_module, "--env-to-module"),
-        "module_to_env_connector": object_of(args.module_to_env, "--module-to-env"),
+        **{
+            argument: object_of(getattr(args, name.replace("-", "_")), f"--{name}")
+            for name, argument in _OBJECTS.items()
+        },
         "compile_forward": args.compile,
         "device": args.device,
     }
@@ -176,20 +186,6 @@ def _module_of(named: Sequence[str]) -> Any:
             raise ValueError(f"--module {each}: expected another ID= before each of several")
         modules[module_id] = object_of(name or None, f"--module {module_id}=")
     return modules
-
-
-def add_agents(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say how several agents act, which `agents_of` reads."""
-    for name, argument in _OF_AGENTS.items():
-        parser.add_argument(
-            f"--{name}", metavar="PACKAGE.MODULE:NAME", help=f"with several agents: what the rollout has as {argument}"
-        )
-
-
-def agents_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of a rollout for the arguments of `add_agents`. Raises ValueError where they name what is not there."""
-    names = {name: getattr(args, name.replace("-", "_")) for name in _OF_AGENTS}
-    return {_OF_AGENTS[name]: object_of(value, f"--{name}") for name, value in names.items()}
 
 
 def environment_of(name: str) -> Any:

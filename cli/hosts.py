@@ -40,7 +40,6 @@ def add_rollout_host(commands: Any) -> None:
         otherwise="the default module, as the rollout has it",
         several=", or is a dict of those; several by id: ID= alone is a default one",
     )
-    arguments.add_agents(parser)
     parser.set_defaults(run=_run_rollout_host)
 
 
@@ -50,7 +49,7 @@ def _run_env_host(args: argparse.Namespace) -> int:
 
 
 def _run_rollout_host(args: argparse.Namespace) -> int:
-    with RolloutHost(**_options_of(args), **arguments.acting_of(args), **arguments.agents_of(args)) as host:
+    with RolloutHost(**_options_of(args), **arguments.acting_of(args)) as host:
         return _serve(host, args)
 
 

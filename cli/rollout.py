@@ -40,7 +40,6 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--num-fragments", type=int, metavar="N", help="of each lane, after which it ends (no end)")
     arguments.add_acting(parser, otherwise="a default module for the spaces")
-    arguments.add_agents(parser)
     arguments.add_protection(parser)
     parser.add_argument("--name", help="what the trainer calls this rollout (the machine's name)")
     parser.add_argument(
@@ -75,12 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _rollout_of(args: argparse.Namespace) -> Rollout | MultiAgentRollout:
     """The rollout for the arguments: of one agent or of several, as the environment has."""
-    env, of_agents = arguments.environment_of(args.env), arguments.agents_of(args)
-    options: dict[str, Any] = {
-        **{name: getattr(args, name) for name in _SETTING},
-        "log": args.log,
-        **arguments.acting_of(args),
-    }
+    env, acting = arguments.environment_of(args.env), arguments.acting_of(args)
+    of_agents = {name: acting.pop(name) for name in arguments.OF_AGENTS}
+    options: dict[str, Any] = {**{name: getattr(args, name) for name in _SETTING}, "log": args.log, **acting}
     first = first_made(env)
     with nullcontext() if first is None else first:  # which is closed: workers make their own
         has_several = first is not None and first.has_several

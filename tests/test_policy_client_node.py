@@ -12,10 +12,9 @@ import torch
 from gymnasium import spaces
 from node_example import POLICY_CLIENT, ROOT, node as node
 from remote_hosts import BrokenWire
-from served_policies import Echo, Sums, policy_of
+from served_policies import Echo, Sums, policy_of, served
 
 from rollflow import Policy, RLModule
-from rollflow.policy.serving import HttpServer, Shelf
 from rollflow.stream.wire import parse_address
 
 pytestmark = pytest.mark.usefixtures("node")
@@ -55,11 +54,8 @@ class Balances(RLModule):
 
 @pytest.mark.slow
 def test_sessions_go_on_over_connections_that_are_cut() -> None:
-    shelf = Shelf()
-    shelf.put("sums", policy_of(Sums), "1")
-    shelf.put("echo", policy_of(Echo, 4.0), "1")
     rng = random.Random(0)
-    with HttpServer(shelf, "127.0.0.1:0", secret=SECRET) as server:
+    with served(policy_of(Sums), policy_of(Echo, 4.0), names=("sums", "echo"), secret=SECRET) as (_, server):
         wire = BrokenWire(parse_address(server.url.replace("http", "tcp")), lambda: rng.randrange(1, 20_000))
         try:
             address = wire.address.replace("tcp", "http")
@@ -67,7 +63,6 @@ def test_sessions_go_on_over_connections_that_are_cut() -> None:
             ran = subprocess.run(command, cwd=CLIENT, capture_output=True, text=True, timeout=90)
         finally:
             wire.close()
-    shelf.close()
     assert ran.returncode == 0, ran.stderr
     made = json.loads(ran.stdout)
     steps = np.cumsum(np.arange(1, 101))
@@ -88,9 +83,7 @@ def test_it_plays_cartpole_by_a_policy_that_balances(tmp_path: Path) -> None:
         Balances(box, spaces.Discrete(2)), observation_space=box, action_space=spaces.Discrete(2), explore=False
     )
     (tmp_path / "key").write_text(f"{SECRET}\n")
-    shelf = Shelf()
-    shelf.put("pole", policy, "1")
-    with HttpServer(shelf, "127.0.0.1:0", secret=SECRET) as server:
+    with served(policy, names=["pole"], secret=SECRET) as (_, server):
         for secret, expected in (("key", 0), ("none", 1)):
             command = [*POLICY_CLIENT, "play.js", "--connect", server.url, "--episodes", "4"]
             command += ["--secret-file", str(tmp_path / secret)] if secret == "key" else []
@@ -102,4 +95,3 @@ def test_it_plays_cartpole_by_a_policy_that_balances(tmp_path: Path) -> None:
                 assert min(lengths) >= 150  # a cart that nobody steers makes ten steps or so
             else:
                 assert "has another secret" in ran.stderr
-    shelf.close()

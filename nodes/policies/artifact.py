@@ -113,13 +113,9 @@ class Examples:
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """Parts of a policy that was read from files, and what it computed when it was saved."""
+    """Parts of a policy that was read from files, as arguments of `Policy`, and what it computed when it was saved."""
 
-    module: Any
-    env_to_module: Any
-    module_to_env: Any
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
+    arguments: dict[str, Any]
     explore: bool
     trained_on: dict[str, Any]
     examples: Examples
@@ -184,8 +180,8 @@ def parts_of(
     check_fields(manifest, _FIELDS, "policy.json")
     states = arrays_of(files["state.safetensors"], "state.safetensors")
     examples = arrays_of(files["examples.safetensors"], "examples.safetensors")
-    spaces = [space_of(manifest[name], name) for name in ("observation_space", "action_space")]
-    pipelines = {name: _pipeline(manifest[name], name, spaces, states, allow) for name in _PIPELINES}
+    spaces = {name: space_of(manifest[name], name) for name in ("observation_space", "action_space")}
+    pipelines = {name: _pipeline(manifest[name], name, list(spaces.values()), states, allow) for name in _PIPELINES}
     weights = _weights(manifest["weights"], arrays_of(files["module.safetensors"], "module.safetensors"), states, allow)
     record = manifest["module"]
     check_fields(record, MODULE_FIELDS, "module")
@@ -205,11 +201,7 @@ def parts_of(
     inputs = {name: array for name, array in examples.items() if name.startswith("inputs/")}
     computed = {name: array for name, array in examples.items() if name not in inputs}
     return Parts(
-        module=module,
-        env_to_module=pipelines["env_to_module"],
-        module_to_env=pipelines["module_to_env"],
-        observation_space=spaces[0],
-        action_space=spaces[1],
+        arguments={"module": module, **pipelines, **spaces},
         explore=manifest["explore"],
         trained_on=trained_on,
         examples=Examples(inputs, computed, manifest["computed_by"]),

@@ -664,16 +664,7 @@ class Policy:
 
     @classmethod
     def _loaded(cls, parts: Parts, device: Any, explore: bool, **options: Any) -> Self:
-        policy = cls(
-            parts.module,
-            parts.env_to_module,
-            parts.module_to_env,
-            observation_space=parts.observation_space,
-            action_space=parts.action_space,
-            explore=explore,
-            device=device,
-            **options,
-        )
+        policy = cls(**parts.arguments, explore=explore, device=device, **options)
         policy.trained_on, policy._examples = parts.trained_on, parts.examples
         if isinstance(policy.module, ProgramModule):
             policy.module.check(policy._example_batch(parts.examples.inputs))

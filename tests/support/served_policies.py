@@ -2,7 +2,8 @@
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 from gymnasium import spaces
 
 from rollflow import Policy, RLModule
+from rollflow.policy.serving import BatchOptions, HttpServer, Shelf
 from rollflow.policy.serving.request import Acted, ActRequest, Outcome
 
 OBSERVATIONS = spaces.Box(-1e6, 1e6, (2,), np.float32)
+SECRET = "correct horse battery stäple"
 ACTIONS = spaces.Box(-1e9, 1e9, (2,), np.float32)
 
 
@@ -49,6 +52,19 @@ def policy_of(module: Any, offset: float = 0.0) -> Policy:
     with torch.no_grad():
         made.offset.fill_(offset)
     return Policy(made, observation_space=OBSERVATIONS, action_space=ACTIONS)
+
+
+@contextmanager
+def served(
+    *policies: Any, names: Sequence[str] = "abc", options: BatchOptions | None = None, **others: Any
+) -> Iterator[tuple[Shelf, HttpServer]]:
+    """A server with policies under names."""
+    shelf = Shelf(options)
+    for name, policy in zip(names, policies, strict=False):
+        shelf.put(name, policy, "1")
+    with HttpServer(shelf, "127.0.0.1:0", **{"secret": SECRET, **others}) as server:
+        yield shelf, server
+    shelf.close()
 
 
 def value_of(shelf: Any, meter: str) -> float:

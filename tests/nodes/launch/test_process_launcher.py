@@ -76,17 +76,6 @@ def test_a_program_that_is_not_installed_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_is_started_again_under_its_name() -> None:
-    with started(1, "wait") as (launcher, [handle]):
-        [before] = children()
-        launcher.restart(handle)
-        [after] = children()
-        assert before.pid != after.pid
-        await_that(lambda: "'--name', 'process-0'" in launcher.logs(handle))
-        assert launcher.alive() == [handle]
-
-
-@pytest.mark.slow
 def test_nothing_is_left_of_programs_that_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ENDING_S", "_LEAVING_S"):
         monkeypatch.setattr(f"rollflow.nodes.launch.process_launcher.{name}", 0.05)

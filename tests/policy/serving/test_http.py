@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from served_policies import Echo, Held, Sums, policy_of
+from served_policies import Echo, Held, Sums, policy_of, served
 from websockets.sync.client import connect
 
 from rollflow.policy.serving import BatchOptions
@@ -18,18 +18,10 @@ from rollflow.policy.serving.shelf import Shelf
 from rollflow.stream import WireError
 
 
-@pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    shelf = Shelf()
-    shelf.put("echo", policy_of(Echo), "1")
-    shelf.put("sums", policy_of(Sums), "1")
-    yield shelf
-    shelf.close()
-
-
-@pytest.fixture
-def server(shelf: Shelf) -> Iterator[HttpServer]:
-    with HttpServer(shelf, "127.0.0.1:0", max_body=4096) as server:
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    names = ("echo", "sums")
+    with served(policy_of(Echo), policy_of(Sums), names=names, secret=None, max_body=4096) as (_, server):
         yield server
 
 
@@ -130,21 +122,21 @@ def test_policies_describe_themselves(server: HttpServer) -> None:
     assert httpx.get(f"{server.url}/v1/policies/none").status_code == 404
 
 
-def test_probes_and_metrics(server: HttpServer) -> None:
-    with HttpServer(Shelf(), "127.0.0.1:0") as empty:
-        assert [httpx.get(f"{empty.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 503]
-    ask(server, observation=[1, 2])
-    assert [httpx.get(f"{server.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 200]
-    metrics = httpx.get(f"{server.url}/metrics").text
+def test_probes_and_metrics() -> None:
+    with served(names=["echo"], secret=None) as (shelf, server):
+        assert [httpx.get(f"{server.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 503]
+        shelf.put("echo", policy_of(Echo), "1")
+        ask(server, observation=[1, 2])
+        assert [httpx.get(f"{server.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 200]
+        metrics = httpx.get(f"{server.url}/metrics").text
     assert 'rollflow_serve_actions_total{policy="echo",version="1"} 1.0' in metrics
     assert 'rollflow_serve_batch_size_bucket{le="+Inf",policy="echo",version="1"} 1.0' in metrics
 
 
 def test_too_many_requests_get_429_and_the_others_their_answers() -> None:
     held = Held(policy_of(Echo))
-    shelf = Shelf(BatchOptions(max_waiting=2))
-    shelf.put("echo", held, "1")
-    with HttpServer(shelf, "127.0.0.1:0") as server, ThreadPoolExecutor(8) as clients:
+    options = BatchOptions(max_waiting=2)
+    with served(held, names=["echo"], options=options, secret=None) as (_, server), ThreadPoolExecutor(8) as clients:
         first = clients.submit(ask, server, observation=[0, 0])
         held.begun.acquire()
         others = [clients.submit(ask, server, observation=[number, 0]) for number in range(1, 7)]
@@ -153,14 +145,13 @@ def test_too_many_requests_get_429_and_the_others_their_answers() -> None:
         for _ in range(2):
             held.go.release()
         answered = [other.result() for other in (first, *others)]
-    shelf.close()
     assert [response.status_code for response in refused] == [429] * 4
     assert refused[0].json()["error"] == "2 requests wait already; ask again later"
     assert sorted(response.status_code for response in answered) == [200] * 3 + [429] * 4
 
 
-def test_a_secret_is_asked_for(shelf: Shelf) -> None:
-    with HttpServer(shelf, "127.0.0.1:0", secret="open sesame") as server:
+def test_a_secret_is_asked_for() -> None:
+    with served(policy_of(Echo), names=["echo"], secret="open sesame") as (_, server):
         assert ask(server, observation=[1, 2]).status_code == 401
         for secret, status in (("open", 401), ("open sesame", 200)):
             headers = {"authorization": f"Bearer {secret}"}
@@ -169,15 +160,15 @@ def test_a_secret_is_asked_for(shelf: Shelf) -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_an_open_address_needs_a_secret(shelf: Shelf) -> None:
+def test_an_open_address_needs_a_secret() -> None:
     with pytest.raises(WireError, match=r"'tcp://0\.0\.0\.0:0' without a secret, expected one"):
-        HttpServer(shelf, "0.0.0.0:0")
+        HttpServer(Shelf(), "0.0.0.0:0")
 
 
-def test_an_address_that_is_taken_is_named(shelf: Shelf, server: HttpServer) -> None:
+def test_an_address_that_is_taken_is_named(server: HttpServer) -> None:
     taken = server.url.removeprefix("http://")
     with pytest.raises(WireError, match=f"^can't listen on tcp://{taken}: Address already in use$"):
-        HttpServer(shelf, taken)
+        HttpServer(Shelf(), taken)
 
 
 def test_a_websocket_answers_one_message_after_the_other(server: HttpServer) -> None:
