@@ -7,7 +7,7 @@ from typing import Any
 
 from rollflow.nodes.env.remote.host_carrier import HostedNode
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost, RemoteLane, agents_on, vectors_on
+from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost, RemoteLane
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
 from rollflow.nodes.modules.weights_codec import to_arrays
@@ -316,7 +316,6 @@ class HostedRollouts(HostRollouts, OneAgentRollouts):  # type: ignore[misc]  # t
     """`HostRollouts` of environments with one agent each."""
 
     role = "rollout"
-    envs_on = staticmethod(vectors_on)
 
     def _check_form(self, fragment: Any) -> None:
         form = form_of(fragment.columns)
@@ -328,4 +327,3 @@ class AgentHostedRollouts(HostRollouts, AgentRollouts):  # type: ignore[misc]  #
     """`HostRollouts` of environments with several agents each."""
 
     role = "agent_rollout"
-    envs_on = staticmethod(agents_on)

@@ -16,7 +16,7 @@ from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource, ag
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, first_made, with_first
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import Host
-from rollflow.nodes.env.remote.host_lane import agents_described, all_made
+from rollflow.nodes.env.remote.host_lane import agents_sent, all_made
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.env.stepping import close_failed, described
 from rollflow.nodes.modules import policy_weights
@@ -284,7 +284,7 @@ class RolloutLane:
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello."""
-        return described(self.env) if isinstance(self._maker, LaneMaker) else agents_described(self.env)
+        return described(self.env) if isinstance(self._maker, LaneMaker) else agents_sent(self.env)
 
     def _make(self) -> None:
         maker = self._maker

@@ -5,11 +5,8 @@ from typing import Any
 
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.multi_agent.agent_environments import agent_makers
-from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
-from rollflow.nodes.env.workers.env_link import RemoteVectorEnv
 from rollflow.nodes.env.workers.frames import FrameKind, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
-from rollflow.nodes.env.workers.process_environments import launched
 from rollflow.nodes.env.workers.worker_carrier import WorkerNode
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.modules.weights_codec import pack_weights
@@ -125,7 +122,7 @@ class RolloutProcesses(WorkerRollouts, OneAgentRollouts):  # type: ignore[misc] 
     """
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode), RemoteVectorEnv)
+        return self.launch(lane_makers(env, num_envs, lanes, self._autoreset_mode))
 
 
 class AgentRolloutProcesses(WorkerRollouts, AgentRollouts):  # type: ignore[misc]  # as above
@@ -135,4 +132,4 @@ class AgentRolloutProcesses(WorkerRollouts, AgentRollouts):  # type: ignore[misc
     """
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return launched(self, agent_makers(env, num_envs, lanes), RemoteAgentEnvs)
+        return self.launch(agent_makers(env, num_envs, lanes))

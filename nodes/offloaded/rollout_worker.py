@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.stepping import LaneVectorEnv
-from rollflow.nodes.env.workers.agent_codec import describe
 from rollflow.nodes.env.workers.env_worker import EnvServer
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
-from rollflow.nodes.env.workers.lane_server import described, failure, serve_all
+from rollflow.nodes.env.workers.lane_server import error_described, failure, serve_all
 from rollflow.nodes.modules.weights_codec import unpack_weights
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
@@ -32,9 +30,6 @@ class RolloutServer(EnvServer):
         self._poll.register(sock, select.POLLIN)
         self._rollout: LaneRollout | None = None
         self._fragments: FragmentWriter
-
-    def _describe(self, maker: Any) -> bytes:
-        return describe(self._env) if isinstance(maker, AgentLaneMaker) else super()._describe(maker)
 
     def _do(self, asked: Frame) -> bytes:
         kind = asked.kind
@@ -119,7 +114,7 @@ class RolloutServer(EnvServer):
         if error is None:
             self._send_fragment(fragment, report)
             return b""
-        self._send_fragment(fragment, report | {"failure": described(error), "lost_steps": lost})
+        self._send_fragment(fragment, report | {"failure": error_described(error), "lost_steps": lost})
         self._rollout = None
         return b""
 

@@ -212,7 +212,7 @@ class SampleServer:
         except WireError as error:
             self._loop.fail(client.peer, error, monotonic())
         else:
-            self._loop.peers.write(client.peer)
+            self._loop.write(client.peer)
 
     async def _called(self, client: SamplerClient, query: wire.Query) -> tuple[Batch, dict[str, Any]]:
         """Columns and other values of the answer to a query."""

@@ -202,7 +202,7 @@ class TrainerListener:
             if tells_all:
                 self._has_news, self._tells_all_at = False, now + _ALL_S
             connections = [source.connection for source in behind if source.connection is not None]
-            peers = [peer for each in connections if (peer := self._loop.peers.of(each)) is not None]
+            peers = [peer for each in connections if (peer := self._loop.peer_of(each)) is not None]
             self._loop.send(self._tell, None if tells_all else peers)
         ready = self._loop.wait(patience)
         now = monotonic()
@@ -316,7 +316,7 @@ class TrainerListener:
         source.come(peer.connection, self.weights.version)
         self.come.add(hello.session)
         self.sources[hello.session] = source
-        old = None if older is None else self._loop.peers.of(older)
+        old = None if older is None else self._loop.peer_of(older)
         if old is not None:
             self._loop.drop(old)
 

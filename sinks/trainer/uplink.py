@@ -212,7 +212,6 @@ class TrainerUplink:
                 self.bell.ring()
             if self._redialler.is_given_up and self.goodbye is None:
                 raise self._redialler.error()
-            self._redialler.pause()
 
     def _where(self, error: WireError) -> WireError:
         """The error, and which trainer it is from."""

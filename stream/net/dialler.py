@@ -11,9 +11,6 @@ from rollflow.stream.net.backoff import pause_s
 from rollflow.stream.net.dial import REACH_S, DialTarget, Lookup, check_connected, dial, problem_of, targets_at_hand
 from rollflow.stream.wire import Address
 
-_LONGEST_REDIAL_S = 5.0
-
-
 SocketPoll: TypeAlias = "select.poll | select.epoll"
 
 
@@ -35,11 +32,15 @@ class Dialled:
 class Dialler:
     """Dials addresses, and those whose connection was lost anew.
 
-    poll    waits for its descriptors; where one that is `in` this is ready, `serve` is due
+    poll               waits for its descriptors; where one that is `in` this is ready, `serve` is due
+    longest_pause_s    between two attempts at an address
+
+    all    the addresses
     """
 
-    def __init__(self, addresses: Sequence[Address], poll: SocketPoll) -> None:
-        self._all = [Dialled(address) for address in addresses]
+    def __init__(self, addresses: Sequence[Address], poll: SocketPoll, longest_pause_s: float = 5.0) -> None:
+        self.all = [Dialled(address) for address in addresses]
+        self._longest_pause_s = longest_pause_s
         self._calling: dict[int, tuple[socket.socket, Dialled, float]] = {}  # by descriptor, and how long it may take
         self._lookup: Lookup[Dialled] | None = None  # once there is a name
         self._poll = poll
@@ -48,27 +49,22 @@ class Dialler:
         return fd in self._calling or (self._lookup is not None and fd == self._lookup.fileno())
 
     @property
-    def is_busy(self) -> bool:
-        """True while an address has a connection, or is being dialled."""
-        return any(dialled.is_busy for dialled in self._all)
-
-    @property
     def due(self) -> float | None:
         """Time at which `tick` is to be called; None: it need not be."""
         calls = [until for _, _, until in self._calling.values()]
-        return min([*calls, *(dialled.due for dialled in self._all if not dialled.is_busy)], default=None)
+        return min([*calls, *(dialled.due for dialled in self.all if not dialled.is_busy)], default=None)
 
     @property
     def problems(self) -> list[str]:
         """Why addresses are not reached, or nobody there has been taken in."""
-        return [f"{dialled.address}: {dialled.problem}" for dialled in self._all if dialled.problem]
+        return [f"{dialled.address}: {dialled.problem}" for dialled in self.all if dialled.problem]
 
     def tick(self, now: float) -> None:
         """Dial what is due, and give up what has not answered in time."""
         for fd, (_, _, until) in list(self._calling.items()):
             if until <= now:
                 self._give_up(fd, "no answer", now)
-        for dialled in self._all:
+        for dialled in self.all:
             if not dialled.is_busy and dialled.due <= now:
                 dialled.is_busy = True
                 targets = targets_at_hand(dialled.address)
@@ -142,4 +138,4 @@ class Dialler:
         """Dial an address later: after a longer time whenever it was in vain."""
         dialled.problem, dialled.is_busy = problem, False
         dialled.failures += 1
-        dialled.due = now + pause_s(dialled.failures, _LONGEST_REDIAL_S)
+        dialled.due = now + pause_s(dialled.failures, self._longest_pause_s)

@@ -8,8 +8,9 @@ from time import monotonic
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.net.backoff import Reminder, pause_s
-from rollflow.stream.net.dial import REACH_S, DialTarget, Lookup, check_connected, dial, targets_at_hand
+from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.dial import REACH_S
+from rollflow.stream.net.dialler import Dialler
 from rollflow.stream.wire import Address
 
 logger = logging.getLogger(__name__)
@@ -36,14 +37,15 @@ class Redialler:
         wakeup: Wakeup,
         is_over: Callable[[], bool],
     ) -> None:
-        self.address = address
         self._name = f"{role} {address}"
-        self._retry_s, self._longest_pause_s = retry_s, longest_pause_s
-        self._wakeup, self._is_over = wakeup, is_over
+        self._retry_s, self._wakeup, self._is_over = retry_s, wakeup, is_over
+        self._poll = select.poll()
+        self._poll.register(wakeup.fileno(), select.POLLIN)
+        self._dialler = Dialler([address], self._poll, longest_pause_s)
+        [self._dialled] = self._dialler.all
         self._problem = f"{self._name}: no answer yet"
         self._logged: set[str] = set()  # problems, since it was connected last
-        self._is_connected = self._has_been_connected = self._has_warned = False
-        self._failures = 0  # in a row
+        self._is_reached = self._is_connected = self._has_been_connected = self._has_warned = False
         self.begin()
 
     def begin(self) -> None:
@@ -51,20 +53,27 @@ class Redialler:
         self._reminder = Reminder(monotonic())
 
     def reach(self) -> socket.socket:
-        """Non-blocking socket that is connected; each attempt takes another of a name's targets.
+        """Non-blocking socket that is connected, once the pause after the last attempt is over.
 
-        Raises OSError where that fails, InterruptedError where it is over.
+        Raises OSError where the attempt fails, InterruptedError where it is over.
         """
-        targets = targets_at_hand(self.address) or self._looked_up()
-        sock = dial(targets[self._failures % len(targets)])
-        try:
-            if not self._has_event(sock.fileno(), select.POLLOUT, monotonic() + REACH_S):
-                raise TimeoutError(f"no answer within {REACH_S:g} s")
-            check_connected(sock)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        failures, begun = self._dialled.failures, monotonic()
+        while not self._is_over():
+            self._dialler.tick(monotonic())
+            if self._dialled.failures > failures:
+                raise OSError(self._dialled.problem)
+            due = self._dialler.due
+            if due is None and self.is_given_up and monotonic() >= begun + REACH_S:
+                raise TimeoutError(self._dialled.problem)  # no name server has answered
+            self._remind()
+            left_s = _LOOK_S if due is None else min(_LOOK_S, max(0.0, due - monotonic()))
+            for fd, _ in self._poll.poll(left_s * 1e3):
+                if fd in self._dialler and (reached := self._dialler.serve(fd, monotonic())) is not None:
+                    self._is_reached = True
+                    return reached[0]
+            self._wakeup.silence()
+        self._dialler.close()
+        raise InterruptedError("given up before there was an answer")
 
     def connected(self) -> None:
         """Note that the other end has taken this one in."""
@@ -74,11 +83,14 @@ class Redialler:
             logger.warning("%s: connected%s%s", self._name, again, waited)
         self._is_connected = self._has_been_connected = True
         self._has_warned = False
-        self._failures = 0
+        self._dialler.welcomed(self._dialled)
         self._logged.clear()
 
     def failed(self, problem: str) -> None:
         """Note why there is no connection, and log it where that is new, or due again."""
+        if self._is_reached:
+            self._is_reached = False
+            self._dialler.lost(self._dialled)
         if self._is_connected:
             self._is_connected = False
             self.begin()
@@ -102,45 +114,6 @@ class Redialler:
         problem = self._problem.removeprefix(f"{self._name}: ")
         topic = "trainer away" if self._name.startswith("trainer ") else "hosts"
         return WireError(f"{self._name} not reached for {self._retry_s:g} s: {problem}", "lost").see(topic)
-
-    def pause(self) -> None:
-        """Wait before the next attempt."""
-        self._failures += 1
-        until = monotonic() + pause_s(self._failures, self._longest_pause_s)
-        poll = select.poll()
-        poll.register(self._wakeup.fileno(), select.POLLIN)
-        while not self._is_over() and (left_s := until - monotonic()) > 0:
-            poll.poll(min(left_s, _LOOK_S) * 1e3)
-            self._wakeup.silence()
-
-    def _looked_up(self) -> list[DialTarget]:
-        """Targets of a name. Raises OSError where it is not looked up before it is given up, or within `REACH_S`."""
-        lookup: Lookup[None] = Lookup()
-        thread = lookup.ask(None, self.address)
-        latest = None if self._until is None else max(self._until, monotonic() + REACH_S)
-        if not self._has_event(lookup.fileno(), select.POLLIN, latest):
-            raise TimeoutError("no name server has said where this is")
-        thread.join()
-        [(_, found)] = lookup.answers()
-        if isinstance(found, OSError):
-            raise found
-        return found
-
-    def _has_event(self, fd: int, event: int, until: float | None) -> bool:
-        """True once a descriptor has an event, False after `until`. Raises InterruptedError where it is over."""
-        poll = select.poll()
-        poll.register(fd, event)
-        poll.register(self._wakeup.fileno(), select.POLLIN)
-        while True:
-            left_s = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - monotonic()))
-            if fd in {ready for ready, _ in poll.poll(left_s * 1e3)}:
-                return True
-            self._wakeup.silence()
-            if self._is_over():
-                raise InterruptedError("given up before there was an answer")
-            self._remind()
-            if until is not None and monotonic() >= until:
-                return False
 
     @property
     def _until(self) -> float | None:

@@ -118,7 +118,7 @@ class RequestLink:
             if error.code != "undelivered":
                 raise
             self.loop.fail(peer, error, monotonic())
-        self.loop.peers.write(peer)
+        self.loop.write(peer)
         if peer.transport.waits_to_write or not peer.connection.is_open:
             self.loop.wakeup.ring()
 

@@ -14,8 +14,16 @@ from typing import Any, Generic, Protocol, TypeVar
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
-from rollflow.stream.net.sockets import Peer, PeerSet
-from rollflow.stream.wire import Address, ConnectionBroken, Event, Message, TcpAddress
+from rollflow.stream.net.sockets import Peer
+from rollflow.stream.wire import (
+    Address,
+    Connection,
+    ConnectionBroken,
+    ConnectionPhase,
+    Event,
+    Message,
+    TcpAddress,
+)
 
 P = TypeVar("P", bound=Peer[Any])
 Handled = TypeVar("Handled", bound=Peer[Any], contravariant=True)
@@ -83,7 +91,6 @@ class SocketLoop(Generic[P]):
 
     lock      of connections and sockets; the loop's owner may hold it around any method
     wakeup    ends a wait, from any thread
-    peers     connections that there are
     dialler   of the addresses that `dial` was given
     """
 
@@ -102,7 +109,9 @@ class SocketLoop(Generic[P]):
         self._listened: dict[int, socket.socket] = {}
         self._paused: dict[int, float] = {}  # those of them that are not waited for, until when
         self._caller: Greeter[P] | None = None  # of what is dialled
-        self.peers: PeerSet[P] = PeerSet(self._poll)
+        self._by_fd: dict[int, P] = {}
+        self._by_connection: dict[int, P] = {}
+        self._strangers: list[P] = []  # that had not proved themselves when somebody last came or went
         self.dialler = Dialler([], self._poll)
 
     def listen(self, sockets: Sequence[socket.socket], greeter: Greeter[P]) -> None:
@@ -123,15 +132,47 @@ class SocketLoop(Generic[P]):
         """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""
         self.dialler, self._caller = Dialler(addresses, self._poll), greeter
 
+    @property
+    def peers(self) -> list[P]:
+        """Peers that there are now, oldest first."""
+        return list(self._by_fd.values())
+
+    def peer_of(self, connection: Connection) -> P | None:
+        """The peer of a connection, until it is dropped."""
+        return self._by_connection.get(id(connection))
+
     def add(self, peer: P) -> None:
         """Take a peer, and begin with what there is to send."""
         with self.lock:
-            self.peers.add(peer)
+            peer.mask = select.POLLIN
+            self._strangers = [*self._in_handshake(), peer]
+            self._by_fd[peer.fileno()] = self._by_connection[id(peer.connection)] = peer
+            self._poll.register(peer.fileno(), peer.mask)
+            self.write(peer)
+
+    def write(self, peer: P) -> None:
+        """Send what there is to send, as much as the socket takes, and wait for it to take the rest."""
+        with self.lock:
+            if not peer.mask:
+                return
+            peer.transport.write()
+            mask = select.POLLIN | (select.POLLOUT if peer.transport.waits_to_write else 0)
+            if mask != peer.mask:  # reading sends as well where bytes are encrypted: what was waited for says nothing
+                peer.mask = mask
+                self._poll.modify(peer.fileno(), mask)
 
     def drop(self, peer: P, until: Callable[[], float] | None = None) -> None:
         """Send what may be a last word, and close, as `Transport.close` does; again does nothing."""
         with self.lock:
-            if self.peers.drop(peer, until) and peer.dialled is not None:
+            if not peer.mask:
+                return
+            peer.transport.write()
+            peer.mask = 0
+            self._strangers = self._in_handshake()
+            del self._by_connection[id(peer.connection)], self._by_fd[peer.fileno()]
+            self._poll.unregister(peer.fileno())
+            peer.transport.close(until)
+            if peer.dialled is not None:
                 self.dialler.lost(peer.dialled)
 
     def fail(self, peer: P, error: Exception, now: float) -> None:
@@ -154,7 +195,7 @@ class SocketLoop(Generic[P]):
                         tell(peer)
                 except Exception as error:
                     self.fail(peer, error, monotonic())
-                self.peers.write(peer)
+                self.write(peer)
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
         """Wait until there is something to do, None: however long; what `serve` takes."""
@@ -171,14 +212,13 @@ class SocketLoop(Generic[P]):
     def serve(self, ready: Iterable[tuple[int, int]], now: float) -> None:
         """Accept, read, and write, by descriptors that a wait gave, each with its events, in their order."""
         for fd, mask in ready:
-            peer = self.peers.at(fd)
+            peer = self._by_fd.get(fd)
             if peer is not None:
                 if mask & ~select.POLLOUT:
                     with self.lock:
                         events = peer.transport.read(now)
                     self._take(peer, events, now)
-                with self.lock:
-                    self.peers.write(peer)
+                self.write(peer)
             elif fd == self.wakeup.fileno():
                 self.wakeup.silence()
             elif fd in self._greeters:
@@ -202,8 +242,7 @@ class SocketLoop(Generic[P]):
                 with self.lock:
                     events = peer.connection.tick(now)
                 self._take(peer, events, now)
-                with self.lock:
-                    self.peers.write(peer)
+                self.write(peer)
         for fd in [fd for fd, due in self._paused.items() if due <= now]:
             del self._paused[fd]
             self._poll.register(fd, select.POLLIN)
@@ -211,7 +250,8 @@ class SocketLoop(Generic[P]):
 
     def close(self) -> None:
         """Close all sockets but those that are listened on, whatever there is still to send."""
-        self.peers.close()
+        for peer in self._by_fd.values():
+            peer.transport.close()
         self.dialler.close()
         self.wakeup.close()
 
@@ -222,7 +262,7 @@ class SocketLoop(Generic[P]):
                 if isinstance(event, ConnectionBroken):
                     raise event.error
                 self._handler.handle(peer, event, now)
-            if peer.connection.is_open or self.peers.of(peer.connection) is None:
+            if peer.connection.is_open or self.peer_of(peer.connection) is None:
                 return
             if peer.connection.error is not None:  # it broke while something was sent
                 raise peer.connection.error
@@ -248,9 +288,15 @@ class SocketLoop(Generic[P]):
                 self._poll.unregister(fd)
             return
         with self.lock:
-            crowded_out = self.peers.crowd_out(self._max_strangers)
-        if crowded_out is not None:
-            assert crowded_out.connection.error is not None
-            self.fail(crowded_out, crowded_out.connection.error, now)
+            strangers = self._in_handshake()
+        if len(strangers) >= self._max_strangers:
+            text = f"{self._max_strangers} connections have not proved themselves, expected fewer"
+            strangers[0].connection.refuse("busy", text)  # it has had the most time
+            assert strangers[0].connection.error is not None
+            self.fail(strangers[0], strangers[0].connection.error, now)
         name = str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else "a Unix socket"
         self.add(self._greeters[fd].greet(sock, name, now, None))
+
+    def _in_handshake(self) -> list[P]:
+        """Peers that have not proved themselves, the oldest first."""
+        return [peer for peer in self._strangers if peer.mask and peer.connection.phase is ConnectionPhase.HANDSHAKE]

@@ -316,7 +316,7 @@ class Gateway:
         """Have a host leave that has sent what it must not."""
         with self._lock:
             host.connection.refuse(error.code, str(error))
-            peer = self._loop.peers.of(host.connection)
+            peer = self._loop.peer_of(host.connection)
             if peer is not None:
                 self._loop.drop(peer)
             self._registry.leave(host, str(error))
@@ -340,14 +340,13 @@ class Gateway:
         with self._lock:
             if not self._ending.alive:
                 return
-            peers = self._loop.peers
-            for peer in peers:
+            for peer in self._loop.peers:
                 peer.connection.goodbye(reason)
-                peers.write(peer)
+                self._loop.write(peer)
             until = monotonic() + _GOODBYE_S
-            while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in peers):
+            while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in self._loop.peers):
                 self._loop.serve(self._loop.wait(left), monotonic())  # until they close: so nothing is lost
-            for peer in peers:
+            for peer in self._loop.peers:
                 self._loop.drop(peer)
             self._ending()
 
@@ -364,7 +363,7 @@ class Gateway:
         return f"{'listening on' if self._envs.is_listening else 'dialling'} {'; '.join(parts)}"
 
     def _could_not_ask(self, host: RemoteHost, error: WireError) -> None:
-        peer = self._loop.peers.of(host.connection)
+        peer = self._loop.peer_of(host.connection)
         if error.code == "undelivered" and peer is not None:  # the connection is broken, and the next one asks
             self._loop.fail(peer, error, monotonic())
         elif error.code == "frame":
@@ -373,9 +372,9 @@ class Gateway:
             raise error
 
     def _write(self, connection: GatewayConnection) -> None:
-        peer = self._loop.peers.of(connection)
+        peer = self._loop.peer_of(connection)
         if peer is not None:
-            self._loop.peers.write(peer)
+            self._loop.write(peer)
 
     def tend(self) -> None:
         """Look after the sockets if nobody has for a while."""
@@ -448,7 +447,7 @@ class Gateway:
 
     def _take_back(self, peer: HostPeer, host: RemoteHost, now: float) -> None:
         peer.connection.welcome(host.session, credits=1)
-        old = self._loop.peers.of(host.connection)
+        old = self._loop.peer_of(host.connection)
         peer.host = host
         self._loop.dialler.welcomed(peer.dialled)
         self._registry.take_back(host, peer.connection, now)

@@ -286,7 +286,6 @@ class Host:
                 redialler.failed(f"gateway {target}: {problem.removeprefix('gateway: ')}")
                 if redialler.is_given_up:
                     raise redialler.error()
-                redialler.pause()
         finally:
             self._redialler = None
             if self._drain is not None:
@@ -523,7 +522,7 @@ class Host:
         """Send what a lane has answered; with the lock, in the lane's thread."""
         peer = self._welcomed_peer
         if peer is not None:
-            self._loop.peers.write(peer)
+            self._loop.write(peer)
             if peer.transport.waits_to_write or not peer.connection.is_open:
                 self._wakeup.ring()
         if self._drain is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import HostEvent, HostWait, RemoteHost, RemoteLane
+from rollflow.nodes.env.remote.remote_host import HostEvent, HostWait, RemoteHost, RemoteLane, environments_on
 from rollflow.nodes.env.workers.carrier import Carried, L
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import DOING, Activity, calls_of
@@ -39,7 +39,6 @@ class HostedNode(Carried):
 
     Subclasses have these methods, most of them of a `RemoteLane`:
 
-    envs_on        stand-ins for a host's environments, lane by lane
     new_lane       a lane, as it goes round, of its number, its environments and their first slot
     progress       the count by which a lane, by its number, shows that it gets on, and its activity
     set_out        has a lane begin, or begin anew after it was lost; True where it comes back at once
@@ -56,7 +55,6 @@ class HostedNode(Carried):
     has_fixed_lanes = False
     role: str
     takes_late = False
-    envs_on: Any
     new_lane: Any
     progress: Any
     set_out: Any
@@ -96,7 +94,7 @@ class HostedNode(Carried):
         envs: list[Any] = []
         for host in self._first_hosts(env.hosts):
             host.has_place = True
-            envs += self.envs_on(host)
+            envs += environments_on(host)
         return envs
 
     def start(self) -> Iterator[Any]:
@@ -290,7 +288,7 @@ class HostedNode(Carried):
         if is_first:
             logger.warning("host %s has joined: there are lanes again", host.name)
             self._fill_vacancy()
-        for index, env in zip(host.session.lanes, self.envs_on(host), strict=True):
+        for index, env in zip(host.session.lanes, environments_on(host), strict=True):
             remote = self._new_lane(index, env, self.num_envs, host)
             self.envs = [*self.envs, env]
             self.num_envs += env.num_envs

@@ -17,8 +17,9 @@ from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, L
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, described
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
+from rollflow.nodes.env.workers.stand_ins import agents_described
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.data.space import describe_space, row_of, space_of
+from rollflow.stream.data.space import row_of, space_of
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.multi_agent.agent_part import Observed
 from rollflow.stream.wire import AgentRows, Reset, Rows, Step
@@ -153,7 +154,7 @@ class AgentHostLane(ServedEnvironments):
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello. Raises EnvError where their agents' ids can't be sent."""
-        return agents_described(self.env)
+        return agents_sent(self.env)
 
     # Inside
 
@@ -188,17 +189,10 @@ class AgentHostLane(ServedEnvironments):
         )
 
 
-def agents_described(envs: LaneEnvs) -> dict[str, Any]:
+def agents_sent(envs: LaneEnvs) -> dict[str, Any]:
     """Fields of a Hello about environments with several agents. Raises EnvError where their ids can't be sent."""
-    parts, agents = envs.parts, [_sent(agent) for agent in envs.possible_agents]
-    part_of = {agent: place for place, part in enumerate(parts) for agent in part.agents}
-    return {
-        "observation_space": _tuple_of([part.observation_space for part in parts]),
-        "action_space": _tuple_of([part.action_space for part in parts]),
-        "autoreset": "SAME_STEP",
-        "agents": tuple(agents),
-        "parts": tuple(part_of[agent] for agent in envs.possible_agents),
-    }
+    fields = agents_described(envs)
+    return fields | {"agents": tuple(map(_sent, fields["agents"]))}
 
 
 def agent_lanes(env: Any, num_envs: int | None, lanes: int | None, first: EnvMaker | None) -> list[AgentHostLane]:
@@ -229,7 +223,3 @@ def _sent(agent: Any) -> str | int:
 
 def _columns(observed: Sequence[Observed]) -> Any:
     return tuple(each.slots for each in observed), tuple(each.observations for each in observed)
-
-
-def _tuple_of(spaces: Sequence[Any]) -> dict[str, Any]:
-    return {"kind": "Tuple", "parts": [describe_space(space) for space in spaces]}

@@ -7,7 +7,7 @@ from rollflow.nodes.env.environments import Environments, actions_of, record_tak
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
 from rollflow.nodes.env.remote.host_carrier import HostedNode
-from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteLane, agents_on, vectors_on
+from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteLane
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError
 from rollflow.nodes.env.workers.watch import Activity, ProgressMark
@@ -103,7 +103,6 @@ class RemoteEnvironments(SteppedOnHosts, Environments):
     """`Environments` on hosts that a gateway takes in: see `HostedNode`."""
 
     role = "env"
-    envs_on = staticmethod(vectors_on)
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Have the lane's host step its environments with the actions that it brings."""
@@ -141,7 +140,6 @@ class RemoteAgentEnvironments(SteppedOnHosts, AgentEnvironments):
     """
 
     role = "agents"
-    envs_on = staticmethod(agents_on)
 
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
         """Have the lane's host step its environments with the actions that it brings."""

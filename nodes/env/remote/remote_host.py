@@ -1,13 +1,11 @@
 """Hosts that a gateway has taken in, their lanes, events of theirs, and the wait for hosts."""
 
-import copy
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
-from rollflow.nodes.env.workers.env_link import RemoteVectorEnv
 from rollflow.nodes.env.workers.lane_supervisor import LaneStatus
+from rollflow.nodes.env.workers.stand_ins import stand_in_for
 from rollflow.stream.net.backoff import Reminder, WaitReminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.wire import GatewayConnection, GatewaySession
@@ -91,25 +89,12 @@ class HostEvent(NamedTuple):
     what: Any = None
 
 
-def vectors_on(host: RemoteHost) -> list[Any]:
-    """Stand-ins for a host's environments with one agent, lane by lane."""
-    hello = host.session.hello
-    names = ("observation_space", "action_space", "autoreset")
-    description = {name: getattr(hello, name) for name in names}
-    return [RemoteVectorEnv({**description, "num_envs": slots}) for slots in hello.slots]
-
-
-def agents_on(host: RemoteHost) -> list[RemoteAgentEnvs]:
-    """Stand-ins for a host's environments with several agents, lane by lane."""
+def environments_on(host: RemoteHost) -> list[Any]:
+    """Stand-ins for a host's environments, lane by lane."""
     hello = host.session.hello  # which has been found to be right
-    spaces = hello.observation_space["parts"], hello.action_space["parts"]
-    parts = list(zip(hello.agents_by_part, *spaces, strict=True))
-    first = RemoteAgentEnvs({"agents": hello.agents, "parts": parts, "num_envs": hello.num_envs})
-    lanes = []
-    for slots in hello.slots:
-        lanes.append(copy.copy(first))
-        lanes[-1].num_envs = slots
-    return lanes
+    names = ("observation_space", "action_space", "autoreset", "agents", "parts")
+    description = {name: getattr(hello, name) for name in names}
+    return [stand_in_for({**description, "num_envs": slots}) for slots in hello.slots]
 
 
 class HostWait(WaitReminder):

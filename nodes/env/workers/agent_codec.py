@@ -1,4 +1,4 @@
-"""Environments with several agents as workers and hosts send them: their agents, infos and steps."""
+"""Environments with several agents as workers and hosts send them: infos and steps."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -8,58 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.multi_agent.dict_vector import Infos
-from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
-from rollflow.stream.data.errors import ColumnError, EnvError
+from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.packing import can_pack, pack, sendable_info
-from rollflow.stream.data.space import describe_space, row_of, space_of
+from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, Observed, PartStep, VectorStep
 
 _OF_SOME = ("actions", "observations", "first observations")
 _OF_ALL = ("rewards", "terminateds", "truncateds")
-
-
-class RemoteAgentEnvs:
-    """Stand-in for environments with several agents that are elsewhere, with the names that they have there."""
-
-    def __init__(self, description: Mapping[str, Any]) -> None:
-        self.num_envs: int = description["num_envs"]
-        self.possible_agents: tuple[Any, ...] = tuple(description["agents"])
-        self.parts = tuple(
-            AgentPart(tuple(self.possible_agents[place] for place in places), space_of(observations), space_of(actions))
-            for places, observations, actions in description["parts"]
-        )
-        self.observation_spaces = {agent: part.observation_space for part in self.parts for agent in part.agents}
-        self.action_spaces = {agent: part.action_space for part in self.parts for agent in part.agents}
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"these environments are elsewhere, where '{name}' can't be asked for; known here: num_envs, "
-            "possible_agents, observation_spaces, action_spaces, parts"
-        )
-
-
-def describe(envs: LaneEnvs) -> bytes:
-    """Description that `RemoteAgentEnvs` is made of. Raises EnvError for agents that have no packed form."""
-    place = {agent: place for place, agent in enumerate(envs.possible_agents)}
-    description = {
-        "num_envs": envs.num_envs,
-        "parts": [
-            [
-                [place[agent] for agent in part.agents],
-                describe_space(part.observation_space),
-                describe_space(part.action_space),
-            ]
-            for part in envs.parts
-        ],
-    }
-    try:
-        return pack(description | {"agents": list(envs.possible_agents)}, "the environments")
-    except ColumnError as error:
-        raise EnvError(str(error)) from error
 
 
 class InfoCodec:

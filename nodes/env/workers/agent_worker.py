@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
-from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock, describe
+from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import Frame
 from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
 
@@ -21,11 +20,8 @@ class AgentServer(LaneServer):
 
     _block: StepBlock
 
-    def _describe(self, maker: AgentLaneMaker) -> bytes:
-        self._infos = InfoCodec(self._env.possible_agents, maker.first_env)
-        return describe(self._env)
-
     def _take_block(self, index: int, memory: NDArray[np.uint8]) -> None:
+        self._infos = InfoCodec(self._env.possible_agents, self._maker.first_env)
         self._block = StepBlock(self._env.parts, self._env.num_envs, memory)
 
     def _reset(self, asked: Frame) -> bytes:

@@ -1,16 +1,12 @@
 """Links to lanes whose environments, of one agent or several, step in worker processes."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.env.environments import actions_of
 from rollflow.nodes.env.lane_source import LaneSource
-from rollflow.nodes.env.workers.agent_codec import InfoCodec, RemoteAgentEnvs, StepBlock
+from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import SHARED_COLUMNS, Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
@@ -18,7 +14,6 @@ from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.packing import pack
-from rollflow.stream.data.space import space_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.lane import FINAL_OBS, Lane
 
@@ -47,30 +42,6 @@ class LaneBlocks:
     def observations(self, row: int) -> Tree:
         """Observations that the environments wrote for a row of the current block, a tree of arrays any[N, ...]."""
         return self.columns[Columns.OBS].row(row)
-
-
-class RemoteVectorEnv:
-    """Stand-in for a vector environment that is elsewhere, with the names that it has there."""
-
-    def __init__(self, description: Mapping[str, Any]) -> None:
-        self.num_envs = description["num_envs"]
-        self.takes_one_seed = bool(description.get("takes_one_seed", True))
-        self.metadata = {"autoreset_mode": AutoresetMode[description["autoreset"]]}
-        self.single_observation_space: gym.Space[Any] = space_of(description["observation_space"])
-        self.single_action_space: gym.Space[Any] = space_of(description["action_space"])
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-
-    @property
-    def unwrapped(self) -> "RemoteVectorEnv":
-        """This object: wrappers are where the environments are."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"these environments are elsewhere, where '{name}' can't be asked for; known here: num_envs, "
-            "metadata['autoreset_mode'], single_observation_space, single_action_space, observation_space, action_space"
-        )
 
 
 class EnvLink(LaneLink):
@@ -138,12 +109,6 @@ class AgentLink(LaneLink):
         self._memory: SharedBlock | None = None
         self._block: StepBlock | None = None
 
-    def lay_out(self, envs: RemoteAgentEnvs) -> None:
-        """Have memory for environments such as these."""
-        self._infos = InfoCodec(envs.possible_agents)
-        self._memory = SharedBlock(StepBlock.size(envs.parts, envs.num_envs))
-        self._block = StepBlock(envs.parts, envs.num_envs, self._memory.array())
-
     def close(self) -> None:
         """Give the memory back."""
         if self._memory is not None:
@@ -151,7 +116,11 @@ class AgentLink(LaneLink):
         self._block = None
 
     def _reset(self) -> None:
-        assert self._memory is not None
+        if self._memory is None:
+            envs = self.node.envs[self.index]
+            self._infos = InfoCodec(envs.possible_agents)
+            self._memory = SharedBlock(StepBlock.size(envs.parts, envs.num_envs))
+            self._block = StepBlock(envs.parts, envs.num_envs, self._memory.array())
         seeds = self.node.seeds_of_lane(self.index, self.status.starts)
         self.send(frame_with(FrameKind.LAYOUT, pack({"seeds": seeds})))
         self.send(frame(FrameKind.BLOCK, number=self._memory.size), self._memory.fd)

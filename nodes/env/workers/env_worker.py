@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.env_source import LaneMaker
-from rollflow.nodes.env.stepping import Stepped, described, takes_one_seed
+from rollflow.nodes.env.stepping import Stepped
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, lane_block
 from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.packing import pack
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.lane import FINAL_OBS
 
@@ -30,10 +28,6 @@ class EnvServer(LaneServer):
         super().__init__(sock)
         self._layout: BlockLayout
         self._blocks: dict[int, dict[str, Column]] = {}
-
-    def _describe(self, maker: LaneMaker) -> bytes:
-        env = self._env.env
-        return pack(described(env) | {"num_envs": env.num_envs, "takes_one_seed": takes_one_seed(env)})
 
     def _lay_out(self, fields: dict[str, Any]) -> None:
         spaces = self._env.env.single_observation_space, self._env.env.single_action_space

@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import close_failed
+from rollflow.nodes.env.stepping import LaneVectorEnv, close_failed, described, takes_one_seed
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame_with, receive_frame
+from rollflow.nodes.env.workers.stand_ins import agents_described
 from rollflow.nodes.env.workers.watch import ActivityFlag
 from rollflow.nodes.env.workers.worker_process import become_worker
 from rollflow.stream.data.blocks import SharedBlock
-from rollflow.stream.data.errors import RollflowError
+from rollflow.stream.data.errors import ColumnError, EnvError, RollflowError
 from rollflow.stream.data.packing import pack, unpack
 from rollflow.stream.data.system import system_module
 
@@ -44,6 +46,7 @@ class LaneServer(abc.ABC):
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._phase = ActivityFlag()
+        self._maker: Any = None
         self._env: Any = None
         self._seeds: Sequence[int] = ()
         self._deviations = Deviations(is_logged=False)
@@ -66,10 +69,6 @@ class LaneServer(abc.ABC):
         self._phase.set_at_work(is_begun)
 
     # Requests that each kind of environments has
-
-    @abc.abstractmethod
-    def _describe(self, maker: Any) -> bytes:
-        """The payload that describes the environments, which the maker has made."""
 
     def _lay_out(self, fields: dict[str, Any]) -> None:  # noqa: B027
         """Take the layout of blocks, where the environments don't say it themselves."""
@@ -110,10 +109,21 @@ class LaneServer(abc.ABC):
         failed, self._env = self._env, None
         if failed is not None:
             close_failed(failed)
-        maker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
-        self._env = maker.lane_env(self._deviations)
+        self._maker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
+        self._env = self._maker.lane_env(self._deviations)
         self._phase.set_blended(not self._env.tell_resets(self._phase.turn))
-        return frame_with(FrameKind.READY, self._describe(maker))
+        return frame_with(FrameKind.READY, self._describe(self._env))
+
+    def _describe(self, envs: LaneVectorEnv | LaneEnvs) -> bytes:
+        """The payload that describes the environments. Raises EnvError for agents that have no packed form."""
+        if isinstance(envs, LaneEnvs):
+            fields = agents_described(envs)
+        else:
+            fields = described(envs.env) | {"takes_one_seed": takes_one_seed(envs.env)}
+        try:
+            return pack(fields | {"num_envs": envs.num_envs}, "the environments")
+        except ColumnError as error:
+            raise EnvError(str(error)) from error
 
     def _answer(self, asked: Frame) -> None:
         if asked.kind is FrameKind.PHASE:
@@ -154,7 +164,7 @@ class LaneServer(abc.ABC):
             self.sock.close()
 
 
-def described(error: Exception) -> dict[str, Any]:
+def error_described(error: Exception) -> dict[str, Any]:
     """An error, in words."""
     return {
         "type": type(error).__name__,
@@ -167,7 +177,7 @@ def described(error: Exception) -> dict[str, Any]:
 
 def failure(error: Exception, **more: Any) -> bytes:
     """The frame that tells of an error."""
-    return frame_with(FrameKind.FAILED, pack(described(error) | more))
+    return frame_with(FrameKind.FAILED, pack(error_described(error) | more))
 
 
 def end_with_parent(fd: int) -> None:

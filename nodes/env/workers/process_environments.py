@@ -1,20 +1,16 @@
 """Environments that step in worker processes: for those that are costly, or not to be trusted with this process."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments, agent_makers
-from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
-from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks, RemoteVectorEnv
+from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks
 from rollflow.nodes.env.workers.frames import lane_block
 from rollflow.nodes.env.workers.worker_carrier import WorkerNode
-from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.lane import Lane, LaneMemory
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
-
-T = TypeVar("T")
 
 
 class ProcessEnvironments(WorkerNode, Environments):
@@ -39,7 +35,7 @@ class ProcessEnvironments(WorkerNode, Environments):
     # What Environments does otherwise
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return launched(self, lane_makers(env, num_envs, lanes, self._autoreset_mode), RemoteVectorEnv)
+        return self.launch(lane_makers(env, num_envs, lanes, self._autoreset_mode))
 
     def _memory(self, index: int) -> LaneMemory | None:
         spaces = self.observation_space, self.action_space
@@ -74,18 +70,4 @@ class AgentProcesses(WorkerNode, AgentEnvironments):
     # What AgentEnvironments does otherwise
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        made = launched(self, agent_makers(env, num_envs, lanes), RemoteAgentEnvs)
-        for link, envs in zip(self.links, made, strict=True):
-            assert isinstance(link, AgentLink)
-            link.lay_out(envs)
-        return made
-
-
-def launched(node: WorkerNode, makers: Sequence[Any], stand_in: Callable[[Mapping[str, Any]], T]) -> list[T]:
-    """Stand-ins for every lane's environments, made by worker processes. Raises EnvError for those made already."""
-    if not all(maker.can_travel for maker in makers):
-        raise EnvError(
-            "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
-            "instead of a vector environment that has been made already"
-        ).see("pickle")
-    return [stand_in(description) for description in node.launch(makers)]
+        return self.launch(agent_makers(env, num_envs, lanes))

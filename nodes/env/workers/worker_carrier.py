@@ -18,6 +18,7 @@ from rollflow.nodes.env.workers.carrier import Carried, L
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink, raised_in_worker, refusal
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
+from rollflow.nodes.env.workers.stand_ins import stand_in_for
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_all
 from rollflow.stream.data.errors import EnvError
@@ -67,11 +68,16 @@ class WorkerNode(Carried):
         with closing_on_error(self._end_workers):
             super().__init__(env, **options)
 
-    def launch(self, makers: Sequence[Any]) -> list[dict[str, Any]]:
-        """Have processes make the environments of every lane: their descriptions.
+    def launch(self, makers: Sequence[Any]) -> list[Any]:
+        """Have processes make the environments of every lane: stand-ins for them.
 
-        Raises EnvError where they can't be made, or not in time.
+        Raises EnvError where they can't be made, or not in time, and for those that have been made already.
         """
+        if not all(maker.can_travel for maker in makers):
+            raise EnvError(
+                "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
+                "instead of a vector environment that has been made already"
+            ).see("pickle")
         itself: Any = weakref.proxy(self)  # which holds the links
         for maker in makers:
             self.links.append(self.link_of(self.supervisor.add(LanePhase.MAKING), maker, itself))
@@ -82,7 +88,7 @@ class WorkerNode(Carried):
             self._others.append([each for each in self._links_of(self._first_of[link.index]) if each is not link])
         for first in sorted(set(self._first_of)):
             self._start_process(first)
-        return [self._first_answer(link) for link in self.links]
+        return [stand_in_for(self._first_answer(link)) for link in self.links]
 
     def start(self) -> Iterator[Any]:
         """Have the environments of every lane reset, all at a time; the lanes come by `completed`.

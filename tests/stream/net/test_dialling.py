@@ -187,7 +187,7 @@ def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
     monkeypatch.setattr("rollflow.stream.net.redialler._LOOK_S", 0.05)
     names["name.test"] = hang
     try:
-        given_up(0.5, dial, caplog, "no (answer yet|name server has said where this is)")
+        given_up(0.5, dial, caplog, "no (answer yet|name server has said yet where this is)")
     finally:
         hang.released.set()
 

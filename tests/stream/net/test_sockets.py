@@ -11,7 +11,8 @@ from time import monotonic
 import pytest
 
 from rollflow.stream.net import transport
-from rollflow.stream.net.sockets import Peer, PeerSet, refusal_level
+from rollflow.stream.net.socket_loop import SocketLoop
+from rollflow.stream.net.sockets import Peer, refusal_level
 from rollflow.stream.net.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
 
@@ -24,7 +25,7 @@ def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificat
     here, there = socket.socketpair()
     connection = End(Limits(), 0.0, 1 << 20)
     poll = select.epoll()
-    lines: PeerSet[Peer[Connection]] = PeerSet(poll)
+    lines: SocketLoop[Peer[Connection]] = SocketLoop(None, epoll=poll)  # type: ignore[arg-type]
     line = Peer(TlsTransport(here, connection, certificates["server"], is_server=True), connection, "there")
     client = certificates["client"].wrap_socket(
         there, server_hostname="127.0.0.1", do_handshake_on_connect=False, suppress_ragged_eofs=False
@@ -48,6 +49,7 @@ def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificat
     assert connection.undelivered == 0
     assert poll.poll(0) == []
     lines.drop(line)
+    lines.close()
     client.close()
     poll.close()
 

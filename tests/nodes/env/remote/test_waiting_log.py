@@ -50,7 +50,7 @@ def test_a_host_that_listens_says_that_its_gateway_is_back(tmp_path: Path, caplo
             next(fragments)
             gateway = rollout.environments.gateway
             [host] = gateway.hosts.values()
-            gateway._loop.peers.of(host.connection).transport._sock.shutdown(2)
+            gateway._loop.peer_of(host.connection).transport._sock.shutdown(2)
             taken_until(fragments, lambda taken: len(taken) > 3)
     assert "a Unix socket: the gateway is connected again" in caplog.text
     assert "is connected again after" in caplog.text
