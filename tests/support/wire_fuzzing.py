@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import msgpack
-import numpy as np
 from wire_ends import (
     Ends,
     QueryEnds,
@@ -37,7 +36,6 @@ from rollflow.stream.wire import (
     LaneGrant,
     Proof,
     Reset,
-    Step,
     TrainerSession,
     Turn,
     Welcome,
@@ -68,106 +66,66 @@ OPEN_CHALLENGE = b"".join(encode(replace(CHALLENGE, secret=False)))
 OPEN_WELCOME = b"".join(encode(Welcome(b"", TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)))))
 
 
-def _at_first_gateway() -> Connection:
-    return greeted().gateway
+def _flushed(end: Connection) -> Connection:
+    """An end that has nothing to send."""
+    taken_from(end)
+    return end
+
+
+def _gateway_asking(ends: Ends, request: str) -> Connection:
+    """A gateway that has asked for an example, and sent a ping."""
+    ends.to_gateway()
+    ends.gateway.ask(EXAMPLES[request])  # type: ignore[arg-type]
+    ends.gateway.tick(100.0)
+    return _flushed(ends.gateway)
 
 
 def _new_gateway() -> Connection:
-
     return Ends(gateway_secret=None).gateway
 
 
-def _new_host() -> Connection:
-
-    return Ends(host_secret=None).host
-
-
-def _gateway_stepping() -> Connection:
-    ends = running_reset(credits=2)
-    ends.to_gateway()
-    ends.gateway.ask(Step(0, 2, np.array([0, 1])))
-    ends.gateway.tick(100.0)  # a ping
-    taken_from(ends.gateway)
-    return ends.gateway
-
-
-def _gateway_of_agents() -> Connection:
-    ends = running_agents()
-    ends.to_gateway()
-    step = EXAMPLES["agents step"]
-    assert isinstance(step, Step)
-    ends.gateway.ask(step)
-    taken_from(ends.gateway)
-    return ends.gateway
-
-
-def _host_of_agents() -> Connection:
-    ends = running_agents()
-    taken_from(ends.host)
-    return ends.host
-
-
-def _gateway_of_rollouts() -> Connection:
-    ends = running(said=hello(role="rollout"), credits=2)
-    ends.gateway.ask(Turn(0, 1))
-    taken_from(ends.gateway)
-    return ends.gateway
-
-
-def _host_stepping() -> Connection:
-    ends = running_reset()
-    taken_from(ends.host)
-    return ends.host
-
-
-def _host_of_rollouts() -> Connection:
-    return running(said=hello(role="rollout")).host
-
-
-def _trainer() -> Connection:
-    return StreamEnds(given=50).trainer
-
-
-def _source() -> Connection:
-    return StreamEnds(known=TrainerSession(TOKEN, taken=50), given=50).source
-
-
-def _client() -> Connection:
-    ends = QueryEnds()
-    taken_from(ends.client)
-    return ends.client
-
-
-def _server() -> Connection:
-    return QueryEnds().server
-
-
+ROLLOUT = hello(role="rollout")
 # Ends, each with streams that it takes.
 ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
     (_new_gateway, [frame_as("hello"), frame_as("hello") + OPEN_PROOF]),
-    (_new_host, [OPEN_CHALLENGE, OPEN_CHALLENGE + OPEN_WELCOME + frame_as("reset")]),
-    (_at_first_gateway, [frame_as("goodbye"), frame_as("refused")]),
-    (_gateway_stepping, [frame_as("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")]),
-    (_new_gateway, [frame_as("agents hello") + OPEN_PROOF]),
-    (_gateway_of_agents, [frame_as("agent rows"), stream_of("ping", "agent rows", "refused")]),
-    (_host_of_agents, [frame_as("agents step"), stream_of("agents step", "ping", "goodbye")]),
-    (_gateway_of_rollouts, [frame_as("fragment"), stream_of("metrics", "fragment", "metrics")]),
-    (_host_stepping, [frame_as("step"), stream_of("ping", "credit", "reset", "step"), stream_of("step", "goodbye")]),
+    (lambda: Ends(host_secret=None).host, [OPEN_CHALLENGE, OPEN_CHALLENGE + OPEN_WELCOME + frame_as("reset")]),
+    (lambda: greeted().gateway, [frame_as("goodbye"), frame_as("refused")]),
     (
-        _host_of_rollouts,
+        lambda: _gateway_asking(running_reset(credits=2), "step"),
+        [frame_as("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")],
+    ),
+    (_new_gateway, [frame_as("agents hello") + OPEN_PROOF]),
+    (
+        lambda: _gateway_asking(running_agents(), "agents step"),
+        [frame_as("agent rows"), stream_of("ping", "agent rows", "refused")],
+    ),
+    (lambda: _flushed(running_agents().host), [frame_as("agents step"), stream_of("agents step", "ping", "goodbye")]),
+    (
+        lambda: _gateway_asking(running(said=ROLLOUT, credits=2), "turn"),
+        [frame_as("fragment"), stream_of("metrics", "fragment", "metrics")],
+    ),
+    (
+        lambda: _flushed(running_reset().host),
+        [frame_as("step"), stream_of("ping", "credit", "reset", "step"), stream_of("step", "goodbye")],
+    ),
+    (
+        lambda: running(said=ROLLOUT).host,
         [stream_of("settings", "states", "weights", "turn", "cut"), stream_of("turn", "ping", "refused")],
     ),
     (
-        _trainer,
+        lambda: StreamEnds(given=50).trainer,
         [
             stream_of("fragment", "come", "finished"),
             stream_of("lent", "ping"),
             stream_of("aside", "ping", "goodbye"),
         ],
     ),
-    (_source, [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")]),
-    (_client, [stream_of("result", "ping"), stream_of("result", "goodbye")]),
-    (_server, [stream_of("query", "ping"), stream_of("query", "query", "refused")]),
+    (
+        lambda: StreamEnds(known=TrainerSession(TOKEN, taken=50), given=50).source,
+        [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")],
+    ),
+    (lambda: _flushed(QueryEnds().client), [stream_of("result", "ping"), stream_of("result", "goodbye")]),
+    (lambda: QueryEnds().server, [stream_of("query", "ping"), stream_of("query", "query", "refused")]),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

@@ -12,9 +12,12 @@ from wire_messages import TOKEN, first_rows, hello, rows
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import (
+    Answer,
     ConnectionBroken,
+    Cut,
     Event,
     Failed,
+    Fragment,
     GatewayConnection,
     GatewaySession,
     Hello,
@@ -24,6 +27,7 @@ from rollflow.stream.wire import (
     Reset,
     Rows,
     Step,
+    Turn,
     Welcome,
 )
 from rollflow.stream.wire.session import TakenRequest
@@ -36,12 +40,15 @@ SOME = st.integers(0, 1000) | st.just(0) | st.just(ALL)
 class TwoEnds(RuleBasedStateMachine):
     """A gateway that asks, a host that answers, and a network that delivers some bytes and loses the others.
 
-    taken    by lane: the numbers of the requests that the host's environments took
-    given    by lane: the numbers of the answers that the gateway handed over, each with what its observations say
+    The host steps environments, or makes whole fragments, whose turns are cut short now and then.
+
+    taken    by lane: the numbers of the requests that the host took
+    given    by lane: the numbers of the answers that the gateway handed over, each with what its arrays say
     """
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(role=st.sampled_from(["env", "rollout"]))
+    def begin(self, role: str) -> None:
+        self.said = hello(role=role)
         self.host_session = HostSession(TOKEN)
         self.session: GatewaySession | None = None
         self.taken: dict[int, list[int]] = {lane: [] for lane in LANES}
@@ -49,7 +56,7 @@ class TwoEnds(RuleBasedStateMachine):
         self.working: dict[int, Request] = {}
         self.failed: set[int] = set()
         self.late: list[tuple[GatewayConnection, bytes]] = []
-        self.ends = Ends(host_session=self.host_session)
+        self.ends = Ends(said=self.said, host_session=self.host_session)
 
     @precondition(lambda self: self.session is not None and len(self.session.under_way) < len(LANES))
     @rule(lane=st.sampled_from(LANES), reset=st.booleans())
@@ -58,9 +65,11 @@ class TwoEnds(RuleBasedStateMachine):
         if any(request.lane == lane for request in self.session.under_way):
             return
         number = self.session.next_number(lane)
-        if number == 1 or lane in self.failed or reset:
+        if self.said.role == "rollout":
+            request: Request = Turn(lane, number)
+        elif number == 1 or lane in self.failed or reset:
             self.failed.discard(lane)
-            request: Request = Reset(lane, number, (number, lane), None)
+            request = Reset(lane, number, (number, lane), None)
         else:
             request = Step(lane, number, np.array([number % 2, lane]))
         if self.ends.gateway.hello is not None and self.ends.gateway.phase.name != "HANDSHAKE":
@@ -68,16 +77,24 @@ class TwoEnds(RuleBasedStateMachine):
         else:
             self.session.ask(request)  # between two connections
 
+    @rule(lane=st.sampled_from(LANES), back=st.integers(0, 2))
+    def cut(self, lane: int, back: int) -> None:
+        is_running = self.session is not None and self.ends.gateway.phase.name == "RUNNING"
+        if self.said.role == "rollout" and is_running and self.asked(lane) > back:
+            self.ends.gateway.tell(Cut(lane, self.asked(lane) - back))
+
     @precondition(lambda self: self.working)
     @rule(lane=st.sampled_from(LANES), fails=st.booleans())
     def answer(self, lane: int, fails: bool) -> None:
         request = self.working.pop(lane, None)
         if request is None:
             return
-        answer: Rows | Failed
+        answer: Answer
         obs = np.full((2, 3), request.number, np.float32)
         if fails:
             answer = Failed.of(request, ValueError(str(request.number)))
+        elif isinstance(request, Turn):
+            answer = Fragment(lane, request.number, {"obs": obs}, {})
         elif isinstance(request, Reset):
             answer = first_rows(lane=lane, number=request.number, obs=obs)
         else:
@@ -104,7 +121,7 @@ class TwoEnds(RuleBasedStateMachine):
         data = old.from_host + taken_from(old.host)
         self.late.append((old.gateway, data[: max(0, len(data) - lost)]))
         assert all(isinstance(event, ConnectionBroken) for event in old.host.ended())
-        self.ends = Ends(host_session=self.host_session)
+        self.ends = Ends(said=self.said, host_session=self.host_session)
         if again:
             self.carry_everything()
 
@@ -127,18 +144,24 @@ class TwoEnds(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """A connection that holds brings everything to its end."""
-        self.ends = Ends(host_session=self.host_session)
+        self.ends = Ends(said=self.said, host_session=self.host_session)
         for _ in range(4):
             self.carry_to_gateway(ALL)
             self.carry_to_host(ALL)
             for lane in LANES:
+                self.cut(lane, 0)
                 self.answer(lane, False)
         self.carry_to_gateway(ALL)
         self.each_is_taken_once_and_given_once_in_order()
         assert self.session is not None
         assert not self.session.under_way
         for lane in LANES:
-            assert len(self.given[lane]) == self.session.next_number(lane) - 1
+            assert len(self.given[lane]) == self.asked(lane)
+
+    def asked(self, lane: int) -> int:
+        """The number of the lane's last request."""
+        assert self.session is not None
+        return self.session.next_number(lane) - 1
 
     def take_at_gateway(self, gateway: GatewayConnection, events: list[Event]) -> None:
         for event in events:
@@ -146,8 +169,9 @@ class TwoEnds(RuleBasedStateMachine):
                 if self.session is None:
                     self.session = GatewaySession(TOKEN, event, LANES, (0, 2))
                 gateway.welcome(self.session)
-            elif isinstance(event, Rows):
-                self.given[event.lane].append((event.number, float(event.obs[0, 0])))
+            elif isinstance(event, Rows | Fragment):
+                obs = event.obs if isinstance(event, Rows) else event.columns["obs"]
+                self.given[event.lane].append((event.number, float(obs[0, 0])))
             else:
                 assert isinstance(event, Failed), event
                 self.failed.add(event.lane)
@@ -155,7 +179,9 @@ class TwoEnds(RuleBasedStateMachine):
 
     def take_at_host(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event, Reset | Step):
+            if isinstance(event, Cut):
+                assert self.working[event.lane].number == event.number
+            elif isinstance(event, Reset | Step | Turn):
                 if isinstance(event, Step):
                     assert event.actions.tolist() == [event.number % 2, event.lane]
                 assert event.lane not in self.working
