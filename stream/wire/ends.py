@@ -1,5 +1,7 @@
 """The two ends of a handshake: initiators send the first Hello, acceptors wait for it."""
 
+from typing import Any
+
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import handshake
 from rollflow.stream.wire.codec.frame import Frame
@@ -11,7 +13,8 @@ from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, 
 class Initiator(Connection):
     """An end whose Hello is the first message of the connection.
 
-    hello      describes this end
+    hello      describes this end, with the token of `session` as its `session`
+    session    this end's memory, the same for one connection after another
     secret     shared secret; None: this end has none
     is_busy    whether this end has another welcomed connection: only a gateway that resumes its session may
                replace that one, and any other is refused
@@ -19,8 +22,12 @@ class Initiator(Connection):
 
     roles = "host", "gateway"
 
-    def __init__(self, hello: handshake.Hello, *, secret: bytes | None, limits: Limits, now: float) -> None:
+    def __init__(
+        self, hello: handshake.Hello, session: Any, *, secret: bytes | None, limits: Limits, now: float
+    ) -> None:
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
+        assert hello.session == session.token
+        self.session = session
         self.is_busy = False
         self._hello, self._secret = hello, secret
         self._transcript: bytes | None = None  # once the Challenge has come
@@ -84,11 +91,13 @@ class Acceptor(Connection):
     nonce       32 random bytes, new for every connection
     secret      shared secret; None: this end has none, and refuses a peer that has one
     hello       the other end's Hello; None before its proof has come
+    session     this end's memory of the other one; None before it is welcomed
     accepts     role of a Hello that this end accepts; None: `_check` says so
     """
 
     roles = "gateway", "host"
     accepts: str | None = None
+    session: Any = None
 
     def __init__(
         self,
@@ -114,16 +123,21 @@ class Acceptor(Connection):
                 f"hello.role is {hello.role!r}, expected {self.accepts!r}: this is a {self.roles[0]}", "role"
             )
 
-    def _welcome(self, token: bytes, *, resumed: bool, credits: int, lanes: tuple[handshake.LaneGrant, ...]) -> None:
+    def _welcome(self, session: Any, *, credits: int, lanes: tuple[handshake.LaneGrant, ...]) -> None:
         """Answer the Hello. Raises WireError if there is none to answer, or it has another session."""
         if self.phase is not ConnectionPhase.HANDSHAKE or self.hello is None:
             raise WireError(f"welcome: no {self.roles[1]} waits for it", "order")
-        if self.hello.session != token:
+        if self.hello.session != session.token:
             raise WireError(f"welcome: the session is not the one that the {self.roles[1]} named", "session")
         mac = handshake.prove(self._secret, handshake.GATEWAY, self._transcript)
-        self._send(handshake.Welcome(mac, token, resumed, credits, lanes))
+        self._send(handshake.Welcome(mac, session.token, session.is_welcomed, credits, lanes))
+        self.session, session.is_welcomed = session, True
         self.phase = ConnectionPhase.RUNNING
         self._decoder.widen(self.limits.max_frame)
+
+    def _take(self, message: Message, frame: Frame) -> list[Event]:
+        has_left = self.session is None and self.phase is not ConnectionPhase.HANDSHAKE  # in the handshake
+        return [] if has_left else super()._take(message, frame)
 
     def _take_handshake(self, message: Message, frame: Frame) -> list[Event]:
         if isinstance(message, handshake.Hello) and self._unproved is None:

@@ -14,8 +14,6 @@ from rollflow.stream.wire.session import AnswerSchema, GatewaySession, HostSessi
 class HostConnection(Initiator):
     """A host's end. Constructed as an `Initiator`.
 
-    hello      has the token of `session` as its `session`
-    session    the host's memory, the same for one connection after another
     credits    unrequested messages that the host may send
 
     Events:
@@ -29,11 +27,11 @@ class HostConnection(Initiator):
     Raises WireError for invalid spaces in `hello`.
     """
 
+    session: HostSession
+
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
-        super().__init__(hello, secret=secret, limits=limits, now=now)
-        assert hello.session == session.token
+        super().__init__(hello, session, secret=secret, limits=limits, now=now)
         self.credits = 0
-        self._session = session
         self._form = form_of(hello)
 
     def answer(self, request: messages.Request, answer: messages.Answer) -> bool:
@@ -47,14 +45,14 @@ class HostConnection(Initiator):
         "undelivered" says that the connection is broken: the answer waits for the next one.
         """
         check_answer(request, answer, self._hello.role)
-        if not self._session.waits_for(request):
+        if not self.session.waits_for(request):
             return False
         if isinstance(answer, messages.Rows | AgentRows) and isinstance(request, messages.Reset | messages.Step):
-            self._form.check_rows(answer, request, self._session.slots_of(request.lane))
-        buffers = encoded(answer, self._session.max_frame, self.peer)
-        self._session.keep(answer)
-        if self._session.send is not None:
-            self._session.send(buffers, answer.lane)
+            self._form.check_rows(answer, request, self.session.slots_of(request.lane))
+        buffers = encoded(answer, self.session.max_frame, self.peer)
+        self.session.keep(answer)
+        if self.session.send is not None:
+            self.session.send(buffers, answer.lane)
         return True
 
     def tell(self, news: Message) -> None:
@@ -70,9 +68,9 @@ class HostConnection(Initiator):
         self.credits -= takes_credit
 
     def _begin(self, welcome: Welcome) -> None:
-        self._session.begin(welcome, self._hello)
-        self._session.max_frame = self._peer_max_frame
-        self._session.send = self._queue_if_running
+        self.session.begin(welcome, self._hello)
+        self.session.max_frame = self._peer_max_frame
+        self.session.send = self._queue_if_running
         self.credits = welcome.credits
 
     def _take_running(self, message: Message) -> list[Event]:
@@ -81,21 +79,21 @@ class HostConnection(Initiator):
                 self.credits += message.count
                 return []
             case messages.Reset() | messages.Step() if self._hello.role in ("env", "agents"):
-                request = self._form.check_request(message, self._session.slots_of(message.lane))
+                request = self._form.check_request(message, self.session.slots_of(message.lane))
                 return self._take_request(request)
             case messages.Turn() if self._hello.role in ROLLOUTS:
                 return self._take_request(message)
             case messages.Settings() | messages.Weights() | messages.States() if self._hello.role in ROLLOUTS:
                 return [message]
             case messages.Cut() if self._hello.role in ROLLOUTS:
-                return [message] if self._session.cuts(message) else []
+                return [message] if self.session.cuts(message) else []
             case _:
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
 
     def _take_request(self, request: messages.Request) -> list[Event]:
-        taken = self._session.take(request)
+        taken = self.session.take(request)
         if taken is TakenRequest.AGAIN:
-            answer = self._session.answer_to(request)
+            answer = self.session.answer_to(request)
             self._send(answer, answer.lane)
         return [request] if taken is TakenRequest.NEW else []
 
@@ -115,7 +113,7 @@ class GatewayConnection(Acceptor):
 
     credits = 0
     _form: AnswerSchema | None = None
-    _session: GatewaySession | None = None
+    session: GatewaySession | None = None
 
     def welcome(self, session: GatewaySession, *, credits: int = 0) -> None:
         """Welcome the host, with the new or earlier session that its Hello names.
@@ -126,10 +124,8 @@ class GatewayConnection(Acceptor):
         """
         if session.is_welcomed and self.hello is not None:
             session.check_same(self.hello)
-        self._welcome(session.token, resumed=session.is_welcomed, credits=credits, lanes=session.grants())
+        self._welcome(session, credits=credits, lanes=session.grants())
         self.credits = credits
-        self._session = session
-        session.is_welcomed = True
         session.send = self._queue_if_running
         for request in session.under_way:
             self._send(request, request.lane)
@@ -170,16 +166,14 @@ class GatewayConnection(Acceptor):
             super().tell(news)
 
     def _welcomed(self, what: str) -> tuple[GatewaySession, AnswerSchema]:
-        if self._session is None or self._form is None:
+        if self.session is None or self._form is None:
             raise WireError(f"{what}: the host has not been welcomed", "order")
-        return self._session, self._form
+        return self.session, self._form
 
     def _check(self, hello: Hello) -> None:
         self._form = form_of(hello)
 
     def _take_running(self, message: Message) -> list[Event]:
-        if self._session is None:
-            return []  # after a goodbye in the handshake
         if isinstance(message, messages.Answer):
             return self._take_answer(message)
         if isinstance(message, messages.Metrics):

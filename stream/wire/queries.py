@@ -9,8 +9,7 @@ that remembers the client, and answered once.
 from collections.abc import Sequence
 
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
-from rollflow.stream.wire.codec.limits import Limits
+from rollflow.stream.wire.codec.handshake import LaneGrant, Welcome
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import Query, Result
 from rollflow.stream.wire.connection import ConnectionPhase, Event, encoded
@@ -61,19 +60,12 @@ class ClientSession:
 class SamplerConnection(Initiator):
     """A sampler's end, with a Hello of role "sampler". Constructed as an `Initiator`.
 
-    session    the client's memory, the same for one connection after another
-
     Events: Welcome, Results, each request's once, and at the end Goodbye or ConnectionBroken. Requests without an
     answer are sent again as soon as the Welcome has come.
     """
 
     roles = "sampler", "replay host"
-
-    def __init__(
-        self, hello: Hello, session: ClientSession, *, secret: bytes | None, limits: Limits, now: float
-    ) -> None:
-        super().__init__(hello, secret=secret, limits=limits, now=now)
-        self._session = session
+    session: ClientSession
 
     def ask(self, request: Query) -> None:
         """Send a request, whose arrays must not change until it is answered; or have the next connection send it.
@@ -82,23 +74,23 @@ class SamplerConnection(Initiator):
         the code "undelivered" says that the connection is broken: the next one sends it.
         """
         buffers = encoded(request, self._peer_max_frame, self.peer)
-        self._session.ask(request)
+        self.session.ask(request)
         if self.phase is ConnectionPhase.RUNNING:
             self._queue(buffers)
 
     def _begin(self, welcome: Welcome) -> None:
         if welcome.credits < 1:
             raise WireError("welcome.credits is 0, expected the requests that may be under way", "session")
-        self._session.window = welcome.credits
-        for request in self._session.under_way:
+        self.session.window = welcome.credits
+        for request in self.session.under_way:
             self._send(request)
 
     def _take_running(self, message: Message) -> list[Event]:
         if isinstance(message, Result):
-            if message.number > self._session.number:
-                most = self._session.number
+            if message.number > self.session.number:
+                most = self.session.number
                 raise WireError(f"{message.kind} {message.number}, expected at most {most}", "number")
-            return [message] if self._session.drop(message.number) else []
+            return [message] if self.session.drop(message.number) else []
         raise WireError(f"{message.kind} to a {self.roles[0]}, expected {Result.kind}", "order")
 
 
@@ -158,14 +150,12 @@ class ReplayConnection(Acceptor):
 
     roles = "replay host", "sampler"
     accepts = "sampler"
-    _session: ServerSession | None = None
+    session: ServerSession | None = None
 
     def welcome(self, session: ServerSession) -> None:
         """Welcome the client, with the session that its Hello names. Raises WireError if no Hello has come."""
         grants = (LaneGrant(0, 1, 0, 0),)
-        self._welcome(session.token, resumed=session.is_welcomed, credits=session.window, lanes=grants)
-        self._session = session
-        session.is_welcomed = True
+        self._welcome(session, credits=session.window, lanes=grants)
 
     def answer(self, answer: Result) -> None:
         """Answer a request; a connection that does not run leaves the answer to the next one.
@@ -173,18 +163,17 @@ class ReplayConnection(Acceptor):
         Raises WireError if the answer is larger than the client takes: it is then not answered. A WireError with the
         code "undelivered" says that the connection is broken: the next one sends the answer.
         """
-        assert self._session is not None
+        assert self.session is not None
         buffers = encoded(answer, self._peer_max_frame, self.peer)
-        self._session.keep(answer)
+        self.session.keep(answer)
         if self.phase is ConnectionPhase.RUNNING:
             self._queue(buffers)
 
     def _take_running(self, message: Message) -> list[Event]:
-        if self._session is None:
-            return []  # after a goodbye in the handshake
         if isinstance(message, Query):
-            taken = self._session.take(message)
+            assert self.session is not None
+            taken = self.session.take(message)
             if taken is TakenRequest.AGAIN:
-                self._send(self._session.answer_to(message.number))
+                self._send(self.session.answer_to(message.number))
             return [message] if taken is TakenRequest.NEW else []
         raise WireError(f"{message.kind} from a {self.roles[1]}, expected {Query.kind}", "order")

@@ -179,7 +179,7 @@ class _Lane:
     slots: int
     number: int = 0  # number of the last request
     request: Request | None = None  # the last request; a gateway has it while it is under way
-    needs_reset: bool = True
+    needs_reset: bool = True  # a host's
     answer: Answer | None = None  # a host's, to that request; None: it is being done
     first_slot: int = 0  # a gateway's number of it
     turns: AgentTurns | None = None  # a gateway's; None: environments have one agent each
@@ -317,11 +317,9 @@ class GatewaySession(Session):
         super().__init__(token)
         self.hello = hello
         self.is_welcomed = False
-        steps, has_several = hello.role not in ROLLOUTS, hello.role == "agents"
+        has_several = hello.role == "agents"
         self._lanes = {
-            lane: _Lane(
-                slots, needs_reset=steps, first_slot=first, turns=AgentTurns(hello, slots) if has_several else None
-            )
+            lane: _Lane(slots, first_slot=first, turns=AgentTurns(hello, slots) if has_several else None)
             for lane, slots, first in zip(lanes, hello.slots, first_slots, strict=True)
         }
 
@@ -357,12 +355,11 @@ class GatewaySession(Session):
         return self._lane(lane).turns
 
     def ask(self, request: Request) -> None:
-        """Record that a request is under way: the next one of a lane that has none, a reset where it needs one."""
+        """Record that a request is under way: the next one of a lane that has none."""
         lane = self._lane(request.lane)
         assert lane.request is None
         assert request.number == lane.number + 1
         assert isinstance(request, Turn) == (self.hello.role in ROLLOUTS)
-        assert isinstance(request, Reset) or not lane.needs_reset
         lane.number, lane.request = request.number, request
 
     def asked(self, answer: Answer) -> Request | None:
@@ -380,8 +377,6 @@ class GatewaySession(Session):
         lane = self._lane(answer.lane)
         if lane.turns is not None and isinstance(answer, AgentRows):
             lane.turns.take(answer)
-        if not isinstance(lane.request, Turn):
-            lane.needs_reset = isinstance(answer, Failed)
         lane.request = None
 
 

@@ -6,8 +6,7 @@ last fragment that it has got; the source goes on after it. So each is taken onc
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import messages
-from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
-from rollflow.stream.wire.codec.limits import Limits
+from rollflow.stream.wire.codec.handshake import LaneGrant, Welcome
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.connection import Event
 from rollflow.stream.wire.ends import Acceptor, Initiator
@@ -34,7 +33,6 @@ class SourceSession:
 class SourceConnection(Initiator):
     """A source's end, with a Hello of role "source". Constructed as an `Initiator`.
 
-    session    the source's memory, the same for one connection after another
     next       number of the fragment that is to be sent next, once the Welcome has come
 
     Events: Welcome; then Settings, Weights, BlocksReleased, and Done, which is for `SourceSession.take`; at the end
@@ -42,13 +40,8 @@ class SourceConnection(Initiator):
     """
 
     roles = "rollout", "trainer"
-
-    def __init__(
-        self, hello: Hello, session: SourceSession, *, secret: bytes | None, limits: Limits, now: float
-    ) -> None:
-        super().__init__(hello, secret=secret, limits=limits, now=now)
-        self.session = session
-        self.next = 0
+    session: SourceSession
+    next = 0
 
     def send(self, fragment: messages.Fragment | messages.Lent) -> None:
         """Send the next fragment, whose arrays must not change until they are sent, or while they are lent.
@@ -143,22 +136,19 @@ class TrainerConnection(Acceptor):
 
     roles = "trainer", "rollout"
     accepts = "source"
-    _session: TrainerSession | None = None
+    session: TrainerSession | None = None
     _is_first = True  # the next fragment is the first of this connection
 
     def welcome(self, session: TrainerSession) -> None:
         """Welcome the source, with the session that its Hello names. Raises WireError if no Hello has come."""
         slots = 1 if self.hello is None else self.hello.num_envs
         grant = LaneGrant(0, slots, 0, session.taken)
-        self._welcome(session.token, resumed=session.is_welcomed, credits=0, lanes=(grant,))
-        self._session = session
-        session.is_welcomed = True
+        self._welcome(session, credits=0, lanes=(grant,))
 
     def _take_running(self, message: Message) -> list[Event]:
-        if self._session is None:
-            return []  # after a goodbye in the handshake
         if isinstance(message, messages.Fragment | messages.Lent):
-            self._session.take(message.number, may_skip=self._is_first)
+            assert self.session is not None
+            self.session.take(message.number, may_skip=self._is_first)
             self._is_first = False
             return [message]
         if isinstance(

@@ -41,7 +41,7 @@ def test_what_a_server_must_not_be_sent_is_refused(message: str) -> None:
 
 def test_an_answer_that_nobody_asked_for_is_refused_and_one_that_was_given_up_is_dropped() -> None:
     ends = QueryEnds()
-    ends.client._session.drop(3)
+    ends.client.session.drop(3)
     assert ends.client.receive(b"".join(encode(result(3))), 0.0) == []
     (event,) = ends.client.receive(b"".join(encode(result(4))), 0.0)
     assert isinstance(event, ConnectionBroken)
