@@ -15,6 +15,7 @@ from time import monotonic
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost
 from rollflow.nodes.env.remote.software import software
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import require
 from rollflow.stream.net import backoff
@@ -23,20 +24,6 @@ from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
-from rollflow.stream.wire import (
-    NONCE_BYTES,
-    Cut,
-    GatewayConnection,
-    GatewaySession,
-    Goodbye,
-    Hello,
-    Message,
-    Metrics,
-    Request,
-    Settings,
-    States,
-    Weights,
-)
 from rollflow.stream.wire.codec.field import shown
 from rollflow.stream.wire.codec.spaces import read_space
 
@@ -59,7 +46,7 @@ _TEND_S = 0.25  # how long nobody may look at the sockets
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _GOODBYE_S = 1.0
 _MUCH = 1 << 16  # bytes that wait for a host
-HostNews = Weights | States | Settings | Cut  # that hosts don't answer
+HostNews = wire.Weights | wire.States | wire.Settings | wire.Cut  # that hosts don't answer
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
 
 
@@ -79,7 +66,7 @@ class Registry:
         self.hosts: dict[bytes, RemoteHost] = {}
         self.news: deque[HostEvent] = deque()
         self._role, self._max_hosts = role, max_hosts
-        self._first: Hello | None = None
+        self._first: wire.Hello | None = None
         self._next_lane = self._next_slot = 0
         self._host_of: dict[int, RemoteHost] = {}
 
@@ -87,11 +74,11 @@ class Registry:
         """The host that a lane is, or was, on."""
         return self._host_of[lane]
 
-    def session_for(self, hello: Hello) -> GatewaySession:
+    def session_for(self, hello: wire.Hello) -> wire.GatewaySession:
         """Session for a new host, for `join`. Raises WireError where the host can't be taken."""
         self._check(hello)
         lanes = range(self._next_lane, self._next_lane + len(hello.slots))
-        return GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
+        return wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
 
     def join(self, host: RemoteHost) -> None:
         """Add a new host, with the session of the last `session_for`; it may take a lost host's place."""
@@ -112,7 +99,7 @@ class Registry:
         host.reminder = Reminder(now)
         logger.warning("host %s is lost: %s; it has %g s to come back", host.name, error, grace_s)
 
-    def take_back(self, host: RemoteHost, connection: GatewayConnection, now: float) -> None:
+    def take_back(self, host: RemoteHost, connection: wire.GatewayConnection, now: float) -> None:
         """Note that a host has another connection."""
         gone = "" if host.lost_at is None else f" after {now - host.lost_at:.1f} s"
         host.connection, host.lost_at, host.is_away = connection, None, False
@@ -179,7 +166,7 @@ class Registry:
         named = [host for host in newcomers if host.session.hello.name == lost.session.hello.name]
         return next(iter(named or (newcomers if any_name else ())), None)
 
-    def _check(self, hello: Hello) -> None:
+    def _check(self, hello: wire.Hello) -> None:
         if hello.role != self._role:
             here, wanted = _WANTED[self._role]
             is_for = f"; this host is for {_WANTED[hello.role][0]}" if hello.role in _WANTED else ""
@@ -206,7 +193,7 @@ class Registry:
 
 
 @dataclass(slots=True, eq=False)
-class HostPeer(Peer[GatewayConnection]):
+class HostPeer(Peer[wire.GatewayConnection]):
     """Connection of a host; `host` is None until it has been taken in."""
 
     host: RemoteHost | None = None
@@ -272,7 +259,7 @@ class Gateway:
         while self._registry.news:
             yield self._registry.news.popleft()
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: wire.Request) -> None:
         """Ask the host of a lane for something; it may take more than one connection.
 
         A host that takes no frame as large has to leave. Raises WireError for what can't be asked of any.
@@ -285,7 +272,7 @@ class Gateway:
                 self._could_not_ask(host, error)
             self._write(host.connection)
 
-    def tell(self, host: RemoteHost, news: HostNews, through: GatewayConnection) -> bool:
+    def tell(self, host: RemoteHost, news: HostNews, through: wire.GatewayConnection) -> bool:
         """Tell a host something that needs no answer; False: it could not be told, since that connection is lost.
 
         Arrays must stay as they are until sent. A host that takes no frame as large has to leave. From any thread.
@@ -371,7 +358,7 @@ class Gateway:
         else:
             raise error
 
-    def _write(self, connection: GatewayConnection) -> None:
+    def _write(self, connection: wire.GatewayConnection) -> None:
         peer = self._loop.peer_of(connection)
         if peer is not None:
             self._loop.write(peer)
@@ -387,9 +374,9 @@ class Gateway:
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> HostPeer:
         """Peer of a socket with a host at its other end."""
-        connection = GatewayConnection(
+        connection = wire.GatewayConnection(
             software=software(),
-            nonce=secrets.token_bytes(NONCE_BYTES),
+            nonce=secrets.token_bytes(wire.NONCE_BYTES),
             secret=self._envs.secret,
             limits=self._envs.limits,
             now=now,
@@ -398,17 +385,17 @@ class Gateway:
         transport = transport_for(sock, connection, self._envs.tls, dialled=address)
         return HostPeer(transport, connection, where, dialled=dialled)
 
-    def handle(self, peer: HostPeer, event: Message, now: float) -> None:
+    def handle(self, peer: HostPeer, event: wire.Message, now: float) -> None:
         """Take a message of a host."""
         match event:
-            case Hello():
+            case wire.Hello():
                 self._take_in(peer, event, now)
-            case Goodbye():
+            case wire.Goodbye():
                 self._loop.drop(peer)
                 if peer.host is not None and peer.host.connection is peer.connection:
                     peer.host.has_drained = event.drained
                     self._registry.leave(peer.host, f"said goodbye: {event.reason}")
-            case Metrics():
+            case wire.Metrics():
                 assert peer.host is not None
                 self._registry.news.append(HostEvent("progressed", peer.host, event.metrics))
             case _:
@@ -430,7 +417,7 @@ class Gateway:
                 host.lost_at = now
                 self._registry.leave(host, str(error))
 
-    def _take_in(self, peer: HostPeer, hello: Hello, now: float) -> None:
+    def _take_in(self, peer: HostPeer, hello: wire.Hello, now: float) -> None:
         """Take in a host that has proved itself: a new one, or one that comes back. Raises WireError for others."""
         host = self.hosts.get(hello.session)
         if host is not None:

@@ -18,6 +18,7 @@ from rollflow.nodes.env.remote.host_lane import check_alike
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
+from rollflow.stream import wire
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
@@ -28,27 +29,6 @@ from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.observe.stacks import answering_dumps
-from rollflow.stream.wire import (
-    NONCE_BYTES,
-    SESSION_BYTES,
-    VERSION,
-    Address,
-    Answer,
-    Failed,
-    Goodbye,
-    Hello,
-    HostConnection,
-    HostSession,
-    Limits,
-    Message,
-    Request,
-    Reset,
-    Step,
-    Turn,
-    Welcome,
-    check_secret,
-    parse_address,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +38,7 @@ _ENDING = {False: "stopped", True: "drained"}  # why it ends, by whether it was 
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session"  # after which it redials
 
-HostPeer = Peer[HostConnection]
+HostPeer = Peer[wire.HostConnection]
 
 
 class Drain:
@@ -143,13 +123,13 @@ class Host:
         secret: Secret,
         tls: ssl.SSLContext | None,
         name: str | None,
-        limits: Limits | None,
+        limits: wire.Limits | None,
         metadata: dict[str, Any],
     ) -> None:
         # Two hosts of one machine are not taken for each other.
         self.name = f"{socket.gethostname()}-{os.getpid()}" if name is None else name
         self._tls = tls
-        self._limits = Limits() if limits is None else limits
+        self._limits = wire.Limits() if limits is None else limits
         with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
             self._secret = secret_bytes(secret)
             check_alike(lanes)
@@ -176,17 +156,17 @@ class Host:
         A connection that can't be made, or breaks, is dialled again for up to `retry_s` seconds, None for ever. Raises
         WireError where the gateway refuses, is not to be reached, or does not know the secret.
         """
-        target = parse_address(address)
-        check_secret(target, self._secret)
+        target = wire.parse_address(address)
+        wire.check_secret(target, self._secret)
         check_tls(target, self._tls)
         with self._serving, answering_dumps():
             return self._serve_dialled(target, retry_s)
 
     @contextmanager
-    def listening(self, address: str) -> Iterator[Address]:
+    def listening(self, address: str) -> Iterator[wire.Address]:
         """Listen on an address, which is given with the port that it has; what comes is served by `serve`."""
-        target = parse_address(address)
-        check_secret(target, self._secret)
+        target = wire.parse_address(address)
+        wire.check_secret(target, self._secret)
         self._listeners = listen_on(target)
         try:
             yield address_of(self._listeners[0])
@@ -256,7 +236,7 @@ class Host:
 
     # Connections
 
-    def _serve_dialled(self, target: Address, retry_s: float | None) -> str:
+    def _serve_dialled(self, target: wire.Address, retry_s: float | None) -> str:
         """Dial a gateway, again and again, and serve it until it says goodbye: its reason."""
         self._redialler = redialler = Redialler(
             "gateway",
@@ -375,9 +355,9 @@ class Host:
             for peer in self._loop.peers:
                 peer.connection.is_busy = self._welcomed_peer is not None and peer is not self._welcomed_peer
 
-    def _peer_on(self, sock: socket.socket, where: str, dialled: Address | None) -> HostPeer:
+    def _peer_on(self, sock: socket.socket, where: str, dialled: wire.Address | None) -> HostPeer:
         """Peer of a socket with a gateway at its other end, which is told hello."""
-        connection = HostConnection(
+        connection = wire.HostConnection(
             self._hello(), self._session, secret=self._secret, limits=self._limits, now=monotonic()
         )
         connection.is_busy = self._welcomed_peer is not None
@@ -389,17 +369,17 @@ class Host:
         """Peer of a socket that a gateway has dialled."""
         return self._peer_on(sock, where, None)
 
-    def handle(self, peer: HostPeer, event: Message, now: float) -> None:
+    def handle(self, peer: HostPeer, event: wire.Message, now: float) -> None:
         """Take a message of a gateway."""
         match event:
-            case Welcome():
+            case wire.Welcome():
                 self._take_over(peer, was_known=event.resumed)
                 self._place_of = {grant.lane: place for place, grant in enumerate(event.lanes)}
                 self._welcomed(event)
-            case Reset() | Step() | Turn():
+            case wire.Reset() | wire.Step() | wire.Turn():
                 if self._drain is None:  # else nothing more is begun
                     self._begin(peer.connection, event)
-            case Goodbye():
+            case wire.Goodbye():
                 if peer is self._welcomed_peer:
                     self._begin_anew()
                 self._parting = event.reason
@@ -422,7 +402,7 @@ class Host:
 
     # For subclasses
 
-    def _welcomed(self, welcome: Welcome) -> None:
+    def _welcomed(self, welcome: wire.Welcome) -> None:
         """Begin for a gateway that has taken this host in."""
 
     def _dismissed(self) -> None:
@@ -431,29 +411,29 @@ class Host:
     def _cut_short(self) -> None:
         """Have lanes come to an end with what they are at, as this host drains."""
 
-    def _work_on(self, lane: Any, request: Any) -> Callable[[], Answer | None]:
+    def _work_on(self, lane: Any, request: Any) -> Callable[[], wire.Answer | None]:
         """Work for the lane's thread; where it gives None, nobody wants the answer any more."""
         raise NotImplementedError
 
-    def _take_news(self, news: Message) -> None:
+    def _take_news(self, news: wire.Message) -> None:
         """Take a message that is no request."""
 
-    def _report(self, connection: HostConnection) -> None:
+    def _report(self, connection: wire.HostConnection) -> None:
         """Tell the gateway what it has not asked for, with the lock held."""
 
-    def _failed(self, request: Any, error: Exception) -> Answer | None:
+    def _failed(self, request: Any, error: Exception) -> wire.Answer | None:
         """Answer where a lane's work has raised."""
-        return Failed.of(request, error)
+        return wire.Failed.of(request, error)
 
     # Inside
 
-    def _hello(self) -> Hello:
-        return Hello(
-            versions=(VERSION, VERSION),
+    def _hello(self) -> wire.Hello:
+        return wire.Hello(
+            versions=(wire.VERSION, wire.VERSION),
             role=self.role,
             software=software(),
             name=self.name,
-            nonce=secrets.token_bytes(NONCE_BYTES),
+            nonce=secrets.token_bytes(wire.NONCE_BYTES),
             session=self._session.token,
             max_frame=self._limits.max_frame,
             slots=tuple(lane.env.num_envs for lane in self._lanes),
@@ -464,7 +444,7 @@ class Host:
 
     def _offer_session(self) -> None:
         """Have another session: there is no rollout."""
-        self._session = HostSession(secrets.token_bytes(SESSION_BYTES))
+        self._session = wire.HostSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._place_of = {}
 
     def _busy_lanes(self) -> list[int]:
@@ -488,15 +468,17 @@ class Host:
                 closings.append((f"the environments of lane {place}", lane.env.close))
         close_all(closings)
 
-    def _begin(self, connection: HostConnection, request: Request) -> None:
+    def _begin(self, connection: wire.HostConnection, request: wire.Request) -> None:
         """Have a lane's thread do a request. From the thread that has the sockets."""
         place = self._place_of[request.lane]
         self._begun[place] += 1
         work = self._work_on(self._lanes[place], request)
         self._threads.put(place, partial(self._do, place, connection, request, work))
 
-    def _do(self, place: int, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
-        answer: Answer | None
+    def _do(
+        self, place: int, connection: wire.HostConnection, request: wire.Request, work: Callable[[], wire.Answer | None]
+    ) -> None:
+        answer: wire.Answer | None
         try:
             answer = work()
         except BaseException as error:
@@ -508,7 +490,7 @@ class Host:
             self._done[place] += 1
             self._send_answer()
 
-    def _give(self, connection: HostConnection, request: Request, answer: Answer) -> None:
+    def _give(self, connection: wire.HostConnection, request: wire.Request, answer: wire.Answer) -> None:
         try:
             connection.answer(request, answer)
         except (WireError, ColumnError) as error:

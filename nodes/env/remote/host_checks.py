@@ -13,32 +13,11 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector.utils import batch_space
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.space import space_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.net.transport import TLS_BEGINS, tls_problem
-from rollflow.stream.wire import (
-    NONCE_BYTES,
-    AgentForm,
-    AgentRows,
-    ConnectionBroken,
-    Failed,
-    FrameDecoder,
-    GatewayConnection,
-    GatewaySession,
-    Goodbye,
-    Hello,
-    Limits,
-    Message,
-    Ping,
-    Pong,
-    Refused,
-    Reset,
-    Rows,
-    Step,
-    decode,
-    encode,
-)
 from rollflow.stream.wire.session import form_of
 
 _TLS_S = 10.0  # how long it may take to agree on how to encrypt
@@ -64,30 +43,30 @@ class HostDialogue:
         self.role = ""
 
     @contextmanager
-    def begun(self, session: GatewaySession | None = None) -> Iterator["RawConnection"]:
+    def begun(self, session: wire.GatewaySession | None = None) -> Iterator["RawConnection"]:
         """A connection after its handshake, with a new session or one that goes on."""
         with self.opened() as sock:
             sock.settimeout(self.patience_s)
             yield RawConnection(self.shaken(sock, session), sock)
 
-    def shaken(self, sock: socket.socket, session: GatewaySession | None) -> GatewaySession:
+    def shaken(self, sock: socket.socket, session: wire.GatewaySession | None) -> wire.GatewaySession:
         """Go through the handshake. Raises ProtocolViolation where the host does something else."""
-        gateway = GatewayConnection(
+        gateway = wire.GatewayConnection(
             software="rollflow check-host",
-            nonce=secrets.token_bytes(NONCE_BYTES),
+            nonce=secrets.token_bytes(wire.NONCE_BYTES),
             secret=self.secret,
-            limits=Limits(),
+            limits=wire.Limits(),
             now=monotonic(),
         )
-        hello: Hello | None = None
+        hello: wire.Hello | None = None
         while hello is None:
             for event in _received(sock, gateway, "the handshake"):
-                if isinstance(event, Hello):
+                if isinstance(event, wire.Hello):
                     hello = event
         self.role = hello.role
         if session is None:
             lanes = range(10, 10 + len(hello.slots))
-            session = GatewaySession(hello.session, hello, lanes, hello.first_slots(0))
+            session = wire.GatewaySession(hello.session, hello, lanes, hello.first_slots(0))
         gateway.welcome(session)
         _flush(sock, gateway)
         return session
@@ -100,53 +79,53 @@ class RawConnection:
     the welcome, and for the request that was sent again.
     """
 
-    def __init__(self, session: GatewaySession, sock: socket.socket) -> None:
+    def __init__(self, session: wire.GatewaySession, sock: socket.socket) -> None:
         self.session, self.sock = session, sock
         self._sent_again = {(request.lane, request.number) for request in session.under_way}
         self.hello = session.hello
         self.lane = session.lanes[0]
         self.form = form_of(self.hello)
-        self._decoder = FrameDecoder(Limits().max_frame)
-        self._waiting: list[Message] = []
+        self._decoder = wire.FrameDecoder(wire.Limits().max_frame)
+        self._waiting: list[wire.Message] = []
 
     @property
     def slots(self) -> int:
         """Environments of the first lane."""
         return self.session.slots_of(self.lane)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: wire.Message) -> None:
         """Send a message as it is."""
-        self.sock.sendall(b"".join(encode(message)))
+        self.sock.sendall(b"".join(wire.encode(message)))
 
-    def next(self, what: str) -> Message:
+    def next(self, what: str) -> wire.Message:
         """The next message. Raises ProtocolViolation where none comes."""
         while not self._waiting:
             data = _data(self.sock, what)
             if not data:
                 raise ProtocolViolation(f"closed the connection, expected {what}")
-            self._waiting += [decode(frame) for frame in self._decoder.feed(data)]
+            self._waiting += [wire.decode(frame) for frame in self._decoder.feed(data)]
         return self._waiting.pop(0)
 
-    def expect(self, kind: type[Message], what: str) -> Any:
+    def expect(self, kind: type[wire.Message], what: str) -> Any:
         """The next message, of this kind. Raises ProtocolViolation for another."""
         message = self.next(what)
         if not isinstance(message, kind):
             raise ProtocolViolation(f"sent {shown(message)}, expected {what}")
         return message
 
-    def ask(self, request: Reset | Step) -> Rows | AgentRows:
+    def ask(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
         """Send a valid request: its answer. Raises ProtocolViolation where that fails, or does not fit."""
         self.put(request)
         return self.answer_to(request)
 
-    def put(self, request: Reset | Step) -> None:
+    def put(self, request: wire.Reset | wire.Step) -> None:
         """Send a valid request, whose answer is waited for from now on."""
         self.session.ask(request)
         self.send(request)
 
-    def answer_to(self, request: Reset | Step) -> Rows | AgentRows:
+    def answer_to(self, request: wire.Reset | wire.Step) -> wire.Rows | wire.AgentRows:
         """The next message, as the answer to this; one that came before and may come twice is dropped."""
-        kind: Any = AgentRows if self.hello.role == "agents" else Rows
+        kind: Any = wire.AgentRows if self.hello.role == "agents" else wire.Rows
         answer = self._next_answer(kind, request)
         if (answer.lane, answer.number) in self._sent_again and self.session.asked(answer) is None:
             self._sent_again.remove((answer.lane, answer.number))
@@ -156,44 +135,44 @@ class RawConnection:
                 f"sent {shown(answer)} of lane {answer.lane}, expected that of lane {request.lane}, "
                 f"number {request.number}"
             )
-        if isinstance(answer, Failed):
+        if isinstance(answer, wire.Failed):
             raise ProtocolViolation(f"failed at {request.kind} {request.number}: {answer.type}: {answer.text}")
-        rows: Rows | AgentRows = self.form.check_rows(answer, request, self.session.slots_of(request.lane))
+        rows: wire.Rows | wire.AgentRows = self.form.check_rows(answer, request, self.session.slots_of(request.lane))
         if self.session.asked(answer) is not None:
             self.session.take(rows)
         return rows
 
-    def _next_answer(self, kind: Any, request: Reset | Step) -> Any:
-        return self.expect(kind | Failed, f"{kind.kind} for {request.kind} {request.number}")
+    def _next_answer(self, kind: Any, request: wire.Reset | wire.Step) -> Any:
+        return self.expect(kind | wire.Failed, f"{kind.kind} for {request.kind} {request.number}")
 
-    def reset(self, seed: int = 1, lane: int | None = None) -> Rows | AgentRows:
+    def reset(self, seed: int = 1, lane: int | None = None) -> wire.Rows | wire.AgentRows:
         """Reset a lane with seeds."""
         lane = self.lane if lane is None else lane
         return self.ask(self.reset_request(seed, lane))
 
-    def reset_request(self, seed: int, lane: int) -> Reset:
+    def reset_request(self, seed: int, lane: int) -> wire.Reset:
         """Request for the reset of a lane with seeds."""
         seeds = tuple(seed + slot for slot in range(self.session.slots_of(lane)))
-        return Reset(lane, self.session.next_number(lane), seeds, None)
+        return wire.Reset(lane, self.session.next_number(lane), seeds, None)
 
-    def step(self, actions: Tree) -> Rows | AgentRows:
+    def step(self, actions: Tree) -> wire.Rows | wire.AgentRows:
         """Step the first lane, with the actions of those agents that are to act."""
         return self.ask(self.step_request(actions))
 
-    def step_request(self, actions: Tree) -> Step:
+    def step_request(self, actions: Tree) -> wire.Step:
         """Request for a step of the first lane."""
         number, turns = self.session.next_number(self.lane), self.session.turns_of(self.lane)
         if turns is None:
-            return Step(self.lane, number, actions)
+            return wire.Step(self.lane, number, actions)
         acting = turns.acting
         theirs = [
             map_tree(lambda leaf, slots=slots: leaf[slots], part) for part, slots in zip(actions, acting, strict=True)
         ]
-        return Step(self.lane, number, theirs, acting)
+        return wire.Step(self.lane, number, theirs, acting)
 
     def actions(self, count: int) -> list[Tree]:
         """So many actions for all slots of the first lane, and all their agents, the same for every run."""
-        if isinstance(self.form, AgentForm):
+        if isinstance(self.form, wire.AgentForm):
             sizes = [self.slots * size for size in self.form.sizes]
             parts = [batch_space(space, size) for space, size in zip(self.form.action_spaces, sizes, strict=True)]
             space: gym.Space[Any] = gym.spaces.Tuple(parts)
@@ -204,7 +183,7 @@ class RawConnection:
 
     def refused(self, code: str, why: str) -> None:
         """Expect the host to refuse with this code and to close. Raises ProtocolViolation where it does not."""
-        refusal = self.expect(Refused, f"refused with the code '{code}', after {why}")
+        refusal = self.expect(wire.Refused, f"refused with the code '{code}', after {why}")
         if refusal.code != code:
             raise ProtocolViolation(
                 f"refused with the code '{refusal.code}' ({refusal.text}), expected '{code}', after {why}"
@@ -217,9 +196,9 @@ class RawConnection:
             raise ProtocolViolation(f"sent more, expected {what}")
 
 
-def shown(message: Message) -> str:
+def shown(message: wire.Message) -> str:
     """A message, for people."""
-    reason = f" '{message.code}' ({message.text})" if isinstance(message, Refused) else ""
+    reason = f" '{message.code}' ({message.text})" if isinstance(message, wire.Refused) else ""
     number = getattr(message, "number", None)
     return f"{message.kind}{'' if number is None else f' {number}'}{reason}"
 
@@ -244,19 +223,19 @@ def encrypted(sock: socket.socket, tls: ssl.SSLContext, name: str | None) -> ssl
     raise ProtocolViolation(problem)
 
 
-def _received(sock: socket.socket, gateway: GatewayConnection, what: str) -> list[Any]:
+def _received(sock: socket.socket, gateway: wire.GatewayConnection, what: str) -> list[Any]:
     data = _data(sock, what)
     if gateway.is_new and data and data[0] in TLS_BEGINS:
         raise ProtocolViolation("speaks TLS, expected it not to")
     events = gateway.receive(data, monotonic()) if data else gateway.ended()
     _flush(sock, gateway)
     for event in events:
-        if isinstance(event, ConnectionBroken):
+        if isinstance(event, wire.ConnectionBroken):
             raise event.error
     return list(events)
 
 
-def _flush(sock: socket.socket, gateway: GatewayConnection) -> None:
+def _flush(sock: socket.socket, gateway: wire.GatewayConnection) -> None:
     for buffer in gateway.outgoing():
         sock.sendall(buffer)
 
@@ -389,8 +368,8 @@ def _passes_over(host: RawConnection) -> None:
     host.ask(old)
     host.step(host.actions(1)[0])
     host.send(old)
-    host.send(Ping(5))
-    host.expect(Pong, f"nothing but a pong after a reset with number {old.number}, which is long gone")
+    host.send(wire.Ping(5))
+    host.expect(wire.Pong, f"nothing but a pong after a reset with number {old.number}, which is long gone")
 
 
 @_of_connection("Refuses a request whose number is too high")
@@ -402,14 +381,14 @@ def _refuses_numbers(host: RawConnection) -> None:
 
 @_of_connection("Refuses a request for a lane that it has not")
 def _refuses_lanes(host: RawConnection) -> None:
-    host.send(Reset(4711, 1, None, None))
+    host.send(wire.Reset(4711, 1, None, None))
     host.refused("number", "a reset of lane 4711, which there is not")
 
 
 @_of_connection("Answers a ping with its number")
 def _answers_pings(host: RawConnection) -> None:
-    host.send(Ping(77))
-    pong = host.expect(Pong, "pong 77")
+    host.send(wire.Ping(77))
+    pong = host.expect(wire.Pong, "pong 77")
     if pong.number != 77:
         raise ProtocolViolation(f"sent pong {pong.number}, expected pong 77")
 
@@ -418,7 +397,7 @@ def _answers_pings(host: RawConnection) -> None:
 def _takes_pieces(host: RawConnection) -> None:
     request = host.reset_request(1, host.lane)
     host.session.ask(request)
-    for byte in b"".join(encode(request)):
+    for byte in b"".join(wire.encode(request)):
         host.sock.sendall(bytes([byte]))
     host.answer_to(request)
 
@@ -428,10 +407,10 @@ def _takes_two_at_once(host: RawConnection) -> None:
     requests = {lane: host.reset_request(1, lane) for lane in host.session.lanes}
     for request in requests.values():
         host.session.ask(request)
-    host.sock.sendall(b"".join(b"".join(encode(request)) for request in requests.values()))
+    host.sock.sendall(b"".join(b"".join(wire.encode(request)) for request in requests.values()))
     for _ in host.session.lanes:
         answer = host.next("rows for every lane")
-        if not isinstance(answer, Rows | AgentRows) or answer.lane not in requests:
+        if not isinstance(answer, wire.Rows | wire.AgentRows) or answer.lane not in requests:
             raise ProtocolViolation(f"sent {shown(answer)}, expected rows for each of lanes {list(requests)}")
         del requests[answer.lane]
 
@@ -462,18 +441,18 @@ def _refuses_frames(dialogue: HostDialogue) -> None:
 @_of_connection("Refuses what is no frame")
 def _refuses_noise(host: RawConnection) -> None:
     host.sock.sendall(bytes.fromhex("0c000000 04000000 c1c1c1c1 00000000"))
-    host.expect(Refused, "refused, after a header that is no msgpack")
+    host.expect(wire.Refused, "refused, after a header that is no msgpack")
 
 
 @_of_connection("Closes the connection when it is told goodbye")
 def _says_goodbye(host: RawConnection) -> None:
     host.reset()
-    host.send(Goodbye("checked"))
+    host.send(wire.Goodbye("checked"))
     try:
         message = host.next("a goodbye, or the end")
     except ProtocolViolation:
         return
-    if not isinstance(message, Goodbye):
+    if not isinstance(message, wire.Goodbye):
         raise ProtocolViolation(f"sent {shown(message)}, expected a goodbye or the end")
     host.closed("the end after goodbye")
 
@@ -486,18 +465,18 @@ def _keeps_turns(host: RawConnection) -> None:
     none = [map_tree(lambda leaf: leaf[:0], part) for part in request.actions]
     request = replace(request, agent_slots=nobody, actions=none)
     host.put(request)
-    host.session.take(host.expect(Failed, "failed, after a step in which nobody acts"))
+    host.session.take(host.expect(wire.Failed, "failed, after a step in which nobody acts"))
     host.reset()
 
 
-def _check_same(rows: list[Rows | AgentRows], expected: list[Rows | AgentRows], than: str) -> None:
+def _check_same(rows: list[wire.Rows | wire.AgentRows], expected: list[wire.Rows | wire.AgentRows], than: str) -> None:
     """Raise ProtocolViolation for the first answer that is another than the expected one."""
     for number, (one, other) in enumerate(zip(rows, expected, strict=True)):
         if not _same(one, other):
             raise ProtocolViolation(f"gave something else at step {number} {than}, expected the same")
 
 
-def _same(one: Rows | AgentRows, other: Rows | AgentRows) -> bool:
+def _same(one: wire.Rows | wire.AgentRows, other: wire.Rows | wire.AgentRows) -> bool:
     """True for two answers with the same values, infos left out."""
     columns = [
         field.name for field in fields(one) if field.name not in ("lane", "number") and "infos" not in field.name
