@@ -137,6 +137,6 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def forward(seconds: float) -> None:
         now[0] += seconds
 
-    for module in ("watch", "lane_supervisor", "worker_carrier"):
+    for module in ("watch", "lane_supervisor", "worker_node"):
         monkeypatch.setattr(f"rollflow.nodes.env.workers.{module}.monotonic", lambda: now[0])
     return forward

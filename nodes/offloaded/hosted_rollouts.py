@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollflow.nodes.env.remote.host_carrier import HostedNode
+from rollflow.nodes.env.remote.hosted_node import HostedNode
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost, RemoteLane
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase

@@ -7,7 +7,7 @@ from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.multi_agent.agent_environments import agent_makers
 from rollflow.nodes.env.workers.frames import FrameKind, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
-from rollflow.nodes.env.workers.worker_carrier import WorkerNode
+from rollflow.nodes.env.workers.worker_node import WorkerNode
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.modules.weights_codec import pack_weights
 from rollflow.nodes.offloaded.offloaded import AgentRollouts, OffloadedRollouts, OneAgentRollouts, TurnToken

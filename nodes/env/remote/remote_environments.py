@@ -6,7 +6,7 @@ from typing import Any
 from rollflow.nodes.env.environments import Environments, actions_of, record_taken
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
-from rollflow.nodes.env.remote.host_carrier import HostedNode
+from rollflow.nodes.env.remote.hosted_node import HostedNode
 from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteLane
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, RaisedError

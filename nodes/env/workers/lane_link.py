@@ -15,7 +15,7 @@ import numpy as np
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
-from rollflow.nodes.env.workers.watch import DOING, PHASE_BYTES, Activity, ActivityFlag, calls_of
+from rollflow.nodes.env.workers.watch import PHASE_BYTES, Activity, ActivityFlag, call_under_way
 from rollflow.nodes.env.workers.worker_process import MOST_FDS
 from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock, written_block
@@ -177,20 +177,13 @@ class LaneLink(abc.ABC):
     @property
     def doing(self) -> Wait:
         """What the worker is at right now, without its place and its stack."""
-        turns, activity = self.progress
         phase = self.status.phase
         if phase is LanePhase.LOST:
             return Wait("", "lost", f"is lost, and begins anew in a while: {self.status.reason}")
         if phase is LanePhase.MAKING:
             return Wait("", "call", "makes its environments", limit="reset", mark=self.status.starts)
-        return Wait(
-            "",
-            "call",
-            DOING[activity],
-            mark=turns,
-            calls=calls_of(self.lane, turns, activity) if phase is not LanePhase.RESETTING else 0,
-            limit=None if activity is Activity.STEP else "reset",
-        )
+        more = {"calls": 0} if phase is LanePhase.RESETTING else {}
+        return call_under_way(self.lane, self.progress, **more)
 
     @property
     def is_at_work(self) -> bool:

@@ -8,7 +8,7 @@ from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments, agent_makers
 from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks
 from rollflow.nodes.env.workers.frames import lane_block
-from rollflow.nodes.env.workers.worker_carrier import WorkerNode
+from rollflow.nodes.env.workers.worker_node import WorkerNode
 from rollflow.stream.fragments.lane import Lane, LaneMemory
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 

@@ -11,7 +11,7 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
-from rollflow.nodes.env.workers.watch import DOING, Activity, ActivityFlag, ProgressMark, ProgressWatch, calls_of
+from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, ProgressWatch, call_under_way
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.graph.meter import clock
@@ -105,16 +105,14 @@ class ThreadEnvironments:
         """What every lane's thread is at right now."""
         for index, begun in enumerate(list(self._begun)):
             if begun is not None:
-                turns, activity = _progress_of(self._phases, self._is_reset, index)
-                yield Wait(
-                    name,
-                    "call",
-                    DOING[activity],
-                    mark=(begun, turns),
+                progress = _progress_of(self._phases, self._is_reset, index)
+                yield call_under_way(
+                    self._environments.lanes[index],
+                    progress,
+                    party=name,
+                    mark=(begun, progress[0]),
                     age_s=(clock() - begun[0]) / 1e9,
-                    calls=calls_of(self._environments.lanes[index], turns, activity),
                     where=f"lane {index}, in its thread",
-                    limit=None if activity is Activity.STEP else "reset",
                     remedy="have it return; step_timeout ends the run, and where='processes' the worker alone",
                     stack=partial(stack_of_thread, begun[1]),
                 )

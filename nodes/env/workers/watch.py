@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.observe.waits import Wait
+
 PHASE_BYTES = 32
 
 
@@ -70,19 +72,24 @@ class ActivityFlag:
         return Activity.BOTH if self._memory[1] else Activity.STEP
 
 
-DOING = {Activity.STEP: "is in step()", Activity.RESET: "is in reset()", Activity.BOTH: "is in step() or reset()"}
+_DOING = {Activity.STEP: "is in step()", Activity.RESET: "is in reset()", Activity.BOTH: "is in step() or reset()"}
+ProgressMark = tuple[int, Activity]  # how often a lane has got on with something, and its activity
 
 
-def calls_of(lane: Any, turns: int, activity: Activity) -> int:
-    """How often a lane has done before what it is at, without the first reset; of a whole rollout that is `turns`."""
-    if activity is Activity.RESET:
-        return turns // 2
+def call_under_way(lane: Any, progress: ProgressMark, **more: Any) -> Wait:
+    """The wait for the call that a lane is at, with what else is known of it.
+
+    Its `calls` are vector steps, resets without the first one, or, of a whole rollout, the count of its progress.
+    """
+    turns, activity = progress
     steps = getattr(lane, "vector_steps", 0)
-    return steps if isinstance(steps, int) else turns
+    calls = turns // 2 if activity is Activity.RESET else steps if isinstance(steps, int) else turns
+    limit = None if activity is Activity.STEP else "reset"
+    given = {"party": "", "doing": _DOING[activity], "mark": turns, "calls": calls, "limit": limit}
+    return Wait(kind="call", **given | more)  # type: ignore[arg-type]
 
 
 _LOOKS = 8  # at a lane, within the shorter of its two times
-ProgressMark = tuple[int, Activity]  # how often a lane has got on with something, and its activity
 
 
 class ProgressWatch:

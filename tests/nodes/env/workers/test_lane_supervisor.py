@@ -1,4 +1,4 @@
-"""The state machine of lanes by itself, whatever carriers do with it: every lane is somewhere, and comes back once."""
+"""The state machine of lanes by itself, whatever nodes do with it: every lane is somewhere, and comes back once."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ BROKE = RaisedError("RuntimeError", "it broke", ["slot 0"], "Traceback …", "in
 
 
 class Lanes(RuleBasedStateMachine):
-    """A carrier without anything behind it: says what a lane's environments do next, and checks where each lane is."""
+    """A node without anything behind it: says what a lane's environments do next, and checks where each lane is."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from rollflow.nodes import MultiAgentEnv, RandomModule
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag
-from rollflow.nodes.env.workers.worker_carrier import _progress_of
+from rollflow.nodes.env.workers.worker_node import _progress_of
 
 BOX = gym.spaces.Box(-1, 1, (1,))
 

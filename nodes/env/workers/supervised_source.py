@@ -11,7 +11,7 @@ from rollflow.stream.observe.waits import LastError
 L = TypeVar("L", bound=Any)  # a lane, or a token of one, as it goes round
 
 
-class Carried(LaneSource):
+class SupervisedSource(LaneSource):
     """A node whose lanes step elsewhere: what the engine sees of it, and the counts of its supervisor.
 
     The node's other base says what there is to step, and the node itself what it is called with: the engine reads its

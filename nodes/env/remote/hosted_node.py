@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -11,9 +12,9 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, HostWait, RemoteHost, RemoteLane, environments_on
-from rollflow.nodes.env.workers.carrier import Carried, L
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
-from rollflow.nodes.env.workers.watch import DOING, Activity, calls_of
+from rollflow.nodes.env.workers.supervised_source import L, SupervisedSource
+from rollflow.nodes.env.workers.watch import call_under_way
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.observe.waits import Wait
@@ -24,7 +25,7 @@ _MOST_FAREWELLS = 16
 logger = logging.getLogger(__name__)
 
 
-class HostedNode(Carried):
+class HostedNode(SupervisedSource):
     """A node whose lanes are on hosts that a gateway takes in. Its subclasses ask them, and take their answers.
 
     role           of the hosts
@@ -352,19 +353,17 @@ class HostedNode(Carried):
         if host.lost_at is not None:
             age = max(0.0, monotonic() - host.lost_at)
             return Wait(name, "away", "has lost the connection to its host", mark=host.lost_at, age_s=age, where=where)
-        turns, activity = self.progress(index)
-        began = self.supervisor.deadlines.began.get(index)  # None: it was not asked yet
-        return Wait(
-            name,
-            "call",
-            f"has no answer to {DOING[activity].removeprefix('is in ')}",
-            mark=(began, turns),
+        progress, began = self.progress(index), self.supervisor.deadlines.began.get(index)  # None: it was not asked yet
+        call = call_under_way(
+            remote.lane,
+            progress,
+            party=name,
+            mark=(began, progress[0]),
             age_s=0.0 if began is None else max(0.0, monotonic() - began),
-            calls=calls_of(remote.lane, turns, activity),
             where=where,
-            limit=None if activity is Activity.STEP else "reset",
             remedy="look at the log of the host, or run rollflow doctor PID there; step_timeout gives the lane up",
         )
+        return replace(call, doing=f"has no answer to {call.doing.removeprefix('is in ')}")
 
     def _part_absent(self) -> list[NoFragment]:
         """Have the reader's rounds go on without the lanes of hosts that are away, as long as others are there.

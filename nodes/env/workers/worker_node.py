@@ -9,16 +9,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing import connection
 from time import monotonic
 from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import sizes_of
-from rollflow.nodes.env.workers.carrier import Carried, L
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink, raised_in_worker, refusal
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.stand_ins import stand_in_for
+from rollflow.nodes.env.workers.supervised_source import L, SupervisedSource
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_all
 from rollflow.stream.data.errors import EnvError
@@ -31,7 +32,7 @@ from rollflow.stream.observe.waits import Wait
 logger = logging.getLogger(__name__)
 
 
-class WorkerNode(Carried):
+class WorkerNode(SupervisedSource):
     """A node whose lanes are in worker processes, over socket pairs.
 
         workers    processes; several lanes in one take turns in its main thread. None: one for each core, but no more
@@ -354,7 +355,8 @@ class WorkerNode(Carried):
                 raise EnvError(f"lane {link.index}: the environments were not made within {within}").see("timeout")
             worker = self._workers[self._first_of[link.index]]
             assert worker is not None
-            if not _can_be_read(link, worker, left):
+            watched: list[Any] = [link.sock, worker] if worker.fileno() >= 0 else [link.sock]
+            if not connection.wait(watched, left):
                 continue
             frames = link.receive()
             if frames is None or (not frames and worker.has_ended(0)):
@@ -394,12 +396,3 @@ def _stack_of(worker: WorkerProcess | None, thread: int) -> tuple[StackFrame, ..
 def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:
     end_all([worker for worker in workers.values() if worker is not None], frame(FrameKind.CLOSE))
     selector.close()
-
-
-def _can_be_read(link: LaneLink, worker: WorkerProcess, timeout: float | None) -> bool:
-    assert link.sock is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(link.sock, selectors.EVENT_READ)
-        if worker.fileno() >= 0:
-            selector.register(worker, selectors.EVENT_READ)
-        return bool(selector.select(timeout))
