@@ -4,54 +4,29 @@ from typing import Any
 
 from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    AgentRows,
-    ClientSession,
-    Connection,
-    ConnectionBroken,
-    Event,
-    FrameDecoder,
-    GatewayConnection,
-    GatewaySession,
-    Hello,
-    HostConnection,
-    HostSession,
-    Limits,
-    Message,
-    Query,
-    ReplayConnection,
-    Reset,
-    Rows,
-    SamplerConnection,
-    ServerSession,
-    SourceConnection,
-    SourceSession,
-    TrainerConnection,
-    TrainerSession,
-    encode,
-)
 
 
-def taken_from(connection: Connection) -> bytes:
+def taken_from(connection: wire.Connection) -> bytes:
     """Return the bytes that a connection has to send, reported as sent."""
     data = b"".join(connection.outgoing())
     connection.sent(len(data))
     return data
 
 
-def frame_as(message: Message) -> bytes:
+def frame_as(message: wire.Message) -> bytes:
     """The bytes of a message."""
-    return b"".join(encode(message))
+    return b"".join(wire.encode(message))
 
 
-def error_of(events: list[Event]) -> WireError:
+def error_of(events: list[wire.Event]) -> WireError:
     """Why a connection broke: the last event."""
-    assert isinstance(events[-1], ConnectionBroken), events
+    assert isinstance(events[-1], wire.ConnectionBroken), events
     return events[-1].error
 
 
-def allocated(decoder: FrameDecoder) -> int:
+def allocated(decoder: wire.FrameDecoder) -> int:
     """Bytes that a decoder has allocated for receiving."""
     return len(decoder._inbox) + len(decoder._large)
 
@@ -66,31 +41,31 @@ class Ends:
     def __init__(
         self,
         *,
-        said: Hello | None = None,
-        host_session: HostSession | None = None,
+        said: wire.Hello | None = None,
+        host_session: wire.HostSession | None = None,
         host_secret: bytes | None = SECRET,
         gateway_secret: bytes | None = SECRET,
-        limits: Limits | None = None,
+        limits: wire.Limits | None = None,
         now: float = 0.0,
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or wire.Limits()
         self.now = now
-        self.host_session = host_session or HostSession(TOKEN)
+        self.host_session = host_session or wire.HostSession(TOKEN)
         said = said or hello(session=self.host_session.token)
-        self.host = HostConnection(said, self.host_session, secret=host_secret, limits=limits, now=now)
-        self.gateway = GatewayConnection(
+        self.host = wire.HostConnection(said, self.host_session, secret=host_secret, limits=limits, now=now)
+        self.gateway = wire.GatewayConnection(
             software="rollflow 0.1", nonce=GATEWAY_NONCE, secret=gateway_secret, limits=limits, now=now
         )
-        self.session: GatewaySession | None = None
+        self.session: wire.GatewaySession | None = None
         self.from_host = self.from_gateway = b""
 
-    def to_gateway(self, count: int | None = None) -> list[Event]:
+    def to_gateway(self, count: int | None = None) -> list[wire.Event]:
         """Carry bytes of the host to the gateway, all of them or so many."""
         self.from_host += taken_from(self.host)
         data, self.from_host = _split(self.from_host, count)
         return self.gateway.receive(data, self.now)
 
-    def to_host(self, count: int | None = None) -> list[Event]:
+    def to_host(self, count: int | None = None) -> list[wire.Event]:
         """Carry bytes of the gateway to the host, all of them or so many."""
         self.from_gateway += taken_from(self.gateway)
         data, self.from_gateway = _split(self.from_gateway, count)
@@ -103,7 +78,7 @@ def greeted(**given: Any) -> Ends:
     assert ends.to_gateway() == []
     assert ends.to_host() == []
     (said,) = ends.to_gateway()
-    assert isinstance(said, Hello)
+    assert isinstance(said, wire.Hello)
     return ends
 
 
@@ -113,7 +88,7 @@ def running(*, credits: int = 0, **given: Any) -> Ends:
     assert ends.gateway.hello is not None
     slots = ends.gateway.hello.slots
     first_slots = [sum(slots[:lane]) for lane in range(len(slots))]
-    ends.session = GatewaySession(TOKEN, ends.gateway.hello, range(len(slots)), first_slots)
+    ends.session = wire.GatewaySession(TOKEN, ends.gateway.hello, range(len(slots)), first_slots)
     ends.gateway.welcome(ends.session, credits=credits)
     ends.to_host()
     return ends
@@ -130,10 +105,10 @@ def running_reset(**given: Any) -> Ends:
     return _reset(running(**given), first_rows())
 
 
-def _reset(ends: Ends, answer: Rows | AgentRows) -> Ends:
-    ends.gateway.ask(Reset(0, 1, (1, 2), None))
+def _reset(ends: Ends, answer: wire.Rows | wire.AgentRows) -> Ends:
+    ends.gateway.ask(wire.Reset(0, 1, (1, 2), None))
     (request,) = ends.to_host()
-    assert isinstance(request, Reset)
+    assert isinstance(request, wire.Reset)
     ends.host.answer(request, answer)
     return ends
 
@@ -142,14 +117,19 @@ class StreamEnds:
     """Both ends of one connection, after the handshake, of a source that has given so many fragments."""
 
     def __init__(
-        self, session: SourceSession | None = None, known: TrainerSession | None = None, *, given: int = 0, **said: Any
+        self,
+        session: wire.SourceSession | None = None,
+        known: wire.TrainerSession | None = None,
+        *,
+        given: int = 0,
+        **said: Any,
     ) -> None:
-        self.session = session or SourceSession(TOKEN)
+        self.session = session or wire.SourceSession(TOKEN)
         self.session.given = max(given, self.session.given)
-        self.known = known or TrainerSession(TOKEN)
-        shared: dict[str, Any] = {"secret": SECRET, "limits": Limits(), "now": 0.0}
-        self.source = SourceConnection(hello(**{"role": "source", **said}), self.session, **shared)
-        self.trainer = TrainerConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        self.known = known or wire.TrainerSession(TOKEN)
+        shared: dict[str, Any] = {"secret": SECRET, "limits": wire.Limits(), "now": 0.0}
+        self.source = wire.SourceConnection(hello(**{"role": "source", **said}), self.session, **shared)
+        self.trainer = wire.TrainerConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
         self.to_trainer()
         self.to_source()
         self.events = self.to_trainer()
@@ -157,11 +137,11 @@ class StreamEnds:
             self.trainer.welcome(self.known)
             (self.welcome,) = self.to_source()
 
-    def to_trainer(self) -> list[Event]:
+    def to_trainer(self) -> list[wire.Event]:
         """Carry all bytes of the source to the trainer."""
         return self.trainer.receive(taken_from(self.source), 0.0)
 
-    def to_source(self) -> list[Event]:
+    def to_source(self) -> list[wire.Event]:
         """Carry all bytes of the trainer to the source."""
         return self.source.receive(taken_from(self.trainer), 0.0)
 
@@ -170,26 +150,26 @@ class QueryEnds:
     """Both ends of one connection, after the handshake, of a sampler whose query 3 a replay host has to answer."""
 
     def __init__(self) -> None:
-        shared: dict[str, Any] = {"secret": SECRET, "limits": Limits(), "now": 0.0}
-        session = ClientSession(TOKEN)
+        shared: dict[str, Any] = {"secret": SECRET, "limits": wire.Limits(), "now": 0.0}
+        session = wire.ClientSession(TOKEN)
         said = hello(role="sampler", slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
-        self.client = SamplerConnection(said, session, **shared)
-        self.server = ReplayConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        self.client = wire.SamplerConnection(said, session, **shared)
+        self.server = wire.ReplayConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
         self.to_server()
         self.to_client()
         self.to_server()
-        self.server.welcome(ServerSession(TOKEN, 8))
+        self.server.welcome(wire.ServerSession(TOKEN, 8))
         self.to_client()
         asked = EXAMPLES["query"]
-        assert isinstance(asked, Query)
+        assert isinstance(asked, wire.Query)
         session.number = asked.number - 1
         self.client.ask(asked)
 
-    def to_server(self) -> list[Event]:
+    def to_server(self) -> list[wire.Event]:
         """Carry all bytes of the client to the server."""
         return self.server.receive(taken_from(self.client), 0.0)
 
-    def to_client(self) -> list[Event]:
+    def to_client(self) -> list[wire.Event]:
         """Carry all bytes of the server to the client."""
         return self.client.receive(taken_from(self.server), 0.0)
 

@@ -22,26 +22,8 @@ from wire_ends import (
 )
 from wire_messages import CHALLENGE, EXAMPLES, TOKEN, first_rows, hello
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    Answer,
-    Connection,
-    ConnectionBroken,
-    ConnectionPhase,
-    Fragment,
-    FrameDecoder,
-    GatewaySession,
-    Hello,
-    HostConnection,
-    LaneGrant,
-    Proof,
-    Reset,
-    TrainerSession,
-    Turn,
-    Welcome,
-    decode,
-    encode,
-)
 from rollflow.stream.wire.codec.frame import frame_of, taken_apart
 
 LONGEST_S = 2.0  # for one input, on a machine that does other things as well
@@ -50,7 +32,7 @@ MOST_MEMORY = 1 << 21  # bytes that a decoder may hold beyond a few times what i
 
 def frame_as(name: str) -> bytes:
     """The frame of an example."""
-    return b"".join(encode(EXAMPLES[name]))
+    return b"".join(wire.encode(EXAMPLES[name]))
 
 
 def stream_of(*names: str) -> bytes:
@@ -61,18 +43,20 @@ def stream_of(*names: str) -> bytes:
 FRAMES = [frame_as(name) for name in EXAMPLES]
 
 # Without a secret, so that what follows a changed hello or challenge is looked at.
-OPEN_PROOF = b"".join(encode(Proof(b"")))
-OPEN_CHALLENGE = b"".join(encode(replace(CHALLENGE, secret=False)))
-OPEN_WELCOME = b"".join(encode(Welcome(b"", TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)))))
+OPEN_PROOF = b"".join(wire.encode(wire.Proof(b"")))
+OPEN_CHALLENGE = b"".join(wire.encode(replace(CHALLENGE, secret=False)))
+OPEN_WELCOME = b"".join(
+    wire.encode(wire.Welcome(b"", TOKEN, False, 0, (wire.LaneGrant(0, 2, 0, 0), wire.LaneGrant(1, 2, 2, 0))))
+)
 
 
-def _flushed(end: Connection) -> Connection:
+def _flushed(end: wire.Connection) -> wire.Connection:
     """An end that has nothing to send."""
     taken_from(end)
     return end
 
 
-def _gateway_asking(ends: Ends, request: str) -> Connection:
+def _gateway_asking(ends: Ends, request: str) -> wire.Connection:
     """A gateway that has asked for an example, and sent a ping."""
     ends.to_gateway()
     ends.gateway.ask(EXAMPLES[request])  # type: ignore[arg-type]
@@ -80,13 +64,13 @@ def _gateway_asking(ends: Ends, request: str) -> Connection:
     return _flushed(ends.gateway)
 
 
-def _new_gateway() -> Connection:
+def _new_gateway() -> wire.Connection:
     return Ends(gateway_secret=None).gateway
 
 
 ROLLOUT = hello(role="rollout")
 # Ends, each with streams that it takes.
-ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
+ENDS: list[tuple[Callable[[], wire.Connection], list[bytes]]] = [
     (_new_gateway, [frame_as("hello"), frame_as("hello") + OPEN_PROOF]),
     (lambda: Ends(host_secret=None).host, [OPEN_CHALLENGE, OPEN_CHALLENGE + OPEN_WELCOME + frame_as("reset")]),
     (lambda: greeted().gateway, [frame_as("goodbye"), frame_as("refused")]),
@@ -121,7 +105,7 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
         ],
     ),
     (
-        lambda: StreamEnds(known=TrainerSession(TOKEN, taken=50), given=50).source,
+        lambda: StreamEnds(known=wire.TrainerSession(TOKEN, taken=50), given=50).source,
         [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")],
     ),
     (lambda: _flushed(QueryEnds().client), [stream_of("result", "ping"), stream_of("result", "goodbye")]),
@@ -157,49 +141,49 @@ class Fuzzed:
         assert took < LONGEST_S, f"{took} s"
 
     def _feed_decoder(self, pieces: list[bytes]) -> None:
-        decoder = FrameDecoder(1 << 26)
+        decoder = wire.FrameDecoder(1 << 26)
         fed = 0
         try:
             for piece in pieces:
                 fed += len(piece)
                 for frame in decoder.feed(piece):
-                    self.counts[decode(frame).kind] += 1
+                    self.counts[wire.decode(frame).kind] += 1
                 assert allocated(decoder) <= MOST_MEMORY + 3 * fed
         except WireError as error:
             self.counts[error.code] += 1
 
-    def _feed_end(self, end: Connection, pieces: list[bytes]) -> None:
+    def _feed_end(self, end: wire.Connection, pieces: list[bytes]) -> None:
         fed, sent = 0, 0
         for at, piece in enumerate(pieces):
             fed += len(piece)
             for event in end.receive(piece, float(at)):
-                if isinstance(event, ConnectionBroken):
+                if isinstance(event, wire.ConnectionBroken):
                     self.counts[event.error.code] += 1
-                    assert end.phase is ConnectionPhase.BROKEN
+                    assert end.phase is wire.ConnectionPhase.BROKEN
                 else:
                     self.counts[event.kind] += 1
                     self._react(end, event)
             sent += len(taken_from(end))
             assert sent <= MOST_MEMORY + 3 * fed
-            if end.phase is ConnectionPhase.BROKEN:
+            if end.phase is wire.ConnectionPhase.BROKEN:
                 break
         end.ended()
         taken_from(end)
-        if end.phase is ConnectionPhase.BROKEN:
+        if end.phase is wire.ConnectionPhase.BROKEN:
             assert end.receive(b"".join(FRAMES), 1e9) == []
             assert end.tick(1e9) == []
             assert end.outgoing() == []
 
-    def _react(self, end: Connection, event: Any) -> None:
+    def _react(self, end: wire.Connection, event: Any) -> None:
         """Do what a program would do."""
         try:
-            if isinstance(event, Hello):
-                session = GatewaySession(TOKEN, event, range(len(event.slots)), range(len(event.slots)))
+            if isinstance(event, wire.Hello):
+                session = wire.GatewaySession(TOKEN, event, range(len(event.slots)), range(len(event.slots)))
                 end.welcome(session)  # type: ignore[attr-defined]
-            elif isinstance(end, HostConnection) and isinstance(event, Reset | Turn):
-                answer: Answer = first_rows(lane=event.lane, number=event.number)
-                if isinstance(event, Turn):
-                    answer = Fragment(event.lane, event.number, {}, {})
+            elif isinstance(end, wire.HostConnection) and isinstance(event, wire.Reset | wire.Turn):
+                answer: wire.Answer = first_rows(lane=event.lane, number=event.number)
+                if isinstance(event, wire.Turn):
+                    answer = wire.Fragment(event.lane, event.number, {}, {})
                 end.answer(event, answer)
         except WireError as error:
             self.counts[f"local {error.code}"] += 1
@@ -282,7 +266,7 @@ class Mutator:
 
 
 def _frames_of(stream: bytes) -> list[bytes]:
-    return [bytes(frame) for frame in FrameDecoder(1 << 26).feed(stream)]
+    return [bytes(frame) for frame in wire.FrameDecoder(1 << 26).feed(stream)]
 
 
 _BYTES = [bytes([first]) for first in (0, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xC1, 0xC7, 0xD4, 0xD8, 0xDC, 0xDE, 0xFF)] + [

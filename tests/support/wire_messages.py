@@ -7,46 +7,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from rollflow.stream import wire
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import describe_space
-from rollflow.stream.wire import (
-    AgentRows,
-    Block,
-    BlocksReleased,
-    Challenge,
-    Credit,
-    Cut,
-    Done,
-    Failed,
-    Finished,
-    Forget,
-    Fragment,
-    Goodbye,
-    Hello,
-    LaneGrant,
-    LaneJoined,
-    LaneLeft,
-    Lent,
-    LentLeaf,
-    Message,
-    Metrics,
-    Ping,
-    Pong,
-    Proof,
-    Query,
-    Refused,
-    Reset,
-    Result,
-    Rows,
-    Settings,
-    States,
-    Step,
-    Turn,
-    Weights,
-    Welcome,
-    encode,
-    pack_columns,
-)
 
 SECRET = b"correct horse battery staple"
 HOST_NONCE, GATEWAY_NONCE = bytes(range(32)), bytes(range(32, 64))
@@ -55,7 +18,7 @@ OBSERVATION_SPACE = spaces.Box(-1.0, 1.0, (3,), np.float32)
 ACTION_SPACE = spaces.Discrete(2)
 
 
-def hello(**changed: Any) -> Hello:
+def hello(**changed: Any) -> wire.Hello:
     """Two lanes of two environments each, with three numbers as an observation and two actions."""
     fields: dict[str, Any] = {
         "versions": (1, 1),
@@ -71,10 +34,10 @@ def hello(**changed: Any) -> Hello:
         "autoreset": "SAME_STEP",
         "metadata": {"env": "Example-v0"},
     }
-    return Hello(**fields | changed)
+    return wire.Hello(**fields | changed)
 
 
-def rows(**changed: Any) -> Rows:
+def rows(**changed: Any) -> wire.Rows:
     """The answer to a step in which slot 1 ended."""
     fields: dict[str, Any] = {
         "lane": 0,
@@ -88,16 +51,16 @@ def rows(**changed: Any) -> Rows:
         "infos": {},
         "final_infos": SlotInfos([{}, {"won": True}]),
     }
-    return Rows(**fields | changed)
+    return wire.Rows(**fields | changed)
 
 
-def first_rows(**changed: Any) -> Rows:
+def first_rows(**changed: Any) -> wire.Rows:
     """The answer to a reset."""
     nothing = {"rewards": None, "terminateds": None, "truncateds": None, "final_obs": None}
     return rows(**{"number": 1, "final_slots": (), "final_infos": {}} | nothing | changed)
 
 
-def agents_hello(**changed: Any) -> Hello:
+def agents_hello(**changed: Any) -> wire.Hello:
     """A lane of two environments with the agents "red" and "blue", of the same spaces, and 7, of others."""
     observed, done = (
         describe_space(spaces.Tuple(parts))
@@ -110,7 +73,7 @@ def agents_hello(**changed: Any) -> Hello:
     return hello(**fields | {"observation_space": observed, "action_space": done, "metadata": {}} | changed)
 
 
-def agent_step(**changed: Any) -> Step:
+def agent_step(**changed: Any) -> wire.Step:
     """Everybody acts but agent 7 of the first environment, which has not come yet."""
     fields: dict[str, Any] = {
         "lane": 0,
@@ -118,10 +81,10 @@ def agent_step(**changed: Any) -> Step:
         "actions": [np.array([0, 1, 2, 0]), np.array([1])],
         "agent_slots": (None, np.array([1])),
     }
-    return Step(**fields | changed)
+    return wire.Step(**fields | changed)
 
 
-def agent_rows(**changed: Any) -> AgentRows:
+def agent_rows(**changed: Any) -> wire.AgentRows:
     """The answer to it: the first environment's episode has ended, and "blue" of the second one waits."""
     fields: dict[str, Any] = {
         "lane": 0,
@@ -138,10 +101,10 @@ def agent_rows(**changed: Any) -> AgentRows:
         "infos": ([[0, {"won": True}]], []),
         "first_infos": (),
     }
-    return AgentRows(**fields | changed)
+    return wire.AgentRows(**fields | changed)
 
 
-def first_agent_rows(**changed: Any) -> AgentRows:
+def first_agent_rows(**changed: Any) -> wire.AgentRows:
     """The answer to a reset."""
     nothing = dict.fromkeys(
         ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
@@ -151,37 +114,41 @@ def first_agent_rows(**changed: Any) -> AgentRows:
 
 
 HELLO = hello()
-CHALLENGE = Challenge(1, "rollflow 0.1", GATEWAY_NONCE, True, 1 << 26, 10.0, 60.0)
+CHALLENGE = wire.Challenge(1, "rollflow 0.1", GATEWAY_NONCE, True, 1 << 26, 10.0, 60.0)
 
 
 def proof_of(who: bytes) -> bytes:
     """Return the proof that the documentation asks of a host or a gateway after this Hello and this Challenge."""
-    transcript = hashlib.sha256(b"".join([*encode(HELLO), *encode(CHALLENGE)])).digest()
+    transcript = hashlib.sha256(b"".join([*wire.encode(HELLO), *wire.encode(CHALLENGE)])).digest()
     return hmac.new(SECRET, who + transcript, hashlib.sha256).digest()
 
 
-EXAMPLES: dict[str, Message] = {
+EXAMPLES: dict[str, wire.Message] = {
     "hello": HELLO,
     "challenge": CHALLENGE,
-    "proof": Proof(proof_of(b"rollflow host")),
-    "welcome": Welcome(proof_of(b"rollflow gateway"), TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0))),
-    "reset": Reset(0, 1, (11, 12), None),
-    "step": Step(0, 2, np.array([1, 0])),
+    "proof": wire.Proof(proof_of(b"rollflow host")),
+    "welcome": wire.Welcome(
+        proof_of(b"rollflow gateway"), TOKEN, False, 0, (wire.LaneGrant(0, 2, 0, 0), wire.LaneGrant(1, 2, 2, 0))
+    ),
+    "reset": wire.Reset(0, 1, (11, 12), None),
+    "step": wire.Step(0, 2, np.array([1, 0])),
     "rows": rows(),
     "first rows": first_rows(),
-    "failed": Failed(0, 3, "ValueError", "the arm is stuck", ("slot 1",), "Traceback …\nValueError: the arm is stuck"),
+    "failed": wire.Failed(
+        0, 3, "ValueError", "the arm is stuck", ("slot 1",), "Traceback …\nValueError: the arm is stuck"
+    ),
     "agents hello": agents_hello(),
     "agents step": agent_step(),
     "agent rows": agent_rows(),
     "first agent rows": first_agent_rows(),
-    "credit": Credit(4),
-    "ping": Ping(1),
-    "pong": Pong(1),
-    "goodbye": Goodbye("the run is over"),
-    "refused": Refused("secret", "proof.mac: the host has another secret, or somebody has changed what it said"),
-    "turn": Turn(0, 1),
-    "cut": Cut(0, 1),
-    "fragment": Fragment(
+    "credit": wire.Credit(4),
+    "ping": wire.Ping(1),
+    "pong": wire.Pong(1),
+    "goodbye": wire.Goodbye("the run is over"),
+    "refused": wire.Refused("secret", "proof.mac: the host has another secret, or somebody has changed what it said"),
+    "turn": wire.Turn(0, 1),
+    "cut": wire.Cut(0, 1),
+    "fragment": wire.Fragment(
         0,
         1,
         {
@@ -190,36 +157,36 @@ EXAMPLES: dict[str, Message] = {
         },
         {"sequence": 0, "policy_version": 7},
     ),
-    "settings": Settings({"fragment_length": 32, "lookback": 4, "seed": 7}),
-    "weights": Weights(
+    "settings": wire.Settings({"fragment_length": 32, "lookback": 4, "seed": 7}),
+    "weights": wire.Weights(
         7,
         {"layer.weight": np.array([[0.5, -0.5]], np.float32), "layer.scale": np.array([0x3F80], np.uint16)},
         {"layer.scale": "bfloat16"},
         {},
     ),
-    "states": States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
-    "done": Done(41, 40),
-    "finished": Finished(42),
-    "block": Block(0, 4096),
-    "lent": Lent(
+    "states": wire.States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
+    "done": wire.Done(41, 40),
+    "finished": wire.Finished(42),
+    "block": wire.Block(0, 4096),
+    "lent": wire.Lent(
         0,
         1,
         (3, 0),
-        pack_columns(
+        wire.pack_columns(
             {
-                "rewards": LentLeaf(np.dtype(np.float32), (2, 2), 0, 64),
-                "obs": {"at": LentLeaf(np.dtype(np.int16), (2, 2), 1, 0)},
+                "rewards": wire.LentLeaf(np.dtype(np.float32), (2, 2), 0, 64),
+                "obs": {"at": wire.LentLeaf(np.dtype(np.int16), (2, 2), 1, 0)},
             }
         ),
         {"sequence": 0, "policy_version": 7},
     ),
-    "free": BlocksReleased((3, 0, 3)),
-    "forget": Forget((3,)),
-    "come": LaneJoined(2),
-    "aside": LaneLeft(1, 42),
-    "query": Query(
+    "free": wire.BlocksReleased((3, 0, 3)),
+    "forget": wire.Forget((3,)),
+    "come": wire.LaneJoined(2),
+    "aside": wire.LaneLeft(1, 42),
+    "query": wire.Query(
         3, 2, "update_priorities", {}, {"ids": np.array([7, 9]), "values": np.array([0.5, 2.0], np.float32)}
     ),
-    "result": Result(3, {"rewards": np.array([1.0, 0.5], np.float32), "ids": np.array([7, 9])}, {}, None),
-    "metrics": Metrics({"episodes": 12, "return_mean": 31.5}),
+    "result": wire.Result(3, {"rewards": np.array([1.0, 0.5], np.float32), "ids": np.array([7, 9])}, {}, None),
+    "metrics": wire.Metrics({"episodes": 12, "return_mean": 31.5}),
 }

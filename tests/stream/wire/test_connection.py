@@ -5,61 +5,41 @@ import pytest
 from wire_ends import Ends, error_of, frame_as, running, taken_from
 from wire_messages import EXAMPLES, first_rows, hello, rows
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    ConnectionBroken,
-    ConnectionPhase,
-    Credit,
-    Event,
-    Failed,
-    Fragment,
-    Goodbye,
-    Limits,
-    Message,
-    Metrics,
-    Ping,
-    Pong,
-    Refused,
-    Reset,
-    Rows,
-    Step,
-    Turn,
-    Weights,
-    decode,
-)
 from rollflow.stream.wire.session import TakenRequest
 
-RESET = Reset(0, 1, (1, 2), None)
-STEP = Step(0, 2, np.array([1, 0]))
+RESET = wire.Reset(0, 1, (1, 2), None)
+STEP = wire.Step(0, 2, np.array([1, 0]))
 
 
-def asked(ends: Ends) -> Reset:
+def asked(ends: Ends) -> wire.Reset:
     """A reset that has come to the host."""
     ends.gateway.ask(RESET)
     (request,) = ends.to_host()
-    assert isinstance(request, Reset)
+    assert isinstance(request, wire.Reset)
     return request
 
 
-def stepping() -> tuple[Ends, Step]:
+def stepping() -> tuple[Ends, wire.Step]:
     """Two ends where a step has come to the host."""
     ends = running()
     ends.host.answer(asked(ends), first_rows())
     ends.to_gateway()
     ends.gateway.ask(STEP)
     (request,) = ends.to_host()
-    assert isinstance(request, Step)
+    assert isinstance(request, wire.Step)
     return ends, request
 
 
 def test_a_lane_that_failed_is_reset_next() -> None:
     ends, step = stepping()
-    ends.host.answer(step, Failed.of(step, ValueError("stuck")))
+    ends.host.answer(step, wire.Failed.of(step, ValueError("stuck")))
     (failed,) = ends.to_gateway()
-    assert isinstance(failed, Failed)
-    ends.gateway.ask(Reset(0, 3, None, None))
+    assert isinstance(failed, wire.Failed)
+    ends.gateway.ask(wire.Reset(0, 3, None, None))
     (request,) = ends.to_host()
-    assert isinstance(request, Reset)
+    assert isinstance(request, wire.Reset)
 
 
 @pytest.mark.parametrize(
@@ -68,26 +48,28 @@ def test_a_lane_that_failed_is_reset_next() -> None:
         (rows(number=3), "number", "rows 3 of lane 0: nothing above number 2 was asked for"),
         (rows(lane=1, number=1), "number", "rows 1 of lane 1: nothing above number 0 was asked for"),
         (rows(lane=9), "number", r"lane 9, expected one of \[0, 1\]"),
-        (Fragment(0, 2, {}, {}), "number", "fragment 2 of lane 0, expected rows or failed 2 of lane 0"),
-        (Metrics({}), "credit", "metrics without a credit"),
+        (wire.Fragment(0, 2, {}, {}), "number", "fragment 2 of lane 0, expected rows or failed 2 of lane 0"),
+        (wire.Metrics({}), "credit", "metrics without a credit"),
         (rows(obs=np.full((2, 3), np.nan, np.float32)), "rows", "step 2 of lane 0: obs of slot 0 has a NaN"),
-        (Step(0, 3, np.array([1, 1])), "order", "step from a host, expected an answer or metrics"),
-        (Pong(1), "order", "pong 1, expected at most 0"),
+        (wire.Step(0, 3, np.array([1, 1])), "order", "step from a host, expected an answer or metrics"),
+        (wire.Pong(1), "order", "pong 1, expected at most 0"),
         (hello(), "order", "hello from a host"),
     ],
 )
-def test_a_host_that_breaks_the_protocol_is_refused_and_heard_no_more(answer: Message, code: str, told: str) -> None:
+def test_a_host_that_breaks_the_protocol_is_refused_and_heard_no_more(
+    answer: wire.Message, code: str, told: str
+) -> None:
     ends, _ = stepping()
-    good = frame_as(Failed(0, 2, "E", "", (), ""))
+    good = frame_as(wire.Failed(0, 2, "E", "", (), ""))
     events = ends.gateway.receive(frame_as(answer) + good, 1.0)
-    assert [type(event) for event in events] == [ConnectionBroken]
+    assert [type(event) for event in events] == [wire.ConnectionBroken]
     assert error_of(events).code == code
     with pytest.raises(WireError, match=f"^host 'sim-1': .*{told}"):
         raise error_of(events)
     assert ends.gateway.receive(good, 1.0) == []
-    assert ends.gateway.phase is ConnectionPhase.BROKEN
-    refusal = decode(taken_from(ends.gateway))
-    assert isinstance(refusal, Refused)
+    assert ends.gateway.phase is wire.ConnectionPhase.BROKEN
+    refusal = wire.decode(taken_from(ends.gateway))
+    assert isinstance(refusal, wire.Refused)
     assert refusal.code == code
     assert ends.gateway.tick(1e9) == []
     assert ends.gateway.ended() == []
@@ -96,16 +78,16 @@ def test_a_host_that_breaks_the_protocol_is_refused_and_heard_no_more(answer: Me
 @pytest.mark.parametrize(
     ("request_", "code", "told"),
     [
-        (Step(0, 4, np.array([1, 1])), "number", "step 4 of lane 0: expected number 3 or less"),
-        (Step(0, 3, np.array([1, 1])), "number", "number 2 has not been answered yet"),
-        (Step(1, 1, np.array([1, 1])), "order", "step 1 of lane 1: expected a reset first"),
-        (Step(0, 3, np.array([0.5, 1])), "request", "actions is an array <f8"),
-        (Turn(0, 3), "order", "turn to a host of role env"),
-        (Weights(1, {}, {}, {}), "order", "weights to a host of role env"),
+        (wire.Step(0, 4, np.array([1, 1])), "number", "step 4 of lane 0: expected number 3 or less"),
+        (wire.Step(0, 3, np.array([1, 1])), "number", "number 2 has not been answered yet"),
+        (wire.Step(1, 1, np.array([1, 1])), "order", "step 1 of lane 1: expected a reset first"),
+        (wire.Step(0, 3, np.array([0.5, 1])), "request", "actions is an array <f8"),
+        (wire.Turn(0, 3), "order", "turn to a host of role env"),
+        (wire.Weights(1, {}, {}, {}), "order", "weights to a host of role env"),
         (rows(), "order", "rows to a host of role env"),
     ],
 )
-def test_a_gateway_that_breaks_the_protocol_is_refused(request_: Message, code: str, told: str) -> None:
+def test_a_gateway_that_breaks_the_protocol_is_refused(request_: wire.Message, code: str, told: str) -> None:
     ends, _ = stepping()
     error = error_of(ends.host.receive(frame_as(request_), 1.0))
     assert error.code == code
@@ -117,7 +99,7 @@ def test_what_came_before_a_breach_is_handed_over() -> None:
     ends, step = stepping()
     ends.host.answer(step, rows())
     events = ends.gateway.receive(taken_from(ends.host) + bytes(16), 1.0)
-    assert [type(event) for event in events] == [Rows, ConnectionBroken]
+    assert [type(event) for event in events] == [wire.Rows, wire.ConnectionBroken]
     assert error_of(events).code == "frame"
 
 
@@ -125,7 +107,7 @@ def test_a_refusal_is_raised_as_the_others_words() -> None:
     ends, _ = stepping()
     ends.gateway.refuse("busy", "too many hosts")
     (broken,) = ends.to_host()
-    assert isinstance(broken, ConnectionBroken)
+    assert isinstance(broken, wire.ConnectionBroken)
     assert (str(broken.error), broken.error.code) == ("gateway: refuses: too many hosts", "busy")
     assert taken_from(ends.host) == b""
 
@@ -140,32 +122,32 @@ def test_a_wrong_answer_is_refused_where_it_is_made_and_a_right_one_may_follow()
     assert ends.host.answer(step, rows(infos={"x": object(), "y": [1, 2]}))
     assert not ends.host.answer(step, rows())
     [taken] = ends.to_gateway()
-    assert isinstance(taken, Rows)
+    assert isinstance(taken, wire.Rows)
     assert taken.infos == {"y": [1, 2]}  # without what can't be sent
 
 
 def test_what_is_larger_than_the_other_end_takes_is_not_sent() -> None:
-    ends = running(limits=Limits(max_frame=1 << 16), said=hello(max_frame=1 << 16))
+    ends = running(limits=wire.Limits(max_frame=1 << 16), said=hello(max_frame=1 << 16))
     request = asked(ends)
     with pytest.raises(WireError, match=r"rows: frame of .* bytes, expected at most 65536: gateway takes no more"):
         ends.host.answer(request, first_rows(infos={"image": np.zeros(1 << 16, np.uint8)}))
     with pytest.raises(WireError, match=r"reset: frame of .* bytes, expected at most 65536: host 'sim-1' takes"):
-        ends.gateway.ask(Reset(1, 1, None, {"map": np.zeros(1 << 16, np.uint8)}))
+        ends.gateway.ask(wire.Reset(1, 1, None, {"map": np.zeros(1 << 16, np.uint8)}))
     assert ends.host.answer(request, first_rows())
-    ends.gateway.ask(Reset(1, 1, None, None))
+    ends.gateway.ask(wire.Reset(1, 1, None, None))
 
 
 def test_a_host_sends_unasked_as_much_as_it_has_credit_for() -> None:
     ends = running(credits=1)
-    ends.host.tell(Metrics({"a": 1}))
+    ends.host.tell(wire.Metrics({"a": 1}))
     with pytest.raises(WireError, match="metrics: no credit left"):
-        ends.host.tell(Metrics({"a": 2}))
+        ends.host.tell(wire.Metrics({"a": 2}))
     ends.gateway.give(2)
     ends.to_host()
     assert ends.host.credits == 2
-    ends.host.tell(Metrics({"a": 2}))
-    ends.host.tell(Metrics({"a": 3}))
-    assert [event.metrics for event in ends.to_gateway() if isinstance(event, Metrics)] == [
+    ends.host.tell(wire.Metrics({"a": 2}))
+    ends.host.tell(wire.Metrics({"a": 3}))
+    assert [event.metrics for event in ends.to_gateway() if isinstance(event, wire.Metrics)] == [
         {"a": 1},
         {"a": 2},
         {"a": 3},
@@ -178,19 +160,19 @@ def test_a_rollout_host_gets_weights_and_turns_and_gives_fragments() -> None:
     weights, states, fragment = EXAMPLES["weights"], EXAMPLES["states"], EXAMPLES["fragment"]
     ends.gateway.tell(weights)  # type: ignore[arg-type]
     ends.gateway.tell(states)  # type: ignore[arg-type]
-    ends.gateway.ask(Turn(0, 1))
+    ends.gateway.ask(wire.Turn(0, 1))
     *news, turn = ends.to_host()
     assert [type(event) for event in news] == [type(weights), type(states)]
-    assert isinstance(turn, Turn)
+    assert isinstance(turn, wire.Turn)
     assert ends.host.answer(turn, fragment)  # type: ignore[arg-type]
-    assert [type(event) for event in ends.to_gateway()] == [Fragment]
+    assert [type(event) for event in ends.to_gateway()] == [wire.Fragment]
 
 
 # Time
 
 
 def test_a_quiet_peer_is_asked_and_one_that_answers_is_kept() -> None:
-    ends = running(limits=Limits(heartbeat_s=10))
+    ends = running(limits=wire.Limits(heartbeat_s=10))
     for now in (10.0, 20.0, 30.0, 40.0):
         assert ends.gateway.next_deadline() == now
         assert ends.gateway.tick(now - 0.1) == []
@@ -206,12 +188,12 @@ def test_a_peer_that_is_silent_for_three_heartbeats_is_given_up() -> None:
         taken_from(connection)
         for now in (10.0, 20.0):
             assert connection.tick(now) == []
-            assert isinstance(decode(taken_from(connection)), Ping)
+            assert isinstance(wire.decode(taken_from(connection)), wire.Ping)
         error = error_of(connection.tick(30.0))
         assert error.code == "silent"
         assert "silent for 30 s or more" in str(error)
-        refusal = decode(taken_from(connection))
-        assert isinstance(refusal, Refused)
+        refusal = wire.decode(taken_from(connection))
+        assert isinstance(refusal, wire.Refused)
 
 
 def test_half_a_frame_and_silence_are_silence() -> None:
@@ -231,7 +213,7 @@ def test_a_peer_that_still_takes_what_is_sent_is_not_silent(is_queued: bool, lea
     """
     ends = running(said=hello(role="rollout"))
     taken_from(ends.gateway)
-    ends.gateway.tell(Weights(1, {"w": np.zeros(1 << 10, np.uint8)}, {}, {}))
+    ends.gateway.tell(wire.Weights(1, {"w": np.zeros(1 << 10, np.uint8)}, {}, {}))
     if leaves:
         ends.gateway.goodbye("it is over")
     left = size = len(b"".join(ends.gateway.outgoing()))
@@ -257,7 +239,7 @@ def test_one_that_takes_nothing_is_silent_however_much_it_is_sent(is_queued: boo
     taken_from(ends.gateway)
     ends.gateway.queued = lambda: sent if is_queued else 0
     for now in (10.0, 20.0):
-        ends.gateway.tell(Weights(1, {"w": np.zeros(1 << 10, np.uint8)}, {}, {}))
+        ends.gateway.tell(wire.Weights(1, {"w": np.zeros(1 << 10, np.uint8)}, {}, {}))
         sent += len(taken_from(ends.gateway))
         assert ends.gateway.tick(now) == []
         sent += len(taken_from(ends.gateway))
@@ -276,8 +258,8 @@ def test_whoever_was_stopped_for_long_asks_again_before_giving_up() -> None:
 
 
 def test_the_gateways_heartbeat_holds_for_the_host() -> None:
-    ends = Ends(limits=Limits(heartbeat_s=3))
-    ends.host.limits = Limits(heartbeat_s=99)
+    ends = Ends(limits=wire.Limits(heartbeat_s=3))
+    ends.host.limits = wire.Limits(heartbeat_s=99)
     ends.to_gateway()
     ends.to_host()
     assert ends.host._heartbeat_s == 3
@@ -291,14 +273,14 @@ def test_goodbye_ends_a_connection_for_both() -> None:
     ends.host.answer(step, rows())
     ends.gateway.goodbye("the run is over")
     events = ends.to_gateway()
-    assert [type(event) for event in events] == [Rows]  # what was under way still comes
+    assert [type(event) for event in events] == [wire.Rows]  # what was under way still comes
     (goodbye,) = ends.to_host()
-    assert isinstance(goodbye, Goodbye)
+    assert isinstance(goodbye, wire.Goodbye)
     assert goodbye.reason == "the run is over"
-    assert ends.host.phase is ConnectionPhase.ENDED
+    assert ends.host.phase is wire.ConnectionPhase.ENDED
     assert ends.host.ended() == []
     assert ends.gateway.ended() == []
-    assert ends.gateway.phase is ConnectionPhase.ENDED
+    assert ends.gateway.phase is wire.ConnectionPhase.ENDED
 
 
 def test_who_says_goodbye_takes_no_more_requests() -> None:
@@ -309,11 +291,11 @@ def test_who_says_goodbye_takes_no_more_requests() -> None:
 
 
 def test_more_after_a_goodbye_is_a_breach() -> None:
-    for rest, at_once in ((frame_as(Ping(1)), True), (frame_as(Ping(1)), False), (b"x", False)):
+    for rest, at_once in ((frame_as(wire.Ping(1)), True), (frame_as(wire.Ping(1)), False), (b"x", False)):
         ends = running()
-        goodbye = frame_as(Goodbye("bye"))
+        goodbye = frame_as(wire.Goodbye("bye"))
         events = ends.gateway.receive(goodbye + rest, 1.0) if at_once else ends.gateway.receive(goodbye, 1.0)
-        assert isinstance(events[0], Goodbye)
+        assert isinstance(events[0], wire.Goodbye)
         if not at_once:
             events = ends.gateway.receive(rest, 1.0)
         assert "more bytes after its goodbye" in str(error_of(events))
@@ -334,9 +316,9 @@ def test_a_connection_that_ends_without_a_goodbye_is_lost(data: bytes, told: str
 
 
 def test_a_peer_that_does_not_read_is_given_up_before_memory_is() -> None:
-    ends = running(limits=Limits(undelivered=1 << 20), said=hello(role="rollout"))
+    ends = running(limits=wire.Limits(undelivered=1 << 20), said=hello(role="rollout"))
     taken_from(ends.gateway)
-    weights = Weights(1, {"w": np.zeros(1 << 18, np.uint8)}, {}, {})
+    weights = wire.Weights(1, {"w": np.zeros(1 << 18, np.uint8)}, {}, {})
     for _ in range(3):
         ends.gateway.tell(weights)
     assert ends.gateway.undelivered < 1 << 20
@@ -346,60 +328,60 @@ def test_a_peer_that_does_not_read_is_given_up_before_memory_is() -> None:
     ) as it:
         ends.gateway.tell(weights)
     assert it.value.code == "undelivered"
-    assert ends.gateway.phase is ConnectionPhase.BROKEN
+    assert ends.gateway.phase is wire.ConnectionPhase.BROKEN
     assert ends.gateway.outgoing() == []
     ends.gateway.sent(sum(map(len, buffers)))
 
 
 def test_requests_and_answers_that_wait_break_nothing_since_the_session_keeps_them() -> None:
-    ends = running(limits=Limits(undelivered=1000), said=hello(slots=(2,) * 8))
-    requests = [Reset(lane, 1, None, {"said": "x" * 200}) for lane in range(8)]
+    ends = running(limits=wire.Limits(undelivered=1000), said=hello(slots=(2,) * 8))
+    requests = [wire.Reset(lane, 1, None, {"said": "x" * 200}) for lane in range(8)]
     for request in requests:
         ends.gateway.ask(request)
     assert ends.gateway.undelivered > 1000
     for event in ends.to_host():
-        assert isinstance(event, Reset)
+        assert isinstance(event, wire.Reset)
         ends.host.answer(event, first_rows(lane=event.lane, infos={"said": "x" * 200}))
     answers = ends.host.undelivered
     assert answers > 1000
-    ends.host.receive(frame_as(Ping(1)), 0.0)
+    ends.host.receive(frame_as(wire.Ping(1)), 0.0)
     ends.host.outgoing()
     ends.host.sent(100)
     ends.host.sent(answers - 100)
-    assert ends.host.undelivered == len(frame_as(Pong(1)))
+    assert ends.host.undelivered == len(frame_as(wire.Pong(1)))
     ends.host.sent(ends.host.undelivered)
-    assert ends.host.phase is ConnectionPhase.RUNNING
+    assert ends.host.phase is wire.ConnectionPhase.RUNNING
 
 
 def test_who_asks_again_and_again_and_does_not_read_is_given_up() -> None:
-    ends = running(limits=Limits(undelivered=1000))
+    ends = running(limits=wire.Limits(undelivered=1000))
     ends.host.answer(asked(ends), first_rows())
-    events: list[Event] = []
+    events: list[wire.Event] = []
     for _ in range(20):
         events += ends.host.receive(frame_as(RESET), 0.0)
     assert error_of(events).code == "undelivered"
 
 
 def test_who_asks_on_and_on_and_does_not_read_is_given_up_and_the_answer_waits_for_the_next_connection() -> None:
-    ends = running(limits=Limits(undelivered=1000))
+    ends = running(limits=wire.Limits(undelivered=1000))
     ends.host.answer(asked(ends), first_rows())
     for number in range(2, 20):
-        (request,) = ends.host.receive(frame_as(Step(0, number, np.array([1, 0]))), 0.0)
-        assert isinstance(request, Step)
+        (request,) = ends.host.receive(frame_as(wire.Step(0, number, np.array([1, 0]))), 0.0)
+        assert isinstance(request, wire.Step)
         try:
             ends.host.answer(request, rows(number=number))
         except WireError as error:
             assert error.code == "undelivered"
             break
     assert number > 2
-    assert ends.host.phase is ConnectionPhase.BROKEN
+    assert ends.host.phase is wire.ConnectionPhase.BROKEN
     assert ends.host_session.take(request) is TakenRequest.AGAIN
 
 
 def test_what_was_sent_makes_room() -> None:
-    ends = running(limits=Limits(undelivered=1 << 20), said=hello(role="rollout"))
+    ends = running(limits=wire.Limits(undelivered=1 << 20), said=hello(role="rollout"))
     for _ in range(30):
-        ends.gateway.tell(Weights(1, {"w": np.zeros(1 << 18, np.uint8)}, {}, {}))
+        ends.gateway.tell(wire.Weights(1, {"w": np.zeros(1 << 18, np.uint8)}, {}, {}))
         taken_from(ends.gateway)
     assert ends.gateway.undelivered == 0
 
@@ -409,14 +391,14 @@ def test_nothing_is_sent_through_a_connection_that_is_not_running() -> None:
     ends.host.ended()
     ends.gateway.ended()
     with pytest.raises(WireError, match="metrics: the connection is broken, expected running"):
-        ends.host.tell(Metrics({}))
+        ends.host.tell(wire.Metrics({}))
     with pytest.raises(WireError, match="credit: the connection is broken, expected running"):
         ends.gateway.give(1)
 
 
 def test_bytes_may_be_received_in_place() -> None:
     ends = running()
-    data = frame_as(Credit(3)) + frame_as(Credit(4))
+    data = frame_as(wire.Credit(3)) + frame_as(wire.Credit(4))
     while data:
         room = ends.host.buffer()
         count = min(len(room), len(data), 7)

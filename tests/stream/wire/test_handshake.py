@@ -10,40 +10,23 @@ from hypothesis import given, strategies as st
 from wire_ends import Ends, allocated, error_of, frame_as, greeted, running, taken_from
 from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, hello
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    Challenge,
-    Connection,
-    ConnectionBroken,
-    ConnectionPhase,
-    GatewayConnection,
-    GatewaySession,
-    Goodbye,
-    Hello,
-    Limits,
-    Message,
-    Ping,
-    Proof,
-    Refused,
-    Reset,
-    Welcome,
-    decode,
-)
 from rollflow.stream.wire.codec.handshake import GATEWAY, prove
 
 
-def told_by(connection: Connection) -> Refused:
+def told_by(connection: wire.Connection) -> wire.Refused:
     """The last thing that a connection has to say."""
     data = taken_from(connection)
-    refused = decode(data[data.rindex(b"\x83\xa4kind\xa7refused") - 8 :])
-    assert isinstance(refused, Refused)
+    refused = wire.decode(data[data.rindex(b"\x83\xa4kind\xa7refused") - 8 :])
+    assert isinstance(refused, wire.Refused)
     return refused
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_two_ends_with_one_secret_or_none_come_together(secret: bytes | None) -> None:
     ends = running(host_secret=secret, gateway_secret=secret)
-    assert ends.host.phase is ends.gateway.phase is ConnectionPhase.RUNNING
+    assert ends.host.phase is ends.gateway.phase is wire.ConnectionPhase.RUNNING
     assert ends.host_session.token == TOKEN
 
 
@@ -55,11 +38,11 @@ def test_the_secret_is_not_sent_and_the_proofs_are_those_of_the_documentation() 
     ends.host.receive(challenge_frame, 0.0)
     proof_frame = taken_from(ends.host)
     transcript = hashlib.sha256(hello_frame + challenge_frame).digest()
-    assert decode(proof_frame).mac == hmac.new(SECRET, b"rollflow host" + transcript, "sha256").digest()  # type: ignore[union-attr]
+    assert wire.decode(proof_frame).mac == hmac.new(SECRET, b"rollflow host" + transcript, "sha256").digest()  # type: ignore[union-attr]
     ends.gateway.receive(proof_frame, 0.0)
-    ends.gateway.welcome(GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
+    ends.gateway.welcome(wire.GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
     welcome_frame = taken_from(ends.gateway)
-    assert decode(welcome_frame).mac == hmac.new(SECRET, b"rollflow gateway" + transcript, "sha256").digest()  # type: ignore[union-attr]
+    assert wire.decode(welcome_frame).mac == hmac.new(SECRET, b"rollflow gateway" + transcript, "sha256").digest()  # type: ignore[union-attr]
     assert SECRET not in hello_frame + challenge_frame + proof_frame + welcome_frame
 
 
@@ -79,7 +62,7 @@ def test_secrets_that_differ_are_said_to_both(
         event
         for _ in range(3)
         for event in [*ends.to_gateway(), *ends.to_host()]
-        if isinstance(event, ConnectionBroken)
+        if isinstance(event, wire.ConnectionBroken)
     ]
     assert len(errors) == 2
     for broken in errors:
@@ -93,7 +76,7 @@ def test_secrets_that_differ_are_said_to_both(
     ("mac_of", "token", "code", "told"),
     [
         (lambda ends: bytes(32), TOKEN, "secret", "welcome.mac: the gateway does not know the secret"),
-        (lambda ends: decode(taken_from(ends.host)).mac, TOKEN, "secret", "the gateway does not know the secret"),
+        (lambda ends: wire.decode(taken_from(ends.host)).mac, TOKEN, "secret", "the gateway does not know the secret"),
         (
             lambda ends: prove(SECRET, GATEWAY, ends.gateway._transcript),
             bytes(16),
@@ -109,8 +92,8 @@ def test_a_welcome_is_refused_that_is_not_for_this_host_by_its_gateway(
     ends = Ends()
     ends.to_gateway()
     ends.to_host()
-    lanes = GatewaySession(TOKEN, hello(), (0, 1), (0, 2)).grants()
-    error = error_of(ends.host.receive(frame_as(Welcome(mac_of(ends), token, False, 0, lanes)), 0.0))
+    lanes = wire.GatewaySession(TOKEN, hello(), (0, 1), (0, 2)).grants()
+    error = error_of(ends.host.receive(frame_as(wire.Welcome(mac_of(ends), token, False, 0, lanes)), 0.0))
     assert told in str(error)
     assert ends.host_session.send is None
     assert told_by(ends.host).code == code
@@ -128,7 +111,7 @@ def test_whoever_changes_the_hello_or_the_challenge_on_its_way_is_found_out(data
     frame[at] ^= data.draw(st.integers(1, 255))
     (ends.gateway if of_host else ends.host).receive(frame, 0.0)
     ends.to_host()
-    assert not any(isinstance(event, Hello) for event in ends.to_gateway())
+    assert not any(isinstance(event, wire.Hello) for event in ends.to_gateway())
 
 
 @pytest.mark.parametrize(
@@ -149,7 +132,7 @@ def test_a_hello_that_can_not_be_met_is_refused_with_the_hosts_name(
     refused = told_by(ends.gateway)
     assert refused.code == code
     (broken,) = ends.host.receive(frame_as(refused), 0.0)
-    assert isinstance(broken, ConnectionBroken)
+    assert isinstance(broken, wire.ConnectionBroken)
     assert broken.error.code == code
     assert str(broken.error).startswith(f"gateway: refuses: {refused.text}")
 
@@ -160,7 +143,7 @@ def test_spaces_are_read_once_their_host_has_proved_itself() -> None:
         Ends(said=said)
     gateway = Ends(gateway_secret=None).gateway
     assert gateway.receive(frame_as(said), 0.0) == []
-    error = error_of(gateway.receive(frame_as(Proof(b"")), 0.0))
+    error = error_of(gateway.receive(frame_as(wire.Proof(b"")), 0.0))
     assert error.code == "spaces"
     assert str(error).startswith("host 'sim-1': hello.observation_space is ")
 
@@ -168,13 +151,15 @@ def test_spaces_are_read_once_their_host_has_proved_itself() -> None:
 def test_a_gateway_of_another_version_is_refused() -> None:
     ends = Ends()
     ends.to_gateway()
-    challenge = Challenge(2, "later", GATEWAY_NONCE, True, 1 << 20, 1.0, 1.0)
+    challenge = wire.Challenge(2, "later", GATEWAY_NONCE, True, 1 << 20, 1.0, 1.0)
     error = error_of(ends.host.receive(frame_as(challenge), 0.0))
     assert str(error) == "gateway: challenge.version is 2, expected 1 to 1"
 
 
-@pytest.mark.parametrize("message", [Ping(1), Proof(b""), Reset(0, 1, None, None), Welcome(b"", TOKEN, False, 0, ())])
-def test_a_message_out_of_turn_is_refused(message: Message) -> None:
+@pytest.mark.parametrize(
+    "message", [wire.Ping(1), wire.Proof(b""), wire.Reset(0, 1, None, None), wire.Welcome(b"", TOKEN, False, 0, ())]
+)
+def test_a_message_out_of_turn_is_refused(message: wire.Message) -> None:
     for connection in (Ends().host, Ends().gateway):
         error = error_of(connection.receive(frame_as(message), 0.0))
         assert error.code == "order"
@@ -184,12 +169,12 @@ def test_a_message_out_of_turn_is_refused(message: Message) -> None:
 
 def test_nothing_is_taken_of_a_host_before_its_welcome() -> None:
     ends = greeted()
-    error = error_of(ends.gateway.receive(frame_as(Proof(bytes(32))), 0.0))
+    error = error_of(ends.gateway.receive(frame_as(wire.Proof(bytes(32))), 0.0))
     assert "proof in the handshake, expected nothing before the welcome" in str(error)
 
 
 def test_the_handshake_has_a_time_limit_at_both_ends() -> None:
-    ends = Ends(limits=Limits(handshake_s=5), now=100.0)
+    ends = Ends(limits=wire.Limits(handshake_s=5), now=100.0)
     ends.to_gateway()
     for connection in (ends.host, ends.gateway):
         assert connection.next_deadline() == 105.0
@@ -208,10 +193,10 @@ def test_a_host_comes_back_to_its_session_and_a_stranger_does_not() -> None:
     assert again.gateway.hello is not None
     assert again.gateway.hello.session == token == TOKEN
     with pytest.raises(WireError, match="the session is not the one that the host named"):
-        again.gateway.welcome(GatewaySession(bytes(16), again.gateway.hello, (5, 6), (0, 2)))
-    again.gateway.welcome(GatewaySession(TOKEN, again.gateway.hello, (5, 6), (0, 2)))
+        again.gateway.welcome(wire.GatewaySession(bytes(16), again.gateway.hello, (5, 6), (0, 2)))
+    again.gateway.welcome(wire.GatewaySession(TOKEN, again.gateway.hello, (5, 6), (0, 2)))
     (welcome,) = again.to_host()
-    assert isinstance(welcome, Welcome)
+    assert isinstance(welcome, wire.Welcome)
     assert not welcome.resumed
 
 
@@ -219,7 +204,7 @@ def test_a_busy_host_takes_no_welcome_but_one_to_go_on() -> None:
     before = running()
     other = greeted(host_session=before.host_session)
     other.host.is_busy = True
-    other.gateway.welcome(GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
+    other.gateway.welcome(wire.GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
     error = error_of(other.to_host())
     assert error.code == "busy"
     assert "the host is busy with another gateway" in str(error)
@@ -229,12 +214,12 @@ def test_a_busy_host_takes_no_welcome_but_one_to_go_on() -> None:
     assert before.session is not None
     same.gateway.welcome(before.session)
     (welcome,) = same.to_host()
-    assert isinstance(welcome, Welcome)
+    assert isinstance(welcome, wire.Welcome)
     assert welcome.resumed
 
 
 def test_little_is_taken_of_an_end_that_has_not_proved_itself() -> None:
-    ends = Ends(limits=Limits(max_frame=1 << 30))
+    ends = Ends(limits=wire.Limits(max_frame=1 << 30))
     for end in (ends.host, ends.gateway):
         error = error_of(end.receive((2 << 20).to_bytes(4, "little"), 0.0))
         assert "frame of 2097152 bytes, expected at most 1048576" in str(error)
@@ -262,9 +247,9 @@ def test_a_host_that_changed_is_not_welcomed_to_its_session() -> None:
 
 
 def test_a_gateway_that_is_not_asked_in_can_not_welcome() -> None:
-    gateway = GatewayConnection(software="g", nonce=GATEWAY_NONCE, secret=None, limits=Limits(), now=0.0)
+    gateway = wire.GatewayConnection(software="g", nonce=GATEWAY_NONCE, secret=None, limits=wire.Limits(), now=0.0)
     with pytest.raises(WireError, match="welcome: no host waits for it"):
-        gateway.welcome(GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
+        gateway.welcome(wire.GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
 
 
 def test_either_end_may_say_goodbye_in_the_handshake() -> None:
@@ -272,9 +257,9 @@ def test_either_end_may_say_goodbye_in_the_handshake() -> None:
     ends.host.goodbye("changed my mind")
     ends.gateway.goodbye("full")
     (at_gateway,), (at_host,) = ends.to_gateway(), ends.to_host()
-    assert isinstance(at_gateway, Goodbye)
-    assert isinstance(at_host, Goodbye)
-    assert ends.host.phase is ends.gateway.phase is ConnectionPhase.ENDED
+    assert isinstance(at_gateway, wire.Goodbye)
+    assert isinstance(at_host, wire.Goodbye)
+    assert ends.host.phase is ends.gateway.phase is wire.ConnectionPhase.ENDED
 
 
 @pytest.mark.parametrize("claim", [b"", (1 << 16).to_bytes(4, "little") + (8).to_bytes(4, "little")])

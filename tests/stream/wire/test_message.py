@@ -10,26 +10,9 @@ from wire_ends import frame_as
 from wire_messages import EXAMPLES, hello, rows
 from wire_values import ARRAYS, VALUES, same
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.wire import (
-    Cut,
-    Failed,
-    Fragment,
-    LaneGrant,
-    Message,
-    Metrics,
-    Refused,
-    Reset,
-    Rows,
-    Settings,
-    States,
-    Step,
-    Weights,
-    Welcome,
-    decode,
-    encode,
-)
 from rollflow.stream.wire.codec.field import checks_of
 from rollflow.stream.wire.codec.frame import frame_of, taken_apart
 from rollflow.stream.wire.codec.message import KINDS
@@ -47,12 +30,12 @@ def fields_of(message: Any) -> dict[str, Any]:
     }
 
 
-def assert_same(left: Message, right: Message) -> None:
+def assert_same(left: wire.Message, right: wire.Message) -> None:
     assert type(left) is type(right)
     assert same(fields_of(left), fields_of(right))
 
 
-def changed(message: Message, **fields: Any) -> bytes:
+def changed(message: wire.Message, **fields: Any) -> bytes:
     """The frame of a message with other fields, unchecked; `...` leaves a field out."""
     told = decode_value(*taken_apart(frame_as(message))) | fields
     kept = {name: value for name, value in told.items() if value is not ...}
@@ -68,30 +51,34 @@ MAPS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
 LANES = st.integers(0, 2**53 - 1)
 NUMBERS = st.integers(1, 2**53 - 1)
 MESSAGES = (
-    st.builds(Step, LANES, NUMBERS, TREES)
+    st.builds(wire.Step, LANES, NUMBERS, TREES)
     | st.builds(
-        Reset, LANES, NUMBERS, st.none() | st.lists(st.integers(0, 2**64 - 1), max_size=3).map(tuple), st.none() | MAPS
+        wire.Reset,
+        LANES,
+        NUMBERS,
+        st.none() | st.lists(st.integers(0, 2**64 - 1), max_size=3).map(tuple),
+        st.none() | MAPS,
     )
-    | st.builds(Fragment, LANES, NUMBERS, st.dictionaries(st.text(max_size=4), TREES, max_size=3), MAPS)
+    | st.builds(wire.Fragment, LANES, NUMBERS, st.dictionaries(st.text(max_size=4), TREES, max_size=3), MAPS)
     | st.builds(
-        Weights,
+        wire.Weights,
         st.integers(0, 2**53 - 1),
         st.dictionaries(st.text(max_size=4), ARRAYS, max_size=3),
         st.dictionaries(st.text(max_size=4), st.text(max_size=4)),
         MAPS,
     )
-    | st.builds(Cut, LANES, NUMBERS)
-    | st.builds(Settings, MAPS)
-    | st.builds(States, MAPS)
-    | st.builds(Metrics, MAPS)
-    | st.builds(Refused, st.text(max_size=64), st.text(max_size=9))
+    | st.builds(wire.Cut, LANES, NUMBERS)
+    | st.builds(wire.Settings, MAPS)
+    | st.builds(wire.States, MAPS)
+    | st.builds(wire.Metrics, MAPS)
+    | st.builds(wire.Refused, st.text(max_size=64), st.text(max_size=9))
     | st.builds(rows, obs=TREES, final_obs=st.none() | TREES, infos=MAPS, final_infos=MAPS)
 )
 
 
 @given(MESSAGES)
-def test_decoding_undoes_encoding(message: Message) -> None:
-    assert_same(decode(frame_as(message)), message)
+def test_decoding_undoes_encoding(message: wire.Message) -> None:
+    assert_same(wire.decode(frame_as(message)), message)
 
 
 def test_there_is_an_example_of_every_kind() -> None:
@@ -100,7 +87,7 @@ def test_there_is_an_example_of_every_kind() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_fields_of_other_names_are_passed_over(name: str) -> None:
-    assert_same(decode(changed(EXAMPLES[name], later_version={"a": [1, np.zeros(2)]})), EXAMPLES[name])
+    assert_same(wire.decode(changed(EXAMPLES[name], later_version={"a": [1, np.zeros(2)]})), EXAMPLES[name])
 
 
 MAY_BE_MISSING = {
@@ -123,18 +110,18 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused_by_name(name: str
     if (message.kind, field) not in MAY_BE_MISSING:
         _check_that_it_may_not_be_missing(message, field)
     with pytest.raises(WireError, match=rf"{message.kind}\.{field}.* is .*, expected "):
-        decode(changed(message, **{field: -1.5}))
+        wire.decode(changed(message, **{field: -1.5}))
 
 
-def _check_that_it_may_not_be_missing(message: Message, field: str) -> None:
+def _check_that_it_may_not_be_missing(message: wire.Message, field: str) -> None:
     with pytest.raises(WireError, match=f"{message.kind} has no field '{field}', expected"):
-        decode(changed(message, **{field: ...}))
+        wire.decode(changed(message, **{field: ...}))
 
 
 def test_a_hello_says_that_its_host_is_busy_only_where_it_is() -> None:
     free, busy = EXAMPLES["hello"], dataclasses.replace(EXAMPLES["hello"], busy=True)  # type: ignore[call-arg]
     assert b"busy" not in frame_as(free)
-    assert [decode(frame_as(hello)).busy for hello in (free, busy)] == [False, True]  # type: ignore[union-attr]
+    assert [wire.decode(frame_as(hello)).busy for hello in (free, busy)] == [False, True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -142,7 +129,7 @@ def test_what_would_be_refused_is_not_sent(name: str) -> None:
     message: Any = EXAMPLES[name]
     for field in checks_of(type(message)):
         with pytest.raises(WireError, match=rf"{message.kind}\.{field}"):
-            encode(dataclasses.replace(message, **{field: -1.5}))
+            wire.encode(dataclasses.replace(message, **{field: -1.5}))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +187,7 @@ def test_what_would_be_refused_is_not_sent(name: str) -> None:
 )
 def test_a_field_is_refused_with_what_was_expected(name: str, field: str, value: Any, told: str) -> None:
     with pytest.raises(WireError, match=told) as caught:
-        decode(changed(EXAMPLES[name], **{field: value}))
+        wire.decode(changed(EXAMPLES[name], **{field: value}))
     assert caught.value.code == "message"
 
 
@@ -215,25 +202,25 @@ def test_a_field_is_refused_with_what_was_expected(name: str, field: str, value:
 )
 def test_a_header_that_is_no_message_is_refused(value: Any, told: str) -> None:
     with pytest.raises(WireError, match=told):
-        decode(b"".join(frame_of(*encode_value(value, "value"))))
+        wire.decode(b"".join(frame_of(*encode_value(value, "value"))))
 
 
 def test_arrays_of_what_was_received_can_be_written() -> None:
-    message = decode(bytearray(frame_as(EXAMPLES["step"])))
-    assert isinstance(message, Step)
+    message = wire.decode(bytearray(frame_as(EXAMPLES["step"])))
+    assert isinstance(message, wire.Step)
     message.actions[:] = 5
     assert message.actions.tolist() == [5, 5]
 
 
 def test_tuples_of_trees_are_lists_on_the_wire() -> None:
-    message = decode(frame_as(Step(0, 1, {"a": (np.zeros(1), [np.ones(2)])})))
-    assert isinstance(message, Step)
+    message = wire.decode(frame_as(wire.Step(0, 1, {"a": (np.zeros(1), [np.ones(2)])})))
+    assert isinstance(message, wire.Step)
     assert same(message.actions, {"a": [np.zeros(1), [np.ones(2)]]})
 
 
 def test_what_cant_be_sent_is_named_in_its_message() -> None:
     with pytest.raises(ColumnError, match=r"fragment\['rest'\]\['custom_data'\]: <object .* can't be sent"):
-        encode(Fragment(0, 1, {}, {"custom_data": object()}))
+        wire.encode(wire.Fragment(0, 1, {}, {"custom_data": object()}))
 
 
 @pytest.mark.parametrize(
@@ -249,8 +236,8 @@ def test_entries_of_infos_that_cant_be_sent_are_left_out(
     infos: Any, kept: Any, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):  # it is said once
-        message = decode(frame_as(rows(infos=infos)))
-    assert isinstance(message, Rows)
+        message = wire.decode(frame_as(rows(infos=infos)))
+    assert isinstance(message, wire.Rows)
     assert type(message.infos) is type(kept)
     assert (message.infos.dicts if isinstance(message.infos, SlotInfos) else message.infos) == getattr(
         kept, "dicts", kept
@@ -265,18 +252,18 @@ def test_a_failure_says_what_was_raised_and_where() -> None:
         raise ValueError("the arm is stuck" + "!" * 100_000)
     except ValueError as error:
         error.add_note("slot 1")
-        failed = Failed.of(Reset(3, 4, None, None), error)
+        failed = wire.Failed.of(wire.Reset(3, 4, None, None), error)
     assert (failed.lane, failed.number, failed.type, failed.notes) == (3, 4, "ValueError", ("slot 1",))
     assert failed.text.startswith("the arm is stuck!")
-    assert_same(decode(frame_as(failed)), failed)
+    assert_same(wire.decode(frame_as(failed)), failed)
 
 
 @given(st.text(st.characters(), max_size=20))
 @example("\ud800")
 def test_whatever_was_raised_can_be_told(text: str) -> None:
     error = WireError(text * 1000, text)
-    assert isinstance(decode(frame_as(Failed.of(Reset(0, 1, None, None), error))), Failed)
-    assert isinstance(decode(frame_as(Refused.of(error))), Refused)
+    assert isinstance(wire.decode(frame_as(wire.Failed.of(wire.Reset(0, 1, None, None), error))), wire.Failed)
+    assert isinstance(wire.decode(frame_as(wire.Refused.of(error))), wire.Refused)
 
 
 def test_a_hello_knows_how_many_environments_there_are() -> None:
@@ -284,6 +271,6 @@ def test_a_hello_knows_how_many_environments_there_are() -> None:
 
 
 def test_the_lanes_of_a_welcome_are_records() -> None:
-    message = decode(frame_as(EXAMPLES["welcome"]))
-    assert isinstance(message, Welcome)
-    assert fields_of(message.lanes[1]) == fields_of(LaneGrant(1, 2, 2, 0))
+    message = wire.decode(frame_as(EXAMPLES["welcome"]))
+    assert isinstance(message, wire.Welcome)
+    assert fields_of(message.lanes[1]) == fields_of(wire.LaneGrant(1, 2, 2, 0))

@@ -5,63 +5,52 @@ from hypothesis import given, strategies as st
 from wire_ends import QueryEnds, taken_from
 from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, hello
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    ClientSession,
-    ConnectionBroken,
-    Limits,
-    Query,
-    ReplayConnection,
-    Result,
-    SamplerConnection,
-    ServerSession,
-    Welcome,
-    encode,
-)
 
 SAMPLER = hello(role="sampler", slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
 
 
-def query(number: int, done: int = 0) -> Query:
-    return Query(number, done, "sample", {"count": 8}, {})
+def query(number: int, done: int = 0) -> wire.Query:
+    return wire.Query(number, done, "sample", {"count": 8}, {})
 
 
-def result(number: int) -> Result:
-    return Result(number, {}, {}, f"answer {number}")
+def result(number: int) -> wire.Result:
+    return wire.Result(number, {}, {}, f"answer {number}")
 
 
 @pytest.mark.parametrize("message", ["welcome", "step", "result", "weights"])
 def test_what_a_server_must_not_be_sent_is_refused(message: str) -> None:
     ends = QueryEnds()
     ends.to_server()
-    (event,) = ends.server.receive(b"".join(encode(EXAMPLES[message])), 0.0)
-    assert isinstance(event, ConnectionBroken)
+    (event,) = ends.server.receive(b"".join(wire.encode(EXAMPLES[message])), 0.0)
+    assert isinstance(event, wire.ConnectionBroken)
     assert event.error.code == "order"
 
 
 def test_an_answer_that_nobody_asked_for_is_refused_and_one_that_was_given_up_is_dropped() -> None:
     ends = QueryEnds()
     ends.client.session.drop(3)
-    assert ends.client.receive(b"".join(encode(result(3))), 0.0) == []
-    (event,) = ends.client.receive(b"".join(encode(result(4))), 0.0)
-    assert isinstance(event, ConnectionBroken)
+    assert ends.client.receive(b"".join(wire.encode(result(3))), 0.0) == []
+    (event,) = ends.client.receive(b"".join(wire.encode(result(4))), 0.0)
+    assert isinstance(event, wire.ConnectionBroken)
     assert event.error.code == "number"
 
 
 def test_an_end_of_another_role_is_refused() -> None:
-    host = ReplayConnection(software="s", nonce=GATEWAY_NONCE, secret=None, limits=Limits(), now=0.0)
-    client = SamplerConnection(hello(), ClientSession(TOKEN), secret=None, limits=Limits(), now=0.0)
+    host = wire.ReplayConnection(software="s", nonce=GATEWAY_NONCE, secret=None, limits=wire.Limits(), now=0.0)
+    client = wire.SamplerConnection(hello(), wire.ClientSession(TOKEN), secret=None, limits=wire.Limits(), now=0.0)
     for _ in range(2):
         events = host.receive(taken_from(client), 0.0)
         client.receive(taken_from(host), 0.0)
-    assert isinstance(events[-1], ConnectionBroken)
+    assert isinstance(events[-1], wire.ConnectionBroken)
     assert events[-1].error.code == "role"
     expected = "hello.role is 'env', expected 'sampler': this is a replay host"
     assert expected in str(events[-1].error)
 
 
 def test_requests_beyond_the_window_are_not_made_and_are_refused() -> None:
-    session = ClientSession(TOKEN)
+    session = wire.ClientSession(TOKEN)
     session.window = 2
     session.ask(query(1))
     session.ask(query(2))
@@ -70,7 +59,7 @@ def test_requests_beyond_the_window_are_not_made_and_are_refused() -> None:
     assert not session.may_ask
     session.drop(1)
     session.ask(query(3, session.done))
-    server = ServerSession(TOKEN, 2)
+    server = wire.ServerSession(TOKEN, 2)
     server.take(query(1))
     server.take(query(2))
     with pytest.raises(WireError, match="query 3, expected at most 2"):
@@ -82,14 +71,14 @@ def test_requests_beyond_the_window_are_not_made_and_are_refused() -> None:
 
 @given(st.data())
 def test_whatever_is_cut_each_request_is_taken_once_and_answered_once(data: st.DataObject) -> None:
-    client_session, server_session = ClientSession(TOKEN), ServerSession(TOKEN, 4)
+    client_session, server_session = wire.ClientSession(TOKEN), wire.ServerSession(TOKEN, 4)
     taken: list[int] = []
     waiting: list[int] = []
     answers: list[int] = []
 
-    def connected() -> tuple[SamplerConnection, ReplayConnection]:
-        client = SamplerConnection(SAMPLER, client_session, secret=SECRET, limits=Limits(), now=0.0)
-        server = ReplayConnection(software="s", nonce=GATEWAY_NONCE, secret=SECRET, limits=Limits(), now=0.0)
+    def connected() -> tuple[wire.SamplerConnection, wire.ReplayConnection]:
+        client = wire.SamplerConnection(SAMPLER, client_session, secret=SECRET, limits=wire.Limits(), now=0.0)
+        server = wire.ReplayConnection(software="s", nonce=GATEWAY_NONCE, secret=SECRET, limits=wire.Limits(), now=0.0)
         for _ in range(2):
             server.receive(taken_from(client), 0.0)
             if server.hello is None:
@@ -97,20 +86,22 @@ def test_whatever_is_cut_each_request_is_taken_once_and_answered_once(data: st.D
         server.welcome(server_session)
         return client, server
 
-    def carry(source: SamplerConnection | ReplayConnection, target: SamplerConnection | ReplayConnection) -> None:
+    def carry(
+        source: wire.SamplerConnection | wire.ReplayConnection, target: wire.SamplerConnection | wire.ReplayConnection
+    ) -> None:
         sent = taken_from(source)
         if is_cut:
             sent = sent[: data.draw(st.integers(0, len(sent)))]
         for event in target.receive(sent, 0.0):
-            assert not isinstance(event, ConnectionBroken), event.error
-            if isinstance(event, Query):
+            assert not isinstance(event, wire.ConnectionBroken), event.error
+            if isinstance(event, wire.Query):
                 taken.append(event.number)
                 waiting.append(event.number)
-            elif isinstance(event, Result):
+            elif isinstance(event, wire.Result):
                 answers.append(event.number)
                 assert event.problem == f"answer {event.number}"
             else:
-                assert isinstance(event, Welcome)
+                assert isinstance(event, wire.Welcome)
 
     client, server = connected()
     for step in range(data.draw(st.integers(1, 40))):

@@ -4,36 +4,27 @@ import pytest
 from wire_ends import Ends, error_of, frame_as, greeted, running, taken_from
 from wire_messages import EXAMPLES, hello
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    ConnectionBroken,
-    Cut,
-    Failed,
-    Fragment,
-    Settings,
-    Turn,
-    Welcome,
-    decode,
-)
 
-SETTINGS = Settings({"fragment_length": 32, "lookback": 4})
+SETTINGS = wire.Settings({"fragment_length": 32, "lookback": 4})
 
 
 def rollout_ends() -> Ends:
     return running(said=hello(role="rollout"))
 
 
-def turning() -> tuple[Ends, Turn]:
+def turning() -> tuple[Ends, wire.Turn]:
     """Two ends where turn 1 of lane 0 has come to the host."""
     ends = rollout_ends()
-    ends.gateway.ask(Turn(0, 1))
+    ends.gateway.ask(wire.Turn(0, 1))
     (turn,) = ends.to_host()
-    assert isinstance(turn, Turn)
+    assert isinstance(turn, wire.Turn)
     return ends, turn
 
 
-def fragment(turn: Turn) -> Fragment:
-    return Fragment(turn.lane, turn.number, {}, {})
+def fragment(turn: wire.Turn) -> wire.Fragment:
+    return wire.Fragment(turn.lane, turn.number, {}, {})
 
 
 def welcomed_back(ends: Ends) -> Ends:
@@ -55,13 +46,13 @@ def test_settings_come_before_or_after_the_first_turn(first: str) -> None:
     ends = rollout_ends()
     if first == "settings":
         ends.gateway.tell(SETTINGS)
-    ends.gateway.ask(Turn(0, 1))
+    ends.gateway.ask(wire.Turn(0, 1))
     if first == "turn":
         ends.gateway.tell(SETTINGS)
-    told = {event.kind: event for event in ends.to_host() if not isinstance(event, ConnectionBroken)}
+    told = {event.kind: event for event in ends.to_host() if not isinstance(event, wire.ConnectionBroken)}
     assert next(iter(told)) == first
     settings = told["settings"]
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, wire.Settings)
     assert settings.settings == {"fragment_length": 32, "lookback": 4}
 
 
@@ -69,15 +60,15 @@ def test_settings_come_again_after_a_reconnect_behind_the_turn_that_was_lost() -
     ends = rollout_ends()
     ends.gateway.tell(SETTINGS)
     ends.to_host()
-    ends.gateway.ask(Turn(0, 1))
+    ends.gateway.ask(wire.Turn(0, 1))
     taken_from(ends.gateway)  # which the host does not get
     again = welcomed_back(ends)
     again.gateway.tell(SETTINGS)
     welcome, turn, settings = again.to_host()
-    assert isinstance(welcome, Welcome)
+    assert isinstance(welcome, wire.Welcome)
     assert welcome.resumed
-    assert isinstance(turn, Turn)
-    assert isinstance(settings, Settings)
+    assert isinstance(turn, wire.Turn)
+    assert isinstance(settings, wire.Settings)
     assert settings.settings == SETTINGS.settings
 
 
@@ -99,25 +90,25 @@ def test_what_is_for_a_welcomed_host_of_rollouts_is_for_nobody_else(kind: str) -
 
 def test_a_lane_whose_turn_failed_gets_its_next_turn_and_no_reset() -> None:
     ends, turn = turning()
-    assert ends.host.answer(turn, Failed.of(turn, ValueError("stuck")))
-    assert [type(event) for event in ends.to_gateway()] == [Failed]
-    ends.gateway.ask(Turn(0, 2))
+    assert ends.host.answer(turn, wire.Failed.of(turn, ValueError("stuck")))
+    assert [type(event) for event in ends.to_gateway()] == [wire.Failed]
+    ends.gateway.ask(wire.Turn(0, 2))
     (second,) = ends.to_host()
-    assert isinstance(second, Turn)
+    assert isinstance(second, wire.Turn)
     assert second.number == 2
     assert ends.host.answer(second, fragment(second))
-    assert isinstance(decode(taken_from(ends.host)), Fragment)
+    assert isinstance(wire.decode(taken_from(ends.host)), wire.Fragment)
 
 
 @pytest.mark.parametrize(
     ("cut", "told"),
     [
-        (Cut(0, 2), "cut 2 of lane 0: expected number 1 or less"),
-        (Cut(1, 1), "cut 1 of lane 1: expected number 0 or less"),
-        (Cut(9, 1), r"lane 9, expected one of \[0, 1\]"),
+        (wire.Cut(0, 2), "cut 2 of lane 0: expected number 1 or less"),
+        (wire.Cut(1, 1), "cut 1 of lane 1: expected number 0 or less"),
+        (wire.Cut(9, 1), r"lane 9, expected one of \[0, 1\]"),
     ],
 )
-def test_a_cut_of_what_was_never_asked_for_is_refused_at_both_ends(cut: Cut, told: str) -> None:
+def test_a_cut_of_what_was_never_asked_for_is_refused_at_both_ends(cut: wire.Cut, told: str) -> None:
     ends, _ = turning()
     with pytest.raises(WireError, match=told) as caught:
         ends.gateway.tell(cut)
@@ -134,14 +125,14 @@ def test_a_cut_of_a_turn_that_was_answered_is_not_sent() -> None:
     ends, turn = turning()
     ends.host.answer(turn, fragment(turn))
     ends.to_gateway()
-    ends.gateway.tell(Cut(0, 1))
+    ends.gateway.tell(wire.Cut(0, 1))
     assert taken_from(ends.gateway) == b""
-    ends.gateway.ask(Turn(0, 2))
+    ends.gateway.ask(wire.Turn(0, 2))
     taken_from(ends.gateway)
-    ends.gateway.tell(Cut(0, 1))
+    ends.gateway.tell(wire.Cut(0, 1))
     assert taken_from(ends.gateway) == b""
-    ends.gateway.tell(Cut(0, 2))
-    assert taken_from(ends.gateway) == frame_as(Cut(0, 2))
+    ends.gateway.tell(wire.Cut(0, 2))
+    assert taken_from(ends.gateway) == frame_as(wire.Cut(0, 2))
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
@@ -154,14 +145,14 @@ def test_a_host_owes_an_answer_that_the_gateway_has_not_got(*, is_answered: bool
     again = welcomed_back(ends)
     while not (events := again.to_host(1)):
         pass
-    assert [type(event) for event in events] == [Welcome]
+    assert [type(event) for event in events] == [wire.Welcome]
     assert again.host_session.owed == ({0} if is_answered else set())
     assert again.to_host() == []  # it is asked once more
     if not is_answered:
         again.host.answer(turn, fragment(turn))
     assert again.host_session.owed == set()
     (answer,) = again.to_gateway()
-    assert isinstance(answer, Fragment)
+    assert isinstance(answer, wire.Fragment)
 
 
 def test_a_host_whose_answers_have_come_owes_none() -> None:

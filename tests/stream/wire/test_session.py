@@ -10,26 +10,8 @@ from property_examples import examples
 from wire_ends import Ends, taken_from
 from wire_messages import TOKEN, first_rows, hello, rows
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    Answer,
-    ConnectionBroken,
-    Cut,
-    Event,
-    Failed,
-    Fragment,
-    GatewayConnection,
-    GatewaySession,
-    Hello,
-    HostSession,
-    LaneGrant,
-    Request,
-    Reset,
-    Rows,
-    Step,
-    Turn,
-    Welcome,
-)
 from rollflow.stream.wire.session import TakenRequest
 
 LANES = (0, 1)
@@ -49,13 +31,13 @@ class TwoEnds(RuleBasedStateMachine):
     @initialize(role=st.sampled_from(["env", "rollout"]))
     def begin(self, role: str) -> None:
         self.said = hello(role=role)
-        self.host_session = HostSession(TOKEN)
-        self.session: GatewaySession | None = None
+        self.host_session = wire.HostSession(TOKEN)
+        self.session: wire.GatewaySession | None = None
         self.taken: dict[int, list[int]] = {lane: [] for lane in LANES}
         self.given: dict[int, list[tuple[int, float]]] = {lane: [] for lane in LANES}
-        self.working: dict[int, Request] = {}
+        self.working: dict[int, wire.Request] = {}
         self.failed: set[int] = set()
-        self.late: list[tuple[GatewayConnection, bytes]] = []
+        self.late: list[tuple[wire.GatewayConnection, bytes]] = []
         self.ends = Ends(said=self.said, host_session=self.host_session)
 
     @precondition(lambda self: self.session is not None and len(self.session.under_way) < len(LANES))
@@ -66,12 +48,12 @@ class TwoEnds(RuleBasedStateMachine):
             return
         number = self.session.next_number(lane)
         if self.said.role == "rollout":
-            request: Request = Turn(lane, number)
+            request: wire.Request = wire.Turn(lane, number)
         elif number == 1 or lane in self.failed or reset:
             self.failed.discard(lane)
-            request = Reset(lane, number, (number, lane), None)
+            request = wire.Reset(lane, number, (number, lane), None)
         else:
-            request = Step(lane, number, np.array([number % 2, lane]))
+            request = wire.Step(lane, number, np.array([number % 2, lane]))
         if self.ends.gateway.hello is not None and self.ends.gateway.phase.name != "HANDSHAKE":
             self.ends.gateway.ask(request)
         else:
@@ -81,7 +63,7 @@ class TwoEnds(RuleBasedStateMachine):
     def cut(self, lane: int, back: int) -> None:
         is_running = self.session is not None and self.ends.gateway.phase.name == "RUNNING"
         if self.said.role == "rollout" and is_running and self.asked(lane) > back:
-            self.ends.gateway.tell(Cut(lane, self.asked(lane) - back))
+            self.ends.gateway.tell(wire.Cut(lane, self.asked(lane) - back))
 
     @precondition(lambda self: self.working)
     @rule(lane=st.sampled_from(LANES), fails=st.booleans())
@@ -89,13 +71,13 @@ class TwoEnds(RuleBasedStateMachine):
         request = self.working.pop(lane, None)
         if request is None:
             return
-        answer: Answer
+        answer: wire.Answer
         obs = np.full((2, 3), request.number, np.float32)
         if fails:
-            answer = Failed.of(request, ValueError(str(request.number)))
-        elif isinstance(request, Turn):
-            answer = Fragment(lane, request.number, {"obs": obs}, {})
-        elif isinstance(request, Reset):
+            answer = wire.Failed.of(request, ValueError(str(request.number)))
+        elif isinstance(request, wire.Turn):
+            answer = wire.Fragment(lane, request.number, {"obs": obs}, {})
+        elif isinstance(request, wire.Reset):
             answer = first_rows(lane=lane, number=request.number, obs=obs)
         else:
             answer = rows(lane=lane, number=request.number, obs=obs)
@@ -120,7 +102,7 @@ class TwoEnds(RuleBasedStateMachine):
         old = self.ends
         data = old.from_host + taken_from(old.host)
         self.late.append((old.gateway, data[: max(0, len(data) - lost)]))
-        assert all(isinstance(event, ConnectionBroken) for event in old.host.ended())
+        assert all(isinstance(event, wire.ConnectionBroken) for event in old.host.ended())
         self.ends = Ends(said=self.said, host_session=self.host_session)
         if again:
             self.carry_everything()
@@ -163,61 +145,61 @@ class TwoEnds(RuleBasedStateMachine):
         assert self.session is not None
         return self.session.next_number(lane) - 1
 
-    def take_at_gateway(self, gateway: GatewayConnection, events: list[Event]) -> None:
+    def take_at_gateway(self, gateway: wire.GatewayConnection, events: list[wire.Event]) -> None:
         for event in events:
-            if isinstance(event, Hello):
+            if isinstance(event, wire.Hello):
                 if self.session is None:
-                    self.session = GatewaySession(TOKEN, event, LANES, (0, 2))
+                    self.session = wire.GatewaySession(TOKEN, event, LANES, (0, 2))
                 gateway.welcome(self.session)
-            elif isinstance(event, Rows | Fragment):
-                obs = event.obs if isinstance(event, Rows) else event.columns["obs"]
+            elif isinstance(event, wire.Rows | wire.Fragment):
+                obs = event.obs if isinstance(event, wire.Rows) else event.columns["obs"]
                 self.given[event.lane].append((event.number, float(obs[0, 0])))
             else:
-                assert isinstance(event, Failed), event
+                assert isinstance(event, wire.Failed), event
                 self.failed.add(event.lane)
                 self.given[event.lane].append((event.number, float(event.text)))
 
-    def take_at_host(self, events: list[Event]) -> None:
+    def take_at_host(self, events: list[wire.Event]) -> None:
         for event in events:
-            if isinstance(event, Cut):
+            if isinstance(event, wire.Cut):
                 assert self.working[event.lane].number == event.number
-            elif isinstance(event, Reset | Step | Turn):
-                if isinstance(event, Step):
+            elif isinstance(event, wire.Reset | wire.Step | wire.Turn):
+                if isinstance(event, wire.Step):
                     assert event.actions.tolist() == [event.number % 2, event.lane]
                 assert event.lane not in self.working
                 self.taken[event.lane].append(event.number)
                 self.working[event.lane] = event
             else:
-                assert isinstance(event, Welcome), event
+                assert isinstance(event, wire.Welcome), event
 
 
 TestTwoEnds = TwoEnds.TestCase
 TestTwoEnds.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
 
 
-def session_of_host(**changed: Any) -> HostSession:
-    session = HostSession(TOKEN)
+def session_of_host(**changed: Any) -> wire.HostSession:
+    session = wire.HostSession(TOKEN)
     session.begin(welcome(**changed), hello())
     return session
 
 
-def welcome(**changed: Any) -> Welcome:
+def welcome(**changed: Any) -> wire.Welcome:
     fields: dict[str, Any] = {
         "mac": b"",
         "session": TOKEN,
         "resumed": False,
         "credits": 0,
-        "lanes": (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)),
+        "lanes": (wire.LaneGrant(0, 2, 0, 0), wire.LaneGrant(1, 2, 2, 0)),
     }
-    return Welcome(**fields | changed)
+    return wire.Welcome(**fields | changed)
 
 
-def reset(number: int) -> Reset:
-    return Reset(0, number, None, None)
+def reset(number: int) -> wire.Reset:
+    return wire.Reset(0, number, None, None)
 
 
-def step(number: int) -> Step:
-    return Step(0, number, np.array([0, 1]))
+def step(number: int) -> wire.Step:
+    return wire.Step(0, number, np.array([0, 1]))
 
 
 def test_a_number_too_high_is_refused() -> None:
@@ -231,7 +213,7 @@ def test_a_number_too_high_is_refused() -> None:
     with pytest.raises(WireError, match="step 1 of lane 0: number 1 was another kind of request"):
         session.take(step(1))
     with pytest.raises(WireError, match=r"lane 7, expected one of \[0, 1\]"):
-        session.take(Reset(7, 1, None, None))
+        session.take(wire.Reset(7, 1, None, None))
 
 
 def test_a_lane_is_reset_first_and_after_every_failure() -> None:
@@ -239,7 +221,7 @@ def test_a_lane_is_reset_first_and_after_every_failure() -> None:
     with pytest.raises(WireError, match="step 1 of lane 0: expected a reset first"):
         session.take(step(1))
     session.take(reset(1))
-    session.keep(Failed.of(reset(1), ValueError()))
+    session.keep(wire.Failed.of(reset(1), ValueError()))
     with pytest.raises(WireError, match="step 2 of lane 0: expected a reset first"):
         session.take(step(2))
     assert session.take(reset(2)) is TakenRequest.NEW
@@ -259,11 +241,14 @@ def test_an_answer_of_a_session_that_is_over_is_not_waited_for() -> None:
     ("changed", "told"),
     [
         (
-            {"lanes": (LaneGrant(0, 2, 0, 0),)},
+            {"lanes": (wire.LaneGrant(0, 2, 0, 0),)},
             r"lanes \[0\] of \[2\] slots, expected different ids, and \[2, 2\] slots",
         ),
-        ({"lanes": (LaneGrant(0, 2, 0, 0), LaneGrant(0, 2, 2, 0))}, "expected different ids"),
-        ({"lanes": (LaneGrant(0, 2, 0, 1), LaneGrant(1, 2, 2, 0))}, "lane 0 at number 1, expected 0 in a new session"),
+        ({"lanes": (wire.LaneGrant(0, 2, 0, 0), wire.LaneGrant(0, 2, 2, 0))}, "expected different ids"),
+        (
+            {"lanes": (wire.LaneGrant(0, 2, 0, 1), wire.LaneGrant(1, 2, 2, 0))},
+            "lane 0 at number 1, expected 0 in a new session",
+        ),
     ],
 )
 def test_a_welcome_that_does_not_fit_is_refused(changed: dict[str, Any], told: str) -> None:
@@ -278,7 +263,7 @@ def test_a_session_goes_on_only_where_both_ends_stood() -> None:
         session.keep(first_rows(number=number))
 
     def resumed(number: int, **changed: Any) -> None:
-        lanes = (LaneGrant(0, 2, 0, number), LaneGrant(1, 2, 2, 0))
+        lanes = (wire.LaneGrant(0, 2, 0, number), wire.LaneGrant(1, 2, 2, 0))
         session.begin(welcome(**{"resumed": True, "lanes": lanes} | changed), hello())
 
     resumed(2)
@@ -287,18 +272,18 @@ def test_a_session_goes_on_only_where_both_ends_stood() -> None:
         with pytest.raises(WireError, match=f"lane 0 at number {number}, expected 3 or 2"):
             resumed(number)
     with pytest.raises(WireError, match="resumes other lanes than this host's"):
-        resumed(3, lanes=(LaneGrant(0, 2, 0, 3), LaneGrant(5, 2, 2, 0)))
+        resumed(3, lanes=(wire.LaneGrant(0, 2, 0, 3), wire.LaneGrant(5, 2, 2, 0)))
 
 
 def test_a_host_that_never_got_its_first_welcome_begins_with_the_second() -> None:
-    session = HostSession(TOKEN)
+    session = wire.HostSession(TOKEN)
     session.begin(welcome(resumed=True), hello())
     assert session.take(reset(1)) is TakenRequest.NEW
 
 
 @pytest.mark.parametrize("name", ["slots", "autoreset", "role", "observation_space", "agents"])
 def test_a_host_that_is_not_what_it_was_can_not_go_on(name: str) -> None:
-    session = GatewaySession(TOKEN, hello(), LANES, (0, 2))
+    session = wire.GatewaySession(TOKEN, hello(), LANES, (0, 2))
     other: dict[str, Any] = {"slots": (4,), "autoreset": "DISABLED", "role": "rollout", "agents": ("a",)}
     other |= {"observation_space": {"kind": "MultiBinary"}}
     session.check_same(hello(name="another name"))
@@ -307,7 +292,7 @@ def test_a_host_that_is_not_what_it_was_can_not_go_on(name: str) -> None:
 
 
 def test_a_gateway_knows_what_it_has_asked_for() -> None:
-    session = GatewaySession(TOKEN, hello(), LANES, (0, 2))
+    session = wire.GatewaySession(TOKEN, hello(), LANES, (0, 2))
     session.ask(reset(1))
     assert [grant.number for grant in session.grants()] == [0, 0]
     with pytest.raises(WireError, match="rows 2 of lane 0: nothing above number 1 was asked for"):

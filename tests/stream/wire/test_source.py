@@ -7,52 +7,40 @@ from property_examples import examples
 from wire_ends import StreamEnds, error_of, frame_as, taken_from
 from wire_messages import EXAMPLES, TOKEN
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    Done,
-    Event,
-    Finished,
-    Fragment,
-    Goodbye,
-    Hello,
-    Message,
-    Settings,
-    TrainerSession,
-    Weights,
-    Welcome,
-)
 
 
 class Ends(StreamEnds):
     """Both ends of a stream."""
 
-    def give(self, number: int) -> list[Event]:
+    def give(self, number: int) -> list[wire.Event]:
         self.source.send(fragment(number))
         return self.to_trainer()
 
 
-def fragment(number: int) -> Fragment:
-    return Fragment(number % 3, number, {}, {})
+def fragment(number: int) -> wire.Fragment:
+    return wire.Fragment(number % 3, number, {}, {})
 
 
 def test_fragments_go_one_way_and_how_far_the_trainer_is_the_other() -> None:
     ends = Ends(given=2)
-    assert isinstance(ends.welcome, Welcome)
+    assert isinstance(ends.welcome, wire.Welcome)
     for number in (1, 2):
         (came,) = ends.give(number)
-        assert isinstance(came, Fragment)
+        assert isinstance(came, wire.Fragment)
         assert came.number == number
-    ends.trainer.tell(Done(2, 1))
+    ends.trainer.tell(wire.Done(2, 1))
     (done,) = ends.to_source()
-    assert isinstance(done, Done)
+    assert isinstance(done, wire.Done)
     ends.session.take(done)
     assert (ends.session.done, ends.session.kept) == (2, 1)
-    ends.session.take(Done(1, 0))
+    ends.session.take(wire.Done(1, 0))
     assert (ends.session.done, ends.session.kept) == (2, 1)  # it does not go back
 
 
 @pytest.mark.parametrize("news", [EXAMPLES["settings"], EXAMPLES["weights"]], ids=lambda news: news.kind)
-def test_a_trainer_tells_what_it_wants(news: Settings | Weights) -> None:
+def test_a_trainer_tells_what_it_wants(news: wire.Settings | wire.Weights) -> None:
     ends = Ends()
     ends.trainer.tell(news)
     (came,) = ends.to_source()
@@ -61,19 +49,19 @@ def test_a_trainer_tells_what_it_wants(news: Settings | Weights) -> None:
 
 def test_a_source_tells_that_no_more_comes() -> None:
     ends = Ends()
-    ends.source.tell(Finished(0))
+    ends.source.tell(wire.Finished(0))
     (finished,) = ends.to_trainer()
-    assert isinstance(finished, Finished)
+    assert isinstance(finished, wire.Finished)
 
 
 def test_a_trainer_that_knows_nothing_gets_what_is_kept() -> None:
     ends = Ends(given=5)
     for number in range(1, 6):
         ends.give(number)
-    ends.session.take(Done(4, 2))
+    ends.session.take(wire.Done(4, 2))
     again = Ends(ends.session)
     assert (again.source.next, again.session.done) == (3, 2)
-    assert isinstance(again.give(3)[0], Fragment)
+    assert isinstance(again.give(3)[0], wire.Fragment)
     assert (again.known.taken, again.known.done, again.known.missed) == (3, 2, 0)
 
 
@@ -81,9 +69,9 @@ def test_a_trainer_that_goes_on_from_an_older_state_is_told_what_it_missed() -> 
     ends = Ends(given=5)
     for number in range(1, 6):
         ends.give(number)
-    ends.session.take(Done(4, 4))
-    again = Ends(ends.session, TrainerSession(TOKEN, taken=2))
-    assert isinstance(again.give(5)[0], Fragment)
+    ends.session.take(wire.Done(4, 4))
+    again = Ends(ends.session, wire.TrainerSession(TOKEN, taken=2))
+    assert isinstance(again.give(5)[0], wire.Fragment)
     assert (again.known.missed, again.known.done) == (2, 4)
 
 
@@ -95,7 +83,7 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
     ):
         ends = Ends(given=9)
         ends.known.window = window
-        events: list[Event] = []
+        events: list[wire.Event] = []
         for number in numbers:
             events = ends.trainer.receive(frame_as(fragment(number)), 0.0)
         error = error_of(events)
@@ -109,14 +97,14 @@ def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
         (EXAMPLES["rows"], "rows from a source, expected fragment or finished", "order"),
         (EXAMPLES["turn"], "turn from a source", "order"),
         (EXAMPLES["metrics"], "metrics from a source", "order"),
-        (Done(1, 0), "done 1, of which 0 are kept, expected kept <= done < 1, the next to be sent", "number"),
-        (Done(0, 2), "done 0, of which 2 are kept", "number"),
+        (wire.Done(1, 0), "done 1, of which 0 are kept, expected kept <= done < 1, the next to be sent", "number"),
+        (wire.Done(0, 2), "done 0, of which 2 are kept", "number"),
         (EXAMPLES["turn"], "turn to a source, expected settings, weights or done", "order"),
         (EXAMPLES["states"], "states to a source", "order"),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_an_end_refuses_what_must_not_come(message: Message, told: str, code: str) -> None:
+def test_an_end_refuses_what_must_not_come(message: wire.Message, told: str, code: str) -> None:
     ends = Ends(given=2)
     end = ends.trainer if " from " in told else ends.source
     error = error_of(end.receive(frame_as(message), 0.0))
@@ -128,11 +116,11 @@ def test_a_source_sends_nothing_behind_its_goodbye() -> None:
     ends = Ends(given=2)
     ends.source.goodbye("enough")
     with pytest.raises(WireError, match="the connection is leaving, expected running"):
-        ends.source.tell(Finished(2))
+        ends.source.tell(wire.Finished(2))
 
 
 def test_a_welcome_that_has_more_than_was_given_is_refused() -> None:
-    ends = Ends(given=2, known=TrainerSession(TOKEN, taken=7))
+    ends = Ends(given=2, known=wire.TrainerSession(TOKEN, taken=7))
     assert "the trainer has 7 fragments of this stream, expected at most 2" in str(error_of([ends.welcome]))
 
 
@@ -145,8 +133,8 @@ def test_goodbyes_are_as_everywhere() -> None:
     ends = Ends()
     ends.trainer.goodbye("the trainer has ended")
     (goodbye,) = ends.to_source()
-    assert isinstance(goodbye, Goodbye)
-    assert isinstance(ends.events[0], Hello)
+    assert isinstance(goodbye, wire.Goodbye)
+    assert isinstance(ends.events[0], wire.Hello)
 
 
 class Streams(RuleBasedStateMachine):
@@ -172,7 +160,7 @@ class Streams(RuleBasedStateMachine):
         self.on_the_way[0] += taken_from(self.ends.source)
         data, self.on_the_way[0] = self.on_the_way[0][:count], self.on_the_way[0][count:]
         for event in self.ends.trainer.receive(data, 0.0):
-            assert isinstance(event, Fragment), event
+            assert isinstance(event, wire.Fragment), event
             self.handed.append(event.number)
 
     @rule(count=st.integers(0, 300))
@@ -180,7 +168,7 @@ class Streams(RuleBasedStateMachine):
         self.on_the_way[1] += taken_from(self.ends.trainer)
         data, self.on_the_way[1] = self.on_the_way[1][:count], self.on_the_way[1][count:]
         for event in self.ends.source.receive(data, 0.0):
-            assert isinstance(event, Done), event
+            assert isinstance(event, wire.Done), event
             self.ends.session.take(event)
 
     @rule(done=st.integers(0, 3), kept=st.integers(0, 3))
@@ -188,7 +176,7 @@ class Streams(RuleBasedStateMachine):
         known = self.ends.known
         known.done = min(known.taken, known.done + done)
         known.kept = min(known.done, known.kept + kept)
-        self.ends.trainer.tell(Done(known.done, known.kept))
+        self.ends.trainer.tell(wire.Done(known.done, known.kept))
 
     @rule()
     def break_off(self) -> None:

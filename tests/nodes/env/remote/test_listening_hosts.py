@@ -20,14 +20,7 @@ from remote_rollouts import await_that, makers, rollout_over
 
 from rollflow import RemoteEnvs, RemoteRollouts
 from rollflow.nodes import EnvHost, RolloutHost
-from rollflow.stream.wire import (
-    Goodbye,
-    Refused,
-    Reset,
-    Rows,
-    Step,
-    encode,
-)
+from rollflow.stream import wire
 
 ACTIONS = np.zeros(1, np.int64)
 
@@ -44,7 +37,7 @@ def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pyt
     with listening_host(tmp_path) as address:
         gateway = RawGateway(address)
         gateway.welcome()
-        assert isinstance(gateway.ask(Reset(0, 1, (1,), None)), Rows)  # so that it is no stranger any more
+        assert isinstance(gateway.ask(wire.Reset(0, 1, (1,), None)), wire.Rows)  # so that it is no stranger any more
         strangers = []
         for _ in range(3):
             strangers.append(RawGateway(address))
@@ -55,7 +48,7 @@ def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pyt
         for stranger in strangers[1:]:
             assert stranger.hello().busy
             stranger.sock.close()
-        gateway.ask(Step(0, 2, ACTIONS))
+        gateway.ask(wire.Step(0, 2, ACTIONS))
         gateway.end()
 
 
@@ -64,14 +57,14 @@ def test_a_gateway_that_welcomes_a_busy_host_is_refused_and_the_other_goes_on(tm
         one = RawGateway(address)
         assert not one.hello().busy
         one.welcome()
-        rows = one.ask(Reset(0, 1, (1,), None))
+        rows = one.ask(wire.Reset(0, 1, (1,), None))
         other = RawGateway(address)
         assert other.hello().busy
         other.welcome()
         error = other.refusal()
         assert error.code == "busy"
         assert "the host is busy with another gateway" in str(error)
-        after = one.ask(Step(0, 2, ACTIONS))
+        after = one.ask(wire.Step(0, 2, ACTIONS))
         assert (rows.number, after.number) == (1, 2)
         one.end()
 
@@ -83,15 +76,15 @@ def test_the_newer_connection_of_a_gateway_takes_the_place_of_the_older(
     with listening_host(tmp_path) as address:
         older = RawGateway(address)
         session = older.welcome()
-        older.ask(Reset(0, 1, (1,), None))
-        older.connection.ask(Step(0, 2, ACTIONS))  # which is never sent
+        older.ask(wire.Reset(0, 1, (1,), None))
+        older.connection.ask(wire.Step(0, 2, ACTIONS))  # which is never sent
         newer = RawGateway(address)
         assert newer.hello().busy
         newer.welcome(session)
-        assert newer.next_of(Rows).number == 2
+        assert newer.next_of(wire.Rows).number == 2
         assert older.sock.recv(1) == b""  # without a word
         older.sock.close()
-        newer.ask(Step(0, 3, ACTIONS))
+        newer.ask(wire.Step(0, 3, ACTIONS))
         newer.end()
     assert "the gateway has come back, the connection from a Unix socket is closed" in caplog.text
 
@@ -103,9 +96,9 @@ def test_a_host_that_is_told_to_end_at_once_does_not_wait_for_its_goodbye_to_be_
         thread.start()
         gateway = RawGateway(address)
         gateway.welcome()
-        gateway.ask(Reset(0, 1, (1,), None))
+        gateway.ask(wire.Reset(0, 1, (1,), None))
         host.drain(60 * LONGEST_S)
-        assert gateway.next_of(Goodbye).drained
+        assert gateway.next_of(wire.Goodbye).drained
         try:
             host.drain(0.0)
             thread.join(LONGEST_S)
@@ -120,29 +113,34 @@ def test_a_gateway_that_is_gone_makes_room_at_once(tmp_path: Path) -> None:
             gateway = RawGateway(address)
             assert not gateway.hello().busy
             gateway.welcome()
-            gateway.ask(Reset(0, 1, (seed,), None))
+            gateway.ask(wire.Reset(0, 1, (seed,), None))
             gateway.sock.close()
 
 
 @pytest.mark.parametrize(
-    "said", [encode(Refused("session", "go away")), encode(Goodbye("it is over")), [b"GET / HTTP/1.1\r\n\r\n"]]
+    "said",
+    [
+        wire.encode(wire.Refused("session", "go away")),
+        wire.encode(wire.Goodbye("it is over")),
+        [b"GET / HTTP/1.1\r\n\r\n"],
+    ],
 )
 def test_what_a_stranger_says_changes_nothing(said: list[bytes], tmp_path: Path) -> None:
     with listening_host(tmp_path) as address:
         gateway = RawGateway(address)
         session = gateway.welcome()
-        gateway.ask(Reset(0, 1, (1,), None))
+        gateway.ask(wire.Reset(0, 1, (1,), None))
         stranger = RawGateway(address)
         stranger.sock.sendall(b"".join(said))
         while stranger.sock.recv(1 << 16):
             pass  # until the host has hung up
         stranger.sock.close()
-        gateway.ask(Step(0, 2, ACTIONS))
+        gateway.ask(wire.Step(0, 2, ACTIONS))
         gateway.sock.close()
         again = RawGateway(address)
         assert again.hello().session == session.token
         again.welcome(session)
-        again.ask(Step(0, 3, ACTIONS))
+        again.ask(wire.Step(0, 3, ACTIONS))
         again.end()
 
 
@@ -150,7 +148,7 @@ def test_who_was_offered_a_session_that_is_over_is_to_come_again(tmp_path: Path)
     with listening_host(tmp_path) as address:
         gateway = RawGateway(address)
         gateway.welcome()
-        gateway.ask(Reset(0, 1, (1,), None))
+        gateway.ask(wire.Reset(0, 1, (1,), None))
         early = RawGateway(address)
         offered = early.hello().session
         gateway.end()
@@ -160,7 +158,7 @@ def test_who_was_offered_a_session_that_is_over_is_to_come_again(tmp_path: Path)
         assert not hello.busy
         assert hello.session != offered
         late.welcome()
-        late.ask(Reset(0, 1, (1,), None))
+        late.ask(wire.Reset(0, 1, (1,), None))
         late.end()
 
 
