@@ -13,7 +13,6 @@ import numpy as np
 from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.nodes.env.remote.software import software
 from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch
 from rollflow.sinks.replay.sampled_steps import detached
@@ -65,7 +64,6 @@ class ReplayClient:
             tls=tls,
             limits=limits or wire.Limits(),
             timeout_s=timeout,
-            software=software(),
             name=socket.gethostname() if name is None else name,
         )
 

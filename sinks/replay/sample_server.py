@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
-from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.sinks.replay.replay import Batch, Replay
 from rollflow.sinks.replay.sampled_steps import IDS
@@ -126,10 +125,7 @@ class SampleServer:
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> SamplerPeer:
         """Peer of a socket with a sampler at its other end, which has to prove itself."""
-        nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        connection = wire.ReplayConnection(
-            software=software(), nonce=nonce, secret=self._secret, limits=self._limits, now=now
-        )
+        connection = wire.ReplayConnection(secret=self._secret, limits=self._limits, now=now)
         return SamplerPeer(transport_for(sock, connection, self._tls, dialled=None), connection, where)
 
     def handle(self, peer: SamplerPeer, event: wire.Message, now: float) -> None:

@@ -1,7 +1,6 @@
 """Listener of a trainer: it takes in rollouts and what they send, in a thread of its own."""
 
 import logging
-import secrets
 import select
 import socket
 import ssl
@@ -11,7 +10,6 @@ from collections.abc import Collection, Iterable, Sequence
 from time import monotonic, sleep
 from typing import Any
 
-from rollflow.nodes.env.remote.software import software
 from rollflow.sinks.trainer.borrower import FragmentBorrower, checked, fragment_in
 from rollflow.sinks.trainer.follower import NOTHING
 from rollflow.sinks.trainer.loop_trace import LoopTrace
@@ -242,10 +240,7 @@ class TrainerListener:
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> RolloutConnection:
         """Peer of a socket with a rollout at its other end, which has to prove itself."""
-        limits, nonce = self.limits, secrets.token_bytes(wire.NONCE_BYTES)
-        connection = wire.TrainerConnection(
-            software=software(), nonce=nonce, secret=self._secret, limits=limits, now=now
-        )
+        connection = wire.TrainerConnection(secret=self._secret, limits=self.limits, now=now)
         if not self._shares:
             return RolloutConnection(transport_for(sock, connection, self._tls, dialled=None), connection, where)
         transport = DescriptorTransport(sock, connection)

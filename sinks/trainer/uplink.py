@@ -11,7 +11,6 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.sinks.trainer.lender import FragmentLender
 from rollflow.sinks.trainer.pace_gate import StreamOrder
@@ -25,6 +24,7 @@ from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted
 from rollflow.stream.net.transport import transport_for
+from rollflow.stream.wire.software import software
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted
 from rollflow.stream.net.transport import transport_for
+from rollflow.stream.wire.software import software
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class RequestLink:
     """Asks a server, from any number of threads, until it is closed. A connection that breaks is dialled again.
 
     timeout_s         that an answer is waited for
-    software, name    of this end, for people
+    name              of this end, for people
 
     changed    condition, notified whenever something has come
     session    memory of the requests
@@ -41,11 +42,10 @@ class RequestLink:
         tls: ssl.SSLContext | None,
         limits: wire.Limits,
         timeout_s: float,
-        software: str,
         name: str,
     ) -> None:
         self._address, self._secret, self._tls, self._limits = address, secret, tls, limits
-        self._timeout_s, self._software, self._name = timeout_s, software, name
+        self._timeout_s, self._name = timeout_s, name
         self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._results: dict[int, wire.Result | None] = {}  # by the number of the request; None: it has not come
         self._fatal: Exception | None = None
@@ -156,7 +156,7 @@ class RequestLink:
         hello = wire.Hello(
             versions=(wire.VERSION, wire.VERSION),
             role="sampler",
-            software=self._software,
+            software=software(),
             name=self._name[:256],
             nonce=secrets.token_bytes(wire.NONCE_BYTES),
             session=self.session.token,

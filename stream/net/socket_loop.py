@@ -11,19 +11,11 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
+from rollflow.stream import wire
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
 from rollflow.stream.net.sockets import Peer
-from rollflow.stream.wire import (
-    Address,
-    Connection,
-    ConnectionBroken,
-    ConnectionPhase,
-    Event,
-    Message,
-    TcpAddress,
-)
 
 P = TypeVar("P", bound=Peer[Any])
 Handled = TypeVar("Handled", bound=Peer[Any], contravariant=True)
@@ -62,7 +54,7 @@ at_fork(after_in_child=_give_up_all)
 class SocketHandler(Protocol[Handled]):
     """Decisions of a protocol, for the loop that owns its sockets."""
 
-    def handle(self, peer: Handled, event: Message, now: float) -> None:
+    def handle(self, peer: Handled, event: wire.Message, now: float) -> None:
         """Take what a connection has come to; where it broke, `fail` does."""
         ...
 
@@ -128,7 +120,7 @@ class SocketLoop(Generic[P]):
         self._greeters.clear()
         self._paused.clear()
 
-    def dial(self, addresses: Sequence[Address], greeter: Greeter[P]) -> None:
+    def dial(self, addresses: Sequence[wire.Address], greeter: Greeter[P]) -> None:
         """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""
         self.dialler, self._caller = Dialler(addresses, self._poll), greeter
 
@@ -137,7 +129,7 @@ class SocketLoop(Generic[P]):
         """Peers that there are now, oldest first."""
         return list(self._by_fd.values())
 
-    def peer_of(self, connection: Connection) -> P | None:
+    def peer_of(self, connection: wire.Connection) -> P | None:
         """The peer of a connection, until it is dropped."""
         return self._by_connection.get(id(connection))
 
@@ -255,11 +247,11 @@ class SocketLoop(Generic[P]):
         self.dialler.close()
         self.wakeup.close()
 
-    def _take(self, peer: P, events: Iterable[Event], now: float) -> None:
+    def _take(self, peer: P, events: Iterable[wire.Event], now: float) -> None:
         """Give the handler events of a connection, and its error where it is broken."""
         try:
             for event in events:
-                if isinstance(event, ConnectionBroken):
+                if isinstance(event, wire.ConnectionBroken):
                     raise event.error
                 self._handler.handle(peer, event, now)
             if peer.connection.is_open or self.peer_of(peer.connection) is None:
@@ -294,9 +286,11 @@ class SocketLoop(Generic[P]):
             strangers[0].connection.refuse("busy", text)  # it has had the most time
             assert strangers[0].connection.error is not None
             self.fail(strangers[0], strangers[0].connection.error, now)
-        name = str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else "a Unix socket"
+        name = str(wire.TcpAddress(where[0], where[1])) if isinstance(where, tuple) else "a Unix socket"
         self.add(self._greeters[fd].greet(sock, name, now, None))
 
     def _in_handshake(self) -> list[P]:
         """Peers that have not proved themselves, the oldest first."""
-        return [peer for peer in self._strangers if peer.mask and peer.connection.phase is ConnectionPhase.HANDSHAKE]
+        return [
+            peer for peer in self._strangers if peer.mask and peer.connection.phase is wire.ConnectionPhase.HANDSHAKE
+        ]

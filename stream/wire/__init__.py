@@ -9,7 +9,7 @@ from rollflow.stream.wire.address import (
     parse_address,
     parse_trainer_address,
 )
-from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder
+from rollflow.stream.wire.codec.frame import FrameDecoder
 from rollflow.stream.wire.codec.handshake import (
     NONCE_BYTES,
     SESSION_BYTES,
@@ -60,7 +60,7 @@ from rollflow.stream.wire.codec.messages import (
     Turn,
     Weights,
 )
-from rollflow.stream.wire.codec.rows import AgentForm, RowForm
+from rollflow.stream.wire.codec.rows import AgentForm
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
 from rollflow.stream.wire.queries import (

@@ -1,5 +1,6 @@
 """The two ends of a handshake: initiators send the first Hello, acceptors wait for it."""
 
+import secrets
 from typing import Any
 
 from rollflow.stream.data.errors import WireError
@@ -8,6 +9,7 @@ from rollflow.stream.wire.codec.frame import Frame
 from rollflow.stream.wire.codec.limits import MAX_HANDSHAKE_FRAME, Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, encoded
+from rollflow.stream.wire.software import software as this_software
 
 
 class Initiator(Connection):
@@ -87,8 +89,8 @@ class Initiator(Connection):
 class Acceptor(Connection):
     """An end that waits for a Hello, and for the proof that its sender knows the secret.
 
-    software    name of the software at this end, for people
-    nonce       32 random bytes, new for every connection
+    software    name of the software at this end, for people; None: this software
+    nonce       32 random bytes, new for every connection; None: some are drawn
     secret      shared secret; None: this end has none, and refuses a peer that has one
     hello       the other end's Hello; None before its proof has come
     session     this end's memory of the other one; None before it is welcomed
@@ -102,15 +104,16 @@ class Acceptor(Connection):
     def __init__(
         self,
         *,
-        software: str,
-        nonce: bytes,
         secret: bytes | None,
         limits: Limits,
         now: float,
+        software: str | None = None,
+        nonce: bytes | None = None,
     ) -> None:
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.hello: handshake.Hello | None = None
-        self._software, self._nonce, self._secret = software, nonce, secret
+        self._software, self._secret = software or this_software(), secret
+        self._nonce = nonce or secrets.token_bytes(handshake.NONCE_BYTES)
         self._unproved: handshake.Hello | None = None  # a Hello whose sender may not know the secret
         self._transcript = b""
 

@@ -4,30 +4,20 @@ import socket
 from collections import deque
 from typing import Any
 
+from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import (
-    NONCE_BYTES,
-    ConnectionBroken,
-    GatewayConnection,
-    GatewaySession,
-    Hello,
-    Limits,
-    Reset,
-    Rows,
-    Step,
-)
 
-PATIENT = Limits(handshake_s=250.0, heartbeat_s=250.0)  # nobody is given up while a test runs
+PATIENT = wire.Limits(handshake_s=250.0, heartbeat_s=250.0)  # nobody is given up while a test runs
 
 
 class RawGateway:
     """A gateway made by hand, to misbehave: a host's only lane has one slot."""
 
-    def __init__(self, address: str, limits: Limits = PATIENT) -> None:
+    def __init__(self, address: str, limits: wire.Limits = PATIENT) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(address.removeprefix("unix:"))
-        self.connection = GatewayConnection(
-            software="raw", nonce=bytes(NONCE_BYTES), secret=None, limits=limits, now=0.0
+        self.connection = wire.GatewayConnection(
+            software="raw", nonce=bytes(wire.NONCE_BYTES), secret=None, limits=limits, now=0.0
         )
         self._events: deque[Any] = deque()
 
@@ -49,27 +39,27 @@ class RawGateway:
         for buffer in self.connection.outgoing():
             self.sock.sendall(buffer)
 
-    def hello(self) -> Hello:
+    def hello(self) -> wire.Hello:
         """Wait until the host has proved itself."""
-        hello: Hello = self.next_of(Hello)
+        hello: wire.Hello = self.next_of(wire.Hello)
         return hello
 
-    def welcome(self, session: GatewaySession | None = None) -> GatewaySession:
+    def welcome(self, session: wire.GatewaySession | None = None) -> wire.GatewaySession:
         """Take the host in, with a new session or one that goes on."""
         hello = self.connection.hello or self.hello()
-        session = session or GatewaySession(hello.session, hello, [0], [0])
+        session = session or wire.GatewaySession(hello.session, hello, [0], [0])
         self.connection.welcome(session)
         self.flush()
         return session
 
-    def ask(self, request: Reset | Step) -> Rows:
+    def ask(self, request: wire.Reset | wire.Step) -> wire.Rows:
         self.connection.ask(request)
-        rows: Rows = self.next_of(Rows)
+        rows: wire.Rows = self.next_of(wire.Rows)
         return rows
 
     def refusal(self) -> WireError:
         """Wait until the host refuses: what it says."""
-        error: WireError = self.next_of(ConnectionBroken).error
+        error: WireError = self.next_of(wire.ConnectionBroken).error
         assert self.sock.recv(1) == b""
         self.sock.close()
         return error

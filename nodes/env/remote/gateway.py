@@ -1,7 +1,6 @@
 """Gateway of a rollout: it takes hosts in, keeps their connections, and hands over their answers."""
 
 import logging
-import secrets
 import select
 import socket
 import threading
@@ -14,7 +13,6 @@ from time import monotonic
 
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, RemoteHost
-from rollflow.nodes.env.remote.software import software
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.system import require
@@ -374,13 +372,7 @@ class Gateway:
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> HostPeer:
         """Peer of a socket with a host at its other end."""
-        connection = wire.GatewayConnection(
-            software=software(),
-            nonce=secrets.token_bytes(wire.NONCE_BYTES),
-            secret=self._envs.secret,
-            limits=self._envs.limits,
-            now=now,
-        )
+        connection = wire.GatewayConnection(secret=self._envs.secret, limits=self._envs.limits, now=now)
         address = None if dialled is None else dialled.address
         transport = transport_for(sock, connection, self._envs.tls, dialled=address)
         return HostPeer(transport, connection, where, dialled=dialled)

@@ -16,7 +16,6 @@ from typing import Any, Literal, Self
 from rollflow.nodes.closing import Closing, close_all, closing_on_error, noting_in
 from rollflow.nodes.env.remote.host_lane import check_alike
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
-from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ColumnError, WireError
@@ -29,6 +28,7 @@ from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.observe.stacks import answering_dumps
+from rollflow.stream.wire.software import software
 
 logger = logging.getLogger(__name__)
 

@@ -52,11 +52,7 @@ class HostDialogue:
     def shaken(self, sock: socket.socket, session: wire.GatewaySession | None) -> wire.GatewaySession:
         """Go through the handshake. Raises ProtocolViolation where the host does something else."""
         gateway = wire.GatewayConnection(
-            software="rollflow check-host",
-            nonce=secrets.token_bytes(wire.NONCE_BYTES),
-            secret=self.secret,
-            limits=wire.Limits(),
-            now=monotonic(),
+            software="rollflow check-host", secret=self.secret, limits=wire.Limits(), now=monotonic()
         )
         hello: wire.Hello | None = None
         while hello is None:

@@ -4,7 +4,7 @@ Actions are read from a lane's block of shared memory, and what the environments
 the socket, where there are any; see `frames` for what else does.
 """
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,4 @@ class AgentServer(LaneServer):
         return self._done(self._infos.packed(infos, self._deviations))
 
 
-def main(life: int, lanes: Sequence[int]) -> None:
-    """See `serve_all`."""
-    serve_all(life, lanes, AgentServer)
+main = partial(serve_all, kind=AgentServer)

@@ -5,7 +5,7 @@ shared memory and what the environments answer is written to it; see `frames` fo
 """
 
 import socket
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,4 @@ class EnvServer(LaneServer):
         return self._done(self._deviations.packed(fields))
 
 
-def main(life: int, lanes: Sequence[int]) -> None:
-    """See `serve_all`."""
-    serve_all(life, lanes, EnvServer)
+main = partial(serve_all, kind=EnvServer)

@@ -4,7 +4,6 @@ import abc
 import os
 import selectors
 import socket
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock, written_block
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
+from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.observe.waits import Wait
 
 
@@ -36,8 +36,7 @@ class Outbox:
     def __init__(self, sock: socket.socket, selector: selectors.BaseSelector) -> None:
         self._sock = sock
         self._selector = selector
-        self._kept: deque[tuple[memoryview, int]] = deque()  # what is left of a frame; the descriptor with it, or -1
-        self._closing = weakref.finalize(self, _close, self._kept)
+        self._kept: deque[tuple[memoryview, Descriptor | None]] = deque()  # what is left of a frame, and goes with it
 
     def put(self, data: bytes, fd: int = -1) -> None:
         """Send a frame, and a descriptor with it, now or once there is room; it may be closed after this."""
@@ -48,26 +47,24 @@ class Outbox:
                 return
             left, fd = left[sent:], -1 if sent else fd
             self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
-        self._kept.append((left, -1 if fd < 0 else os.dup(fd)))
+        self._kept.append((left, None if fd < 0 else Descriptor(os.dup(fd))))
 
     def flush(self) -> None:
         """Send as much of what is kept as there is room for."""
         while self._kept:
-            left, fd = self._kept[0]
-            sent = self._send(left, fd)
+            left, descriptor = self._kept[0]
+            sent = self._send(left, -1 if descriptor is None else descriptor.fd)
             if not sent:
                 return
-            if fd >= 0:
-                os.close(fd)
             if sent < len(left):
-                self._kept[0] = left[sent:], -1
+                self._kept[0] = left[sent:], None
             else:
                 self._kept.popleft()
         self._watch(selectors.EVENT_READ)
 
     def close(self) -> None:
         """Drop what is kept."""
-        self._closing()
+        self._kept.clear()
 
     def _send(self, data: memoryview, fd: int) -> int:
         """Bytes that the socket has taken, and the descriptor with the first of them; all where nobody will read it."""
@@ -80,13 +77,6 @@ class Outbox:
 
     def _watch(self, events: int) -> None:
         self._selector.modify(self._sock, events, self._selector.get_key(self._sock).data)
-
-
-def _close(kept: deque[tuple[memoryview, int]]) -> None:
-    while kept:
-        _, fd = kept.popleft()
-        if fd >= 0:
-            os.close(fd)
 
 
 class LaneLink(abc.ABC):

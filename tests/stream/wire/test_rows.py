@@ -20,7 +20,8 @@ from wire_messages import (
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import describe_space
-from rollflow.stream.wire import AgentForm, AgentRows, Reset, RowForm, Rows, Step
+from rollflow.stream.wire import AgentForm, AgentRows, Reset, Rows, Step
+from rollflow.stream.wire.codec.rows import RowForm
 
 ONE, SEVERAL = RowForm.of(hello()), AgentForm.of(agents_hello())
 RESET = Reset(0, 1, None, None)

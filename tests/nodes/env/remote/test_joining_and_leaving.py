@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from leftovers import nothing_left
+from remote_agents import ONE, SEVERAL, Kind
 from remote_hosts import SHORT, HostProcess, RawHost, end_waits_once, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
 
@@ -212,17 +214,21 @@ def test_limits_of_hosts_are_kept() -> None:
             other.connect(str(envs.addresses[0]), retry_s=0.0)
 
 
-@pytest.mark.parametrize("options", [{"forward_in_thread": True}, {"max_batch": 2}, {"max_batch": 2, "max_wait": 1e-3}])
-def test_a_host_with_many_lanes_that_comes_late_is_room_made_for(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [ONE, SEVERAL], ids=["one agent", "several agents"])
+@pytest.mark.parametrize("joint", [None, {}, {"max_wait": 1e-3}], ids=["in a thread", "joint", "joint after a wait"])
+def test_a_host_with_many_lanes_that_comes_late_is_room_made_for(
+    kind: Kind, joint: dict[str, Any] | None, tmp_path: Path
+) -> None:
     envs = listening()
-    with hosting(envs.addresses[0], makers(0)), rollout_over(envs, **options) as rollout:
+    options = {"forward_in_thread": True} if joint is None else {"max_batch": kind.max_batch, **joint}
+    with hosting(envs.addresses[0], kind.makers(tmp_path, 0)), kind.rollout_over(envs, **options) as rollout:
         fragments = iter(rollout.fragments())
         taken = [next(fragments)]
-        with hosting(envs.addresses[0], makers(*range(1, 15)), lanes=12):  # some lanes are larger than max_batch
-            taken += taken_until(fragments, lambda more: slots_of(more) >= set(range(15)))
+        with hosting(envs.addresses[0], kind.makers(tmp_path, *range(1, 12)), lanes=9):
+            taken += taken_until(fragments, lambda more: kind.slots_of(more) >= set(range(12)))
             rollout.drain()
             taken += list(fragments)
-    check_laws(taken, rollout.lost, slots_lost=15)
+        kind.check_laws(rollout, taken, tmp_path, 12)
 
 
 def test_lanes_that_have_left_take_no_memory() -> None:

@@ -12,8 +12,9 @@ from ending_agent_envs import DoomedAgents
 from hypothesis import Phase, given, settings, strategies as st
 from lost_agents import check_laws
 from property_examples import examples
-from remote_agents import HASTY, makers, rollout_over, slots_of, taken_until, told
+from remote_agents import makers, rollout_over, slots_of, told
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
+from remote_rollouts import HASTY, taken_until
 from serial_module import SerialModule
 
 from rollflow import ConnectorV2
@@ -84,11 +85,6 @@ def test_what_is_open_ends_as_truncated_and_says_why(tmp_path: Path, fate: str, 
         assert [each.is_truncated for each in episode.agent_episodes.values()] == [True, True]
 
 
-JOINTLY: Any = pytest.mark.parametrize(
-    "options", [{}, {"max_batch": 8}, {"max_batch": 8, "max_wait": 1e-3}, {"forward_in_thread": True}]
-)
-
-
 def test_nothing_is_kept_of_a_lane_that_has_left_nor_of_the_modules_that_served_it(tmp_path: Path) -> None:
     serving, envs = {"id": "first"}, listening()
     with (
@@ -118,19 +114,6 @@ def test_nothing_is_kept_of_a_lane_that_has_left_nor_of_the_modules_that_served_
         rollout.drain()
         taken += list(fragments)
         check_laws(rollout, taken, tmp_path, 3)
-
-
-@JOINTLY
-def test_a_host_with_many_lanes_that_comes_late_is_room_made_for(options: dict[str, Any], tmp_path: Path) -> None:
-    envs = listening()
-    with hosting(envs.addresses[0], makers(tmp_path, 0)), rollout_over(envs, **options) as rollout:
-        fragments = iter(rollout.fragments())
-        taken = [next(fragments)]
-        with hosting(envs.addresses[0], makers(tmp_path, *range(1, 12)), lanes=9):  # some are larger than max_batch
-            taken += taken_until(fragments, lambda more: slots_of(more) >= set(range(12)))
-            rollout.drain()
-            taken += list(fragments)
-        check_laws(rollout, taken, tmp_path, 12)
 
 
 class Kills(ConnectorV2):
