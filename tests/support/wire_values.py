@@ -23,7 +23,8 @@ PLAIN = (
 )
 
 
-def _objects(items: list[Any]) -> Any:
+def objects(items: list[Any]) -> Any:
+    """An array of objects."""
     array = np.empty(len(items), object)
     for index, item in enumerate(items):
         array[index] = item
@@ -35,7 +36,7 @@ def _inside(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return (
         st.lists(values, max_size=3)
         | st.lists(values, max_size=3).map(tuple)
-        | st.lists(values, max_size=3).map(_objects)
+        | st.lists(values, max_size=3).map(objects)
         | st.dictionaries(keys, values, max_size=3)
         | st.lists(st.dictionaries(st.text(max_size=4), values, max_size=2), max_size=3).map(SlotInfos)
     )
@@ -48,13 +49,10 @@ def same(left: Any, right: Any) -> bool:
     """Return True if two values are of the same types and have the same bits."""
     if type(left) is not type(right):
         return False
-    if isinstance(left, np.ndarray) and left.dtype != object:
-        plain = np.ascontiguousarray(left, left.dtype.newbyteorder("<"))
-        return bool(right.dtype == plain.dtype and right.shape == left.shape and right.tobytes() == plain.tobytes())
-    if isinstance(left, np.ndarray):
+    if isinstance(left, np.ndarray) and left.dtype == object:
         return bool(left.shape == right.shape) and same(left.reshape(-1).tolist(), right.reshape(-1).tolist())
-    if isinstance(left, np.generic):
-        return bool(left.dtype == right.dtype) and left.tobytes() == right.tobytes()
+    if isinstance(left, np.ndarray | np.generic):
+        return bool((left.dtype, left.shape) == (right.dtype, right.shape)) and left.tobytes() == right.tobytes()
     if isinstance(left, SlotInfos):
         return same(left.dicts, right.dicts)
     if isinstance(left, dict):

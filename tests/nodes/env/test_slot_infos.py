@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from wire_values import same
 
 from rollflow import Rollout
 from rollflow.nodes import RandomModule
@@ -57,24 +58,6 @@ def infos_of(makers: list[Any], **options: Any) -> dict[int, list[list[dict[Any,
     return infos
 
 
-def assert_same(got: Any, expected: Any) -> None:
-    """Raise AssertionError unless two values are alike, with their types."""
-    assert type(got) is type(expected)
-    if isinstance(expected, dict):
-        assert got.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same(got[key], value)
-    elif isinstance(expected, np.ndarray):
-        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        np.testing.assert_array_equal(got, expected)
-    elif isinstance(expected, list):
-        assert len(got) == len(expected)
-        for one, other in zip(got, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert got == expected
-
-
 @pytest.mark.parametrize("where", ["inline", "processes"])
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_every_slot_has_the_infos_that_its_own_environment_gave(mode: Any, where: Any) -> None:
@@ -85,7 +68,7 @@ def test_every_slot_has_the_infos_that_its_own_environment_gave(mode: Any, where
     for slot, value in enumerate(values):
         assert [[info["t"] for info in of_chunk] for of_chunk in infos[slot]] == times
         for info in (info for of_chunk in infos[slot] for info in of_chunk):
-            assert_same(info["v"], value)
+            assert same(info["v"], value)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

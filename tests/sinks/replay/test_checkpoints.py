@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from property_examples import examples
 from replayed import Played, insert_all, rows_of
+from wire_values import same
 
 from rollflow import Replay
 from rollflow.sinks import Episodes, Newest, Prioritized, Storage
@@ -45,23 +46,6 @@ def sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
-def check_same(ours: Any, theirs: Any) -> None:
-    """Hold two states against each other, down to dtypes."""
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            check_same(ours[name], theirs[name])
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            check_same(one, other)
-    elif isinstance(ours, np.ndarray):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
-    else:
-        assert ours == theirs
-
-
 def test_a_small_change_writes_the_blocks_it_is_in_and_no_others(tmp_path: Path, played: Played) -> None:
     replay = prioritized()
     insert_all(replay, played.fragments[:20])
@@ -81,7 +65,7 @@ def test_a_small_change_writes_the_blocks_it_is_in_and_no_others(tmp_path: Path,
     assert len(after.keys() - before.keys()) >= len(before.keys() - after.keys())  # what was replaced is gone
     again = prioritized()
     again.load(tmp_path / "replay")
-    check_same(again.get_state(), replay.get_state())
+    assert same(again.get_state(), replay.get_state())
     again.insert(played.fragments[21])
     again.save(tmp_path / "replay")  # a replay that was restored goes on with the files that are there
     assert len(after.keys() & sizes(tmp_path / "replay").keys()) > len(after) / 2
@@ -112,7 +96,7 @@ def test_what_is_restored_is_what_was_saved_whoever_has_saved_before(
         replay.save(folder)
         again = Replay(capacity, sampler=make(), max_samples=2)
         again.load(folder)
-        check_same(again.get_state(), replay.get_state())
+        assert same(again.get_state(), replay.get_state())
         if count % 2:
             replays[name] = again
 
@@ -155,7 +139,7 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, p
         again = prioritized()
         again.load(tmp_path / "replay")
         found.append(int(len(again) > len(older)))
-        check_same(again.get_state(), states[found[-1]])
+        assert same(again.get_state(), states[found[-1]])
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 from property_examples import examples
+from wire_values import objects, same
 
 from rollflow.stream import ColumnError
 from rollflow.stream.data.infos import SlotInfos
@@ -33,13 +34,6 @@ scalars = st.one_of(
 numbers = plain_arrays.filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])
 
 
-def objects(parts: list[Any]) -> Any:
-    array = np.empty(len(parts), object)
-    for place, part in enumerate(parts):
-        array[place] = part
-    return array
-
-
 values = st.recursive(
     st.one_of(scalars, plain_arrays, numbers),
     lambda parts: st.one_of(
@@ -54,33 +48,11 @@ values = st.recursive(
 )
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, SlotInfos):
-        assert_same(one.dicts, other.dicts)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for mine, its in zip(one, other, strict=True):
-            assert_same(mine, its)
-    elif isinstance(one, np.ndarray) and one.dtype.hasobject:
-        assert one.shape == other.shape
-        assert_same(one.reshape(-1).tolist(), other.reshape(-1).tolist())
-    elif isinstance(one, np.ndarray | np.generic):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert one.tobytes() == other.tobytes()
-    else:
-        assert one == other or (one != one and other != other)
-
-
 @given(value=values)
 @settings(max_examples=examples(300))
 def test_every_value_comes_back_as_it_was(value: Any) -> None:
-    assert_same(value, unpack(pack(value)))
-    assert_same(value, unpack(memoryview(pack(value))))
+    assert same(value, unpack(pack(value)))
+    assert same(value, unpack(memoryview(pack(value))))
 
 
 def test_arrays_come_back_as_views_of_the_bytes() -> None:
@@ -145,7 +117,7 @@ class Seconds(float):
     ],
 )
 def test_members_of_enums_and_of_other_subclasses_are_packed_as_their_plain_values(value: Any, plain: Any) -> None:
-    assert_same(unpack(pack(value)), plain)
+    assert same(unpack(pack(value)), plain)
 
 
 @pytest.mark.parametrize("array", [np.ma.MaskedArray([1, 2], [True, False]), np.zeros(2, [("a", "i4"), ("b", "f4")])])

@@ -42,7 +42,7 @@ def test_encoding_again_gives_the_same_bytes(value: Any) -> None:
 @given(ARRAYS)
 def test_big_endian_and_strided_arrays_go_out_little_endian_and_in_c_order(array: Any) -> None:
     turned = array.astype(array.dtype.newbyteorder(">")).T
-    assert same(turned, there_and_back(turned))
+    assert same(turned.astype(turned.dtype.newbyteorder("<")), there_and_back(turned))
 
 
 @given(st.binary(max_size=64), st.integers(0, 64))
