@@ -10,6 +10,7 @@ from drawn_agents import Drawn, assert_alike, fragments_of, made, makers_of, map
 from ending_agent_envs import DoomedAgents
 from lost_agents import agent_chunks, check_laws, in_time
 from numbered_agents import NumberedAgents
+from places import rollout_at
 from remote_hosts import hosting, listening
 from serial_module import SerialModule
 
@@ -75,23 +76,13 @@ class Notes(ConnectorV2):
         return batch
 
 
-@pytest.mark.parametrize("place", ["hosts", pytest.param("workers", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["rollouts", "hosted rollouts"])
 def test_what_connectors_learn_and_log_comes_together(place: str) -> None:
-    connectors: Any = {"env_to_module_connector": lambda part: [Notes(), MeanStdFilter()]}
+    acts: Any = {"module": RandomModule, "env_to_module_connector": lambda part: [Notes(), MeanStdFilter()]}
     makers = [partial(NumberedAgents, slot, agents=2, nested=0, at_once=True, length=50) for slot in range(2)]
-    options: Any = {"num_fragments": 3, "fragment_length": 10, "module": RandomModule, **connectors}
-    hosts = listening(RemoteRollouts, hosts=2) if place == "hosts" else makers
-    where: Any = {} if place == "hosts" else {"where": "rollouts", "workers": 2}
-    given: Any = {"kind": RolloutHost, "module": RandomModule, **connectors}
-    if place == "hosts":
-        address = hosts.addresses[0]  # type: ignore[union-attr]
-        with hosting(address, makers[:1], **given), hosting(address, makers[1:], **given):
-            rollout = over(hosts, **options)
-            with rollout:
-                fragments = list(rollout.fragments())
-    else:
-        with over(hosts, **options, **where) as rollout:
-            fragments = list(rollout.fragments())
+    options: Any = {"kind": MultiAgentRollout, "num_fragments": 3, "fragment_length": 10, "seed": 0}
+    with rollout_at(place, makers, acts=acts, envs={"lanes": 2}, **options) as made_there, made_there as rollout:
+        fragments = list(rollout.fragments())
     [state] = [state for name, state in rollout.env_to_module[0].get_state().items() if "MeanStdFilter" in name]
     assert len(state["sources"]) == 2
     # An episode has one observation more than steps; each has been through the pipeline when its fragment is cut.

@@ -254,13 +254,10 @@ def test_one_that_is_late_is_named_and_waited_for(
 def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
-    envs = listening(RemoteRollouts)
-    held = partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))
+    envs = [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100)), *makers(1)]
+    on = {"lanes": 2, "name": "sim"}
     try:
-        with (
-            rollouts_on(envs.addresses[0], [held, *makers(1)], lanes=2, name="sim"),
-            rollout_over(envs, step_timeout=0.3, reset_timeout=0.3, prefetch=1) as rollout,
-        ):
+        with hosted(envs, on=on, step_timeout=0.3, reset_timeout=0.3, prefetch=1) as (rollout, _):
             fragments, records = iter(rollout.fragments()), rollout.environments.remotes
             count = rollout.environments._counts[0]
             taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)

@@ -63,6 +63,17 @@ class Other(RLModule):
         return {"action_dist_inputs": torch.zeros(len(batch["obs"]), 7)}
 
 
+class Back(ConnectorV2):
+    """Looks back so many steps."""
+
+    def __init__(self, lookback: int = 1) -> None:
+        super().__init__()
+        self.lookback = lookback
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        return batch
+
+
 def pieces(*made: Any, after: bool = False) -> dict[str, Any]:
     name = "module_to_env_connector" if after else "env_to_module_connector"
     return {name: lambda env: [piece() for piece in made]}
@@ -101,6 +112,12 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]
         pieces(FlattenObservations, MeanStdFilter),
         ConnectorError,
         r"of host raw is MeanStdFilter, FlattenObservations, .*; expected .*: FlattenObservations, MeanStdFilter",
+    ),
+    "a connector that looks back further": (
+        pieces(partial(Back, 3)),
+        pieces(Back),
+        ConnectorError,
+        "looks back 3 steps, but fragments keep 1",
     ),
     "weights of another shape": (
         {"module": Other()},
@@ -333,25 +350,3 @@ def test_a_second_host_must_have_the_spaces_of_the_first() -> None:
             with pytest.raises(WireError, match=r"hello.observation_space is .*, expected"):
                 other.connect(str(envs.addresses[0]))
         next(fragments)
-
-
-class Back(ConnectorV2):
-    """Looks back so many steps."""
-
-    def __init__(self, lookback: int) -> None:
-        super().__init__()
-        self.lookback = lookback
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        return batch
-
-
-def test_connectors_that_look_back_further_than_the_rollout_are_told_of() -> None:
-    envs = listening(RemoteRollouts)
-    told = r"looks back 3 steps, but fragments keep 1"
-    with pytest.raises(ConnectorError, match=told):
-        with rollouts_on(envs.addresses[0], makers(0), env_to_module_connector=lambda env: Back(3)):
-            rollout = rollout_over(envs, env_to_module_connector=lambda env: Back(1))
-            rollout.environments.join_timeout = 0.3
-            with rollout, pytest.raises(EnvError, match=told):
-                next(iter(rollout.fragments()))

@@ -2,8 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 from fragment_equality import assert_alike
 from held_envs import Held, await_held, let_go
 from numbered_module import NumberedEnv, NumberedModule
+from places import rollout_at
 from remote_hosts import listening
 from remote_rollouts import await_that, check_counts, hosted, makers, raw_host_of, rollout_over, rollouts_on, wired
 
@@ -37,18 +36,10 @@ def check_weights(fragments: list[Fragment]) -> None:
         newest[fragment.lane] = rows[-1]
 
 
-@pytest.mark.parametrize("place", ["sockets", "workers"])
+@pytest.mark.parametrize("place", ["hosted rollouts", "rollouts"])
 def test_published_weights_are_used_in_the_next_fragment_of_every_lane(place: str) -> None:
-    with ExitStack() as stack:
-        if place == "sockets":
-            envs = listening(RemoteRollouts, hosts=2)
-            stack.enter_context(rollouts_on(envs.addresses[0], makers(0, 1), lanes=2))
-            stack.enter_context(rollouts_on(envs.addresses[0], makers(2)))
-            rollout = stack.enter_context(rollout_over(envs, fragment_length=5))
-        else:
-            placed: Any = {"where": "rollouts", "lanes": 3, "workers": 2}
-            made = Rollout(makers(0, 1, 2), module=NumberedModule(), fragment_length=5, seed=0, **placed)
-            rollout = stack.enter_context(made)
+    options: Any = {"acts": {"module": NumberedModule()}, "envs": {"lanes": 3}, "fragment_length": 5, "seed": 0}
+    with rollout_at(place, makers(0, 1, 2), **options) as made, made as rollout:
         fragments = iter(rollout.fragments())
         for version in range(4):
             for fragment in [next(fragments) for _ in range(3)]:
@@ -160,11 +151,7 @@ class Mixed(NumberedModule):
 
 def test_weights_and_buffers_of_every_kind_arrive_as_they_are() -> None:
     module = Mixed()
-    envs = listening(RemoteRollouts)
-    with (
-        rollouts_on(envs.addresses[0], makers(0), module=Mixed()),
-        Rollout(envs, module=module, fragment_length=3, seed=0) as rollout,
-    ):
+    with hosted(makers(0), on={"module": Mixed()}, module=module, fragment_length=3) as (rollout, _):
         fragments = iter(rollout.fragments())
         first = next(fragments)
         with torch.no_grad():
@@ -235,25 +222,19 @@ def hosts_of(envs: Any, count: int) -> list[Any]:
     return [rollouts_on(envs.addresses[0], "CartPole-v1", num_envs=2, **CARTS) for _ in range(count)]
 
 
-@pytest.fixture
-def learning() -> Iterator[tuple[Rollout, list[Any], Iterator[Fragment]]]:
-    """A rollout on two hosts, and their lanes."""
+def test_each_host_goes_on_from_what_all_have_seen() -> None:
     envs = listening(RemoteRollouts, hosts=2)
-    first, second = hosts_of(envs, 2)
-    with first as one, second as other, Rollout(envs, fragment_length=10, seed=0, **FILTERS) as rollout:
-        yield rollout, [one._lanes[0], other._lanes[0]], iter(rollout.fragments())
-
-
-def test_each_host_goes_on_from_what_all_have_seen(learning: Any) -> None:
-    _, lanes, fragments = learning
-    for _ in range(3):
-        next(fragments), next(fragments)
-    # Each has had the states after the second fragments by now, and its own third on top.
-    for lane in lanes:
-        filters = lane.session.replica.named_pipelines[0][1].connectors
-        [mine] = [piece for piece in filters if isinstance(piece, MeanStdFilter)]
-        assert len(mine.get_state()["sources"]) == 2
-        assert mine.count >= 2 * 2 * (2 * 10 + 1)
+    hosts = hosts_of(envs, 2)
+    with hosts[0] as one, hosts[1] as other, Rollout(envs, fragment_length=10, seed=0, **FILTERS) as rollout:
+        fragments = iter(rollout.fragments())
+        for _ in range(3):
+            next(fragments), next(fragments)
+        # Each has had the states after the second fragments by now, and its own third on top.
+        for lane in (one._lanes[0], other._lanes[0]):
+            filters = lane.session.replica.named_pipelines[0][1].connectors
+            [mine] = [piece for piece in filters if isinstance(piece, MeanStdFilter)]
+            assert len(mine.get_state()["sources"]) == 2
+            assert mine.count >= 2 * 2 * (2 * 10 + 1)
 
 
 def test_a_filter_on_one_host_sees_what_it_sees_inline() -> None:
@@ -279,7 +260,6 @@ def test_environments_that_are_made_anew_go_on_with_what_was_learnt() -> None:
                 raise RuntimeError("it broke")
             return super().step(action)
 
-    envs = listening(RemoteRollouts)
     seen: list[int] = []
 
     class Counts(MeanStdFilter):
@@ -289,11 +269,8 @@ def test_environments_that_are_made_anew_go_on_with_what_was_learnt() -> None:
             return batch
 
     counting: Any = {"env_to_module_connector": lambda env: Counts(clip_by_value=None)}
-    module = NumberedModule
-    with (
-        rollouts_on(envs.addresses[0], [partial(Breaking, 0, lengths=(50, 60))], module=module, **counting),
-        Rollout(envs, module=module, fragment_length=8, seed=0, num_fragments=4, **counting) as rollout,
-    ):
+    breaking = [partial(Breaking, 0, lengths=(50, 60))]
+    with hosted(breaking, on=counting, num_fragments=4, **counting) as (rollout, _):
         fragments = list(rollout.fragments())
     assert [fragment.num_steps for fragment in fragments] == [8, 4, 8, 8]
     assert seen == list(range(1, len(seen) + 1))
