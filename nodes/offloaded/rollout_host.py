@@ -1,22 +1,21 @@
 """`RolloutHost`: whole rollouts on this host, for a trainer on another."""
 
-import contextlib
 import logging
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers, with_kwargs
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource, agent_makers
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, first_made, with_first
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, with_kwargs
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import Host
-from rollflow.nodes.env.remote.host_lane import agents_sent, all_made
+from rollflow.nodes.env.remote.host_lane import agents_sent, made_lanes
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.env.stepping import close_failed, described
 from rollflow.nodes.modules import policy_weights
@@ -29,7 +28,7 @@ from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.nodes.stages.acting import acting_for, compile_options
 from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.module_set import AgentToModule
-from rollflow.stream.data.errors import EnvError, RollflowError, WireError, shown
+from rollflow.stream.data.errors import RollflowError, WireError, shown
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.wire import (
@@ -100,7 +99,7 @@ class LaneSession:
 
     def await_all(self) -> None:
         """Have the next turn wait for weights of every module, whichever version."""
-        self.awaited = None if self.settings is None else set(self.settings.modules)
+        self.awaited = None if self.settings is None else set(self.settings.module)
 
     def new_states(self) -> Mapping[str, Any] | None:
         """States that connectors are to take over, once."""
@@ -160,8 +159,8 @@ class RolloutLane:
             if session.settings is None or session.awaited is None:
                 raise WireError("weights before settings, expected them after", "order")
             module = DEFAULT_MODULE_ID if module_id is None else module_id
-            if module not in session.settings.modules:
-                expected = sorted(session.settings.modules)
+            if module not in session.settings.module:
+                expected = sorted(session.settings.module)
                 raise WireError(f"weights of module {shown(module_id)}, expected one of {expected}", "weights")
             session.published[module] = version, weights
             session.awaited.discard(module)
@@ -230,7 +229,7 @@ class RolloutLane:
         try:
             session.starts += 1
             session.progress = LaneProgress(session.starts, 0, session.progress.pulse)
-            if self._has_failed and (not isinstance(self._maker, LaneMaker) or self._maker.can_travel):
+            if self._has_failed and self._maker.can_travel:
                 close_failed(self.env)
                 self._make()
             self._has_failed = False
@@ -353,19 +352,16 @@ class RolloutHost(Host):
             "module_to_env_connector": module_to_env_connector,
         }
         self._of_agents = {"mapping": agent_to_module_mapping_fn, "joint_connector": joint_connector}
-        first = first_made(env)
-        with contextlib.nullcontext() if first is None else first:
-            several = None if first is None or not first.has_several else first
-            self._has_several = several is not None
-            self.role = "rollout" if several is None else "agent_rollout"
-            self._check_kind(autoreset_mode)
-            made: Any = env if first is None else with_first(env, first)
-            makers: Sequence[LaneMaker | AgentLaneMaker] = (
-                lane_makers(made, num_envs, lanes, autoreset_mode)
-                if several is None
-                else agent_makers(env, num_envs, lanes, several)
-            )
-            self._lanes = all_made(RolloutLane(maker, self._replica) for maker in makers)
+        self._lanes, self._has_several = made_lanes(
+            env,
+            num_envs,
+            lanes,
+            autoreset_mode,
+            one=lambda maker, _: RolloutLane(maker, self._replica),
+            several=lambda maker: RolloutLane(maker, self._replica),
+            of_agents={"agent_to_module_mapping_fn": agent_to_module_mapping_fn, "joint_connector": joint_connector},
+        )
+        self.role = "agent_rollout" if self._has_several else "rollout"
         self._ids: list[int] = []  # of the lanes, as the rollout has them
         self._reported: dict[int, LaneProgress] = {}
         self._reported_at = 0.0
@@ -441,9 +437,9 @@ class RolloutHost(Host):
         """The replica that acts in a lane, and options of acting. Raises ModuleError or ConnectorError for a misfit."""
         given = self._module if isinstance(self._module, Mapping) else {DEFAULT_MODULE_ID: self._module}
         if self._module is None:
-            given = dict.fromkeys(settings.modules)
+            given = dict.fromkeys(settings.module)
         settings.check_given(given, self.name)
-        configs = [config for each, (_, config) in settings.modules.items() if given[each] is None]
+        configs = [config for each, config in settings.model_config.items() if given[each] is None]
         options: dict[str, Any] = {
             "model_config": next((config for config in configs if config is not None), None),
             "device": self._device,
@@ -465,15 +461,3 @@ class RolloutHost(Host):
         settings.check_modules(replica.modules, self.name)
         settings.check_pieces(replica.named_pipelines, self.name)
         return replica, {"explore": settings.explore, **how}
-
-    def _check_kind(self, autoreset_mode: Autoreset) -> None:
-        """Raise EnvError for an option that the environments are not of a kind for."""
-        if self._has_several and autoreset_mode is not None:
-            raise EnvError(
-                f"autoreset_mode is {autoreset_mode!r}, but these environments have several agents; expected it to be "
-                "left out"
-            )
-        for name, value in self._of_agents.items():
-            if value is not None and not self._has_several:
-                name = "agent_to_module_mapping_fn" if name == "mapping" else name
-                raise EnvError(f"{name} is for environments with several agents; expected it to be left out")

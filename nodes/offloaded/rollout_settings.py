@@ -81,11 +81,6 @@ class RolloutSettings:
                     raise WireError(f"settings.model_config: {error}") from error
         return made
 
-    @property
-    def modules(self) -> Mapping[str, tuple[str, Mapping[str, Any] | None]]:
-        """Module id -> name of its class, and its config, None where it is no `DefaultModule`."""
-        return {module_id: (name, self.model_config[module_id]) for module_id, name in self.module.items()}
-
     def check_pieces(self, pipelines: Sequence[tuple[str, Any]], name: str) -> None:
         """Raise ConnectorError where a host's pipelines have other pieces than the rollout's."""
         mine = {which: [piece.name for piece in pipeline.connectors] for which, pipeline in pipelines}
@@ -99,12 +94,12 @@ class RolloutSettings:
 
     def check_given(self, modules: Mapping[str, Any], name: str) -> None:
         """Raise ModuleError where a host was given other modules, or none, and the rollout has some of its own."""
-        if modules.keys() != self.modules.keys():
+        if modules.keys() != self.module.keys():
             raise ModuleError(
-                f"host {name} has the modules {sorted(modules)}, expected those of the rollout: {sorted(self.modules)}"
+                f"host {name} has the modules {sorted(modules)}, expected those of the rollout: {sorted(self.module)}"
             )
-        for module_id, (kind, config) in self.modules.items():
-            if modules[module_id] is None and config is None:
+        for module_id, kind in self.module.items():
+            if modules[module_id] is None and self.model_config[module_id] is None:
                 raise ModuleError(
                     f"the rollout's {self._named(module_id)} is {kind}, and host {name} was given none, "
                     "expected the same"
@@ -112,7 +107,7 @@ class RolloutSettings:
 
     def check_modules(self, modules: Mapping[str, Any], name: str) -> None:
         """Raise ModuleError where a host's modules are of other classes than the rollout's."""
-        for module_id, (kind, _) in self.modules.items():
+        for module_id, kind in self.module.items():
             if type(modules[module_id]).__name__ != kind:
                 raise ModuleError(
                     f"the {self._named(module_id)} of host {name} is {type(modules[module_id]).__name__}; expected "

@@ -1,7 +1,8 @@
 """Lanes of a host: environments of one agent or of several that are stepped, in a thread, as requests come."""
 
 import abc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.closing import close_all, closing_on_error
-from rollflow.nodes.env.env_source import LaneMaker
+from rollflow.nodes.env.env_source import Autoreset, LaneMaker, lane_makers
 from rollflow.nodes.env.multi_agent.agent_environments import agent_makers, check_numbers
-from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, LaneEnvs
+from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs, first_made, with_first
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, described
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
@@ -195,21 +197,49 @@ def agents_sent(envs: LaneEnvs) -> dict[str, Any]:
     return fields | {"agents": tuple(map(_sent, fields["agents"]))}
 
 
-def agent_lanes(env: Any, num_envs: int | None, lanes: int | None, first: EnvMaker | None) -> list[AgentHostLane]:
-    """The lanes of a host. Raises EnvError where they can't be made.
+def made_lanes(
+    env: Any,
+    num_envs: int | None,
+    lanes: int | None,
+    autoreset_mode: Autoreset,
+    *,
+    one: Callable[[LaneMaker, int], Any],
+    several: Callable[[AgentLaneMaker], Any],
+    of_agents: Mapping[str, Any] | None = None,
+) -> tuple[list[Any], bool]:
+    """The lanes of a host, and whether environments have several agents each, as the first one that is made has.
 
-    first    made by the first callable; None for a vector environment that is there already
+    one, several    make a lane of one agent, of its maker and number, or of several agents
+    of_agents       options that are for several agents alone
+
+    Raises EnvError where they can't be made, and for options of the other kind.
     """
+    first = first_made(env)
+    with nullcontext() if first is None else first:
+        has_several = isinstance(env, MultiAgentVectorEnv) or (first is not None and first.has_several)
+        if has_several and autoreset_mode is not None:
+            raise EnvError(
+                f"autoreset_mode is {autoreset_mode!r}, but these environments have several agents; expected it to be "
+                "left out"
+            )
+        for name, value in {} if has_several or of_agents is None else of_agents.items():
+            if value is not None:
+                raise EnvError(f"{name} is for environments with several agents; expected it to be left out")
+        if has_several:
+            return all_made(_of_agents(agent_makers(env, num_envs, lanes, first), num_envs, lanes, several)), True
+        makers = lane_makers(env if first is None else with_first(env, first), num_envs, lanes, autoreset_mode)
+        return all_made(one(maker, index) for index, maker in enumerate(makers)), False
 
-    def made() -> Iterator[AgentHostLane]:
-        envs, deviations = list[LaneEnvs](), Deviations()
-        for maker in agent_makers(env, num_envs, lanes, first):
-            number = sum(each.num_envs for each in envs)
-            yield (lane := AgentHostLane(replace(maker, first_env=number), deviations))
-            envs.append(lane.env)
-        check_numbers(num_envs, lanes, envs)
 
-    return all_made(made())
+def _of_agents(
+    makers: Iterable[AgentLaneMaker], num_envs: int | None, lanes: int | None, several: Callable[[AgentLaneMaker], Any]
+) -> Iterator[Any]:
+    envs = list[LaneEnvs]()
+    for maker in makers:
+        lane = several(replace(maker, first_env=sum(each.num_envs for each in envs)))
+        yield lane
+        envs.append(lane.env)
+    check_numbers(num_envs, lanes, envs)
 
 
 def _sent(agent: Any) -> str | int:
