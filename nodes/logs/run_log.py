@@ -3,12 +3,12 @@
 import abc
 import logging
 import math
+import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -183,9 +183,8 @@ class RowWriter:
     def __init__(self, text: str, destination: Destination) -> None:
         self.text, self.destination = text, destination
         self.dropped = 0
-        self._rows: deque[Row] = deque()
-        self._changed = threading.Condition()
-        self._stops = self._has_failed = False
+        self._rows: queue.Queue[Row | None] = queue.Queue()  # the last is None
+        self._has_failed = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -195,18 +194,15 @@ class RowWriter:
 
     def put(self, row: Row) -> None:
         """Have a row written; the oldest that waits is dropped where there are too many."""
-        with self._changed:
-            self._rows.append(row)
-            if len(self._rows) > _MOST_ROWS:
-                self._rows.popleft()
+        self._rows.put(row)
+        if self._rows.qsize() > _MOST_ROWS:
+            with suppress(queue.Empty):  # it has been taken just now
+                self._rows.get_nowait()
                 self.dropped += 1
-            self._changed.notify()
 
     def stop(self) -> None:
         """Have it write what waits, and close the destination."""
-        with self._changed:
-            self._stops = True
-            self._changed.notify()
+        self._rows.put(None)
 
     def wait(self, until: float) -> None:
         """Wait until it has closed the destination, or until a time of `time.monotonic`; what is lost is logged."""
@@ -214,24 +210,18 @@ class RowWriter:
             return
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            waiting = len(self._rows)
+            waiting = max(0, self._rows.qsize() - 1)  # but for the None behind them
             logger.warning("the log %s is left behind, with %d rows: it has not closed in time", self.text, waiting)
         elif self.dropped:
             logger.warning("the log %s was too slow, or had failed: %d rows are lost", self.text, self.dropped)
 
     def _work(self) -> None:
-        while (row := self._next()) is not None:
+        while (row := self._rows.get()) is not None:
             if self._has_failed:
                 self.dropped += 1
             else:
                 self._try(self.destination.write, row)
         self._try(self.destination.close)
-
-    def _next(self) -> Row | None:
-        with self._changed:
-            while not self._rows and not self._stops:
-                self._changed.wait()
-            return self._rows.popleft() if self._rows else None
 
     def _try(self, function: Callable[..., None], *args: Any) -> None:
         try:
