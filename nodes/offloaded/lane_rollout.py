@@ -89,7 +89,7 @@ class LaneRollout:
 
     def busy_ns(self) -> list[int]:
         """For how long each of its `STAGES` has been busy, calls under way left out."""
-        return [meter.busy_ns for meter in self._run.meters]
+        return [meter.busy_ns for meter in self._run.counters.nodes.values()]
 
     def report(self) -> dict[str, Any]:
         """Report that goes with a fragment.
@@ -119,11 +119,11 @@ class LaneRollout:
         """
         if (now := clock()) >= self._calls_due:
             self._calls_due, pieces = now + _CALLS_NS, self._run.graph.slowest_pieces()
-            stats = {meter.name: meter.calls.read() for meter in self._run.meters}
+            stats = {meter.name: meter.calls.read() for meter in self._run.counters.nodes.values()}
             self._calls = {name: [*each, pieces.get(name, "")] for name, each in stats.items() if each is not None}
         return [
             [meter.name, meter.items, meter.read()[0] / 1e9, *self._calls.get(meter.name, ())]
-            for meter in self._run.meters
+            for meter in self._run.counters.nodes.values()
         ]
 
 

@@ -1,5 +1,6 @@
 """Drivers that run a rollout's ring: in its reader's thread, or in a thread of its own."""
 
+import abc
 import logging
 import signal
 import threading
@@ -19,9 +20,7 @@ from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.meter import clock
-from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_doctor import loop_held_up
-from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.waits import CALLER, Look
 
@@ -32,29 +31,55 @@ logger = logging.getLogger(__name__)
 _NODES_CLOSE_S = 2 * CLOSE_TIMEOUT_S  # which have limits of their own, as for worker processes
 
 
-class _RingRun:
-    """A ring, and its run: what the drivers have in common. One thread asks for fragments; any may close it."""
+class _RingDriver(abc.ABC):
+    """Runs a ring. One thread asks for fragments; any may close it."""
 
-    def __init__(self, ring: Graph, credits: FragmentCredits, run: InlineRun) -> None:
-        self.ring, self._credits, self._run = ring, credits, run
+    def __init__(self, credits: FragmentCredits, run: InlineRun) -> None:
+        self.run, self._credits = run, credits
+        self._fragments: deque[Any] = deque()  # the last is None once there are no more
+        self._error: BaseException | None = None
         self._stalled: StallError | None = None
         self._is_closed = False
 
-    @property
-    def traceable(self) -> Traceable:
-        """Graph, meters and chain of the ring, for a trace."""
-        return self._run.traceable
-
-    def report(self) -> Report:
-        """A report of what has been counted so far."""
-        return self._run.report()
-
     def look(self) -> Look | None:
         """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
-        return self._run.look()
+        return self.run.look()
+
+    def next(self) -> Any:
+        """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
+        with self.run.counters.caller.waits():
+            self._await()
+        return self._take()
+
+    @abc.abstractmethod
+    def _await(self) -> None:
+        """Wait until there is a fragment, or no more come."""
+
+    def _take(self) -> Any:
+        if self._stalled is not None:
+            raise self._stalled
+        counters = self.run.counters
+        fragment = self._fragments[0] if self._fragments else None
+        if fragment is None:
+            if self.run.has_ended:
+                counters.end()
+            self._raise()
+            return None
+        counters.caller.begin_life()
+        self._fragments.popleft()
+        counters.caller.items += 1
+        return fragment
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose traceback refers to this frame
 
 
-class InlineDriver(_RingRun):
+class InlineDriver(_RingDriver):
     """Runs the ring in the reader's thread, whenever it asks for a fragment.
 
     A stall ends a wait for threads, workers or hosts at once. It breaks off a call in the main thread as Ctrl-C would,
@@ -63,8 +88,7 @@ class InlineDriver(_RingRun):
 
     def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
         self._interruption = Wakeup()
-        super().__init__(ring, credits, InlineRun(ring, interruption=self._interruption))
-        self._waiting: list[Any] = []
+        super().__init__(credits, InlineRun(ring, interruption=self._interruption))
         self._reader = 0  # thread that drives the run now; 0: none
         self._reading = threading.Lock()  # held while `_reader` is cleared, or is broken off
         self._at_work = threading.RLock()  # held while the ring runs; `close` may come from another thread
@@ -73,22 +97,20 @@ class InlineDriver(_RingRun):
     def start(self) -> None:
         """Have the environments reset, and the first actions made. Raises RunError where it was closed meanwhile."""
         with self._at_work:
-            self._drive(self._run.__enter__)
+            self._drive(self.run.__enter__)
             if self._is_left:
                 self._end()
         if self._is_closed:
             raise RunError("the rollout was closed while its environments were being reset")
 
-    def next(self) -> Any:
-        """The next fragment; None when no more come, or it was closed."""
+    def _await(self) -> None:
         with self._at_work:
             try:
-                if not self._waiting and not self._is_closed:
-                    self._waiting = [fragment for _, fragment in self._drive(self._run.next_outputs)]
+                if not self._fragments and not self._is_closed:
+                    self._fragments.extend(fragment for _, fragment in self._drive(self.run.next_outputs))
             finally:
                 if self._is_left:
                     self._end()
-        return self._waiting.pop(0) if self._waiting else None
 
     async def next_async(self) -> Any:
         """The next fragment; it holds up the event loop while the ring works."""
@@ -119,7 +141,7 @@ class InlineDriver(_RingRun):
 
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
-        self._run.finish()
+        self.run.finish()
 
     def end_stalled(self, error: StallError) -> None:
         """Have `next` raise this error, as soon as it can. From any thread."""
@@ -127,10 +149,10 @@ class InlineDriver(_RingRun):
             if not self._reader:
                 return
             self._stalled = error
-            self._run.interrupt()
+            self.run.interrupt()
             is_in_main_thread = self._reader == threading.main_thread().ident
             raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            if is_in_main_thread and raises and self._run.is_in_call:
+            if is_in_main_thread and raises and self.run.is_in_call:
                 signal.pthread_kill(self._reader, signal.SIGINT)
 
     def close(
@@ -141,7 +163,7 @@ class InlineDriver(_RingRun):
         Where that hangs, the reader's thread closes them when it comes back, which is logged.
         """
         self._is_closed = True
-        self._run.interrupt()
+        self.run.interrupt()
         self._is_left = not self._at_work.acquire(timeout=CLOSE_TIMEOUT_S)
         if self._is_left and not self._at_work.acquire(blocking=False):
             logger.warning(
@@ -155,20 +177,19 @@ class InlineDriver(_RingRun):
             self._at_work.release()
 
     def _end(self) -> None:
-        self._run.close()
+        self.run.counters.end()
+        self.run.close()
         self._interruption.close()
-        self._waiting = []
+        self._fragments.clear()
 
 
-class ThreadDriver(_RingRun):
+class ThreadDriver(_RingDriver):
     """Runs the ring in a thread of its own, so that it can go on while the reader is at work."""
 
     def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
         self._bell = Wakeup()
-        super().__init__(ring, credits, InlineRun(ring, self._bell))
-        self._fragments: deque[Any] = deque()  # None: there are no more
+        super().__init__(credits, InlineRun(ring, self._bell))
         self._commands: deque[Callable[[], None]] = deque()
-        self._error: BaseException | None = None
         self._has_stopped = threading.Event()
         self._arrived = threading.Event()
         self._news: Wakeup | None = None  # for a reader in an event loop
@@ -180,51 +201,26 @@ class ThreadDriver(_RingRun):
         """Start the thread."""
         self._thread.start()
 
-    def next(self) -> Any:
-        """The next fragment; None when no more come. Raises what a node raised."""
-        caller = self._run.caller
-        caller.begin_wait()
-        try:
-            while not self._fragments:
-                self._arrived.wait()
-                self._arrived.clear()
-        finally:
-            caller.end_wait()
-        return self._take()
+    def _await(self) -> None:
+        while not self._fragments:
+            self._arrived.wait()
+            self._arrived.clear()
 
     async def next_async(self) -> Any:
         """The next fragment, as `next` gives it, for a reader in an event loop."""
-        caller = self._run.caller
         news = self._news = self._news or Wakeup()
         self._reader = threading.get_ident()
-        caller.begin_wait()
-        try:
+        with self.run.counters.caller.waits():
             await anyio.lowlevel.checkpoint()
             news.silence()
             while not self._fragments:
                 await anyio.wait_readable(news.fileno())
                 news.silence()
-        finally:
-            caller.end_wait()
         return self._take()
-
-    def _take(self) -> Any:
-        caller = self._run.caller
-        if self._stalled is not None:
-            raise self._stalled
-        fragment = self._fragments[0]
-        if fragment is None:
-            self._run.stop_clock()
-            self._raise()
-            return None
-        caller.begin_life()
-        self._fragments.popleft()
-        caller.items += 1
-        return fragment
 
     def close_news(self) -> None:
         """Close what tells a reader in an event loop of fragments. In that loop, once closed."""
-        if self._news is not None and not self._run.caller.is_waiting:
+        if self._news is not None and not self.run.counters.caller.is_waiting:
             self._news.close()
 
     def _put(self, fragment: Any) -> None:
@@ -241,11 +237,11 @@ class ThreadDriver(_RingRun):
 
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
-        self._command(self._run.finish)
+        self._command(self.run.finish)
 
     def look(self) -> Look | None:
         """What every stage does right now; a reader may wait for an event loop that something holds up."""
-        look, caller = super().look(), self._run.caller
+        look, caller = super().look(), self.run.counters.caller
         if look is None or not (self._reader and self._fragments and caller.is_waiting):
             return look
         held = loop_held_up("a task or a callback", self._put_at, max(caller.items, 1), self._reader)
@@ -267,8 +263,8 @@ class ThreadDriver(_RingRun):
         if self._is_closed:
             return
         self._is_closed, began = True, monotonic()
-        self._run.interrupt()
-        self._run.stop_clock()
+        self.run.interrupt()
+        self.run.counters.end()
         self._bell.ring()
         if self._has_stopped.wait(CLOSE_TIMEOUT_S):
             self._thread.join(_NODES_CLOSE_S)
@@ -283,14 +279,6 @@ class ThreadDriver(_RingRun):
             self._raise()
         self._error = None
 
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # whose traceback refers to this frame
-
     def _command(self, command: Callable[[], None]) -> None:
         if not self._is_closed:
             self._commands.append(command)
@@ -298,7 +286,7 @@ class ThreadDriver(_RingRun):
 
     def _work(self) -> None:
         try:
-            with self._run as run:
+            with self.run as run:
                 self._go_on(run)
         except BaseException as error:
             self._error = error
@@ -311,7 +299,7 @@ class ThreadDriver(_RingRun):
             while not (self._is_closed or run.has_ended):
                 while self._commands:
                     self._commands.popleft()()
-                for _, fragment in run.next_outputs_unmetered():
+                for _, fragment in run.next_outputs():
                     self._put(fragment)
                     del fragment  # which this frame would hold, in the traceback of an error
         finally:

@@ -74,7 +74,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
-        self._doctor = RolloutDoctor(options.stall, self._learner_meter, self.signs, self.snapshot, options.log.trace)
+        self._doctor: RolloutDoctor | None = None
         self.log = RolloutLog(self, rounds.note, options.log)
 
     # Parts of a rollout
@@ -172,7 +172,9 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         with self._ending_on_error():
             self.log.begin()
             self._drive = driver(self._ring(self._credits), self._credits)
-            self._doctor.begin(self._drive)
+            of_every_doctor = self.stall, self.snapshot, self._options.log.trace
+            self._doctor = RolloutDoctor(self._drive, self._learner_meter, self.signs, *of_every_doctor)
+            self._doctor.start()
             self._drive.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -180,7 +182,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             if self._state in ("closing", "closed") or not self._closing.acquire(blocking=False):
                 return
             self._state, error_before = "closing", error or self._rounds.error
-            self._doctor.end()
+            self._stop_doctor()
             try:
                 if self._drive is not None:
                     with noting_in(error):
@@ -307,8 +309,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself. Raises RunError
         when the rollout is not running, or is a node of a graph: the graph's run has the report then.
         """
-        if self._drive is not None:
-            report, learner = self._drive.report(), self._learner_meter
+        if self._drive is not None and self._doctor is not None:
+            report, learner = self._drive.run.report(), self._learner_meter
             part = node_report(int(report.elapsed_s * 1e9), learner, slowest_piece=self._slowest_learner_piece())
             return self._execution.with_stages(report.moved(CALLER, part, self._doctor.reader_times.read()))
         if self._is_in_graph:
@@ -323,12 +325,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
         As a node of a graph it is not running by itself: ask `run.diagnose()` then.
         """
-        return self._doctor.diagnose()
+        return Diagnosis("not running") if self._doctor is None else self._doctor.diagnose()
 
     def snapshot(self) -> dict[str, Any]:
         """What `rollflow top` shows of it, as plain values. From any thread; in a graph, its figures alone."""
         own = {"kind": type(self).__name__, "name": self.environments.describe(), "figures": self.log.figures()}
-        return {**own, **self._doctor.snapshot(self.report)}
+        return own if self._doctor is None or self._doctor.is_over else own | self._doctor.seen(self.report())
 
     def signs(self) -> Sequence[Sign]:
         """Silent faults: what flows, and can't be right. For the doctor's look alone, which has others looked at."""
@@ -421,8 +423,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             self.log.add("progress:")
         return RolloutIterator(self, partial(made, completes))
 
+    def _stop_doctor(self) -> None:
+        if self._doctor is not None:
+            self._doctor.stop()
+
     def _end(self, error: BaseException | None) -> None:
-        self._doctor.end()
+        self._stop_doctor()
         self._state, self._ended_by = "closed", cause_of(error)
         if error is not None and not isinstance(error, Exception):
             self._interrupted_by = type(error).__name__
@@ -463,16 +469,18 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     def _entered(self, is_first: bool, expected: str, *, is_async: bool = False) -> Driver:
         """The driver, of which the reader asks for the next round. Raises RunError if it isn't entered as expected."""
-        drive = self._drive
-        if drive is None or self._is_async is not is_async or (is_first and self._state != "running"):
+        drive, doctor = self._drive, self._doctor
+        is_entered = self._is_async is is_async and (not is_first or self._state == "running")
+        if drive is None or doctor is None or not is_entered:
             raise self._not_entered(expected)
-        self._doctor.reader_asks()
+        doctor.reader_asks()
         return drive
 
     def _is_round_ready(self) -> bool:
         self._warn_of_notes()
         if self._rounds.is_empty:
             return False
+        assert self._doctor is not None
         self._doctor.reader_gets(self._rounds.ready)
         self.log.rounds += 1
         return True

@@ -9,7 +9,7 @@ from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.fragments.fragment import NoFragment
-from rollflow.stream.graph.node import Gate, GateMethods, attribute_of, gate_methods, methods_of
+from rollflow.stream.graph.node import Gate, check_gate, methods_of, wait_at
 from rollflow.stream.observe.waits import Wait
 
 
@@ -198,24 +198,25 @@ class AllGates:
     """A gate that lets a lane go on where all of several gates do."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
-        self._gates = [gate_methods("a gate of the rollout", gate) for gate in gates]
+        for gate in gates:
+            check_gate("a gate of the rollout", gate)
+        self._gates = gates
         self._pacing = [methods_of("a gate of the rollout", gate, PacingGate) for gate in gates]
-        self._wanting = [attribute_of(gate, "wants_newest", False) for gate in gates]
-        self._refused: GateMethods | None = None  # the last time
+        self._refused: Gate | None = None  # the last time
 
     @property
     def holder(self) -> str | None:
         """Name of what the gate waits for that refused last."""
-        return None if self._refused is None else self._refused.holder()
+        return getattr(self._refused, "holder", None)
 
     @property
     def wants_newest(self) -> bool:
         """True if one of the gates wants fragments to begin with the newest weights."""
-        return any(wants() for wants in self._wanting)
+        return any(getattr(gate, "wants_newest", False) for gate in self._gates)
 
     def waits_for(self) -> Wait | None:
         """What the gate waits for that refused last."""
-        return None if self._refused is None else self._refused.waits_for()
+        return wait_at(self._refused)
 
     def admits(self, lane: CreditedLane) -> bool:
         """True if the lane may take its next step."""

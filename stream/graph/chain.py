@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
-from rollflow.stream.graph.node import Background, GateMethods, note_node
+from rollflow.stream.graph.node import Background, Gate, note_node
 from rollflow.stream.graph.port import Edge, Port
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Chain:
         self.names = list(names)
         self.runnable: deque[tuple[Deliver, Any]] = deque()
         self.pending: deque[tuple[Edge, Any, NodeMeter]] = deque()
-        self.parked: list[tuple[GateMethods, Deliver, Any]] = []
+        self.parked: list[tuple[Gate, Deliver, Any]] = []
         self.reopened = False
         self.on_gate: Callable[[], None] = _nothing
         self.graph = graph
@@ -93,7 +93,7 @@ class Chain:
     @property
     def is_done(self) -> bool:
         """True if a node's `done` says that it wants no more items."""
-        return any(methods.done() for methods in self._methods)
+        return any(getattr(self.graph.nodes[name].node, "done", False) for name in self.names)
 
     def start(self) -> Iterator[None]:
         """Carry the outputs of the nodes' `start()` through the chain, one at each step of the iterator."""
@@ -166,7 +166,7 @@ class Chain:
     @property
     def holder(self) -> str | None:
         """The name of the first gate holder that parked items wait for; None: no gate names one."""
-        return next((name for gate, _, _ in self.parked if (name := gate.holder()) is not None), None)
+        return next((name for gate, _, _ in self.parked if (name := getattr(gate, "holder", None)) is not None), None)
 
     def hasten(self) -> None:
         """Tell background nodes to return unfinished work as it is: no more items will be asked for."""
@@ -317,7 +317,7 @@ class Chain:
             return lambda item: runnable.append((steps[target], item))
         return self._steps[target]
 
-    def _deliver_gated(self, gate: GateMethods, target: str) -> Deliver:
+    def _deliver_gated(self, gate: Gate, target: str) -> Deliver:
         step, admits = self._steps[target], gate.admits
 
         def deliver(item: Any) -> None:

@@ -49,6 +49,11 @@ class Channel(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def has_no_room(self) -> bool:
+        """True if a sender has to wait."""
+        return len(self._items) >= self.capacity and self.overflow == "block" and not self.abandoned
+
     def offer(self, item: T) -> bool:
         """Take the item without waiting; return False if the channel is full and blocks."""
         items, meter = self._items, self.meter
@@ -185,22 +190,15 @@ class Inlet(Generic[T]):
                 pass
             if self._arrived is None:
                 self._arrived = anyio.Event()
-            self._meter.begin_wait()
-            try:
+            with self._meter.waits():
                 await self._arrived.wait()
-            finally:
-                self._meter.end_wait()
             self._unchecked, self._checked_at = 0, clock()
 
     @contextmanager
     def blocked_by(self, holder: str) -> Iterator[None]:
         """Block in which the node waits for somebody outside of the graph: `holder` is a stage of the report then."""
-        self._meter.begin_block()
-        try:
-            with self._holders.awaited(holder):
-                yield
-        finally:
-            self._meter.end_block()
+        with self._meter.blocks(), self._holders.awaited(holder):
+            yield
 
     def held(self) -> list[T]:
         """The item that the node is not done with."""
@@ -294,11 +292,8 @@ class Outlet(Generic[T]):
         return [] if self._current is None else [self._current]
 
     async def _send_waiting(self, channel: Channel[T], item: T) -> None:
-        self._meter.begin_block()
-        try:
+        with self._meter.blocks():
             await channel.send(item)
-        finally:
-            self._meter.end_block()
         self._unchecked, self._checked_at = 0, clock()
 
 
@@ -347,11 +342,8 @@ class Output(Inlet[T]):
 
     async def receive(self) -> T:
         try:
-            self._caller.begin_wait()
-            try:
+            with self._caller.waits():
                 return await super().receive()
-            finally:
-                self._caller.end_wait()
         except anyio.EndOfStream:
             self._caller.end_life()
             raise

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.graph.report import LEARNER, Report
 from rollflow.stream.observe.diagnosis import Diagnosis
-from rollflow.stream.observe.waits import CALLER, LastError, Look
+from rollflow.stream.observe.waits import CALLER, LastError
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
@@ -93,14 +93,14 @@ def _common_prefix(group: list[str]) -> str:
     return prefix if prefix != "/" and all(name.startswith(prefix) for name in group) else ""
 
 
-def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: Diagnosis) -> dict[str, Any]:
+def run_snapshot(graph: "Graph", report: Report, diagnosis: Diagnosis) -> dict[str, Any]:
     """What there is to see of a run.
 
     elapsed_s, bottleneck, conclusion, nodes    as in `Report.as_dict`; a node in which something went wrong also has
                  its `last_error`: `text` and `age_s`, which is None where it is so still
     tasks, edges    as `drawing.shape` has them, with the learner pipeline and the caller behind the outputs; an edge
                  that is measured also has the figures of `Report.as_dict`
-    parties      of a look: `name`, as in the report, `kind`, `doing`, `on` (names), `age_s`
+    parties      `name`, as in the report, `kind`, `doing`, `on` (names), `age_s`
     diagnosis    `state`, `text`, `waited_s`
     """
     found, drawn = report.as_dict(), shape(graph)
@@ -115,14 +115,8 @@ def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: D
         edges = [edge | ({"target": readers[0]} if edge["is_output"] else {}) for edge in edges]
         edges += [_chained(source, target) for source, target in pairwise(readers)]
     parties = [
-        {
-            "name": wait.name,
-            "kind": wait.kind,
-            "doing": wait.doing,
-            "on": list(wait.on),
-            "age_s": wait.age_s,
-        }
-        for wait in (() if look is None else look.waits.values())
+        {**{key: getattr(wait, key) for key in ("name", "kind", "doing", "age_s")}, "on": list(wait.on)}
+        for wait in diagnosis.parties
         if not wait.is_part
     ]
     return {

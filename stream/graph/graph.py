@@ -4,7 +4,7 @@ Without its feedback edges a graph is acyclic. Synchronous neighbours in the sam
 are *chained*: they run as one task, which calls them in turn. Every other edge is a bounded channel.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from os import PathLike
@@ -15,7 +15,7 @@ from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Overflow
 from rollflow.stream.graph.drawing import explain, mermaid, shape
 from rollflow.stream.graph.meter import CallTimes, NodeMeter
-from rollflow.stream.graph.node import Gate, NodeMethods, gate_methods, node_methods
+from rollflow.stream.graph.node import Composite, Gate, check_gate, methods_of
 from rollflow.stream.graph.port import (
     Edge,
     NodeSpec,
@@ -60,7 +60,7 @@ class Graph:
         self._added: dict[str, Any] = {}  # nodes by name, composite ones as a whole
         self._composites: dict[str, tuple[dict[str, Port], dict[str, Port]]] = {}
         self.wholes: dict[str, Any] = {}  # prefix of the names of a composite node's parts -> the composite node
-        self.methods_of_wholes: dict[str, NodeMethods] = {}  # by the same prefixes
+        self.methods_of_wholes: dict[str, dict[str, Callable[[], Any]]] = {}  # of `Composite`, by the same prefixes
         self._tasks: dict[str, str] | None = None
 
     # Drawing
@@ -133,7 +133,8 @@ class Graph:
                     f"{edge.name}: a gate stands only between synchronous, inline nodes, on an edge without a capacity "
                     "that is no feedback edge"
                 )
-            edge = replace(edge, gate=gate_methods(f"the gate of {edge.name}", gate))
+            check_gate(f"the gate of {edge.name}", gate)
+            edge = replace(edge, gate=gate)
         if any((each.source, each.target) == (outlet, inlet) for each in self.edges):
             raise GraphError(f"{edge.name}: these are connected already")
         self._tasks = None
@@ -242,17 +243,18 @@ class Graph:
 
     def report_notes(self) -> tuple[str, ...]:
         """Sentences of rollflow's nodes for a report."""
-        return tuple(note for spec in self.nodes.values() for note in spec.methods.report_notes())
+        return tuple(note for spec in self.nodes.values() for note in getattr(spec.node, "report_notes", ()))
 
     def slowest_pieces(self) -> dict[str, str]:
         """Node -> name of the connector piece that took most of its time, for those that run pieces."""
-        found = {name: spec.methods.slowest_piece() for name, spec in self.nodes.items()}
+        found = {name: getattr(spec.node, "slowest_piece", "") for name, spec in self.nodes.items()}
         return {name: piece for name, piece in found.items() if piece}
 
     def meters(self) -> dict[str, NodeMeter]:
         """A meter for each node; a node that works elsewhere has `call_times` of its own."""
         return {
-            name: NodeMeter(name, calls=spec.methods.call_times() or CallTimes()) for name, spec in self.nodes.items()
+            name: NodeMeter(name, calls=getattr(spec.node, "call_times", None) or CallTimes())
+            for name, spec in self.nodes.items()
         }
 
     def place_of(self, name: str) -> Where:
@@ -343,7 +345,7 @@ class Graph:
         ]
         if inner is not node:
             self.wholes[prefix] = node
-            self.methods_of_wholes[prefix] = node_methods(prefix[:-1], node, is_composite=True)
+            self.methods_of_wholes[prefix] = methods_of(f"node '{prefix[:-1]}'", node, Composite)
         self.wholes |= {prefix + name: whole for name, whole in inner.wholes.items()}
         self.methods_of_wholes |= {prefix + name: methods for name, methods in inner.methods_of_wholes.items()}
         outlets = {export: within(prefix, edge.source) for export, edge in inner.outputs.items()}

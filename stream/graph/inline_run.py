@@ -1,6 +1,7 @@
 """InlineRun: a graph that runs step by step, without an event loop."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
@@ -8,14 +9,13 @@ from typing import Any, Self
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.graph.background import Waiter
 from rollflow.stream.graph.chain import CallMark, Chain
+from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.graph import Graph
-from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.node import close_nodes
-from rollflow.stream.graph.report import Report, report_of
-from rollflow.stream.graph.run_doctor import look_of_inline_run
-from rollflow.stream.graph.tracing import Traceable
+from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.observe.waits import CALLER, Look
+from rollflow.stream.observe.waits import Look
 
 
 class InlineRun:
@@ -25,10 +25,8 @@ class InlineRun:
         mark            record of the call under way, for others to read: see `CallMark`
         interruption    rung by `interrupt`; None: a wait for a background node goes on until the node has something
 
-        caller    meter of the code that asks for the outputs
-        meters    meters of the nodes, in the order in which they were added to the graph; `meters_by_name` by name
-        chain     the chain of all nodes
-        is_starting    whether the nodes' `start` is under way, and the caller waits for it
+        counters    meters of the nodes; who asks for the outputs counts by that of the caller
+        chain       the chain of all nodes
 
     `next_outputs` raises a node's error, or KeyboardInterrupt, as it is; after that, RunError.
 
@@ -48,36 +46,32 @@ class InlineRun:
                 f"graph '{graph.name}' needs an event loop: expected synchronous, inline, chained nodes alone"
             )
         self.graph = graph
-        self.meters_by_name = graph.meters()
-        self.caller = NodeMeter(CALLER)
-        self.meters = list(self.meters_by_name.values())
-        self.chain = Chain(graph, graph.flow_order(), self.meters_by_name, mark)
-        self.is_starting = False
+        self.counters = RunCounters(graph)
+        self.chain = Chain(graph, graph.flow_order(), self.counters.nodes, mark)
+        self.counters.chains.append(self.chain)
         self._failure: BaseException | None = None
         self._waiter = Waiter(self.chain.background, *(each for each in (bell, interruption) if each is not None))
         self._bell, self._interruption = bell, interruption
         self._state = "new"
         self._is_interrupted = False
         self._steps: Iterator[None] | None = None  # over the outputs of the nodes' `start` or `finish`
-        self._began = clock()
-        self._ended_at: int | None = None
 
     def __enter__(self) -> Self:
         if self._state != "new":
             raise RunError(f"graph '{self.graph.name}' has been run before; a run is for once")
         self._state = "running"
-        self._began = clock()
+        self.counters.began = clock()
+        self.counters.live.add(self.chain.names[0])
         self.chain.thread = get_ident()
-        self.is_starting = self._bell is None
+        waits = self.counters.caller.waits() if self._bell is None else nullcontext()
         try:
-            self._steps = self.chain.start()
-            while not self.chain.pending and not self._is_interrupted and self._step():
-                pass
+            with waits:
+                self._steps = self.chain.start()
+                while not self.chain.pending and not self._is_interrupted and self._step():
+                    pass
         except BaseException:
             self.close()
             raise
-        finally:
-            self.is_starting = False
         return self
 
     def __exit__(
@@ -92,20 +86,6 @@ class InlineRun:
         """
         if self._state not in ("running", "finished"):
             raise RunError(f"graph '{self.graph.name}' is not running: it is {self._state}")
-        self.caller.begin_wait()
-        try:
-            outputs = self.next_outputs_unmetered()
-        finally:
-            self.caller.end_wait()
-        self.caller.items += len(outputs)
-        if outputs or not self.has_ended:
-            self.caller.begin_life()
-        else:
-            self.stop_clock()
-        return outputs
-
-    def next_outputs_unmetered(self) -> list[tuple[str, Any]]:
-        """`next_outputs` for a thread that passes the outputs on, to a reader that `caller` measures."""
         if self._failure is not None:
             failure = f"{type(self._failure).__name__}: {self._failure}"
             raise RunError(
@@ -188,41 +168,21 @@ class InlineRun:
 
     def look(self) -> Look | None:
         """What every node and the reader do right now, for the stall doctor; None: it does not run."""
-        return look_of_inline_run(self) if self._state in ("running", "finished") else None
-
-    @property
-    def traceable(self) -> Traceable:
-        """Graph, meters and chain, for a trace."""
-        return Traceable(self.graph, self.meters, [self.chain])
+        return self.counters.look() if self._state in ("running", "finished") else None
 
     def report(self) -> Report:
         """A report of the counts so far."""
-        elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
-        under_way = dict([self.chain.under_way])
-        meters = [*self.meters_by_name.values(), self.caller]
-        pieces, notes = self.graph.slowest_pieces(), self.graph.report_notes()
-        return report_of(elapsed, meters, [], under_way=under_way, pieces=pieces, notes=notes)
+        return self.counters.report()
 
     def close(self) -> None:
         """Call every node's `close()`, and let go of all items. A second call does nothing."""
         if self._state != "closed":
             self._state = "closed"
-            if self._bell is None:
-                self.stop_clock()
             self._failure = self._steps = None  # an error's traceback refers to this run
             try:
                 close_nodes(self.graph)
             finally:
                 self.chain.close()
-
-    def stop_clock(self) -> None:
-        """Count no more; what the caller does from now on is none of this run's.
-
-        A thread that has a bell leaves this to the reader of its outputs, who may be behind.
-        """
-        if self._ended_at is None:
-            self._ended_at = clock()
-            self.caller.end_life()
 
 
 def can_run_inline(graph: Graph) -> bool:

@@ -11,6 +11,7 @@ from rollflow.stream.observe.trace import Record, Trace
 
 clock: Final = perf_counter_ns
 _RECENT = 1024  # calls
+_WORK: Final = {"busy": "busy", "works": "busy"}  # span of a meter -> span in a trace
 
 
 class CallStats(NamedTuple):
@@ -70,7 +71,7 @@ class NodeMeter:
     """One node's counters.
 
         items         items taken, or for a source sent
-        busy_ns       time in the node's own work
+        busy_ns       time in the node's own work, but for what is under way
         blocked_ns    time in which an outlet of the node waited for room, or the node for somebody outside of the graph
         calls         how long each call took, or each span of an asynchronous node's own work
         trace         records the same times as spans; None: nothing is traced
@@ -89,13 +90,10 @@ class NodeMeter:
     calls: CallTimes = field(default_factory=CallTimes)
     trace: NodeTrace | None = None
     counts_itself: bool = False
-    _busy_since: int | None = None
-    _lives_since: int | None = None
-    _waits_since: int | None = None
-    _blocked_since: int | None = None
-    _works_since: int | None = None
+    _is_alive: bool = False
     _waiting: int = 0
     _blocked: int = 0
+    _span: tuple[str, int] = ("", 0)  # "busy", "works", "waits", "blocked" or "", and since when
 
     def take_trace(self, trace: NodeTrace | None) -> None:
         """Have the times that begin from now on be recorded; None: no more, and work under way as far as it has come.
@@ -103,9 +101,9 @@ class NodeMeter:
         From any thread.
         """
         before, self.trace = self.trace, trace
-        for since in self._busy_since, self._works_since:
-            if before is not None and since is not None:
-                before.busy(since, clock())
+        at, since = self._span
+        if before is not None and at in _WORK:
+            before.busy(since, clock())
 
     @property
     def is_waiting(self) -> bool:
@@ -120,102 +118,74 @@ class NodeMeter:
     @property
     def works_since(self) -> int | None:
         """Time at which background work began that the thread waits for, in ns; None: there is none."""
-        return self._works_since
+        at, since = self._span
+        return since if at == "works" else None
 
     def begin_work(self, now: int) -> None:
         """Begin to count background work that the thread now waits for."""
-        self._works_since = now
+        self._span = "works", now
 
     def end_work(self, now: int) -> None:
         """End the count of background work."""
-        since, self._works_since = self._works_since, None
-        if since is not None:
-            self.busy_ns += now - since
-            trace = self.trace
-            if trace is not None:
-                trace.busy(since, now)
+        if self._span[0] == "works":
+            self._begin("", now)
 
     def begin_life(self) -> None:
         """Begin to count the time between waits as busy; a second call changes nothing."""
-        if self._lives_since is None:
-            self._lives_since = clock()
-            if self._waiting:
-                self._waits_since = self._lives_since
-            self._go_on(self._lives_since)
+        self._is_alive = True
+        self._turn()
 
     def end_life(self) -> None:
         """End the node's life: it is no longer busy."""
-        self.busy_ns, self.blocked_ns = self.read()
-        self._pause(clock())
-        self._lives_since = self._waits_since = self._blocked_since = None
+        self._is_alive = False
+        self._turn()
 
-    def begin_wait(self) -> None:
-        """Begin a wait for an item."""
-        if not self._waiting:
-            self._waits_since = clock()
-            self._pause(self._waits_since)
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Block in which a task of the node waits for an item."""
         self._waiting += 1
+        self._turn()
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._turn()
 
-    def end_wait(self) -> None:
-        """End a wait for an item."""
-        self._waiting -= 1
-        if not self._waiting:
-            now = clock()
-            if self._waits_since is not None and self._lives_since is not None:
-                self.busy_ns -= now - self._waits_since
-            if self.trace is not None and self._waits_since is not None:
-                self.trace.waits(self._waits_since, now)
-            self._go_on(now)
-            self._waits_since = None
-
-    def begin_block(self) -> None:
-        """Begin a wait for room."""
-        if not self._blocked:
-            self._blocked_since = clock()
-            self._pause(self._blocked_since)
+    @contextmanager
+    def blocks(self) -> Iterator[None]:
+        """Block in which a task of the node waits for room."""
         self._blocked += 1
+        self._turn()
+        try:
+            yield
+        finally:
+            self._blocked -= 1
+            self._turn()
 
-    def end_block(self) -> None:
-        """End a wait for room."""
-        self._blocked -= 1
-        if not self._blocked and self._blocked_since is not None:
-            now = clock()
-            blocked = now - self._blocked_since
-            self.blocked_ns += blocked
-            if self._lives_since is not None:
-                self.busy_ns -= blocked
-            if self.trace is not None:
-                self.trace.blocked(self._blocked_since, now)
-            self._go_on(now)
-            self._blocked_since = None
+    def _turn(self) -> None:
+        """Begin the span of what the node is at now, unless that is under way."""
+        at = "blocked" if self._blocked else "waits" if self._waiting else "busy" if self._is_alive else ""
+        if at != self._span[0]:
+            self._begin(at, clock())
 
-    def _go_on(self, now: int) -> None:
-        """Begin a span of the node's own work, if it neither waits nor is blocked."""
-        if self._lives_since is not None and not self._waiting and not self._blocked:
-            self._busy_since = now
-
-    def _pause(self, now: int) -> None:
-        """Count the span of its own work that ends, if there was one."""
-        since, self._busy_since = self._busy_since, None
-        if since is not None:
+    def _begin(self, at: str, now: int) -> None:
+        """Begin a span, and count the one that ends."""
+        was, since = self._span
+        self._span = at, now
+        if was in _WORK:
+            self.busy_ns += now - since
+        elif was == "blocked":
+            self.blocked_ns += now - since
+        if was == "busy":
             self.calls.add(now - since)
-            if self.trace is not None:
-                self.trace.busy(since, now)
+        if was and self.trace is not None:
+            getattr(self.trace, _WORK.get(was, was))(since, now)
 
     def read(self) -> tuple[int, int]:
-        """busy_ns and blocked_ns as of now, with the spans under way."""
-        now, busy, blocked = clock(), self.busy_ns, self.blocked_ns
-        lives, waits, blocks = self._lives_since, self._waits_since, self._blocked_since
-        works = self._works_since
-        if works is not None:
-            busy += now - works
-        if blocks is not None:
-            blocked += now - blocks
-        if lives is not None:
-            busy += now - lives
-            busy -= 0 if waits is None else now - waits
-            busy -= 0 if blocks is None else now - blocks
-        return max(busy, 0), blocked
+        """busy_ns and blocked_ns as of now, with the span under way."""
+        at, since = self._span
+        passed = clock() - since
+        return self.busy_ns + passed * (at in _WORK), self.blocked_ns + passed * (at == "blocked")
 
 
 class WaitAttribution:

@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -145,12 +145,16 @@ class Observable(Protocol):
         """Times of its calls, of a node that works elsewhere; None: they are measured here."""
         return None
 
+
+class Composite(Protocol):
+    """A node that is made of others, and shows itself as a whole."""
+
     def signs(self) -> "Sequence[Sign]":
-        """Silent faults, of a composite node."""
+        """Silent faults."""
         return ()
 
     def snapshot(self) -> dict[str, Any]:
-        """What there is to see of a composite node, as plain values."""
+        """What there is to see of it, as plain values."""
         return {}
 
 
@@ -188,15 +192,11 @@ class ObservableGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeMethods:
-    """The optional methods of a node, which has none of the name where there is None; a composite node's last two.
+    """The optional methods of a node, which has none of the name where there is None.
 
     background    the node, if it works in the background
     """
 
-    done: Callable[[], bool]
-    report_notes: Callable[[], Sequence[str]]
-    slowest_piece: Callable[[], str]
-    call_times: "Callable[[], CallTimes | None]"
     background: Background | None = None
     start: Callable[[], Iterable[Any] | None] | None = None
     take_drain: Callable[[], None] | None = None
@@ -214,65 +214,45 @@ class NodeMethods:
     at_work: "Callable[[str], Iterable[Wait]] | None" = None
     take_report: Callable[[Any], None] | None = None
     take_trace: Callable[[str, Any], None] | None = None
-    signs: "Callable[[], Sequence[Sign]] | None" = None
-    snapshot: Callable[[], dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GateMethods:
-    """The methods of a gate; without a `holder` or `waits_for` of its own, those give None."""
-
-    admits: Callable[[Any], bool]
-    watch: Callable[[Callable[[], None]], None]
-    holder: Callable[[], str | None]
-    waits_for: "Callable[[], Wait | None]"
-
-
-_OF_COMPOSITES = ("signs", "snapshot")
-
-
-def node_methods(name: str, node: Any, *, is_composite: bool = False) -> NodeMethods:
+def node_methods(name: str, node: Any) -> NodeMethods:
     """Look up the optional methods of a node. Raises GraphError for one that can't be called as its protocol says."""
     owner = f"node '{name}'"
-    defaults = {"done": False, "report_notes": (), "slowest_piece": "", "call_times": None}
-    read: dict[str, Any] = {each: attribute_of(node, each, default) for each, default in defaults.items()}
-    if is_composite:
-        found: dict[str, Any] = methods_of(owner, node, Observable, _OF_COMPOSITES)
-        return NodeMethods(**read, **found)
-    found = {}
+    found: dict[str, Any] = {}
     for protocol in (Source, Processor, Sink, Observable):
-        names = [each for each in _declared(protocol) if each not in _OF_COMPOSITES]
-        found |= methods_of(owner, node, protocol, names)
+        found |= methods_of(owner, node, protocol)
     if not (hasattr(node, "completed") and hasattr(node, "in_flight")):
-        return NodeMethods(**read, **found)
+        return NodeMethods(**found)
     there = methods_of(owner, node, Background)
     optional: dict[str, Any] = {each: there.get(each) for each in ("take_meter", "go_on", "hasten")}
     missing = [each for each in ("completed", "fileno") if each not in there]
     _check_there(owner, node, Background, missing + ([] if hasattr(node, "patience") else ["patience"]))
-    return NodeMethods(**read, background=node, **optional, **found)
+    return NodeMethods(background=node, **optional, **found)
 
 
-def gate_methods(owner: str, gate: Any) -> GateMethods:
-    """Look up the methods of a gate. Raises GraphError for one that is missing, or can't be called."""
+def check_gate(owner: str, gate: Any) -> None:
+    """Raise GraphError for a gate with a method that is missing, or can't be called."""
     found = methods_of(owner, gate, Gate)
     _check_there(owner, gate, Gate, [each for each in ("admits", "watch") if each not in found])
-    waits_for = methods_of(owner, gate, ObservableGate).get("waits_for", lambda: None)
-    return GateMethods(found["admits"], found["watch"], attribute_of(gate, "holder", None), waits_for)
+    methods_of(owner, gate, ObservableGate)
 
 
-def methods_of(
-    owner: str, thing: Any, protocol: type, names: Sequence[str] | None = None
-) -> dict[str, Callable[..., Any]]:
+def wait_at(gate: Any) -> "Wait | None":
+    """What the refused items of a gate wait for; None: it is not known."""
+    return gate.waits_for() if getattr(gate, "waits_for", None) is not None else None
+
+
+def methods_of(owner: str, thing: Any, protocol: type) -> dict[str, Callable[..., Any]]:
     """The methods of an object that a protocol has, by name, without the protocol's own defaults.
 
     owner    in words, for an error
-    names    of the methods that are looked up; None: all
 
     Raises GraphError for one that can't be called as the protocol says.
     """
     found: dict[str, Callable[..., Any]] = {}
     for name, declared in _declared(protocol).items():
-        method = getattr(thing, name, None) if names is None or name in names else None
+        method = getattr(thing, name, None)
         if method is None or getattr(method, "__func__", None) is declared:
             continue
         if not callable(method) or not _takes(method, declared):
@@ -281,11 +261,6 @@ def methods_of(
             raise GraphError(text).see("node")
         found[name] = method
     return found
-
-
-def attribute_of(thing: Any, name: str, default: Any) -> Callable[[], Any]:
-    """A function that reads an attribute whose value may change; the default if the object has none."""
-    return partial(getattr, thing, name) if hasattr(thing, name) else lambda: default
 
 
 def _check_there(owner: str, thing: Any, protocol: type, missing: Sequence[str]) -> None:

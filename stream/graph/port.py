@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rollflow.stream.data.errors import GraphError
-from rollflow.stream.graph.channel import Inlet, Outlet, Overflow, Unsent
-from rollflow.stream.graph.node import GateMethods, NodeMethods, node_methods
+from rollflow.stream.graph.channel import Inlet, Outlet, Overflow
+from rollflow.stream.graph.node import Gate, NodeMethods, node_methods
 
 Where = Literal["inline", "thread"]
 
@@ -26,7 +26,7 @@ class NodeSpec:
     inlets, outlets    name -> type of the items
     has_fields         whether a synchronous node returns a NamedTuple, one field per outlet
     methods            optional methods of the node, looked up once
-    run                asynchronous function of the inlets and outlets; None: the node is synchronous
+    run                asynchronous function of the inlets and outlets; None: the node is called with each item
     generator          parameter of an asynchronous node that takes a random generator; None: there is none
     """
 
@@ -66,8 +66,9 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
     if inspect.iscoroutinefunction(run):
         if where == "thread":
             raise GraphError(f"node '{name}' is asynchronous and can't be placed in a thread; expected where='inline'")
-        each = _EachItem.of(node)
-        return _async_spec(name, node, run) if each is None else each.spec(name)
+        if _takes_items(node):
+            return replace(_sync_spec(name, node, "inline"), is_async=True)
+        return _async_spec(name, node, run)
     if not callable(node) or _gives_no_items(_annotated(node)):
         what = f"{node!r}, whose call is asynchronous" if callable(node) else repr(node)
         raise GraphError(
@@ -120,41 +121,13 @@ def type_name(port_type: Any) -> str:
 _ITEM = "; or, for an async def that is called with one item after the other, one parameter with the item's type"
 
 
-class _EachItem:
-    """Asynchronous node of an `async def` function that takes one item, and returns what is sent on."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._call, self._has_fields = function, False
-
-    @classmethod
-    def of(cls, node: Any) -> "_EachItem | None":
-        """The node for a function of one parameter that is annotated as an item; None for any other node."""
-        if not inspect.iscoroutinefunction(node):
-            return None
-        needed = [each for each in inspect.signature(node).parameters.values() if each.default is each.empty]
-        hint = _hints(_annotated(node)).get(needed[0].name) if len(needed) == 1 else None
-        ends = Inlet, Outlet, np.random.Generator
-        return None if hint is None or (typing.get_origin(hint) or hint) in ends else cls(node)
-
-    def spec(self, name: str) -> NodeSpec:
-        """Its ports, as those of a synchronous node with the same annotations."""
-        found = _sync_spec(name, self._call, "inline")
-        self._has_fields = found.has_fields
-        return replace(found, node=self, is_async=True, run=self.run)
-
-    async def run(self, **ends: Any) -> None:
-        """Call the function with one item after the other."""
-        inlet = next(end for end in ends.values() if isinstance(end, Inlet))
-        outlets = [end for end in ends.values() if isinstance(end, Outlet)]
-        unsent = Unsent(outlets, has_fields=self._has_fields)
-        async for item in inlet:
-            output = await self._call(item)
-            await unsent.send([output])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._call, name)
+def _takes_items(node: Any) -> bool:
+    """True for an `async def` function of one parameter that is annotated as an item."""
+    if not inspect.iscoroutinefunction(node):
+        return False
+    needed = [each for each in inspect.signature(node).parameters.values() if each.default is each.empty]
+    hint = _hints(_annotated(node)).get(needed[0].name) if len(needed) == 1 else None
+    return hint is not None and (typing.get_origin(hint) or hint) not in (Inlet, Outlet, np.random.Generator)
 
 
 def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
@@ -251,12 +224,11 @@ def _without_none(port_type: Any) -> Any:
 
 def gives_nothing(spec: NodeSpec) -> str:
     """Advice for the outlet of a callable without a return annotation; "" for any other node."""
-    is_async = spec.is_async and not isinstance(spec.node, _EachItem)
-    is_stated = is_async or spec.has_fields or tuple(spec.outlets) != ("out",) or spec.outlets["out"] is not Any
+    is_stated = spec.run is not None or spec.has_fields or dict(spec.outlets) != {"out": Any}
     if is_stated:
         return ""
     how = "def __call__(self, item) -> None" if _annotated(spec.node) is not spec.node else "def sink(item) -> None"
-    if isinstance(spec.node, _EachItem):
+    if spec.is_async:
         how = "async def sink(item: …) -> None"
     return f"; a callable that gives nothing says so by its annotation: {how}"
 
@@ -273,7 +245,7 @@ class Edge:
     capacity: int | None
     overflow: Overflow = "block"
     feedback: bool = False
-    gate: GateMethods | None = None
+    gate: Gate | None = None
     is_output: bool = False  # the target is the graph's own name and that of one of its outputs
 
     @property

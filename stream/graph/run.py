@@ -6,7 +6,7 @@ are cancelled.
 """
 
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from os import PathLike
@@ -24,15 +24,15 @@ from rollflow.stream.data.loss_ledger import Losses
 from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup, least_patience
 from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
-from rollflow.stream.graph.meter import NodeMeter, WaitAttribution, clock
+from rollflow.stream.graph.counters import RunCounters
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.node import close_nodes, ending_quietly, note_node
 from rollflow.stream.graph.port import Edge, NodeSpec, Port, is_only_way
-from rollflow.stream.graph.report import Report, report_of
+from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_doctor import RunDoctor
 from rollflow.stream.graph.seeding import fresh_seed, generator_for
 from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.trace import check_trace
-from rollflow.stream.observe.waits import CALLER
 from rollflow.stream.observe.watch import StallRules
 
 if TYPE_CHECKING:
@@ -49,56 +49,44 @@ class Run:
     stops the sources, and lets all items reach their sinks.
     """
 
-    def __init__(self, graph: "Graph", seed: int | None, rules: StallRules) -> None:
+    def __init__(
+        self, graph: "Graph", seed: int | None, rules: StallRules, trace: str | PathLike[str] | None = None
+    ) -> None:
         self.graph = graph
-        self.doctor = RunDoctor(self, rules)
-        self.thread = 0  # of the event loop
-        self.at: dict[str, Any] = {}  # node -> its coroutine, or the thread of its last call
-        self._live: set[str] = set()  # first nodes of the tasks that have not ended
         self.seed = fresh_seed() if seed is None else seed
-        self._began = clock()
-        self.meters = graph.meters()
-        self._holders = WaitAttribution()
-        self.caller = NodeMeter(CALLER)
         specs = graph.nodes.values()
         self._losses = Losses(
             makers=[spec.node for spec in specs if spec.methods.origins_of is not None],
             holders=[spec.node for spec in specs if spec.methods.held is not None],
             counting=[spec.node for spec in specs if spec.methods.take_ending is not None],
         )
-        self.chains: list[Chain] = []
         self.channels: dict[Edge, Channel[Any]] = {
             edge: Channel(edge.name, edge.capacity or 1, edge.overflow, self._lose_at(edge))
             for edge in (*graph.edges, *graph.outputs.values())
             if not graph.is_chained(edge)
         }
-        self._outputs = {name: Output(self.channels[edge], self.caller) for name, edge in graph.outputs.items()}
+        self.counters = counters = RunCounters(graph, self.channels)
+        counters.outputs = {name: Output(self.channels[edge], counters.caller) for name, edge in graph.outputs.items()}
+        self.doctor = RunDoctor(self, rules, trace)
         self._draining = False
         self._stops: list[Callable[[], None]] = []
         # Parts that may hold items, but for those which might be dropped and also go elsewhere.
         self._holding: list[Any] = [channel for edge, channel in self.channels.items() if not self._is_spare(edge)]
         self._ended = anyio.Event()
-        self._ended_at: int | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._error: Exception | None = None  # that ended the run early
 
     def __getitem__(self, output: str) -> Output[Any]:
         """The output of this name. Raises GraphError where there is none."""
         try:
-            return self._outputs[output]
+            return self.counters.outputs[output]
         except KeyError:
-            there = ", ".join(self._outputs) or "none"
+            there = ", ".join(self.counters.outputs) or "none"
             raise GraphError(f"graph '{self.graph.name}' has no output '{output}'; outputs: {there}") from None
 
     def report(self) -> Report:
         """A report of the counts so far. May be called at any time, from any thread."""
-        holders = self._holders.meters.copy()
-        nodes = [*self.meters.values(), *holders.values(), *([self.caller] if self._outputs else [])]
-        channels = [channel.meter for channel in self.channels.values()]
-        elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
-        under_way = dict(chain.under_way for chain in self.chains)
-        harmless, pieces, notes = self.graph.harmless(), self.graph.slowest_pieces(), self.graph.report_notes()
-        return report_of(elapsed, nodes, channels, harmless, frozenset(holders), under_way, pieces, notes)
+        return self.counters.report()
 
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now, and whether it is stalled. From any thread."""
@@ -108,10 +96,6 @@ class Run:
     def has_ended(self) -> bool:
         """True once every task has ended, or the run was left."""
         return self._ended.is_set()
-
-    def is_live(self, name: str) -> bool:
-        """True until the task ends whose first node has this name."""
-        return name in self._live
 
     def fail(self, error: Exception) -> None:
         """End the run with an error for tasks that wait on it. In the event loop."""
@@ -146,21 +130,20 @@ class Run:
         work: list[tuple[str, Callable[[], Awaitable[None]]]] = []
         for names in self.graph.groups():
             spec = self.graph.nodes[names[0]]
-            if spec.is_async:
-                work.append((names[0], partial(self._run_async, spec)))
-            elif self.graph.place_of(names[0]) == "thread":
-                work.append((names[0], partial(self._run_in_thread, spec)))
+            if spec.is_async or self.graph.place_of(names[0]) == "thread":
+                work.append((names[0], partial(self._run_node, spec)))
             else:
-                self.chains.append(Chain(self.graph, names, self.meters))
-                work.append((names[0], partial(self._run_chain, self.chains[-1])))
-        self._tasks, self._live, self.thread = tasks, {name for name, _ in work}, get_ident()
+                chain = Chain(self.graph, names, self.counters.nodes)
+                self.counters.chains.append(chain)
+                work.append((names[0], partial(self._run_chain, chain)))
+        self._tasks, self.counters.live, self.counters.thread = tasks, {name for name, _ in work}, get_ident()
         for name, function in work:
             task = partial(self._counted, name, function)
             tasks.start_soon(ending_quietly, task, name=f"{self.graph.name}/{name}")
         for spec in self.graph.nodes.values():
             if spec.methods.take_report is not None:
                 spec.methods.take_report(self.report)
-        self.doctor.start(tasks)
+        self.doctor.listen(tasks)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run for tasks that still wait on it, count held items as lost, and call every node's `close()`.
@@ -172,8 +155,7 @@ class Run:
         self._losses.declare(self._holding, error or failure)
         self._holding.clear()
         self._end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
-        self.caller.end_life()
-        self._ended_at = clock()
+        self.counters.end()
         if failure is not None:
             for spec in self.graph.nodes.values():
                 if spec.methods.take_failure is not None:
@@ -188,12 +170,12 @@ class Run:
         if failure is not None:
             text = f"graph '{self.graph.name}' has failed with {type(failure).__name__}: {failure}"
             failure = self._error = RunError(text)
-        for chain in self.chains:
+        for chain in self.counters.chains:
             chain.close()
         for channel in self.channels.values():
             channel.let_go(failure)
         self._stops.clear()
-        self.at.clear()
+        self.counters.at.clear()
         self._tasks = None
 
     def _end(self, error: Exception | None) -> None:
@@ -212,14 +194,14 @@ class Run:
             # A task that waits on the run may resume before its cancellation: it must see the error, not an end.
             self._end(error)
             raise
-        self._live.discard(name)
-        if not self._live:
+        self.counters.live.discard(name)
+        if not self.counters.live:
             self._end(None)
 
     # Tasks
 
     async def _run_chain(self, chain: Chain) -> None:
-        wake, chain.thread = ChainWakeup(), self.thread
+        wake, chain.thread = ChainWakeup(), self.counters.thread
         entries = [
             (self.channels[edge], chain.entry(edge.target))
             for edge in self.graph.edges
@@ -293,7 +275,7 @@ class Run:
     async def _idle(self, chain: Chain, wake: ChainWakeup, watch: BackgroundWatch | None) -> None:
         if watch is None or not chain.in_flight:
             if chain.parked:
-                with self._holders.awaited(chain.holder):
+                with self.counters.holders.awaited(chain.holder):
                     await wake.wait()
             else:
                 await wake.wait()
@@ -312,32 +294,32 @@ class Run:
         edge, item, meter = chain.pending[0]
         channel = self.channels[edge]
         if not channel.offer(item):
-            meter.begin_block()
-            try:
+            with meter.blocks():
                 await channel.send(item)
-            finally:
-                meter.end_block()
         chain.pending.popleft()
 
-    async def _run_async(self, spec: NodeSpec) -> None:
-        meter = self.meters[spec.name]
-        ends: dict[str, Inlet[Any] | Outlet[Any]] = {}
-        for port in spec.inlets:
-            ends[port] = Inlet(self._channels_into((spec.name, port)), meter, self._holders)
+    async def _run_node(self, spec: NodeSpec) -> None:
+        """Run an asynchronous node, or one that is called in a thread."""
+        meter = self.counters.nodes[spec.name]
+        holders = self.counters.holders
+        inlets = [Inlet(self._channels_into((spec.name, port)), meter, holders) for port in spec.inlets]
         randomness = {} if spec.generator is None else {spec.generator: generator_for(self.seed, spec.name)}
-        self._hold(spec.name, *ends.values())
+        self._hold(spec.name, *inlets)
         with anyio.CancelScope() as scope:
             stop = None if spec.inlets else SourceStop(scope)
-            for port in spec.outlets:
-                ends[port] = outlet = Outlet(self._channels_from((spec.name, port)), meter, stop)
-                self._holding.append(outlet)
+            outlets = [Outlet(self._channels_from((spec.name, port)), meter, stop) for port in spec.outlets]
             if stop is not None:
                 self._on_stop(stop.request)
                 await anyio.lowlevel.checkpoint_if_cancelled()
             meter.begin_life()
             try:
-                assert spec.run is not None
-                self.at[spec.name] = running = spec.run(**ends, **randomness)
+                if spec.run is None:
+                    running: Any = self._run_with_items(spec, inlets[0], outlets)
+                else:
+                    self._holding += outlets
+                    ends = dict(zip([*spec.inlets, *spec.outlets], [*inlets, *outlets], strict=True))
+                    running = spec.run(**ends, **randomness)
+                self.counters.at[spec.name] = running
                 await running
             except Exception as error:
                 note_node(error, spec.name)
@@ -346,45 +328,36 @@ class Run:
                 meter.end_life()
         self._close_ends(spec)
 
-    async def _run_in_thread(self, spec: NodeSpec) -> None:
-        meter, inlet_name = self.meters[spec.name], next(iter(spec.inlets))
-        inlet: Inlet[Any] = Inlet(self._channels_into((spec.name, inlet_name)), meter)
-        outlets = [Outlet(self._channels_from((spec.name, port)), meter) for port in spec.outlets]
+    async def _run_with_items(self, spec: NodeSpec, inlet: Inlet[Any], outlets: Sequence[Outlet[Any]]) -> None:
+        """Call a node with one item after the other."""
         unsent = Unsent(outlets, has_fields=spec.has_fields)
-        self._hold(spec.name, inlet, unsent)
-        limiter = anyio.CapacityLimiter(1)
-
-        async def call(function: Callable[..., Any], *args: Any) -> Any:
-            def here() -> tuple[Any, Exception | None]:
-                self.at[spec.name] = get_ident()
-                return next(_outcome(function, *args))
-
-            meter.begin_life()
-            try:
-                output, error = await anyio.to_thread.run_sync(here, limiter=limiter)
-            finally:
-                meter.end_life()
-            try:
-                if error is not None:
-                    note_node(error, spec.name)
-                    raise error
-            finally:
-                del error  # whose traceback refers to this frame
-            return output
-
-        async def carry(function: Callable[[], Iterable[Any] | None] | None) -> None:
-            if function is not None:
-                await unsent.send(await call(lambda: list(function() or ())))
-
-        await carry(spec.methods.start)
-        if spec.methods.start is not None:
+        self._hold(spec.name, unsent)
+        in_thread = partial(self._call_in_thread, spec.name, anyio.CapacityLimiter(1))
+        call = spec.node if spec.is_async else partial(in_thread, spec.node)
+        start, finish = spec.methods.start, spec.methods.finish
+        if start is not None:
+            await unsent.send(await in_thread(lambda: list(start() or ())))
             self._on_stop(partial(self._give_up_cycles, [spec.name]))
         async for item in inlet:
-            output = await call(spec.node, item)
-            if output is not None:
-                await unsent.send([output])
-        await carry(spec.methods.finish)
-        self._close_ends(spec)
+            await unsent.send([await call(item)])
+        if finish is not None:
+            await unsent.send(await in_thread(lambda: list(finish() or ())))
+
+    async def _call_in_thread(
+        self, name: str, limiter: anyio.CapacityLimiter, function: Callable[..., Any], *args: Any
+    ) -> Any:
+        def here() -> tuple[Any, Exception | None]:
+            self.counters.at[name] = get_ident()
+            return next(_outcome(function, *args))
+
+        output, error = await anyio.to_thread.run_sync(here, limiter=limiter)
+        try:
+            if error is not None:
+                note_node(error, name)
+                raise error
+        finally:
+            del error  # whose traceback refers to this frame
+        return output
 
     # Channels
 
@@ -493,8 +466,7 @@ class RunHandle(AbstractAsyncContextManager[Run]):
 async def _running(
     graph: "Graph", seed: int | None, rules: StallRules, trace: str | PathLike[str] | None
 ) -> AsyncIterator[Run]:
-    run = Run(graph, seed, rules)
-    run.doctor.trace_to = trace
+    run = Run(graph, seed, rules, trace)
     failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:

@@ -3,26 +3,15 @@
 import select
 import socket
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
 from threading import RLock
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO
 
-from rollflow.stream.graph.chain import Chain
-from rollflow.stream.graph.meter import NodeMeter, NodeTrace, clock
+from rollflow.stream.graph.counters import RunCounters
+from rollflow.stream.graph.meter import NodeTrace, clock
 from rollflow.stream.observe.trace import FragmentTrace, Trace, open_trace
-
-if TYPE_CHECKING:
-    from rollflow.stream.graph.graph import Graph
-
-
-class Traceable(NamedTuple):
-    """Parts of a run that its trace is made of: its graph, and the meters and chains that it has by now."""
-
-    graph: "Graph"
-    meters: Iterable[NodeMeter]
-    chains: Sequence[Chain]
 
 
 class Tracing:
@@ -30,14 +19,14 @@ class Tracing:
 
     Nodes that have a method `take_trace(name, trace)` are given their name and a `FragmentTrace`, and None at its end.
 
-    run    method that gives the parts of the run; None: it has not begun, or has ended. Held weakly
+    counters     of the run
 
     fragments    the trace of a rollout's own lanes; None: nothing is traced
     """
 
-    def __init__(self, run: Callable[[], Traceable | None]) -> None:
+    def __init__(self, counters: RunCounters) -> None:
         self.fragments: FragmentTrace | None = None
-        self._parts = weakref.WeakMethod(run)
+        self._counters = counters
         self._trace: Trace | None = None
         self._file: BinaryIO | None = None  # of the trace that began last
         self._rollouts: dict[str, FragmentTrace] = {}  # by the prefix of their nodes
@@ -58,14 +47,10 @@ class Tracing:
         poll = select.poll()
         poll.register(asker, select.POLLIN)
         with self._lock:
-            if self._trace is None and self._run() is not None:
+            if self._trace is None:
                 self._begin(asker.makefile("wb"), lambda: not poll.poll(0), asker)
                 return
         _hang_up(asker)
-
-    def _run(self) -> Traceable | None:
-        parts = self._parts()
-        return None if parts is None else parts()
 
     def _begin(
         self,
@@ -73,27 +58,17 @@ class Tracing:
         goes_on: Callable[[], bool] | None = None,
         asker: socket.socket | None = None,
     ) -> None:
-        run, end = self._run(), weakref.WeakMethod(self.end)
-        assert run is not None
+        graph, end = self._counters.graph, weakref.WeakMethod(self.end)
         self._file = file
-        self._trace = trace = Trace(file, f"rollflow {run.graph.name}", lambda: _ended(end(), file, asker), goes_on)
+        self._trace = trace = Trace(file, f"rollflow {graph.name}", lambda: _ended(end(), file, asker), goes_on)
         self._end = weakref.finalize(self, trace.close)  # also where a run is forgotten, or the program ends
         self._rollouts = {}
         self.fragments = self._of("")
-        for name, spec in run.graph.nodes.items():
+        for name, spec in graph.nodes.items():
             if spec.methods.take_trace is not None:
                 spec.methods.take_trace(name, self._of("".join(name.rpartition("/")[:2])))
-        self.follow()
-
-    def follow(self) -> None:
-        """Have the meters write that have come since it began; none where nothing is traced."""
-        with self._lock:
-            run, trace = self._run(), self._trace
-            if run is None or trace is None:
-                return
-            for meter in run.meters:
-                if meter.trace is None:
-                    meter.take_trace(NodeTrace.of(trace, meter.name))
+        for meter in self._counters.meters:
+            meter.take_trace(NodeTrace.of(trace, meter.name))
 
     def end(self, file: BinaryIO | None = None) -> None:
         """End the trace, written to its end; again does nothing. From any thread.
@@ -103,22 +78,22 @@ class Tracing:
         with self._lock:  # the next one begins when this one is taken from all meters
             if file is not None and file is not self._file:
                 return
-            run, end = self._run(), self._end
+            end = self._end
             self._trace = self.fragments = self._end = None
-            if end is not None and run is not None:
-                self._take_from(run)
+            if end is not None:
+                self._take_from()
         if end is not None:
             end()  # waits for the trace's thread, which may wait for the lock
 
-    def _take_from(self, run: Traceable) -> None:
+    def _take_from(self) -> None:
         """Have no meter and no node write any more; what is under way is written as far as it has come."""
-        under_way = dict(chain.under_way for chain in run.chains)
-        for meter in run.meters:
+        under_way = self._counters.under_way
+        for meter in self._counters.meters:
             busy, now = meter.trace, clock()
             meter.take_trace(None)
             if busy is not None and meter.name in under_way:
                 busy.busy(now - under_way[meter.name], now)
-        for name, spec in run.graph.nodes.items():
+        for name, spec in self._counters.graph.nodes.items():
             if spec.methods.take_trace is not None:
                 spec.methods.take_trace(name, None)
 

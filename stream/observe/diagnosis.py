@@ -1,7 +1,7 @@
 """Diagnosis: what a run waits for, as fields and as text."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollflow.stream.data.errors import HELP_PAGES
 from rollflow.stream.observe.stacks import StackFrame, stack_lines
@@ -31,6 +31,7 @@ class Diagnosis:
     stack       of the blocker's thread, innermost call first; empty: not known
     caller_s    seconds for which the caller has had each of its last items
     notes       silent faults, in words: what flows, and can't be right
+    parties     what every party does
     """
 
     state: str
@@ -42,6 +43,7 @@ class Diagnosis:
     stack: tuple[StackFrame, ...] = ()
     caller_s: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
+    parties: tuple[Wait, ...] = ()
 
     @property
     def blocker(self) -> Wait | None:
@@ -88,16 +90,22 @@ def diagnosed(
     """The diagnosis of a look, with the way from its consumer if one waits, and the silent faults found last."""
     if look is None:
         return Diagnosis("not running")
-    notes = tuple(sign.text for sign in signs)
+    of_all = Diagnosis(
+        "flows",
+        look.noun,
+        caller_s=look.caller,
+        notes=tuple(sign.text for sign in signs),
+        parties=tuple(look.waits.values()),
+    )
     if way is None:
         caller = look.waits.get(CALLER)
         if caller is not None and caller.kind == "works" and caller.calls:
-            state = "caller works"
-            return Diagnosis(state, look.noun, 0.0, (), caller.age_s, caller_s=look.caller, notes=notes)
-        return Diagnosis("flows", look.noun, caller_s=look.caller, notes=notes)
+            return replace(of_all, state="caller works", stood_s=caller.age_s)
+        return of_all
     blocker = way.blocker
     state = "stalled" if is_stalled else "caller works" if blocker.party == CALLER else "waits"
-    return Diagnosis(state, look.noun, waited_s, way.waits, stood_s, way.is_closed, blocker.stack(), look.caller, notes)
+    found = replace(of_all, state=state, waited_s=waited_s, stood_s=stood_s, stack=blocker.stack())
+    return replace(found, way=way.waits, is_closed=way.is_closed)
 
 
 def _listed(names: list[str]) -> str:

@@ -22,7 +22,8 @@ class Looking:
     spent    seconds since the first look
     """
 
-    def __init__(self, probe: Probe, after: float = 5.0) -> None:
+    def __init__(self, probe: Probe | None, after: float = 5.0) -> None:
+        assert probe is not None
         self.clock = ToldClock()
         self.rules = StallRules(after, clock=self.clock)
         self.watch = StallWatch(probe, self.rules, lambda: False)

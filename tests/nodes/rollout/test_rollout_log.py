@@ -56,6 +56,7 @@ def test_the_last_row_has_what_the_rollout_says_of_itself(tmp_path: Path, place:
     assert (row["metrics/filter/mean"], row["policy/version"], row["policy/lag"]) == (2.0, 0, 0)
     assert {name for name in row if name.startswith("busy/")} >= {f"busy/{stage}" for stage in (*STAGES, "caller")}
     assert {cause: row[f"lost/{cause}"] for cause in rollout.lost} == rollout.lost
+    assert [name for name in row if figure_of(name) is OWN] == [*PLACE, "train/loss"]
     assert [thread.name for thread in threading.enumerate() if "log" in thread.name] == []
 
 
@@ -196,15 +197,6 @@ def test_what_cannot_be_logged_to_is_refused_before_an_environment_is_made(kind:
 
     with pytest.raises(MetricsError, match="log is 'tensorbord:runs', expected KIND:TARGET"):
         kind(make, log="tensorbord:runs")
-
-
-def test_every_name_of_a_row_is_in_the_table_or_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with rollout_of(path) as rollout:
-        for _ in rollout.batches():
-            rollout.log("train/loss", 1.0)
-    [row] = rows_of(path)
-    assert [name for name in row if figure_of(name) is OWN] == [*PLACE, "train/loss"]
 
 
 def test_a_rollout_that_never_runs_leaves_no_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import anyio
 import pytest
-from graph_rows import row
+from graph_rows import drawn, row
 
 from rollflow import Graph
 from rollflow.stream import GraphError, Inlet, Outlet
@@ -48,12 +48,10 @@ class HeldOn(Held):
 
 
 def graph_with(slow: Any, overflow: Any, where: Any = None) -> Graph:
-    graph = Graph("drops")
-    graph.add(source=numbers, learner=lambda number: number)
+    outputs = {"batches": "learner"}
+    graph = drawn("source >1 learner", outputs=outputs, source=numbers, learner=lambda number: number)
     graph.add_node("slow", slow, where=where)
-    graph.connect("source", "learner", capacity=1)
     graph.connect("source", "slow", capacity=1, overflow=overflow)
-    graph.output("batches", "learner")
     if graph.nodes["slow"].outlets:
         graph.output("others", "slow")
     return graph
@@ -131,10 +129,7 @@ async def test_an_async_function_of_an_item_is_a_node() -> None:
         await anyio.lowlevel.checkpoint()
         return None if number % 2 else 2 * number
 
-    graph = Graph("async")
-    graph.add(source=numbers, double=double)
-    graph.connect("source", "double", capacity=1)
-    graph.connect("double", keep, capacity=1)
+    graph = row(capacity=1, source=numbers, double=double, keep=keep)
     assert graph.nodes["keep"].outlets == {}
     assert graph.nodes["double"].outlets == {"out": int}
     async with graph.run() as run:
@@ -156,26 +151,31 @@ def test_an_async_function_whose_parameter_is_no_item_is_told_what_to_write() ->
     with pytest.raises(GraphError, match="parameter 'number' of two is annotated int"):
         Graph().add(two=two)
 
-    async def silent(number: int):  # type: ignore[no-untyped-def]
-        pass
-
-    graph = row(capacity=1, source=numbers, silent=silent)
-    with pytest.raises(GraphError, match=r"says so by its annotation: async def sink\(item: …\) -> None\n"):
-        graph.validate()
-
 
 # Mistakes
 
 
-def test_a_sink_without_an_annotation_is_told_the_form_of_its_own() -> None:
-    class Sink:
-        def __call__(self, number):  # type: ignore[no-untyped-def]
-            pass
+class Silent:
+    def __call__(self, number):  # type: ignore[no-untyped-def]
+        pass
 
-    for sink, form in (Sink(), "def __call__(self, item) -> None"), (lambda number: None, "def sink(item) -> None"):
-        graph = row(source=numbers, sink=sink)
-        with pytest.raises(GraphError, match=f"says so by its annotation: {re.escape(form)}\n"):
-            graph.validate()
+
+async def silent(number: int):  # type: ignore[no-untyped-def]
+    pass
+
+
+@pytest.mark.parametrize(
+    ("sink", "form"),
+    [
+        (Silent(), "def __call__(self, item) -> None"),
+        (lambda number: None, "def sink(item) -> None"),
+        (silent, "async def sink(item: …) -> None"),
+    ],
+)
+def test_a_sink_without_an_annotation_is_told_the_form_of_its_own(sink: Any, form: str) -> None:
+    graph = row(capacity=1, source=numbers, sink=sink)
+    with pytest.raises(GraphError, match=f"says so by its annotation: {re.escape(form)}\n"):
+        graph.validate()
 
 
 def test_a_graph_that_is_entered_by_a_plain_with_is_told_how() -> None:

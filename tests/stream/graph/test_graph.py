@@ -1,15 +1,13 @@
-from collections.abc import Callable
+"""Graphs as they are drawn: nodes and edges, also of nodes themselves, and what is refused."""
+
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import pytest
-from graph_rows import drawn
+from graph_rows import Ring, double, drawn, keep, once as numbers
 
 from rollflow import Graph
-from rollflow.stream import GraphError, Inlet, Outlet
-
-
-def double(number: int) -> int:
-    return 2 * number
+from rollflow.stream import GraphError
 
 
 def to_text(number: int) -> str:
@@ -20,19 +18,6 @@ def show(text: str) -> None:
     del text
 
 
-def keep(number: int) -> None:
-    del number
-
-
-async def numbers(out: Outlet[int]) -> None:
-    await out.send(1)
-
-
-async def collect(items: Inlet[int]) -> None:
-    async for _ in items:
-        pass
-
-
 class Halves(NamedTuple):
     low: int | None
     high: str | None
@@ -40,16 +25,6 @@ class Halves(NamedTuple):
 
 def split(number: int) -> Halves:
     return Halves(number, None)
-
-
-class Ring:
-    """Sets out one item, and takes it back when it has gone round."""
-
-    def start(self) -> list[int]:
-        return [0]
-
-    def __call__(self, number: int) -> int:
-        return number
 
 
 def chained() -> Graph:
@@ -154,6 +129,18 @@ class Wrong:
         del items
 
 
+class AsynchronousCall:
+    async def __call__(self, number: int) -> int:
+        return number
+
+
+async def asynchronous_generator(number: int) -> AsyncIterator[int]:
+    yield number
+
+
+ASYNCHRONOUS = r"node 'x' is <.*>, whose call is asynchronous, expected a callable of one parameter that returns"
+
+
 class Bare:
     async def run(self, items) -> None:  # type: ignore[no-untyped-def]
         del items
@@ -167,6 +154,9 @@ class Bare:
         (Wrong(), r"node 'x': parameter 'items' of run is annotated int, expected Inlet"),
         (Bare(), r"node 'x': parameter 'items' of run has no annotation that can be read, expected Inlet"),
         (Wrong, r"node 'x' is the class Wrong, expected Wrong\(…\)"),
+        (AsynchronousCall(), ASYNCHRONOUS),
+        (asynchronous_generator, ASYNCHRONOUS),
+        (str, r"node 'x': <class 'str'> has no signature to be read"),
     ],
 )
 def test_what_is_no_node_is_refused(node: Any, told: str) -> None:
@@ -250,8 +240,7 @@ class Open:
 
 def test_a_gate_where_another_way_leads_through_a_channel_is_refused() -> None:
     nodes = {"source": numbers, "a": double, "away": double, "b": to_text, "show": show}
-    graph = drawn("source > a > away > b > show", thread="away", **nodes)
-    graph.connect("a", "b", gate=Open())
+    graph = drawn("source > a > away > b > show", "a >gate b", thread="away", gate=Open(), **nodes)
     with pytest.raises(GraphError, match=r"a.out → b.number: a gate can't stand where another way from 'a' to 'b'"):
         graph.validate()
 
@@ -267,3 +256,128 @@ def test_a_composite_names_its_own_ports() -> None:
         outer.connect("source", "twice.a")
     with pytest.raises(GraphError, match=r"graph 'outer' has a node 'twice' already"):
         outer.add(twice=double)
+
+
+class Doubling:
+    """Taken apart into a source and `double`, and, when it is told to, what is told after these."""
+
+    def __init__(self) -> None:
+        self.more: list[str] = []
+
+    def numbers(self) -> None:
+        """Stands for the outlet."""
+
+    def graph(self) -> Graph:
+        ways, nodes = [f"double > {name}" for name in self.more], dict.fromkeys(self.more, keep)
+        return drawn("source >1 double", *ways, outputs={"numbers": "double"}, source=numbers, double=double, **nodes)
+
+
+class Keeps:
+    """A sink that knows nothing of the graph."""
+
+    def __call__(self, number: int) -> None:
+        pass
+
+
+class Asks:
+    """A sink that takes down what leads to it, and has every `Doubling` among it have one part more."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[Any], bool]] = []
+        self.drops: list[bool] = []
+
+    def __call__(self, numbers: int) -> None:
+        pass
+
+    def take_sources(self, sources: list[Any], *, drops: bool, is_all: bool) -> list[Any]:
+        self.told.append((sources, is_all))
+        self.drops.append(drops)
+        found = [source for source in sources if isinstance(source, Doubling)]
+        for source in found:
+            source.more = ["seen"]
+        return found
+
+
+def test_nodes_themselves_are_ends_of_edges() -> None:
+    doubling, graph = Doubling(), Graph("objects")
+    graph.add(known=double)
+    graph.connect(doubling.numbers, double)
+    graph.connect(doubling, keep)
+    graph.connect(double, keep)
+    another = Keeps()
+    graph.connect("known", another)
+    graph.connect("known", Keeps())
+    assert list(graph.nodes) == ["known", "doubling/source", "doubling/double", "keep", "keeps", "keeps_2"]
+    assert [edge.name for edge in graph.edges[1:]] == [
+        "doubling/double.out → known.number",
+        "doubling/double.out → keep.number",
+        "known.out → keep.number",
+        "known.out → keeps.number",
+        "known.out → keeps_2.number",
+    ]
+    with pytest.raises(GraphError, match=r"'doubling.graph': node 'doubling' has no outlet 'graph'; outlets: numbers"):
+        graph.connect(doubling.graph, another)
+    with pytest.raises(GraphError, match=r"<lambda> at .* has no name of its own, expected it to be added under one"):
+        graph.connect(lambda number: number, another)
+
+
+def test_a_node_is_told_what_leads_to_it_and_may_change_that() -> None:
+    doubling, asks, graph = Doubling(), Asks(), Graph("asking")
+    graph.add(late=double, asks=asks)
+    graph.connect("late", "asks")
+    assert asks.told == [([double], False)]
+    graph.connect(doubling.numbers, "late", capacity=1)
+    assert asks.told[1:] == [([doubling, double], False)]
+    assert "doubling/seen" in graph.nodes
+    graph.validate()
+    assert asks.told[-1][1]
+    assert [name for name in graph.nodes if name.startswith("doubling/")] == [
+        "doubling/source",
+        "doubling/double",
+        "doubling/seen",
+    ]
+    assert len([edge for edge in graph.edges if edge.target[0] == "doubling/seen"]) == 1
+    assert graph.sources_of("asks") == [doubling, double]
+
+
+def test_it_is_told_whether_something_may_be_dropped_on_its_way() -> None:
+    asks, ways = Asks(), ("double > asks", "double >drop_oldest1 other", "source >drop_oldest1 double")
+    drawn(*ways, source=numbers, double=double, asks=asks, other=keep)
+    assert asks.drops == [False, True]
+
+
+class Steps:
+    """Two of its methods are nodes."""
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def keep(self, number: int) -> None:
+        pass
+
+
+def test_a_method_is_one_node_however_often_it_is_asked_for() -> None:
+    steps, graph = Steps(), Graph("methods")
+    graph.add(source=numbers)
+    graph.connect("source", steps.double)
+    graph.connect(steps.double, steps.keep)
+    graph.connect(Steps().double, steps.keep)
+    assert list(graph.nodes) == ["source", "double", "keep", "double_2"]
+
+
+def test_what_leads_to_a_node_by_a_feedback_edge_alone_is_not_told() -> None:
+    graph = drawn("source >1 asks", "ring >> ring >> asks", source=numbers, ring=Ring(), asks=Asks())
+    assert graph.sources_of("asks") == [numbers]
+
+
+def test_a_node_that_refuses_what_leads_to_it_is_left_without_the_edge() -> None:
+    class Refuses(Asks):
+        def take_sources(self, sources: list[Any], *, drops: bool, is_all: bool) -> list[Any]:
+            raise GraphError("not these")
+
+    graph = Graph("refused")
+    graph.add(source=numbers, refuses=Refuses())
+    with pytest.raises(GraphError, match="not these") as raised:
+        graph.connect("source", "refuses")
+    assert raised.value.__notes__ == ["in node 'refuses'"]
+    assert graph.edges == []

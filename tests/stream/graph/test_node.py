@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from graph_rows import Ring, drawn
 
 from rollflow import Graph
 from rollflow.stream import GraphError
@@ -49,12 +50,7 @@ def test_what_can_not_be_called_is_refused_when_the_graph_is_drawn(given: dict[s
 
 def test_a_plain_node_has_none_of_it() -> None:
     methods = node_methods("it", Node())
-    assert not methods.done()
-    assert methods.report_notes() == ()
-    assert methods.slowest_piece() == ""
-    read = ("done", "report_notes", "slowest_piece", "call_times")
-    rest = [getattr(methods, name) for name in methods.__slots__ if name not in read]
-    assert set(rest) == {None}
+    assert {getattr(methods, name) for name in methods.__slots__} == {None}
 
 
 def test_who_inherits_has_the_defaults_and_they_count_as_none() -> None:
@@ -69,7 +65,6 @@ def test_who_inherits_has_the_defaults_and_they_count_as_none() -> None:
     assert methods.describe is not None
     assert methods.describe() == "inherits"
     assert (methods.start, methods.finish, methods.held, methods.close, methods.take_trace) == (None,) * 5
-    assert not methods.done()
 
 
 def test_a_background_node_may_hasten() -> None:
@@ -92,11 +87,11 @@ def test_a_background_node_may_hasten() -> None:
 
 
 def test_what_changes_is_read_when_it_is_asked_for() -> None:
-    node = Node(done=False, report_notes=["one"])
-    methods = node_methods("it", node)
-    node.done, node.report_notes = True, ["one", "two"]  # type: ignore[attr-defined]
-    assert methods.done()
-    assert methods.report_notes() == ["one", "two"]
+    node, graph = Node(report_notes=["one"]), Graph()
+    graph.add(it=node)
+    assert graph.report_notes() == ("one",)
+    node.report_notes = ["one", "two"]  # type: ignore[attr-defined]
+    assert graph.report_notes() == ("one", "two")
 
 
 class Shut:
@@ -108,17 +103,8 @@ class Shut:
     def watch(self, changed: Callable[[], None]) -> None: ...
 
 
-class Started(Node):
-    def start(self) -> list[int]:
-        return [1]
-
-
 def gated(gate: Any) -> Graph:
-    graph = Graph()
-    graph.add(source=Started(), target=Node())
-    graph.connect("source", "target", gate=gate)
-    graph.connect("target", "source", feedback=True)
-    return graph
+    return drawn("source >gate target >> source", gate=gate, source=Ring(), target=Node())
 
 
 @pytest.mark.parametrize(

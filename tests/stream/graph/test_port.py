@@ -1,11 +1,10 @@
 import functools
-from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from rollflow.stream import GraphError, Inlet, Outlet
+from rollflow.stream import Inlet, Outlet
 from rollflow.stream.graph.port import meet, read_node
 
 
@@ -60,27 +59,6 @@ def test_a_signature_gives_the_ports(node: Any, inlets: dict[str, Any], outlets:
 
 def test_a_parameter_for_a_generator_is_no_port() -> None:
     assert read_node("x", relay).generator == "rng"
-
-
-class AsynchronousCall:
-    async def __call__(self, number: int) -> int:
-        return number
-
-
-async def asynchronous_generator(number: int) -> AsyncIterator[int]:
-    yield number
-
-
-@pytest.mark.parametrize("node", [AsynchronousCall(), asynchronous_generator])
-def test_what_gives_coroutines_for_items_is_refused(node: Any) -> None:
-    told = r"node 'x' is <.*>, whose call is asynchronous, expected a callable of one parameter that returns an item"
-    with pytest.raises(GraphError, match=told):
-        read_node("x", node)
-
-
-def test_a_callable_without_a_signature_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"node 'x': <class 'str'> has no signature to be read"):
-        read_node("x", str)
 
 
 @pytest.mark.parametrize(

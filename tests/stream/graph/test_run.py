@@ -1,5 +1,8 @@
+"""Runs of graphs: what flows, how they end, and the errors that reach their callers."""
+
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -7,7 +10,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
-from graph_rows import drawn, row
+from graph_rows import Collect, double, drawn, ended, row, three
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
@@ -30,22 +33,6 @@ class Numbers:
         while self.count is None or self.sent < self.count:
             await out.send(self.sent)
             self.sent += 1
-
-
-class Collect:
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-        self.closed = 0
-
-    def __call__(self, item: Any) -> None:
-        self.items.append(item)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-def double(number: int) -> int:
-    return 2 * number
 
 
 class Round(NamedTuple):
@@ -83,12 +70,9 @@ class Ring:
 
 
 def ring_graph(ring: Ring, gate: Any = None) -> Graph:
-    graph = Graph("ring")
-    graph.add(ring=ring, same=lambda number: number)
-    graph.connect("ring.on", "same", gate=gate)
-    graph.connect("same", "ring", feedback=True)
-    graph.output("thirds", "ring.out")
-    return graph
+    way = f"ring.on >{'' if gate is None else 'gate'} same >> ring"
+    nodes = {"ring": ring, "same": lambda number: number}
+    return drawn(way, name="ring", gate=gate, outputs={"thirds": "ring.out"}, **nodes)
 
 
 async def test_a_stalled_reader_stops_the_source() -> None:
@@ -117,10 +101,8 @@ async def test_a_slow_sink_may_drop_and_every_drop_is_counted(overflow: Any, cap
             self.items += [item async for item in items]
 
     slow = Slow()
-    graph = Graph()
-    graph.add(source=Numbers(50), slow=slow, complete=complete)
-    graph.connect("source", "complete", capacity=1)
-    graph.connect("source", "slow", capacity=capacity, overflow=overflow)
+    ways = "source >1 complete", f"source >{overflow}{capacity} slow"
+    graph = drawn(*ways, source=Numbers(50), slow=slow, complete=complete)
     async with graph.run() as run:
         await anyio.wait_all_tasks_blocked()
         released.set()
@@ -138,8 +120,7 @@ async def test_a_fan_out_passes_the_object_itself() -> None:
         await out.send(item)
 
     graph = drawn("source >1 first", "source >1 second", source=source, first=first, second=second)
-    async with graph.run() as run:
-        await run.wait()
+    await ended(graph)
     assert first.items[0] is second.items[0] is item
 
 
@@ -152,8 +133,7 @@ async def test_a_node_in_a_thread_works_off_the_event_loops_thread_and_in_order(
 
     sink = Collect()
     graph = drawn("source >2 work > sink", thread="work", source=Numbers(20), sink=sink, work=work)
-    async with graph.run() as run:
-        await run.wait()
+    await ended(graph)
     assert sink.items == list(range(20))
     assert threading.get_ident() not in threads
 
@@ -167,17 +147,12 @@ def fails_at(limit: int) -> Callable[[int], int]:
     return work
 
 
-@pytest.mark.parametrize("where", ["inline", "thread"])
-async def test_an_error_names_its_node_and_ends_the_run(where: Any) -> None:
+@pytest.mark.parametrize("thread", ["", "work"], ids=["inline", "thread"])
+async def test_an_error_names_its_node_and_ends_the_run(thread: str) -> None:
     sink = Collect()
-    graph = Graph()
-    graph.add(source=Numbers(), sink=sink)
-    graph.add_node("work", fails_at(7), where=where)
-    graph.connect("source", "work", capacity=2)
-    graph.connect("work", "sink", capacity=1)
+    graph = drawn("source >2 work >1 sink", thread=thread, source=Numbers(), work=fails_at(7), sink=sink)
     with pytest.raises(ValueError, match="7 is too much") as raised:
-        async with graph.run() as run:
-            await run.wait()
+        await ended(graph)
     assert raised.value.__notes__ == ["in node 'work'"]
     assert sink.closed == 1
     assert sink.items == list(range(len(sink.items)))
@@ -206,11 +181,8 @@ async def test_a_node_that_asks_for_it_has_the_report_before_its_first_item() ->
             self.report = report
 
     reported = Reported()
-    graph = Graph("reported")
-    graph.add(numbers=Numbers(3), reported=reported)
-    graph.connect("numbers.out", "reported")
-    async with graph.run() as run:
-        await run.wait()
+    graph = row(numbers=Numbers(3), reported=reported)
+    await ended(graph)
     assert {node.name: node.items for node in reported.report().nodes} == {"numbers": 3, "reported": 3}
 
 
@@ -223,8 +195,7 @@ async def test_every_node_is_closed_even_when_one_close_raises() -> None:
     bad, good = Bad(), Collect()
     graph = drawn("source >1 bad", "source >1 good", source=Numbers(1), bad=bad, good=good)
     with pytest.raises(OSError, match="won't close") as raised:
-        async with graph.run() as run:
-            await run.wait()
+        await ended(graph)
     assert raised.value.__notes__ == ["in node 'bad'"]
     assert (bad.closed, good.closed) == (1, 1)
 
@@ -236,8 +207,7 @@ async def test_an_error_in_closing_does_not_hide_the_one_before() -> None:
 
     graph = drawn("source >1 work > bad", source=Numbers(), work=fails_at(3), bad=Bad())
     with pytest.raises(ValueError, match="3 is too much") as raised:
-        async with graph.run() as run:
-            await run.wait()
+        await ended(graph)
     assert raised.value.__notes__ == ["in node 'work'", 'and then, when the nodes were closed: OSError("won\'t close")']
 
 
@@ -260,10 +230,8 @@ async def test_a_call_that_still_runs_in_a_thread_counts_as_busy() -> None:
 
 async def test_leaving_the_block_cancels_what_still_runs() -> None:
     ring, sink = Ring(), Collect()
-    graph = Graph()
-    graph.add(source=Numbers(), sink=sink, rings=ring_graph(ring))
-    graph.connect("source", "sink", capacity=1)
-    graph.output("thirds", "rings.thirds")
+    rings: Any = {"outputs": {"thirds": "rings.thirds"}, "rings": ring_graph(ring)}
+    graph = drawn("source >1 sink", source=Numbers(), sink=sink, **rings)
     async with graph.run() as run:
         assert await run["thirds"].receive() == 3
     assert (ring.closed, sink.closed) == (1, 1)
@@ -276,8 +244,7 @@ SPINNING_RING = "spin.on > same >> spin", "spin.out > sink"
 async def test_what_never_waits_can_still_be_cancelled(ways: Sequence[str]) -> None:
     nodes = {"spin": Ring(), "same": lambda number: number} if ways is SPINNING_RING else {"spin": Numbers()}
     with anyio.move_on_after(0.05) as scope:
-        async with drawn(*ways, **nodes, sink=Collect()).run() as run:
-            await run.wait()
+        await ended(drawn(*ways, **nodes, sink=Collect()))
     assert scope.cancelled_caught
 
 
@@ -533,12 +500,8 @@ async def test_drain_delivers_what_comes_into_a_ring_from_elsewhere() -> None:
         sent.set()
 
     sink, gate = Collect(), Every()
-    graph = Graph()
-    graph.add(letters=letters, ring=Sorter(), same=lambda number: number, sink=sink)
-    graph.connect("letters", "ring", capacity=8)
-    graph.connect("ring.on", "same", gate=gate)
-    graph.connect("same", "ring", feedback=True)
-    graph.connect("ring.out", "sink", capacity=1)
+    ways = "letters >8 ring", "ring.on >gate same >> ring", "ring.out >1 sink"
+    graph = drawn(*ways, gate=gate, letters=letters, ring=Sorter(), same=lambda number: number, sink=sink)
     with anyio.fail_after(10):
         async with graph.run() as run:
             await sent.wait()
@@ -561,16 +524,11 @@ class Count:
         yield -self.last
 
 
-@pytest.mark.parametrize("where", ["inline", "thread"])
-async def test_drain_ends_a_ring_of_channels_wherever_its_nodes_stand(where: Any) -> None:
+@pytest.mark.parametrize("thread", ["same", "same count"])
+async def test_drain_ends_a_ring_of_channels_wherever_its_nodes_stand(thread: str) -> None:
     count, sink = Count(), Collect()
-    graph = Graph()
-    graph.add_node("count", count, where=where)
-    graph.add_node("same", lambda number: number, where="thread")
-    graph.add(sink=sink)
-    graph.connect("count", "same")
-    graph.connect("same", "count", feedback=True)
-    graph.connect("count", "sink", capacity=1)
+    nodes = {"count": count, "same": lambda number: number, "sink": sink}
+    graph = drawn("count > same >> count", "count >1 sink", thread=thread, **nodes)
     with anyio.fail_after(10):
         async with graph.run() as run:
             while count.last < 5:
@@ -590,10 +548,7 @@ async def test_a_gate_that_opens_lets_the_oldest_pass_first() -> None:
             await out.send(number)
 
     sink, gate = Collect(), Every()
-    graph = Graph()
-    graph.add(source=source, same=lambda number: number, sink=sink)
-    graph.connect("source", "same", capacity=8)
-    graph.connect("same", "sink", gate=gate)
+    graph = drawn("source >8 same >gate sink", gate=gate, source=source, same=lambda number: number, sink=sink)
     async with graph.run() as run:
         await anyio.wait_all_tasks_blocked()
         go.set()
@@ -666,11 +621,208 @@ def test_a_graph_without_cycles_delivers_every_item_along_every_way_in_order(
 
     async def main() -> None:
         with anyio.fail_after(20):
-            async with graph.run() as run:
-                await run.wait()
-            assert all(edge.dropped == edge.held == 0 for edge in run.report().edges)
+            report = (await ended(graph)).report()
+        assert all(edge.dropped == edge.held == 0 for edge in report.edges)
 
     anyio.run(main, backend=backend)
     assert sorted(sink.items) == sorted([*range(count)] * sum(ways[number] for number in leaves))
     if len(sink.items) == count:  # there is one way
         assert sink.items == [*range(count)]
+
+
+def graph_of(work: Callable[[int], Any], thread: str = "") -> Graph:
+    return drawn("source >1 work", name="failing", thread=thread, outputs={"out": "work"}, source=three, work=work)
+
+
+def refuses(number: int) -> int:
+    if number == 2:
+        raise ValueError("2 is too much")
+    return number
+
+
+async def test_a_reader_does_not_take_a_failure_for_the_end_of_an_output() -> None:
+    seen: list[int] = []
+    ended = False
+    with pytest.raises(ValueError, match="2 is too much"):
+        async with graph_of(refuses).run() as run:
+            async for number in run["out"]:
+                seen.append(number)  # noqa: PERF401  (the error comes in the middle)
+            ended = True
+    assert seen == [0, 1][: len(seen)]
+    assert not ended
+
+
+async def test_one_who_waits_does_not_take_a_failure_for_the_end_of_the_run() -> None:
+    ended = False
+    with pytest.raises(ValueError, match="2 is too much"):
+        async with graph_of(refuses).run() as run, anyio.create_task_group() as tasks:
+            for _ in range(2):
+                tasks.start_soon(run["out"].receive)
+            try:
+                await run.wait()
+                ended = True
+            except ValueError as error:
+                assert error.__notes__ == ["in node 'work'"]
+    assert not ended
+
+
+@pytest.mark.parametrize("use", ["receive", "wait", "drain"])
+async def test_one_outside_the_block_is_told_that_the_run_was_left(use: str) -> None:
+    def of(run: Any) -> Awaitable[object]:
+        waits: dict[str, Callable[[], Awaitable[object]]] = {
+            "receive": run["out"].receive,
+            "wait": run.wait,
+            "drain": run.drain,
+        }
+        return waits[use]()
+
+    told: list[str] = []
+
+    async def outside(run: Any) -> None:
+        try:
+            while True:
+                await of(run)
+        except RunError as error:
+            told.append(str(error))
+
+    async def forever(out: Outlet[int]) -> None:
+        await out.send(0)
+        await anyio.sleep_forever()
+
+    graph = row("left", output="out", source=forever, same=lambda number: number)
+    async with anyio.create_task_group() as tasks:
+        async with graph.run() as run:
+            if use != "drain":
+                tasks.start_soon(outside, run)
+            await anyio.wait_all_tasks_blocked()
+        with pytest.raises(RunError, match="graph 'left' was left before it had ended"):
+            while True:
+                await of(run)
+    assert told == ([] if use == "drain" else ["graph 'left' was left before it had ended"])
+
+
+async def test_a_run_that_has_ended_may_be_waited_for_and_read_afterwards() -> None:
+    async with graph_of(lambda number: number).run() as run:
+        assert [item async for item in run["out"]] == [0, 1, 2]
+        await run.wait()
+    await run.wait()
+    with pytest.raises(anyio.EndOfStream):
+        await run["out"].receive()
+
+
+async def test_a_group_of_errors_from_a_node_is_raised_whole_and_names_the_node() -> None:
+    async def fails(out: Outlet[int]) -> None:
+        async def inner() -> None:
+            raise ValueError("inside")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(inner)
+
+    graph = row(output="out", source=fails)
+    with pytest.raises(ExceptionGroup) as raised:
+        await ended(graph)
+    assert raised.value.__notes__ == ["in node 'source'"]
+    assert [str(error) for error in raised.value.exceptions] == ["inside"]
+
+
+async def test_an_error_keeps_what_it_came_from() -> None:
+    def work(number: int) -> int:
+        try:
+            return dict[int, int]()[number]
+        except KeyError:
+            raise ValueError("no such number")  # noqa: B904  (its context is what is looked at)
+
+    with pytest.raises(ValueError, match="no such number") as raised:
+        await ended(graph_of(work))
+    assert isinstance(raised.value.__context__, KeyError)
+    assert not raised.value.__suppress_context__
+
+
+@pytest.mark.parametrize("thread", ["", "work"], ids=["inline", "thread"])
+async def test_a_node_that_raises_stop_iteration_is_named(thread: str) -> None:
+    numbers = iter([7])
+    with pytest.raises(RuntimeError, match="raised StopIteration") as raised:
+        await ended(graph_of(lambda number: next(numbers), thread))
+    assert raised.value.__notes__ == ["in node 'work'"]
+
+
+class Echo:
+    """A ring of one node that lets every item out, and nothing round."""
+
+    def __init__(self, count: int) -> None:
+        self.asked = 0
+        self.count = count
+
+    def start(self) -> Iterator[int]:
+        while self.asked < self.count:
+            self.asked += 1
+            yield self.asked
+
+    def finish(self) -> Iterator[int]:
+        while self.asked > 0:
+            self.asked -= 1
+            yield -self.asked
+
+    def __call__(self, number: int) -> int | None:
+        return None
+
+
+def echo_graph(echo: Echo) -> Graph:
+    return drawn("echo >> echo", name="echo", outputs={"out": "echo"}, echo=echo)
+
+
+async def test_a_node_that_sets_out_many_items_is_held_back_by_their_reader() -> None:
+    echo = Echo(1000)
+    async with echo_graph(echo).run() as run:
+        await anyio.wait_all_tasks_blocked()
+        assert echo.asked == 2  # one in the output, one before it
+        assert await run["out"].receive() == 1
+        await anyio.wait_all_tasks_blocked()
+        assert echo.asked == 3
+
+
+async def test_a_node_that_sets_out_items_without_end_can_be_drained() -> None:
+    echo = Echo(1_000_000)
+    async with echo_graph(echo).run() as run:
+        assert await run["out"].receive() == 1
+        run.stop()
+        seen = [item async for item in run["out"]]
+    assert seen[-1] == 0
+    assert len(seen) < 20
+
+
+def test_an_inline_run_takes_what_start_and_finish_give_one_by_one() -> None:
+    echo = Echo(5)
+    with InlineRun(echo_graph(echo)) as run:
+        assert echo.asked == 1
+        assert [run.next_outputs() for _ in range(2)] == [[("out", 1)], [("out", 2)]]
+        run.finish()
+        assert echo.asked == 2
+        assert [run.next_outputs() for _ in range(3)] == [[("out", -1)], [("out", 0)], []]
+
+
+async def test_an_asynchronous_node_at_long_work_passes_through_the_event_loop() -> None:
+    turns = 0
+
+    async def busy(out: Outlet[int]) -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            until = time.perf_counter() + 0.002
+            while time.perf_counter() < until:
+                pass
+            await out.send(turns)
+
+    graph = row(capacity=1000, source=busy, sink=Collect())
+    async with graph.run():
+        for _ in range(10):
+            await checkpoint()
+    assert turns <= 12  # one for each time that the others had their turn
+
+
+async def test_a_last_error_of_a_user_s_node_is_not_taken_for_one_of_ours() -> None:
+    class Own(Collect):
+        last_error = "none of ours"
+
+    async with row(numbers=Numbers(1), own=Own()).run() as run:
+        assert "last_error" not in run.doctor.snapshot()["nodes"]["own"]

@@ -5,17 +5,21 @@ import json
 import os
 import socket
 import threading
+from collections import Counter
 from pathlib import Path
+from time import perf_counter_ns
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from traces import events_of, repaired
+from traces import assert_valid, events_of, repaired
 
 from rollflow import Graph
-from rollflow.stream.graph.tracing import Traceable, Tracing
-from rollflow.stream.observe.trace import Trace, check_trace, open_trace, span_lines
+from rollflow.stream.graph.counters import RunCounters
+from rollflow.stream.graph.tracing import Tracing
+from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace, span_lines
 
 NS = st.integers(0, 10**15)
 
@@ -169,17 +173,9 @@ def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_pa
                 serving.start()
                 serving.join(0.2)  # it has to wait for the end
 
-    class InRun:
-        def __init__(self, graph: Graph) -> None:
-            self._graph = graph
-
-        def parts(self) -> Traceable:
-            return Traceable(self._graph, [], [])
-
     graph = Graph()
     graph.add(node=Node())
-    run = InRun(graph)
-    tracing = Tracing(run.parts)
+    tracing = Tracing(RunCounters(graph))
     tracing.begin(str(tmp_path / "run.trace"))
     tracing.end()
     assert events_of(tmp_path / "run.trace")[-1]["name"] == "end of the trace"
@@ -188,3 +184,26 @@ def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_pa
     with asker, asker.makefile("rb") as file:
         asker.shutdown(socket.SHUT_WR)
         assert json.load(file)[-1]["name"] == "end of the trace"
+
+
+def fragment_of(lane: int, sequence: int) -> Any:
+    return SimpleNamespace(lane=lane, sequence=sequence, num_rows=8, num_steps=8)
+
+
+def test_arrows_of_many_rollouts_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """Also those of rollouts with many lanes."""
+    path = tmp_path / "run.trace"
+    trace = Trace(open_trace(str(path)), "many", lambda: None)
+    rollouts = [FragmentTrace(trace, f"rollout {number}/") for number in range(34)]
+    names = [(0, 0), (1 << 16, 0)]
+    for rollout in rollouts:
+        for lane, sequence in names:
+            rollout.begins(lane)
+            rollout.cut(fragment_of(lane, sequence))
+        began = perf_counter_ns()
+        rollout.update(names, began, perf_counter_ns())
+    trace.close()
+    assert_valid(events_of(path))
+    numbers = Counter(event["id"] for event in events_of(path) if event["ph"] == "s")
+    assert len(numbers) == 34 * 2
+    assert set(numbers.values()) == {1}
