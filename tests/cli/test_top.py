@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 from ending_envs import Doomed
 from feeding_rollouts import graph_over, running as fed_graph
@@ -20,7 +19,7 @@ from numbered_module import NumberedModule
 from remote_rollouts import await_that
 from rich.console import Console
 
-from rollflow import Fragment, Graph, Rollout
+from rollflow import Rollout
 from rollflow.cli import view
 from rollflow.cli.main import main
 from rollflow.cli.run_picture import figures_line, picture
@@ -101,11 +100,6 @@ def test_a_panel_has_stages_edges_parties_and_the_diagnosis() -> None:
         assert line in text, text
     assert "3/4   ██████··       3.0    50%     1,234" in text
     assert {len(line) for line in lines} == {90}
-
-
-def test_a_reader_that_waits_is_no_stall() -> None:
-    run = {**RUN, "diagnosis": {"state": "waits", "text": "no item for", "waited_s": 4.5}}
-    assert "no item for" not in shown(run)
 
 
 def test_figures_in_words() -> None:
@@ -213,27 +207,3 @@ def test_a_sink_says_why_it_has_no_trainer() -> None:
         await_that(lambda: any("refused" in line for line in errors()))
         [line] = errors()
     assert line.startswith("trainer, now: trainer tcp://127.0.0.1:1: ")
-
-
-def test_a_node_of_the_user_s_may_have_a_last_error_of_its_own() -> None:
-    class Own:
-        last_error = "none of ours"
-
-        def __call__(self, fragment: Fragment) -> None:
-            seen.append(fragment)
-
-    seen: list[Fragment] = []
-    rollout, graph = Rollout("CartPole-v1", fragment_length=8, num_fragments=1, seed=0), Graph("own")
-    graph.add(rollout=rollout, own=Own())
-    graph.connect("rollout.fragments", "own")
-
-    async def shown_of_run() -> list[dict[str, Any]]:
-        async with graph.run() as run:
-            found = run_socket.snapshots()
-            await run.wait()
-        return found
-
-    [found] = anyio.run(shown_of_run)
-    assert "own" in found["nodes"]
-    assert last_errors(found) == []
-    assert len(seen) == 1

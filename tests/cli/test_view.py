@@ -59,22 +59,17 @@ def test_the_page_takes_nothing_from_elsewhere() -> None:
     assert f"script-src 'nonce-{nonce}'" in policy
     assert nonce not in second.text
     assert set(re.findall(r"https?://[\w./]+", first.text)) == {"https://github.com/leeoniya/uPlot"}  # its notice
+    assert "Leon Sorokin" in (resources.files("rollflow.cli") / "page" / "uPlot.LICENSE").read_text()
 
 
-def test_the_plots_have_their_licence_beside_them() -> None:
-    folder = resources.files("rollflow.cli") / "page"
-    assert "Leon Sorokin" in (folder / "uPlot.LICENSE").read_text()
-
-
-def test_without_a_run_it_says_where_it_looked(folder: Path) -> None:
-    assert Client().get("/token/runs").json() == {"runs": [], "folder": str(folder)}
-
-
-def test_a_run_that_was_asked_for_and_has_ended_leaves_an_empty_page(running: Rollout) -> None:
+def test_a_run_that_was_asked_for_and_has_ended_leaves_a_page_that_says_where_it_looked(
+    running: Rollout, folder: Path
+) -> None:
     address = str(os.getpid())
     assert len(Client(address).get("/token/runs").json()["runs"]) == 1
     running.close()
-    assert Client(address).get("/token/runs").json()["runs"] == []
+    for each in (address, None):
+        assert Client(each).get("/token/runs").json() == {"runs": [], "folder": str(folder)}
 
 
 def test_browsers_share_a_look(running: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,24 +95,19 @@ def test_a_run_has_the_caller_and_the_learner_pipeline_behind_its_ring(running: 
     assert run["plots"]["busy"]["values"].keys() == run["nodes"].keys()
 
 
+NAME = "<b>a"
 RUN: dict[str, Any] = {
-    "path": "/run/7-a.sock",
-    "pid": 7,
-    "command": "<b>train",
-    "kind": "graph",
-    "name": "<b>mine",
+    **{name: NAME for name in ("command", "kind", "name", "bottleneck", "conclusion")},
     "elapsed_s": 2.0,
-    "bottleneck": "<b>a",
-    "conclusion": "held back by <b>a",
-    "tasks": [["<b>a"]],
-    "nodes": {"<b>a": {"items": 1, "busy_s": 1.0, "idle_s": 0.0, "blocked_s": 0.0}},
+    "tasks": [[NAME]],
+    "nodes": {NAME: {"items": 1, "busy_s": 1.0, "idle_s": 0.0, "blocked_s": 0.0}},
     "edges": [],
     "diagnosis": {"state": "stalled", "text": "<b>stands", "waited_s": 6.0},
     "parts": {"<b>r": {"name": "<b>lane", "figures": {"time/total_timesteps": 8, "time/time_elapsed": 2.0}}},
 }
 
 
-def test_names_are_no_markup_and_a_stall_stands_out() -> None:
+def test_names_are_no_markup_and_a_stall_stands_out_unless_a_reader_waits_for_a_slow_fragment() -> None:
     found = view.shown(with_rates(RUN, None))
     assert "<b>" not in found["picture"]
     assert found["is_bad"]
@@ -125,9 +115,6 @@ def test_names_are_no_markup_and_a_stall_stands_out() -> None:
     assert found["tiles"] == [("steps/s", 4.0), ("steps", 8)]
     error = view.shown(with_rates({"path": "/run/8-a.sock", "pid": 8, "error": "no answer in 2 s"}, None))
     assert (error["is_bad"], error["sentence"]) == (True, "no answer in 2 s")
-
-
-def test_a_reader_that_waits_for_a_slow_fragment_is_nothing_to_be_alarmed_of() -> None:
     waits = {"state": "waits", "text": "no fragment for 4.0 s: env is in step()", "waited_s": 4.0}
     found = view.shown(with_rates({**RUN, "diagnosis": waits}, None))
     assert not found["is_bad"]

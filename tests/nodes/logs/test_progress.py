@@ -22,6 +22,9 @@ def opened() -> Progress:
     return progress
 
 
+PIECES = {"env_to_module": "MeanStdFilter"}
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -31,15 +34,14 @@ def opened() -> Progress:
         ({"time/fps_now": 10.0, "busy/env": 0.25, "busy/caller": 0.75}, "10 steps/s, caller 75% busy"),
         ({"policy/version/a": 3.0, "policy/version/b": 5.0}, "0 steps/s, versions 3 to 5"),
         ({"policy/version/a": 3.0, "policy/version/b": 3.0}, "0 steps/s, version 3"),
+        (
+            {"busy/env": 0.2, "busy/env_to_module": 0.75},
+            "0 steps/s, env_to_module 75% busy (most in MeanStdFilter)",
+        ),
     ],
 )
 def test_a_row_in_words(values: dict[str, float], text: str) -> None:
-    assert text_of(Row(0, 0, 0.0, 0.0, values)) == text
-
-
-def test_the_busiest_stage_is_named_with_the_piece_that_takes_most_of_its_time() -> None:
-    row = Row(0, 0, 0.0, 0.0, {"busy/env": 0.2, "busy/env_to_module": 0.75}, pieces={"env_to_module": "MeanStdFilter"})
-    assert text_of(row) == "0 steps/s, env_to_module 75% busy (most in MeanStdFilter)"
+    assert text_of(Row(0, 0, 0.0, 0.0, values, pieces=PIECES)) == text
 
 
 def test_a_pipe_gets_the_first_row_and_after_a_minute_another_and_the_last(
@@ -107,14 +109,8 @@ def test_a_loop_shows_its_progress(kind: str, capsys: pytest.CaptureFixture[str]
 
 def test_progress_that_was_not_asked_for_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with Rollout("CartPole-v1", fragment_length=8, num_fragments=1, seed=0) as rollout:
+        with pytest.raises(ValueError, match="progress is 1, expected True or False"):
+            rollout.batches(progress=1)  # type: ignore[arg-type]
         assert len(list(rollout.batches(progress=False))) == 1
         assert rollout.log.writers == []
     assert capsys.readouterr().err == ""
-
-
-def test_what_is_no_flag_is_refused() -> None:
-    with (
-        Rollout("CartPole-v1", seed=0) as rollout,
-        pytest.raises(ValueError, match="progress is 1, expected True or False"),
-    ):
-        rollout.batches(progress=1)  # type: ignore[arg-type]

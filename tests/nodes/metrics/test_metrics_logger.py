@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from rollflow import ConnectorV2, Rollout
-from rollflow.nodes import MetricsLogger
+from rollflow.nodes import EpisodeReturns, MetricsLogger
+from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.stream import MetricsError
 
 NUMBERS = st.lists(st.integers(-1000, 1000), max_size=12)
@@ -221,3 +222,19 @@ def test_unknown_names_are_told_with_those_that_there_are() -> None:
 def test_a_state_that_is_no_statistics_is_refused() -> None:
     with pytest.raises(MetricsError, match=r"'x': a state without \['clear_on_reduce', .*'window'\]"):
         MetricsLogger().set_state({"statistics": [["x", {"total": 3}]]})
+
+
+def test_returns_say_how_many_episodes_and_their_mean() -> None:
+    returns = EpisodeReturns(window=2)
+    assert repr(returns) == "<EpisodeReturns: 0 finished episodes>"
+    returns.take(3, [10.0, 20.0, 40.0], [1, 2, 4])
+    assert repr(returns) == "<EpisodeReturns: 3 finished episodes, mean return 30 of the last 2>"
+    assert repr(AgentReturns(lambda module_id: True)) == "<AgentReturns: 0 finished episodes>"
+
+
+def test_a_logger_names_what_it_has() -> None:
+    logger = MetricsLogger()
+    assert repr(logger) == "<MetricsLogger: nothing logged>"
+    logger.log_value(("train", "loss"), 0.5)
+    logger.log_value("steps", 3)
+    assert repr(logger) == "<MetricsLogger: steps, train/loss>"
