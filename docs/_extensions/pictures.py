@@ -20,6 +20,7 @@ trainer: what it does
 import re
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, ClassVar
 
 from docutils import nodes
@@ -86,20 +87,27 @@ def message_parts(lines: list[str]) -> tuple[list[str], float]:
         who, _, words = (each.strip() for each in entry.partition(":"))
         if who == "---":
             parts += [svg.line(f"M10 {y}H{svg.WIDTH - 10}", dashed=True, headed=False)]
-            shown, y = svg.paragraph(svg.WIDTH / 2, y + 18, words, 56)
+            shown, y = paragraph(svg.WIDTH / 2, y + 18, words, 56)
             parts, y = [*parts, shown], y + 8
         elif ">" in who:
             begin, end = (place[each.strip()] for each in who.split(">"))
-            shown, below = svg.paragraph(svg.WIDTH / 2, y, words, 30)
+            shown, below = paragraph(svg.WIDTH / 2, y, words, 30)
             parts += [shown, svg.line(f"M{begin} {below - 8}H{end}")]
             y = below + 18
         else:
-            lines_of_it, below = svg.paragraph(place[who], y + 4, words, 28)
+            lines_of_it, below = paragraph(place[who], y + 4, words, 28)
             parts += [svg.box(place[who] - 100, y - 12, 200, below - y + 4), lines_of_it]
             y = below + 18
     heads = [svg.text(x, 20, name, weight="bold") for name, x in place.items()]
     poles = [svg.line(f"M{x} 28V{y - 14:.0f}", headed=False) for x in _SIDES]
     return [*poles, *heads, *parts], y
+
+
+def paragraph(x: float, y: float, words: str, letters: int) -> tuple[str, float]:
+    """Lines of text of at most so many letters, and where the next line would be."""
+    lines = wrap(words, letters)
+    shown = "".join(svg.text(x, y + svg.LINE * number, line) for number, line in enumerate(lines))
+    return shown, y + svg.LINE * len(lines)
 
 
 def rows_under(source: str, heading: str) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 from math import isfinite
-from textwrap import wrap
 
 INK = "var(--color-foreground-primary, currentColor)"
 FAINT = "var(--color-foreground-secondary, gray)"
@@ -50,12 +49,6 @@ def text(x: float, y: float, words: str, *, anchor: str = "middle", weight: str 
     """A line of text."""
     shown = f'text-anchor="{anchor}" font-weight="{weight}" fill="{INK}"'
     return f'<text x="{x:.0f}" y="{y:.0f}" {shown}>{escape(words)}</text>'
-
-
-def paragraph(x: float, y: float, words: str, letters: int) -> tuple[str, float]:
-    """Lines of text of at most so many letters, and where the next line would be."""
-    lines = wrap(words, letters)
-    return "".join(text(x, y + LINE * number, line) for number, line in enumerate(lines)), y + LINE * len(lines)
 
 
 def box(x: float, y: float, width: float, height: float, *, dashed: bool = False, is_marked: bool = False) -> str:
