@@ -23,12 +23,12 @@ from rollflow.nodes.rollout.options import Pieces, Place, options_of
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import sampling_data
-from rollflow.nodes.stages.agent_learner import AgentLagBound, AgentLearner
+from rollflow.nodes.stages.agent_learner import AgentLearner
 from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.connector_builders import lookback_for
 from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.nodes.stages.rounds import FragmentRounds
-from rollflow.nodes.stages.staleness import OnExcess
+from rollflow.nodes.stages.staleness import LagBound, OnExcess
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -122,7 +122,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         metrics                       The `MetricsLogger` that pieces log into.
         returns                       `mean` and `count` of the last episodes' returns, all agents together;
                                       `by_module`.
-        environments, lag             The node that steps them; the `AgentLagBound`.
+        environments, lag             The node that steps them; the `LagBound`.
         seed, placement               The seed in use; why it goes where it goes, with `where="auto"`.
         log                           Logs one's own values, `log("train/loss", loss)`; `dropped_rows`.
 
@@ -212,7 +212,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             self._env, self._lookback_asked, self._pipelines = env, lookback, acting.pipelines
             self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
             self.returns = AgentReturns(self.module.__contains__)
-            lag = AgentLagBound(self._modules, self.learner.to_train, max_lag, on_excess)
+            modules, trained = self._modules, self.learner.to_train
+            lag = LagBound(modules.versions, max_lag, on_excess, trained=trained, first=modules.first_versions)
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
             super().__init__(self.environments, lag, rounds, options)
             self._act_by(AgentsPolicy(acting, options, self.metrics))

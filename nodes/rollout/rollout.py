@@ -230,7 +230,8 @@ class Rollout(RolloutLoop[Fragment]):
             if debug:
                 self.env_to_module.fuses = self.module_to_env.fuses = False
             self._weights = PolicyWeights(acting.copy)
-            lag = LagBound(self._weights, max_lag, on_excess)
+            weights = self._weights
+            lag = LagBound(lambda: {"": weights.version}, max_lag, on_excess)
             rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
             super().__init__(self.environments, lag, rounds, options)
             self._act_by(OnePolicy(acting, self._weights, options, self.metrics))

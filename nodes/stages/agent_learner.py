@@ -1,4 +1,4 @@
-"""Train batches out of multi-agent fragments, a learner pipeline for each module, and how old fragments may be."""
+"""Train batches out of multi-agent fragments, and a learner pipeline for each module."""
 
 import weakref
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnect
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import acting_copy, pieces_given
 from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
-from rollflow.nodes.stages.staleness import LagBound, OnExcess
 from rollflow.stream.data.errors import ModuleError, noted
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -120,38 +119,3 @@ class AgentLearner:
             module.load_state_dict(weights)
         self._copies[acting] = version, module
         return module
-
-
-class AgentLagBound(LagBound):
-    """`LagBound` for fragments of several modules: the oldest counts, each beside the newest of its own.
-
-    Under "pace", what a removed module did while another of its id acts already is no older than that one: nobody can
-    hold the rollout back so that there is none. A step that waits for its agent's next observation while a fragment is
-    cut is as old as its action: where agents take turns, nobody can help that, either.
-
-    modules    those that act
-    trained    ids of those whose age counts; None: all
-    """
-
-    also = ", and allow by max_lag for steps that wait for their agent's next turn while fragments are cut"
-
-    def __init__(
-        self, modules: ModuleSet, trained: frozenset[Any] | None, max_lag: int | None, on_excess: OnExcess = "drop"
-    ) -> None:
-        super().__init__(None, max_lag, on_excess)
-        self._modules, self._trained = modules, trained
-
-    def versions(self) -> dict[Any, int]:
-        """Module id -> policy version published last."""
-        return self._modules.versions()
-
-    def lag(self, fragment: Any) -> int:
-        """Versions published since the oldest that an action of the fragment was computed with."""
-        newest = self._modules.versions()
-        first = self._modules.first_versions() if self.on_excess == "pace" else {}
-        lags = [
-            newest[module_id] - max(version, first.get(module_id, 0))
-            for module_id, version in fragment.policy_versions().items()
-            if module_id in newest and (self._trained is None or module_id in self._trained)
-        ]
-        return max(lags, default=0)

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 
-from rollflow.nodes.connectors.common.stateful_columns import states_at
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import TorchThreads
 from rollflow.nodes.stages.credits import GateRelay
-from rollflow.nodes.stages.env_to_module import CuttingStage, check_lookback
+from rollflow.nodes.stages.env_to_module import CuttingStage, batch_of, check_lookback
 from rollflow.nodes.stages.module_forward import joint_pass, note_batch
 from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
 from rollflow.nodes.stages.module_to_env import acted, check_first_actions, convert_actions
@@ -183,12 +182,8 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
             shown, acting = part.show(slots), lane.modules[place]
             shared_data = lane.shared_data_of(place)
             shared_data["step"] = lane.step
-            batch = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
-            lane.batches[place] = batch
-            if Columns.STATE_IN in batch:
-                begun = np.flatnonzero(shown.just_begun())
-                if len(begun):
-                    part.record_states(slots[begun], states_at(batch[Columns.STATE_IN], begun))
+            context = acting.module, acting.explore, shared_data, self._metrics
+            lane.batches[place] = batch_of(shown, pipeline, *context)
             part.commit(shown)
             lane.shown[place] = shown
 

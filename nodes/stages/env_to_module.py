@@ -16,6 +16,7 @@ from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment, NoFragment
 from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 if TYPE_CHECKING:
     from rollflow.nodes.stages.credits import GateRelay
@@ -46,6 +47,23 @@ def check_lookback(pipeline: EnvToModulePipeline, lookback: int) -> None:
             f"{pipeline.name} looks back {pipeline.lookback} steps, but fragments keep {lookback}; expected it to be "
             "edited before the rollout is run or put into a graph"
         ).see("lookback")
+
+
+def batch_of(
+    episodes: LaneEpisodes,
+    pipeline: EnvToModulePipeline,
+    module: Any,
+    explore: bool,
+    shared_data: dict[str, Any],
+    metrics: Any,
+) -> Batch:
+    """The batch that a pipeline makes of episodes; the states with which they begin are recorded."""
+    batch = pipeline.run(module, {}, episodes, explore, shared_data, metrics)
+    if Columns.STATE_IN in batch:
+        begun = np.flatnonzero(episodes.just_begun())
+        if len(begun):
+            episodes.lane.record_states(episodes.slots[begun], states_at(batch[Columns.STATE_IN], begun))
+    return batch
 
 
 class CuttingStage(Generic[L, P]):
@@ -191,11 +209,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
             lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
         shared_data = lane.shared_data
         shared_data["step"] = lane.step
-        lane.batch = self.pipeline.run(self._module, {}, lane.episodes, self._explore, shared_data, self._metrics)
-        if Columns.STATE_IN in lane.batch:
-            begun = np.flatnonzero(lane.episodes.just_begun())
-            if len(begun):
-                lane.record_states(begun, states_at(lane.batch[Columns.STATE_IN], begun))
+        lane.batch = batch_of(lane.episodes, self.pipeline, self._module, self._explore, shared_data, self._metrics)
         if self.observation_shapes is None:
             self.observation_shapes = shapes_of(lane.batch, 2 if shared_data.get(TIME_RANK_ADDED) else 1)
         lane.commit()

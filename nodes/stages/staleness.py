@@ -1,53 +1,66 @@
 """Bound of the age of fragments, in policy versions, when a learner gets them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.stream.data.errors import LagError
 from rollflow.stream.observe.waits import Sign
 
 OnExcess = Literal["drop", "pace"]
 _MOST_DROPPED = 0.9  # share of the transitions that are left out as too old
 _FRAGMENTS = 10  # that a share is told from
+_TURNS = ", and allow by max_lag for steps that wait for their agent's next turn while fragments are cut"
 
 
 class LagBound:
     """Refuses fragments that are more than `max_lag` policy versions old.
 
-    weights      whose newest version a fragment's oldest is compared with; None: a subclass knows better
+    versions     gives module -> policy version published last; "" stands for the only module
     max_lag      versions; None: any age will do
     on_excess    "drop": an older fragment is left out and counted
                  "pace": the rollout is held back so that none gets older, as long as the weights are published
                  once per batch; one that is older nonetheless raises LagError
+    trained      ids of the modules whose age counts; None: all
+    first        gives module -> policy version that it began with, where modules come and go; None: they don't
+
+    Of several modules the oldest counts, each beside the newest of its own. Under "pace", what a removed module did
+    while another of its id acts already is no older than that one: nobody can hold the rollout back so that there is
+    none. A step that waits for its agent's next observation while a fragment is cut is as old as its action: where
+    agents take turns, nobody can help that, either.
 
     dropped_fragments, dropped_steps    what was left out so far
     is_asked                            True to have the age of the next fragment looked at, also without a bound
     last                                age of the fragment that was admitted last, and looked at; None: none was
     """
 
-    also = ""  # further advice in the error, where none may be older
-
-    def __init__(self, weights: PolicyWeights | None, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
+    def __init__(
+        self,
+        versions: Callable[[], Mapping[Any, int]],
+        max_lag: int | None,
+        on_excess: OnExcess = "drop",
+        *,
+        trained: Collection[Any] | None = None,
+        first: Callable[[], Mapping[Any, int]] | None = None,
+    ) -> None:
         check_staleness(max_lag, on_excess)
+        self.versions, self._trained, self._first = versions, trained, first
         self.max_lag = max_lag
         self.on_excess: OnExcess = on_excess
         self.dropped_fragments = 0
         self.dropped_steps = 0
         self.is_asked = False
         self.last: int | None = None
-        self._weights = weights
 
     def lag(self, fragment: Any) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
-        assert self._weights is not None
-        version: int = fragment.policy_version
-        return max(0, self._weights.version - version)  # another place may know of a version a moment sooner
-
-    def versions(self) -> dict[Any, int]:
-        """Module -> policy version published last; "" stands for the only module."""
-        assert self._weights is not None
-        return {"": self._weights.version}
+        newest = self.versions()
+        first = self._first() if self._first is not None and self.on_excess == "pace" else {}
+        lags: list[int] = [
+            newest[module_id] - max(version, first.get(module_id, 0))
+            for module_id, version in fragment.policy_versions().items()
+            if module_id in newest and (self._trained is None or module_id in self._trained)
+        ]
+        return max((*lags, 0))  # another place may know of a version a moment sooner
 
     def look_at(self, fragment: Any) -> None:
         """Look at the age of a fragment, if that is asked for: it takes a pass over a column."""
@@ -64,9 +77,10 @@ class LagBound:
             self.last = lag
             return True
         if self.on_excess == "pace":
+            turns = "" if self._first is None else _TURNS
             raise LagError(
                 f"{fragment!r} is {lag} policy versions old, expected at most max_lag={self.max_lag}: under "
-                f"on_excess='pace' publish once per batch{self.also}, or use on_excess='drop'"
+                f"on_excess='pace' publish once per batch{turns}, or use on_excess='drop'"
             ).see("lag")
         self.dropped_fragments += 1
         self.dropped_steps += fragment.num_steps

@@ -206,6 +206,10 @@ class Fragment:
         """The oldest policy version that an action of this fragment was computed with."""
         return int(self.column(Columns.POLICY_VERSION).min())
 
+    def policy_versions(self) -> Mapping[str, int]:
+        """Module -> `policy_version`; "" stands for the only module."""
+        return {"": self.policy_version}
+
     @property
     def nbytes(self) -> int:
         """Bytes in the columns."""

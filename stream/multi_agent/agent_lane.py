@@ -103,7 +103,6 @@ class AgentLane(SlotLane):
         self._row: int | None = layout.lookback  # row of all slots; None: slots stand in different rows
         self._outputs: dict[int, dict[str, str]] = {}  # module's place -> name of an output -> column
         self._renamed: set[str] = set()  # columns with another name than their output
-        self._has_infos = False
         self.fragment = self._fragment(0, self.columns.first(self.observation_space))
         self.acting: Slots = self.everyone[:0]
         self.lives = np.zeros(slots, np.bool_)
@@ -188,7 +187,6 @@ class AgentLane(SlotLane):
 
         Infos without an observation are dropped.
         """
-        self._has_infos = self._has_infos or bool(infos)
         for slot, info in infos.items():
             if not are_first and (ended := self._ended_with(slot)) is not None:
                 ended.infos.of_slots[slot] = copied(dict(info))  # type: ignore[attr-defined]
@@ -335,8 +333,7 @@ class AgentLane(SlotLane):
         new.module_of[:] = self.module
         self.episode_start -= self.at - lookback
         new.episode_start[:] = self.episode_start
-        if self._has_infos:
-            self._copy_infos(old, new)
+        self._copy_infos(old, new)
         old.parents, number = self.parents, self.episode_number.tolist()
         self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
         old.serves = self.module.copy()

@@ -115,15 +115,17 @@ def test_agents_are_named(where: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert all(told.startswith(("environment 0, ", "environment 1, ")) for told in (dtype, bounds))
 
 
+@pytest.mark.parametrize(
+    ("env", "kind", "agent"), [(Sloppy, Rollout, ""), (SloppyAgents, MultiAgentRollout, ", agent 'b'")]
+)
 def test_of_hosts_that_step_the_rollout_sees_the_values_and_the_host_the_dtypes(
-    caplog: pytest.LogCaptureFixture,
+    env: Any, kind: Any, agent: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     envs = listening(RemoteEnvs)
-    with hosting(envs.addresses[0], [Sloppy] * 2, lanes=2):
-        run(envs)
-    rollouts = [told for told in said(caplog) if "vector step 0: " in told]
-    assert len(rollouts) == 1
-    assert BOUNDS in rollouts[0]
+    with hosting(envs.addresses[0], [env] * 2, lanes=2):
+        run(envs, kind=kind)
+    [seen_here] = [told for told in said(caplog) if f"vector step 0{agent}: " in told]
+    assert BOUNDS in seen_here
     assert sum(DTYPE in told for told in said(caplog)) == 1
 
 
@@ -135,13 +137,6 @@ def test_of_hosts_that_do_rollouts_it_is_said_once(caplog: pytest.LogCaptureFixt
     assert DTYPE in dtype
     assert BOUNDS in bounds
     assert dtype.startswith("host far away (tcp://127.0.0.1:")
-
-
-def test_of_hosts_with_several_agents_the_values_are_seen_here(caplog: pytest.LogCaptureFixture) -> None:
-    envs = listening(RemoteEnvs)
-    with hosting(envs.addresses[0], [SloppyAgents] * 2, lanes=2):
-        run(envs, kind=MultiAgentRollout)
-    assert sum(f"vector step 0, agent 'b': {BOUNDS}" in told for told in said(caplog)) == 1
 
 
 @pytest.mark.parametrize(

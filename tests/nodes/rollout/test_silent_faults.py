@@ -66,7 +66,7 @@ def test_a_module_without_parameters_is_never_named() -> None:
     [(10, 900, 100, True), (9, 900, 0, False), (10, 899, 101, False), (0, 0, 0, False)],
 )
 def test_fragments_that_are_nearly_all_too_old_are_named(dropped: int, steps: int, handed: int, is_named: bool) -> None:
-    lag = LagBound(None, 1)
+    lag = LagBound(lambda: {}, 1)
     lag.dropped_fragments, lag.dropped_steps = dropped, steps
     signs = lag.signs(handed)
     assert bool(signs) == is_named

@@ -66,7 +66,7 @@ async def test_fragments_that_are_too_old_are_left_out() -> None:
     rollout = Rollout(makers, module=NumberedModule(), fragment_length=6, seed=0, num_fragments=4)
     weights = PolicyWeights(rollout.module)
     weights.publish(rollout.module.state_dict())
-    lag = LagBound(weights, 0)
+    lag = LagBound(lambda: {"": weights.version}, 0)
     async with drawn(rollout, lag=lag).run() as run:
         assert [batch async for batch in run["batches"]] == []
     assert (lag.dropped_fragments, lag.dropped_steps) == (4, 96)

@@ -154,13 +154,6 @@ def test_vector_steps_say_what_the_environments_said(
     assert all(each.closed for each in own)
 
 
-def test_agents_with_the_same_spaces_are_one_part() -> None:
-    _, makers = numbered_agents(2, agents=4, nested=2)
-    envs = MultiAgentEnvs(makers)
-    assert [part.agents for part in envs.parts] == [("agent 0", "agent 1"), ("agent 2", "agent 3")]
-    assert envs.possible_agents == tuple(f"agent {number}" for number in range(4))
-
-
 def test_an_error_in_an_environment_says_which() -> None:
     own, makers = numbered_agents(3)
     own[1].step = lambda actions: 1 / 0  # type: ignore[method-assign,assignment]

@@ -125,32 +125,23 @@ def assert_same_lives(lives: dict[str, Life], expected: dict[str, Life]) -> None
                 np.testing.assert_array_equal(leaf, np.asarray(other, leaf.dtype))
 
 
-TURNS = {
-    "tictactoe": tictactoe.env,
-    "connect four": connect_four.env,
-    "rps": lambda: rps.env(max_cycles=5),
-    "spread": lambda: simple_spread_v3.env(max_cycles=4),
-    "zombies": lambda: knights_archers_zombies.env(max_cycles=250, max_zombies=60),
-}
-AT_ONCE = {
-    "spread": lambda: simple_spread_v3.parallel_env(max_cycles=6),
-    "tag": lambda: simple_tag_v3.parallel_env(max_cycles=6),
-    "zombies": lambda: knights_archers_zombies.parallel_env(max_cycles=300, max_zombies=60),
+GAMES: dict[str, tuple[Callable[[], Any], Callable[..., dict[str, Life]]]] = {
+    "tictactoe": (tictactoe.env, aec_by_hand),
+    "connect four": (connect_four.env, aec_by_hand),
+    "rps": (lambda: rps.env(max_cycles=5), aec_by_hand),
+    "spread in turns": (lambda: simple_spread_v3.env(max_cycles=4), aec_by_hand),
+    "zombies in turns": (lambda: knights_archers_zombies.env(max_cycles=250, max_zombies=60), aec_by_hand),
+    "spread": (lambda: simple_spread_v3.parallel_env(max_cycles=6), parallel_by_hand),
+    "tag": (lambda: simple_tag_v3.parallel_env(max_cycles=6), parallel_by_hand),
+    "zombies": (lambda: knights_archers_zombies.parallel_env(max_cycles=300, max_zombies=60), parallel_by_hand),
 }
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", TURNS)
-def test_games_in_turns_are_as_stepped_by_hand(name: str, seed: int) -> None:
-    make = TURNS[name]
-    assert_same_lives(in_vector_steps(make, seed, Player()), aec_by_hand(make(), seed, Player()))
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", AT_ONCE)
-def test_games_at_once_are_as_stepped_by_hand(name: str, seed: int) -> None:
-    make = AT_ONCE[name]
-    assert_same_lives(in_vector_steps(make, seed, Player()), parallel_by_hand(make(), seed, Player()))
+@pytest.mark.parametrize("name", GAMES)
+def test_games_are_as_stepped_by_hand(name: str, seed: int) -> None:
+    make, by_hand = GAMES[name]
+    assert_same_lives(in_vector_steps(make, seed, Player()), by_hand(make(), seed, Player()))
 
 
 class Relay(AECEnv):  # type: ignore[misc]  # comes without types
@@ -234,13 +225,17 @@ def test_an_env_or_a_callable_makes_an_adapter_of_the_same_name() -> None:
     assert ParallelPettingZooEnv(simple_spread_v3.parallel_env).env.possible_agents == ["agent_0", "agent_1", "agent_2"]
 
 
-def test_the_wrong_kind_is_refused() -> None:
-    with pytest.raises(EnvError, match="expected a ParallelEnv, or a callable that makes one; see also PettingZooEnv"):
-        ParallelPettingZooEnv(tictactoe.env())
-    with pytest.raises(EnvError, match="expected an AECEnv, or a callable"):
-        PettingZooEnv(simple_spread_v3.parallel_env)
-    with pytest.raises(EnvError, match="was given 7, expected an AECEnv"):
-        PettingZooEnv(7)
+@pytest.mark.parametrize(
+    ("adapter", "env", "match"),
+    [
+        (ParallelPettingZooEnv, tictactoe.env, "a ParallelEnv, or a callable that makes one; see also PettingZooEnv"),
+        (PettingZooEnv, simple_spread_v3.parallel_env, "expected an AECEnv, or a callable"),
+        (PettingZooEnv, 7, "was given 7, expected an AECEnv"),
+    ],
+)
+def test_the_wrong_kind_is_refused(adapter: Any, env: Any, match: str) -> None:
+    with pytest.raises(EnvError, match=match):
+        adapter(env)
 
 
 def test_an_action_out_of_turn_is_refused() -> None:

@@ -9,7 +9,6 @@ from places import rollout_at
 
 from rollflow import MultiAgentEpisode, MultiAgentRollout, Replay
 from rollflow.nodes import MultiAgentEnv, RandomModule
-from rollflow.stream import EnvError
 
 LENGTH = 7
 
@@ -133,20 +132,3 @@ def test_a_replay_takes_the_steps_alone() -> None:
         for fragment in rollout.fragments():
             replay(fragment)
     assert sorted(replay.sample(200)["default_policy"]["rewards"].unique().tolist()) == [1.0, 10.0, 20.0]
-
-
-@pytest.mark.parametrize(
-    ("agent", "text"),
-    [("d", "agent 'd': it has a reward, but has ended before"), ("x", "agent 'x': rewards has it, but it is not in")],
-)
-def test_rewards_after_an_agents_end_and_of_unknown_agents_are_refused(agent: str, text: str) -> None:
-    class Late(Team):
-        def step(self, actions: Any) -> Any:
-            observations, rewards, *rest = super().step(actions)
-            return observations, rewards | ({agent: 1.0} if self.t == 4 else {}), *rest
-
-    with (
-        pytest.raises(EnvError, match=text),
-        MultiAgentRollout(Late, module=RandomModule, fragment_length=7, num_fragments=1, seed=0) as rollout,
-    ):
-        list(rollout.fragments())

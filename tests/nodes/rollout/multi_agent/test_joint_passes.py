@@ -73,16 +73,11 @@ def passes_of(**options: Any) -> dict[str, int]:
 
 def test_all_lanes_that_are_ready_go_into_one_pass_of_each_module() -> None:
     alone = passes_of()
-    assert set(alone.values()) == {3 * alone_per_lane() for _ in alone}
+    assert set(alone.values()) == {3 * 8}
     assert passes_of(max_batch=12) == {name: count // 3 for name, count in alone.items()}
     # Two lanes of 4 agents each, then the third and the first, which has made a step meanwhile.
     assert passes_of(max_batch=8) == {name: count // 2 for name, count in alone.items()}
     assert passes_of(max_batch=4) == alone
-
-
-def alone_per_lane() -> int:
-    """Vector steps of one fragment for which actions are made."""
-    return 8
 
 
 class Passes:

@@ -123,14 +123,10 @@ def test_previous_actions_and_rewards_are_the_agents_own() -> None:
     assert told == {"a": [3.0, 12.0], "b": [64.0]}
 
 
-def test_frozen_modules_have_no_batches() -> None:
-    with talk(modules_to_train=["b"]) as rollout:
-        assert [list(batch) for batch in rollout.batches()] == [["b"]]
-
-
-def test_a_batch_of_frozen_modules_alone_is_left_out() -> None:
-    with talk(fragment_length=1, num_fragments=4, modules_to_train=["b"]) as rollout:
-        assert [list(batch) for batch in rollout.batches()] == [["b"]] * 2
+@pytest.mark.parametrize(("rows", "batches"), [(4, 1), (1, 2)])  # a batch of frozen modules alone is left out
+def test_frozen_modules_have_no_batches(rows: int, batches: int) -> None:
+    with talk(fragment_length=rows, num_fragments=4 // rows, modules_to_train=["b"]) as rollout:
+        assert [list(batch) for batch in rollout.batches()] == [["b"]] * batches
 
 
 # Modules that come and go
