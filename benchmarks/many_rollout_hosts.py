@@ -22,7 +22,7 @@ from benchmarks.feeder import description_of
 from benchmarks.pairs import Record, Sizes, in_turns, record
 from benchmarks.policies import Noop, Zeros
 from benchmarks.simulated_hosts import SimulatedPeer, allowed, beside_fewest, per_second_of_processor, simulated
-from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import RemoteEnvs, RemoteRollouts, Rollout, Timeouts
 from rollflow.nodes.env.stepping import described
 from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.stream import wire
@@ -149,7 +149,7 @@ def fragments_given(kind: Any, maker: Any, hosts: int, active: int, seconds: flo
     kind    `RemoteRollouts` or `RemoteEnvs`
     """
     remote = kind.listen("tcp://127.0.0.1:0", hosts=hosts)
-    options: dict[str, Any] = {"step_timeout": None, "reset_timeout": None, "prefetch": 1, "seed": 0}
+    options: dict[str, Any] = {"timeouts": Timeouts(step=None, reset=None), "prefetch": 1, "seed": 0}
     with (
         simulated(remote.addresses[0], hosts, maker(active)),
         Rollout(remote, module=Zeros(), fragment_length=_ROWS, **options) as rollout,

@@ -20,7 +20,7 @@ from benchmarks.command import run
 from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp, Noop, sampled
-from rollflow import MultiAgentRollout, RLModule
+from rollflow import Forward, MultiAgentRollout, RLModule
 from rollflow.nodes import ArrayStep, MultiAgentEnv, MultiAgentVectorEnv
 
 ENVS, AGENTS = 64, tuple(f"agent_{number}" for number in range(8))
@@ -128,7 +128,7 @@ def _rollout(env: Any, make: Callable[[], RLModule], **options: Any) -> MultiAge
         agent_to_module_mapping_fn=MODULE_OF,
         fragment_length=FRAGMENT_LENGTH,
         seed=0,
-        flat_forward=make is Mlp,
+        forward=Forward(flat=make is Mlp),
         **options,
     )
 

@@ -12,6 +12,7 @@ many as one of them has.
 
 from typing import Any
 
+import rollflow
 from benchmarks.command import run
 from benchmarks.envs import PixelEnv
 from benchmarks.loop import FRAGMENT_LENGTH, Forward
@@ -47,7 +48,7 @@ def _ours(slots: int, way: str, seconds: float) -> float:
         num_envs=slots,
         **WAYS[way],
         fragment_length=FRAGMENT_LENGTH,
-        flat_forward=True,
+        forward=rollflow.Forward(flat=True),
         seed=0,
     ) as rollout:
         return in_steady_state(rollout, seconds)

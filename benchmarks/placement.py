@@ -17,7 +17,7 @@ from benchmarks.command import run
 from benchmarks.envs import PLAIN_CARTPOLE, CountingEnv, PixelEnv, SleepEnv
 from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, in_turns, record
 from benchmarks.policies import Mlp, NatureCnn, Zeros
-from rollflow import Rollout
+from rollflow import Forward, Rollout
 
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {"where": "auto"},
@@ -63,7 +63,7 @@ def _measured(
             **WAYS[way],
             fragment_length=length,
             prefetch=1,
-            flat_forward=True,
+            forward=Forward(flat=True),
             seed=0,
         ) as rollout:
             if way == "auto":

@@ -26,7 +26,7 @@ import torch
 from benchmarks.command import run
 from benchmarks.envs import CountingEnv
 from benchmarks.pairs import FULL, Record, Sizes, in_steady_state, in_turns, record, steps_per_s
-from rollflow import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import Forward, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.remote_environments import RemoteEnvironments
 
@@ -125,7 +125,7 @@ def _many(sizes: Sizes, hosts: int) -> Record:
     envs = RemoteEnvs.listen("tcp://127.0.0.1:0", hosts=hosts)
     counts = [min(HOSTS_A_PROCESS, hosts - first) for first in range(0, hosts, HOSTS_A_PROCESS)]
     with _processes([("host", (str(envs.addresses[0]), count)) for count in counts]):
-        with Rollout(envs, fragment_length=32, prefetch=1, max_batch=hosts, seed=0) as rollout:
+        with Rollout(envs, fragment_length=32, prefetch=1, forward=Forward(max_batch=hosts), seed=0) as rollout:
             fragments = iter(rollout.fragments())
             for _ in range(2 * hosts):
                 next(fragments)

@@ -22,7 +22,7 @@ from benchmarks.envs import NoopEnv
 from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, in_turns, record, steps_per_s
 from benchmarks.policies import Mlp, Noop
-from rollflow import Rollout
+from rollflow import Forward, Rollout, Watch
 from rollflow.stream.observe.run_socket import FOLDER
 
 SLOTS = (1, 64, 1024)
@@ -53,14 +53,16 @@ def measure(sizes: Sizes, slots: tuple[int, ...] = SLOTS) -> list[Record]:
             ("CartPole", _cartpole(count), TRACE_AIM),
         ):
             lines.append(
-                _measured(f"stall doctor, {work}", make, count, sizes, {"stall_after": 5.0}, "without the doctor")
+                _measured(
+                    f"stall doctor, {work}", make, count, sizes, {"watch": Watch(stall_after=5.0)}, "without the doctor"
+                )
             )
             for kind, log in LOGS.items():
                 with TemporaryDirectory() as folder, _beside(_SCRAPE if kind == "Prometheus" else ()):
                     options = {"log": log.format(folder=folder)}
                     lines.append(_measured(f"{kind}, {work}", make, count, sizes, options, "without a log"))
             with TemporaryDirectory() as folder:
-                traced = {"trace": f"{folder}/run.trace"}
+                traced = {"watch": Watch(stall_after=None, trace=f"{folder}/run.trace")}
                 lines.append(
                     _measured(f"a trace, {work}", make, count, sizes, traced, "without a trace", aim=trace_aim)
                 )
@@ -91,7 +93,7 @@ def _noop(slots: int) -> Callable[..., Rollout]:
 
 
 def _cartpole(slots: int) -> Callable[..., Rollout]:
-    return lambda **options: Rollout("CartPole-v1", num_envs=slots, module=Mlp(), flat_forward=True, **options)
+    return lambda **options: Rollout("CartPole-v1", num_envs=slots, module=Mlp(), forward=Forward(flat=True), **options)
 
 
 def _measured(
@@ -112,7 +114,7 @@ def _measured(
 
     def rate(options: dict[str, Any], folder: str) -> float:
         os.environ[FOLDER] = folder
-        with make(**{"stall_after": None, **options}, fragment_length=FRAGMENT_LENGTH, seed=0) as rollout:
+        with make(**{"watch": Watch(stall_after=None), **options}, fragment_length=FRAGMENT_LENGTH, seed=0) as rollout:
             fragments = iter(rollout.fragments())
 
             def fragment() -> int:

@@ -23,7 +23,7 @@ from benchmarks.envs import SleepEnv
 from benchmarks.pairs import Record, Sizes, record, steps_per_s, within
 from benchmarks.policies import Mlp
 from benchmarks.threads import Threads, running
-from rollflow import Rollout
+from rollflow import Forward, Rollout
 
 SLOTS, FRAGMENT_LENGTH = 16, 32
 ALLOWED_MB = 400  # of all processes
@@ -75,8 +75,15 @@ def memory_mb() -> float:
 
 @contextmanager
 def _ours(where: Any) -> Iterator[Take]:
-    options: Any = {"num_envs": SLOTS, "lanes": SLOTS, "max_batch": SLOTS, "where": where, "prefetch": 1, "seed": 0}
-    with Rollout(SleepEnv, module=Mlp(), fragment_length=FRAGMENT_LENGTH, flat_forward=True, **options) as rollout:
+    options: Any = {
+        "num_envs": SLOTS,
+        "lanes": SLOTS,
+        "forward": Forward(max_batch=SLOTS, flat=True),
+        "where": where,
+        "prefetch": 1,
+        "seed": 0,
+    }
+    with Rollout(SleepEnv, module=Mlp(), fragment_length=FRAGMENT_LENGTH, **options) as rollout:
         batches = iter(rollout.batches())
         yield lambda: len(next(batches)["obs"])
 

@@ -15,7 +15,7 @@ from benchmarks.envs import PLAIN_CARTPOLE, PixelEnv
 from benchmarks.loop import FRAGMENT_LENGTH, loops_side_by_side
 from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, in_turns, record
 from benchmarks.policies import Mlp, NatureCnn
-from rollflow import Rollout
+from rollflow import Forward, Rollout
 
 CASES = (
     ("pixels", PixelEnv, NatureCnn, 32),
@@ -63,7 +63,7 @@ def rollouts(env: Any, policy: Any, slots: int, workers: int, seconds: float) ->
         workers=workers,
         prefetch=1,
         fragment_length=FRAGMENT_LENGTH,
-        flat_forward=True,
+        forward=Forward(flat=True),
         seed=0,
     ) as rollout:
         return in_steady_state(rollout, seconds)

@@ -5,7 +5,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any, get_args
 
-from rollflow import MultiAgentRollout, Rollout, feed
+from rollflow import Forward, MultiAgentRollout, Rollout, feed
 from rollflow.cli import arguments
 from rollflow.nodes.env.multi_agent.lane_envs import first_made
 from rollflow.nodes.rollout.options import Where
@@ -76,7 +76,12 @@ def _rollout_of(args: argparse.Namespace) -> Rollout | MultiAgentRollout:
     """The rollout for the arguments: of one agent or of several, as the environment has."""
     env, acting = arguments.environment_of(args.env), arguments.acting_of(args)
     of_agents = {name: acting.pop(name) for name in arguments.OF_AGENTS}
-    options: dict[str, Any] = {**{name: getattr(args, name) for name in _SETTING}, "log": args.log, **acting}
+    options: dict[str, Any] = {
+        **{name: getattr(args, name) for name in _SETTING},
+        "log": args.log,
+        "forward": Forward(compile=acting.pop("compile_forward")),
+        **acting,
+    }
     first = first_made(env)
     with nullcontext() if first is None else first:  # which is closed: workers make their own
         has_several = first is not None and first.has_several

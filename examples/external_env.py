@@ -13,7 +13,7 @@ import gymnasium as gym
 import torch
 from cartpole import LEARNING_RATE, MAX_UPDATES, Policy, update
 
-from rollflow import GeneralAdvantageEstimation, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import GeneralAdvantageEstimation, RemoteEnvs, RemoteRollouts, Rollout, Timeouts
 from rollflow.nodes import ExternalEnv
 from rollflow.stream import EnvError
 
@@ -63,7 +63,7 @@ def main(seed: int = 0) -> float:
     kind = RemoteEnvs if INFERENCE == "server" else RemoteRollouts
     envs = kind.listen("tcp://127.0.0.1:0", secret=secret)
     command = [sys.executable, __file__, str(envs.addresses[0]), secret, INFERENCE]
-    settings = {"module": policy, "fragment_length": 256, "seed": seed, "step_timeout": None, "reset_timeout": None}
+    settings = {"module": policy, "fragment_length": 256, "seed": seed, "timeouts": Timeouts(step=None, reset=None)}
     with subprocess.Popen(command), Rollout(envs, learner_connector=lambda obs, act: gae, **settings) as rollout:
         for number, batch in enumerate(rollout.batches(), start=1):
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - number / (MAX_UPDATES + 1))

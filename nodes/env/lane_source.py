@@ -205,7 +205,7 @@ class LaneSource(abc.ABC):
     def at_work(self, name: str) -> Iterable[Wait]:
         """What the environments are at right now, where this node steps them in the graph's own thread."""
         lane, resets = self._steps_lane, self._resets_lane
-        remedy = "have it return, or end it by where='processes' or 'threads' with step_timeout"
+        remedy = "have it return, or end it by where='processes' or 'threads' with Timeouts(step=…)"
         if lane >= 0 and any(frame.name.rpartition(".")[2] == "reset" for frame in stack_of_thread(self._thread)):
             resets = lane
         elif lane >= 0:

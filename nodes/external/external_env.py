@@ -182,7 +182,7 @@ class ExternalEnv:
 
     It is called from any number of threads, an episode from one at a time. Each transition stands in the rollout once,
     whatever becomes of connections; the rollout counts those of episodes that were cut off as lost. A rollout waits for
-    as long as its `step_timeout` and `reset_timeout` say: give it None for both.
+    as long as its `Timeouts` say: give it None for both.
 
     Raises EnvError, once the rollout has said goodbye, for each call that wants an action.
     """

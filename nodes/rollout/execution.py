@@ -47,13 +47,13 @@ class OnePolicy:
     def __init__(self, acting: Acting, weights: PolicyWeights, options: RolloutOptions, metrics: Any) -> None:
         self._acting, self._weights, self._how, self.metrics = acting, weights, options, metrics
         self.pipelines = acting.env_to_module, acting.module_to_env
-        self.pass_options = options.of_passes(acting.copy)
+        self.pass_options = {"explore": options.explore, **options.forward.of_module(acting.copy)}
 
     def stages(
         self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
     ) -> tuple[Any, Any, Any]:
         """The stages before the forward pass, of it, and behind it, if these are here."""
-        acting, how = self._acting, self._how
+        acting, how, passes = self._acting, self._how, self._how.forward
         context = {"module": acting.copy, "explore": how.explore, "metrics": self.metrics}
         prepare = EnvToModule(
             acting.env_to_module,
@@ -65,10 +65,8 @@ class OnePolicy:
         )
         forward = ModuleForward(acting.copy, self._weights, **self.pass_options)
         largest = max(env.num_envs for env in environments.envs)
-        joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.forward_in_thread)
-        act = ModuleToEnv(
-            acting.module_to_env, env_space=environments.action_space, threads=how.forward_threads, **context
-        )
+        joint = joint_forward(forward, largest, passes.max_batch, passes.max_wait, in_thread=passes.in_thread)
+        act = ModuleToEnv(acting.module_to_env, env_space=environments.action_space, threads=passes.threads, **context)
         return prepare, joint or forward, act
 
     def begin_lane(self, lane: Any) -> None:
@@ -109,7 +107,7 @@ class AgentsPolicy:
 
     def __init__(self, acting: AgentsActing, options: RolloutOptions, metrics: Any) -> None:
         self._acting, self._modules, self._how, self.metrics = acting, acting.modules, options, metrics
-        self.pass_options = {"explore": options.explore, **options.of_several()}
+        self.pass_options = {"explore": options.explore, **options.forward.of_several()}
 
     @property
     def pipelines(self) -> Sequence[Any]:
@@ -122,7 +120,7 @@ class AgentsPolicy:
     def stages(
         self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
     ) -> tuple[Any, Any, Any]:
-        acting, how = self._acting, self._how
+        acting, passes = self._acting, self._how.forward
         prepare = AgentsToModule(
             acting.env_to_module,
             self._modules,
@@ -136,8 +134,8 @@ class AgentsPolicy:
         forward = AgentForward(self._modules)
         agents = sum(len(part.agents) for part in environments.parts)
         largest = max(envs.num_envs for envs in environments.envs) * agents
-        joint = joint_forward(forward, largest, how.max_batch, how.max_wait, in_thread=how.forward_in_thread)
-        act = ModuleToAgents(acting.module_to_env, metrics=self.metrics, threads=how.forward_threads)
+        joint = joint_forward(forward, largest, passes.max_batch, passes.max_wait, in_thread=passes.in_thread)
+        act = ModuleToAgents(acting.module_to_env, metrics=self.metrics, threads=passes.threads)
         return prepare, joint or forward, act
 
     def begin_lane(self, lane: Any) -> None:

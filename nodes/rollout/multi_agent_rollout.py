@@ -1,17 +1,11 @@
 """Environments with several agents, modules and connectors as one node, and as a plain loop over train batches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
-from typing import Any
-
-import gymnasium as gym
+from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.logs.destinations import Log
-from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.episode_returns import AgentReturns
-from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
@@ -19,21 +13,18 @@ from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
 from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
 from rollflow.nodes.policies.policy import Policy
 from rollflow.nodes.rollout.execution import AgentsPolicy
-from rollflow.nodes.rollout.options import Pieces, Place, options_of
+from rollflow.nodes.rollout.options import MultiAgentKeywords, metrics_of, options_of, signature_of
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import sampling_data
 from rollflow.nodes.stages.agent_learner import AgentLearner
 from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.connector_builders import lookback_for
-from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.nodes.stages.rounds import FragmentRounds
-from rollflow.nodes.stages.staleness import LagBound, OnExcess
+from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
-from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.observe.watch import OnStall
 
 
 class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
@@ -55,9 +46,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                  with copies of the modules. "auto": where it goes fastest, measured on copies.
                                  `OnProcesses`, `OnRay`: whole rollouts on hosts it starts, `num_envs` on each.
         workers        None      Worker processes. None: one for each core.
-        step_timeout   60.0      Seconds after which environments in threads, in processes or on hosts are taken for
-                                 hung in a step. None: never. On hosts this includes resets after ended episodes.
-        reset_timeout  120.0     The same in a reset. A `MultiAgentVectorEnv`'s step has both times together.
+        timeouts       ()        `Timeouts`: seconds after which environments in threads, in processes or on hosts are
+                                 taken for hung. A `MultiAgentVectorEnv`'s step has both times together.
         seed           None      Of environments and sampling. None: a fresh one, to be read from `seed`. A list has one
                                  for each environment; the rest then follows from all of them.
 
@@ -77,17 +67,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                              Modules that it does not name sample.
         device                      None     Where forward passes are done while acting. None: where the modules are.
 
-        FORWARD PASSES     default  meaning
-        max_batch          None     Agents that act in one round of passes over several ready lanes, at most: each
-                                    module does one pass over its agents in all of them. None: every lane has passes of
-                                    its own.
-        max_wait           0.0      Seconds to wait for more lanes once one is ready.
-        forward_in_thread  False    Passes in a worker thread, while other lanes' environments step.
-        flat_forward       None     Passes as flat lists of torch operations: see `FlatForward`. None: for each
-                                    `DefaultModule`.
-        compile_forward    False    Passes by `torch.compile`, with these options if it is a mapping of them.
-        forward_threads    1        Torch's threads for passes while acting, and for what makes actions of them. None:
-                                    as torch is set.
+        FORWARD PASSES  default  meaning
+        forward         ()       `Forward`. With `max_batch`, as many agents act in one round of passes over several
+                                 ready lanes, at most: each module does one pass over its agents in all of them.
 
         CONNECTORS               default  meaning
         joint_connector          None     `lambda env: piece or list of pieces`, which see all agents of an environment
@@ -98,7 +80,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                           given the episodes of one module's agents that are to act, each agent's own.
         module_to_env_connector  None     `lambda part: piece or list of pieces`, put among the default ones, likewise.
         learner_connector        None     `lambda obs_space, act_space: piece or list of pieces`, for every module.
-        metrics                  None     What pieces log into. None: a `MetricsLogger`.
 
         FRAGMENTS        default  meaning
         fragment_length  128      Vector steps in a fragment (T).
@@ -108,9 +89,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         max_lag          None     How many policy versions old a batch may be, of the modules that are trained, each
                                   beside its own.
         on_excess        "drop"   What is done with older ones: see `LagBound`.
-        stall_after      5.0      Seconds for which it stands still before the log says why: see `Rollout`.
-        on_stall         "log"    "raise" ends the run as well.
-        log, trace       None     Where its figures, and a trace, are written: see `Rollout`, with `log_every`, `log_x`.
+        log              None     Where its figures are written: see `Rollout`.
+        watch            ()       `Watch`: the stall doctor, a trace, what pieces log into.
         debug            False    Everything inline, in the loop's thread, piece by piece, whatever else is asked for: a
                                   breakpoint stops right there. In a graph the graph says what runs where.
 
@@ -135,85 +115,53 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        module: Any = None,
-        agent_to_module_mapping_fn: AgentToModule = None,
-        modules_to_train: Sequence[Any] | None = None,
-        model_config: Any = None,
-        num_envs: int | None = None,
-        lanes: int | None = None,
-        where: Place = "inline",
-        workers: int | None = None,
-        step_timeout: float | None = 60.0,
-        reset_timeout: float | None = 120.0,
-        fragment_length: int = 128,
-        lookback: int | None = None,
-        seed: int | Sequence[int] | None = None,
-        explore: bool | Mapping[Any, bool] = True,
-        joint_connector: Callable[[Any], Pieces] | None = None,
-        env_to_module_connector: Callable[[AgentPart], Pieces] | None = None,
-        module_to_env_connector: Callable[[AgentPart], Pieces] | None = None,
-        learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None,
-        num_fragments: int | None = None,
-        prefetch: int = 0,
-        max_lag: int | None = None,
-        on_excess: OnExcess = "drop",
-        max_batch: int | None = None,
-        max_wait: float = 0.0,
-        forward_in_thread: bool = False,
-        flat_forward: bool | None = None,
-        compile_forward: bool | Mapping[str, Any] = False,
-        forward_threads: int | None = 1,
-        device: Any = None,
-        metrics: Any = None,
-        stall_after: float | None = 5.0,
-        on_stall: OnStall = "log",
-        log: Log = None,
-        log_every: float = 1.0,
-        log_x: Axis = "steps",
-        trace: str | PathLike[str] | None = None,
-        debug: bool = False,
-    ) -> None:
-        arguments = dict(locals())
-        check_numbers(num_envs=(num_envs, 1), lanes=(lanes, 1))
-        options = options_of(arguments)
+    __signature__ = signature_of(MultiAgentKeywords)
+
+    def __init__(self, env: Any, **keywords: Unpack[MultiAgentKeywords]) -> None:
+        options = options_of(keywords, MultiAgentKeywords, "MultiAgentRollout")
+        check_numbers(num_envs=(options.num_envs, 1), lanes=(options.lanes, 1))
         self.seed = options.seed
-        self.metrics = MetricsLogger() if metrics is None else metrics
+        self.metrics = metrics_of(options)
         self.environments, self.placement, options = place(
-            env, options, arguments, rollout=MultiAgentRollout, places=SEVERAL_AGENTS
+            env, options, rollout=MultiAgentRollout, places=SEVERAL_AGENTS
         )
         with closing_on_error(self.environments.close):
             acting = agents_acting_for(
                 self.environments.parts,
                 self.environments.envs[0],
-                module=module,
-                mapping=agent_to_module_mapping_fn,
-                joint_connector=joint_connector,
-                env_to_module_connector=env_to_module_connector,
-                module_to_env_connector=module_to_env_connector,
-                model_config=model_config,
+                module=options.module,
+                mapping=options.agent_to_module_mapping_fn,
+                joint_connector=options.joint_connector,
+                env_to_module_connector=options.env_to_module_connector,
+                module_to_env_connector=options.module_to_env_connector,
+                model_config=options.model_config,
                 device=options.device,
                 seed=self.seed,
                 explore=options.explore,
-                may_be_stateful=lookback != 0,
-                acting=options.of_several(),
+                may_be_stateful=options.lookback != 0,
+                acting=options.forward.of_several(),
             )
             self._modules, self.joint = acting.modules, acting.joint
             self.environments.set_chosen_spaces(self._modules.chosen_spaces())
             self.module: MultiRLModule = self._modules.modules
-            self.learner = AgentLearner(self._modules, modules_to_train, learner_connector, self.metrics, self)
+            self.learner = AgentLearner(
+                self._modules, options.modules_to_train, options.learner_connector, self.metrics, self
+            )
             self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
             for pipeline in acting.pipelines:
                 pipeline.refuse_edits_while_run_by(self)
-                pipeline.fuses = pipeline.fuses and not debug
-            self._env, self._lookback_asked, self._pipelines = env, lookback, acting.pipelines
+                pipeline.fuses = pipeline.fuses and not options.debug
+            self._env, self._lookback_asked, self._pipelines = env, options.lookback, acting.pipelines
             self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
             self.returns = AgentReturns(self.module.__contains__)
             modules, trained = self._modules, self.learner.to_train
-            lag = LagBound(modules.versions, max_lag, on_excess, trained=trained, first=modules.first_versions)
+            lag = LagBound(
+                modules.versions,
+                options.max_lag,
+                options.on_excess,
+                trained=trained,
+                first=modules.first_versions,
+            )
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
             super().__init__(self.environments, lag, rounds, options)
             self._act_by(AgentsPolicy(acting, options, self.metrics))

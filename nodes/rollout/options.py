@@ -1,116 +1,242 @@
-"""Options of a rollout, in a frozen record that checks them."""
+"""Keywords of a rollout: checked, with their defaults, in frozen records."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict
+
+import gymnasium as gym
 
 from rollflow.nodes.argument_checks import check_flags, check_numbers, checked_count, checked_number, seeds_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.env.env_source import Autoreset
 from rollflow.nodes.launch.on_hosts import OnHosts
-from rollflow.nodes.logs.destinations import LogOptions
+from rollflow.nodes.logs.destinations import Log, LogOptions
+from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.stages.acting import compile_options
+from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.nodes.stages.staleness import OnExcess, check_staleness
-from rollflow.stream.observe.watch import StallRules
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.observe.watch import OnStall, StallRules
 
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
-JOINT_PASSES = "max_batch, max_wait and forward_in_thread are for a forward pass over several lanes"
+JOINT_PASSES = "max_batch, max_wait and in_thread of Forward are for a pass over several lanes"
 Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 Place = Where | OnHosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """How forward passes are done while acting: `Rollout(env, forward=Forward(max_batch=64))`.
+
+    max_batch    slots, or agents, in one pass over several ready lanes, at most; None: each lane has its own pass
+    max_wait     seconds for which such a pass waits for more lanes, once one is ready
+    in_thread    do passes in a worker thread, while other lanes' environments step
+    flat         do passes as flat lists of torch operations, without the cost of `nn.Module`'s calls. For modules that
+                 do the same at every call: see `FlatForward`. None: for a `DefaultModule` alone
+    compile      do passes by `torch.compile`; a dict has its options
+    threads      torch's threads for passes and for making actions of them. One is best for small networks: two wait
+                 for each other. None: as torch is set
+
+    Raises ValueError for numbers that are none, or too small, and for `flat` and `compile` together.
+    """
+
+    max_batch: int | None = None
+    max_wait: float = 0.0
+    in_thread: bool = False
+    flat: bool | None = None
+    compile: bool | Mapping[str, Any] = False
+    threads: int | None = 1
+
+    def __post_init__(self) -> None:
+        check_numbers(max_batch=(self.max_batch, 1), threads=(self.threads, 1))
+        checked_number("max_wait", self.max_wait, least=0, noun="seconds")
+        check_flags(in_thread=self.in_thread, flat=self.flat is not None and self.flat)
+        if not isinstance(self.compile, bool | Mapping):
+            raise ValueError(f"compile is {self.compile!r}, expected True, False or a dict of torch.compile's options")
+        if self.flat and self.compile is not False:
+            raise ValueError("flat and compile are two ways of doing a pass, expected one of them")
+
+    @property
+    def joins_lanes(self) -> bool:
+        """True if a pass may be over several lanes, or beside the lanes' steps."""
+        return self.max_batch is not None or self.max_wait > 0 or self.in_thread
+
+    def of_module(self, module: Any) -> dict[str, Any]:
+        """Keywords of `ModuleForward` for a module, but for `explore`."""
+        compiled = compile_options(self.compile)
+        flat = self.flat
+        if flat is None:
+            flat = type(module) is DefaultModule and compiled is None
+        return {"flat": flat, "threads": self.threads, "compiled": compiled}
+
+    def of_several(self) -> dict[str, Any]:
+        """Keywords of forward passes for a `ModuleSet`, which sees to the rest of them module by module."""
+        return {"flat": self.flat, "threads": self.threads, "compiled": compile_options(self.compile)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Seconds after which environments in threads, in worker processes or on hosts are taken for hung; None: never.
+
+    step     of a vector step. On hosts it includes resets after ended episodes
+    reset    of a reset; the first one includes the start of a process. Vectorized environments that reset within a
+             step have both times together
+
+    Raises ValueError for anything but numbers from 0 on.
+    """
+
+    step: float | None = 60.0
+    reset: float | None = 120.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("step", self.step), ("reset", self.reset)):
+            if seconds is not None:
+                checked_number(f"{name} of Timeouts", seconds, least=0, noun="seconds")
+
+    def keywords(self) -> dict[str, Any]:
+        """The times as keywords of nodes that step environments."""
+        return {"step_timeout": self.step, "reset_timeout": self.reset}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What is said and kept of a run beside its log: `Rollout(env, watch=Watch(stall_after=1.0))`.
+
+    stall_after    seconds for which no fragment comes while its reader waits, after which the log says why, with file
+                   and line; None: never. In a graph `graph.run` has it
+    on_stall       "raise": a run that stands still also ends, with a StallError
+    trace          file for a trace of stages, lanes and fragments, for ui.perfetto.dev; compressed if it ends in .gz.
+                   In a graph `graph.run` has it
+    log_every      seconds between two rows of the log, at least
+    log_x          x axis of trackers: "steps" of environments, "updates" handed out, or "time" in s
+    metrics        what pieces log into; None: a `MetricsLogger`
+
+    Raises ValueError for a number of seconds that is not above 0, and another word.
+    """
+
+    stall_after: float | None = 5.0
+    on_stall: OnStall = "log"
+    trace: str | os.PathLike[str] | None = None
+    log_every: float = 1.0
+    log_x: Axis = "steps"
+    metrics: Any = None
+
+    def __post_init__(self) -> None:
+        self.stall_rules()
+
+    def stall_rules(self) -> StallRules:
+        """The rules of the stall doctor."""
+        return StallRules(self.stall_after, self.on_stall)
+
+
+class CommonKeywords(TypedDict, total=False):
+    """Keywords that both kinds of rollouts take; see `Rollout`."""
+
+    module: Any
+    model_config: Any
+    num_envs: int | None
+    lanes: int | None
+    where: Place
+    workers: int | None
+    fragment_length: int
+    num_fragments: int | None
+    lookback: int | None
+    seed: int | Sequence[int] | None
+    learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None
+    prefetch: int
+    max_lag: int | None
+    on_excess: OnExcess
+    device: Any
+    log: Log
+    forward: Forward
+    timeouts: Timeouts
+    watch: Watch
+    debug: bool
+
+
+class RolloutKeywords(CommonKeywords, total=False):
+    """Keywords of a `Rollout`."""
+
+    env_kwargs: Mapping[str, Any] | None
+    autoreset_mode: Autoreset
+    explore: bool
+    env_to_module_connector: Callable[[Any], Pieces] | None
+    module_to_env_connector: Callable[[Any], Pieces] | None
+
+
+class MultiAgentKeywords(CommonKeywords, total=False):
+    """Keywords of a `MultiAgentRollout`."""
+
+    agent_to_module_mapping_fn: AgentToModule
+    modules_to_train: Sequence[Any] | None
+    explore: bool | Mapping[Any, bool]
+    joint_connector: Callable[[Any], Pieces] | None
+    env_to_module_connector: Callable[[AgentPart], Pieces] | None
+    module_to_env_connector: Callable[[AgentPart], Pieces] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """Options of a rollout: those of its arguments that both kinds of rollouts have; see `Rollout`.
+    """Options of a rollout: its keywords, with their defaults; see `Rollout` and `MultiAgentRollout`.
 
     seed          of every environment, and of sampling
     slot_seeds    one seed for each slot's environment; None: they follow from `seed`
-    explore       True or False; of several modules also a dict, module id -> True or False
-    stall         rules of the stall doctor
+    log_to        where its figures, and a trace, are written
 
     Raises ValueError for numbers that are none, or too small, and for what makes no sense.
     """
 
-    num_envs: int | None
-    lanes: int | None
-    where: Place
+    module: Any = None
+    model_config: Any = None
+    num_envs: int | None = None
+    lanes: int | None = None
+    where: Place = "inline"
+    env_kwargs: Mapping[str, Any] | None = None
     autoreset_mode: Autoreset = None
-    workers: int | None
-    step_timeout: float | None
-    reset_timeout: float | None
-    fragment_length: int
-    seed: int
-    slot_seeds: tuple[int, ...] | None
-    explore: Any
-    flat_forward: bool | None
-    compile_forward: bool | Mapping[str, Any]
-    forward_threads: int | None
-    max_batch: int | None
-    max_wait: float
-    forward_in_thread: bool
-    device: Any
-    metrics: Any
-    debug: bool
-    lookback: int | None
-    num_fragments: int | None
-    prefetch: int
-    max_lag: int | None
-    on_excess: OnExcess
-    stall: StallRules
-    log: LogOptions
+    workers: int | None = None
+    fragment_length: int = 128
+    num_fragments: int | None = None
+    lookback: int | None = None
+    seed: Any = None
+    slot_seeds: tuple[int, ...] | None = None
+    explore: Any = True
+    agent_to_module_mapping_fn: AgentToModule = None
+    modules_to_train: Sequence[Any] | None = None
+    joint_connector: Any = None
+    env_to_module_connector: Any = None
+    module_to_env_connector: Any = None
+    learner_connector: Any = None
+    prefetch: int = 0
+    max_lag: int | None = None
+    on_excess: OnExcess = "drop"
+    device: Any = None
+    log: Log = None
+    forward: Forward = Forward()
+    timeouts: Timeouts = Timeouts()
+    watch: Watch = Watch()
+    debug: bool = False
+    log_to: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:
         checked_count("fragment_length", self.fragment_length, 1)
         check_numbers(
             workers=(self.workers, 1),
-            step_timeout=(self.step_timeout, 0),
-            reset_timeout=(self.reset_timeout, 0),
-            max_batch=(self.max_batch, 1),
-            forward_threads=(self.forward_threads, 1),
             lookback=(self.lookback, 0),
             num_fragments=(self.num_fragments, 1),
             max_lag=(self.max_lag, 0),
         )
-        checked_number("max_wait", self.max_wait, least=0, noun="seconds")
         checked_count("prefetch", self.prefetch, 0)
-        flat = self.flat_forward is not None and self.flat_forward
-        check_flags(debug=self.debug, forward_in_thread=self.forward_in_thread, flat_forward=flat)
+        check_flags(debug=self.debug)
+        for name, kind in (("forward", Forward), ("timeouts", Timeouts), ("watch", Watch)):
+            given = getattr(self, name)
+            if not isinstance(given, kind):
+                raise TypeError(f"{name} is {given!r}, expected {kind.__name__}(...)")
         check_staleness(self.max_lag, self.on_excess)
-        if not isinstance(self.compile_forward, bool | Mapping):
-            raise ValueError(
-                f"compile_forward is {self.compile_forward!r}, expected True, False or a dict of torch.compile's "
-                "options"
-            )
-        if self.flat_forward and self.compile_forward is not False:
-            raise ValueError("flat_forward and compile_forward are two ways of doing a pass, expected one of them")
-
-    @property
-    def timeouts(self) -> dict[str, Any]:
-        """The keywords `step_timeout` and `reset_timeout`."""
-        return {"step_timeout": self.step_timeout, "reset_timeout": self.reset_timeout}
-
-    @property
-    def joins_lanes(self) -> bool:
-        """True where a forward pass may be over several lanes, or beside the lanes' steps."""
-        return self.max_batch is not None or self.max_wait > 0 or self.forward_in_thread
-
-    def of_passes(self, module: Any) -> dict[str, Any]:
-        """Keywords of `ModuleForward` for a module. `flat_forward=None` is for flat passes of a `DefaultModule`."""
-        compiled = compile_options(self.compile_forward)
-        flat = self.flat_forward
-        if flat is None:
-            flat = type(module) is DefaultModule and compiled is None
-        return {"explore": self.explore, "flat": flat, "threads": self.forward_threads, "compiled": compiled}
-
-    def of_several(self) -> dict[str, Any]:
-        """Keywords of forward passes for a `ModuleSet`, which sees to the rest of them module by module."""
-        return {
-            "flat": self.flat_forward,
-            "threads": self.forward_threads,
-            "compiled": compile_options(self.compile_forward),
-        }
 
     def check_offloaded(self, *, is_remote: bool) -> None:
         """Raise ValueError for what whole rollouts elsewhere can't do: on other hosts, or in worker processes."""
@@ -120,7 +246,7 @@ class RolloutOptions:
                 "environments here"
             )
         for name, is_given in (
-            ("compile_forward", self.compile_forward is not False),
+            ("Forward(compile=…)", self.forward.compile is not False),
             ("device", self.device is not None),
         ):
             if is_remote and is_given:
@@ -128,29 +254,71 @@ class RolloutOptions:
                     f"{name} is for forward passes here, and RemoteRollouts do theirs on the hosts; expected it to be "
                     "given to each RolloutHost"
                 )
-        if self.joins_lanes:
+        if self.forward.joins_lanes:
             place, expected = "where='rollouts' has", "where='threads' or where='processes'"
             if is_remote:
                 place, expected = "RemoteRollouts have", "RemoteEnvs"
             raise ValueError(f"{JOINT_PASSES}, but {place} one for each; expected {expected}")
-        if self.metrics is not None and not isinstance(self.metrics, MetricsLogger):
+        metrics = self.watch.metrics
+        if metrics is not None and not isinstance(metrics, MetricsLogger):
             raise ValueError(
-                f"metrics is {type(self.metrics).__name__}, expected a MetricsLogger: every worker has one, to be "
-                "merged"
+                f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
             )
 
 
-def options_of(arguments: Mapping[str, Any]) -> RolloutOptions:
-    """The options of a rollout with these arguments; with `debug` everything is inline. Raises ValueError."""
-    seed, slot_seeds = seeds_of(arguments["seed"])
-    of_log = (arguments[name] for name in ("log", "log_every", "log_x", "num_fragments", "trace"))
-    values = dict(arguments, seed=seed, slot_seeds=slot_seeds, log=LogOptions(*of_log))
-    values["stall"] = StallRules(arguments["stall_after"], arguments["on_stall"])
-    names = {each.name for each in fields(RolloutOptions)} & values.keys()
-    options = RolloutOptions(**{name: values[name] for name in names})
+def metrics_of(options: RolloutOptions) -> Any:
+    """What connector pieces of a rollout log into."""
+    return MetricsLogger() if options.watch.metrics is None else options.watch.metrics
+
+
+# Keyword of earlier versions -> where it is now.
+_MOVED = {
+    "max_batch": "forward=Forward(max_batch=…)",
+    "max_wait": "forward=Forward(max_wait=…)",
+    "forward_in_thread": "forward=Forward(in_thread=…)",
+    "flat_forward": "forward=Forward(flat=…)",
+    "compile_forward": "forward=Forward(compile=…)",
+    "forward_threads": "forward=Forward(threads=…)",
+    "step_timeout": "timeouts=Timeouts(step=…)",
+    "reset_timeout": "timeouts=Timeouts(reset=…)",
+    "stall_after": "watch=Watch(stall_after=…)",
+    "on_stall": "watch=Watch(on_stall=…)",
+    "trace": "watch=Watch(trace=…)",
+    "log_every": "watch=Watch(log_every=…)",
+    "log_x": "watch=Watch(log_x=…)",
+    "metrics": "watch=Watch(metrics=…)",
+}
+
+
+def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> RolloutOptions:
+    """The options of a rollout with these keywords; with `debug` everything is inline.
+
+    keywords    `RolloutKeywords` or `MultiAgentKeywords`
+    rollout     name of its class
+
+    Raises TypeError for a keyword that there is not, and ValueError.
+    """
+    for name in given.keys() - keywords.__annotations__.keys():
+        if name in _MOVED:
+            raise TypeError(f"{rollout} has no keyword {name!r}, expected {_MOVED[name]}")
+        alike = get_close_matches(name, keywords.__annotations__, 1)
+        raise TypeError(f"{rollout} has no keyword {name!r}" + (f", expected {alike[0]!r}?" if alike else ""))
+    seed, slot_seeds = seeds_of(given.get("seed"))
+    options = RolloutOptions(**dict(given, seed=seed, slot_seeds=slot_seeds))
+    watch = options.watch
+    log_to = LogOptions(options.log, watch.log_every, watch.log_x, options.num_fragments, watch.trace)
+    options = replace(options, log_to=log_to)
     if not options.debug:
         return options
-    here = replace(options, where="inline", workers=None, prefetch=0)
-    return replace(
-        here, flat_forward=False, compile_forward=False, max_batch=None, max_wait=0.0, forward_in_thread=False
-    )
+    one_by_one = Forward(flat=False, threads=options.forward.threads)
+    return replace(options, where="inline", workers=None, prefetch=0, forward=one_by_one)
+
+
+def signature_of(keywords: type) -> inspect.Signature:
+    """The signature of a rollout with these keywords, for `help()` and editors."""
+    defaults = {each.name: each.default for each in fields(RolloutOptions)}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+        for name, annotation in keywords.__annotations__.items()
+    ]
+    return inspect.Signature([inspect.Parameter("env", inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters])

@@ -55,28 +55,31 @@ SEVERAL_AGENTS = Places(
 def place(
     env: EnvSource | RemoteHosts,
     options: RolloutOptions,
-    arguments: dict[str, Any],
     *,
     rollout: type,
     places: Places,
 ) -> tuple[Any, str, RolloutOptions]:
     """The node that steps the environments, under `where="auto"` why it is where it is, else "", and what is left.
 
-    arguments    of the rollout, by name
-    rollout      its class
-    places       nodes that step environments of this kind
+    rollout    class of the rollout
+    places     nodes that step environments of this kind
 
     What is left are the options, without those that hosts were given which are started here. Raises EnvError,
     ModuleError or ValueError for options that don't go with the place, and what making environments raises.
     """
     reason = ""
     if isinstance(options.where, OnHosts) and not isinstance(env, RemoteHosts):
-        env = options.where.start(_command(env, options, arguments))
-        options = replace(options, where="inline", num_envs=None, lanes=None, device=None, compile_forward=False)
-    if options.where == "auto" and not isinstance(env, RemoteHosts):
-        options, reason = _chosen_place(
-            env, options, places, partial(trial_of, rollout, arguments | {"seed": options.seed})
+        env = options.where.start(_command(env, options))
+        options = replace(
+            options,
+            where="inline",
+            num_envs=None,
+            lanes=None,
+            device=None,
+            forward=replace(options.forward, compile=False),
         )
+    if options.where == "auto" and not isinstance(env, RemoteHosts):
+        options, reason = _chosen_place(env, options, places, partial(trial_of, rollout, options))
     if isinstance(env, RemoteRollouts):
         with closing_on_error(env.close):
             options.check_offloaded(is_remote=True)
@@ -97,7 +100,7 @@ def _environments_for(env: Any, asked: RolloutOptions, places: Places) -> Any:
         with closing_on_error(env.close):
             _check_remote(asked)
         made = places.remote_envs if isinstance(env, RemoteEnvs) else places.remote_rollouts
-        return made(env, lanes=lanes, **asked.timeouts, **options)
+        return made(env, lanes=lanes, **asked.timeouts.keywords(), **options)
     if not isinstance(where, str) or where not in get_args(Where):
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
     if workers is not None and where not in ("processes", "rollouts"):
@@ -111,11 +114,11 @@ def _environments_for(env: Any, asked: RolloutOptions, places: Places) -> Any:
         lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
     options["lanes"] = lanes
     if where == "processes":
-        return places.processes(env, workers=workers, **asked.timeouts, **options)
+        return places.processes(env, workers=workers, **asked.timeouts.keywords(), **options)
     if where == "rollouts":
-        return places.rollouts(env, workers=workers, **asked.timeouts, **options)
+        return places.rollouts(env, workers=workers, **asked.timeouts.keywords(), **options)
     environments = places.inline(env, **options)
-    return environments if where == "inline" else ThreadEnvironments(environments, **asked.timeouts)
+    return environments if where == "inline" else ThreadEnvironments(environments, **asked.timeouts.keywords())
 
 
 def _check_remote(options: RolloutOptions) -> None:
@@ -163,7 +166,7 @@ _OPTIONS = {
 }
 
 
-def _command(env: Any, options: RolloutOptions, arguments: Mapping[str, Any]) -> list[str]:
+def _command(env: Any, options: RolloutOptions) -> list[str]:
     """The command of a host, but for the address that it dials.
 
     Raises EnvError, ModuleError or ValueError for what hosts can't be given.
@@ -175,17 +178,16 @@ def _command(env: Any, options: RolloutOptions, arguments: Mapping[str, Any]) ->
         ).see("started hosts")
     command = ["rollflow", "rollout-host", "--env", env if isinstance(env, str) else import_path(env, "env")]
     numbers = {"--num-envs": options.num_envs, "--lanes": options.lanes, "--device": options.device}
-    if isinstance(options.compile_forward, Mapping):
-        raise ValueError(
-            f"compile_forward is {options.compile_forward!r}, expected True or False: hosts take no options"
-        )
+    compiles = options.forward.compile
+    if isinstance(compiles, Mapping):
+        raise ValueError(f"Forward(compile={compiles!r}), expected True or False: hosts take no options")
     for option, number in numbers.items():
         command += [] if number is None else [option, str(number)]
-    command += _modules(arguments["module"])
+    command += _modules(options.module)
     for argument, option in _OPTIONS.items():
-        maker = arguments.get(argument)
+        maker = getattr(options, argument)
         command += [] if maker is None else [option, import_path(maker, argument)]
-    return [*command, "--compile"] if options.compile_forward else command
+    return [*command, "--compile"] if compiles else command
 
 
 def _modules(module: Any) -> list[str]:

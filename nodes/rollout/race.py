@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.env.env_source import count_of
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.rollout.options import JOINT_PASSES, RolloutOptions
+from rollflow.nodes.rollout.options import JOINT_PASSES, Forward, RolloutOptions, Watch
 from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,10 @@ _KEPT = {  # arguments that each place has as they were given
     "autoreset_mode",
     "device",
     "explore",
-    "flat_forward",
-    "forward_threads",
     "lookback",
     "model_config",
-    "reset_timeout",
     "seed",
-    "step_timeout",
+    "timeouts",
 }
 _STARTS_S = 2.0  # that the environments of one place may take to be made: of slower ones fewer are made
 
@@ -97,9 +95,7 @@ def race(env: Any, options: RolloutOptions, trial: Trial) -> Result:
                         workers=workers_in(where, options),
                         fragment_length=length,
                         prefetch=options.prefetch,
-                        max_batch=options.max_batch,
-                        max_wait=options.max_wait,
-                        forward_in_thread=options.forward_in_thread,
+                        forward=replace(options.forward, compile=False),
                     )
                 ) as rollout:
                     result.rates[where] = _rate(rollout)
@@ -114,14 +110,16 @@ def workers_in(where: str, options: RolloutOptions) -> int | None:
     return options.workers if where in ("processes", "rollouts") else None
 
 
-def trial_of(rollout: type, arguments: Mapping[str, Any]) -> Trial:
-    """Maker of rollouts with these arguments, with copies of the modules and the pieces."""
-    kept = {name: arguments[name] for name in _KEPT & arguments.keys()}
-    pieces = {name: copied_pieces(each) for name, each in arguments.items() if name.endswith("_connector")}
-    module = arguments["module"]
+def trial_of(rollout: type, options: RolloutOptions) -> Trial:
+    """Maker of rollouts with these options, with copies of the modules and the pieces."""
+    given = {each.name: value for each in fields(options) if (value := getattr(options, each.name)) is not None}
+    kept = {name: given[name] for name in _KEPT & given.keys()}
+    pieces = {name: copied_pieces(made) for name, made in given.items() if name.endswith("_connector")}
+    module = options.module
     several = isinstance(module, Mapping)
     copies = {each: copied_module(one) for each, one in module.items()} if several else copied_module(module)
-    return partial(rollout, module=copies, stall_after=None, **kept, **pieces)
+    alone = Forward(flat=options.forward.flat, threads=options.forward.threads)
+    return partial(rollout, module=copies, forward=alone, watch=Watch(stall_after=None), **kept, **pieces)
 
 
 def _first(env: Any, slots: int) -> Any:
@@ -148,10 +146,11 @@ def _rate(rollout: Any) -> float:
 
 def _refusals(options: RolloutOptions, alone: Any) -> dict[str, str]:
     """Place -> why it does not keep to what is asked for."""
-    if options.joins_lanes:
+    if options.forward.joins_lanes:
         return {"rollouts": JOINT_PASSES}
-    if not isinstance(options.metrics, MetricsLogger | None):
-        return {"rollouts": f"metrics of type {type(options.metrics).__name__} can't be merged"}
+    metrics = options.watch.metrics
+    if not isinstance(metrics, MetricsLogger | None):
+        return {"rollouts": f"metrics of type {type(metrics).__name__} can't be merged"}
     for module in alone.replica().modules.values():
         on = device_of(module) if options.device is None else torch.device(options.device)
         if on.type != "cpu":

@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-import gymnasium as gym
+from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.closing import closing_on_error
@@ -16,28 +14,24 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import (
     ModuleToEnvPipeline,
 )
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
+from rollflow.nodes.env.env_source import EnvSource, with_kwargs
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.logs.destinations import Log
-from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
-from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.rollout.execution import OnePolicy
-from rollflow.nodes.rollout.options import Pieces, Place, options_of
+from rollflow.nodes.rollout.options import RolloutKeywords, metrics_of, options_of, signature_of
 from rollflow.nodes.rollout.placement import ONE_AGENT, place
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import acting_for, seed_lane
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.nodes.stages.rounds import FragmentRounds
-from rollflow.nodes.stages.staleness import LagBound, OnExcess
+from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.observe.waits import Sign
-from rollflow.stream.observe.watch import OnStall
 
 _BATCHES = 10  # after which a module that was changed should have been published
 _EPISODES = 100
@@ -69,11 +63,8 @@ class Rollout(RolloutLoop[Fragment]):
     autoreset_mode           None      Of vector environments made here of plain ones, as gymnasium takes it; None:
                                        SAME_STEP. An id's vectorized form and ready vector environments have their own
     workers                  None      Worker processes; None: one for each core
-    step_timeout             60.0      Seconds after which a step hangs, in threads, in processes or on hosts; None:
-                                       never. On hosts it includes resets after ended episodes
-    reset_timeout            120.0     Seconds after which a reset hangs; None: never. The first one includes the start
-                                       of a process. Vectorized environments that reset within a step have both times
-                                       together. See `ThreadEnvironments`, `ProcessEnvironments`, `HostedNode`
+    timeouts                 ()        `Timeouts`: seconds after which a step or a reset hangs, in threads, in processes
+                                       or on hosts
 
     Policy
     module                   None      Has `forward_exploration` and `forward_inference`; or a function of observations,
@@ -100,30 +91,15 @@ class Rollout(RolloutLoop[Fragment]):
     on_excess                "drop"    "drop" leaves out what is older; "pace" holds the rollout back
 
     Speed of forward passes while acting
-    max_batch                None      Slots in one pass over several ready lanes; None: each lane has its own pass
-    max_wait                 0.0       Seconds for which such a pass waits for more lanes
-    forward_in_thread        False     Do passes in a worker thread, while other lanes' environments step
-    flat_forward             None      Do passes as flat lists of torch operations, without the cost of `nn.Module`'s
-                                       calls. For modules that do the same at every call: see `FlatForward`. None: for a
-                                       `DefaultModule` alone
-    compile_forward          False     Do passes by `torch.compile`; a dict has its options
-    forward_threads          1         torch's threads for passes and for making actions of them. One is best for small
-                                       networks: two wait for each other. None: as torch is set
+    forward                  ()        `Forward`: passes over several lanes, in a thread, flat or compiled
     device                   None      Where passes are done; None: where the module is
 
     Other
     seed                     None      Of environments and sampling; None: a fresh one, to be read from `seed`. A list
                                        has one for each slot's environment; the rest follows from all of them
-    metrics                  None      What pieces log into; None: a `MetricsLogger`
-    stall_after              5.0       Seconds for which no fragment comes while its reader waits, after which the log
-                                       says why, with file and line; None: never. In a graph `graph.run` has it
-    on_stall                 "log"     "raise": a run that stands still also ends, with a StallError
     log                      None      Where its figures are written, such as "tensorboard:runs/1"; or a list of them.
                                        Kinds: csv, jsonl, mlflow, otlp, progress, prometheus, tensorboard, wandb
-    log_every                1.0       Seconds between two rows of the log, at least
-    log_x                    "steps"   x axis of trackers: "steps" of environments, "updates" handed out, or "time" in s
-    trace                    None      File for a trace of stages, lanes and fragments, for ui.perfetto.dev; compressed
-                                       where it ends in .gz. In a graph `graph.run` has it
+    watch                    ()        `Watch`: the stall doctor, a trace, how often rows of the log are written
     debug                    False     Run everything in the loop's thread, whatever else is asked for: a breakpoint in
                                        a piece stops right there. In a graph the graph says what runs where
     ======================== ========= ================================================================================
@@ -138,7 +114,7 @@ class Rollout(RolloutLoop[Fragment]):
         environments, lag                the node that steps them; the `LagBound`
         env_kwargs                       keywords that an id's environments are made with
         seed, placement                  the seed in use; why it goes where it goes, with `where="auto"`
-        stall                            the rules of the stall doctor, of `stall_after` and `on_stall`
+        stall                            the rules of the stall doctor, of `watch`
         log                              logs one's own values, `log("train/loss", loss)`; `dropped_rows`
         is_running, policy_version, num_steps, lost
 
@@ -151,87 +127,48 @@ class Rollout(RolloutLoop[Fragment]):
     for which its stages run in a thread, or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`,
     with the port `fragments`. It runs once.
 
-    Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
+    Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with, and TypeError for
+    a keyword that there is not.
     """
 
-    def __init__(
-        self,
-        env: EnvSource | RemoteHosts,
-        *,
-        env_kwargs: Mapping[str, Any] | None = None,
-        module: Any = None,
-        model_config: Any = None,
-        num_envs: int | None = None,
-        lanes: int | None = None,
-        where: Place = "inline",
-        autoreset_mode: Autoreset = None,
-        workers: int | None = None,
-        step_timeout: float | None = 60.0,
-        reset_timeout: float | None = 120.0,
-        fragment_length: int = 128,
-        lookback: int | None = None,
-        seed: int | Sequence[int] | None = None,
-        explore: bool = True,
-        env_to_module_connector: Callable[[Any], Pieces] | None = None,
-        module_to_env_connector: Callable[[Any], Pieces] | None = None,
-        learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None,
-        num_fragments: int | None = None,
-        prefetch: int = 0,
-        max_lag: int | None = None,
-        on_excess: OnExcess = "drop",
-        max_batch: int | None = None,
-        max_wait: float = 0.0,
-        forward_in_thread: bool = False,
-        flat_forward: bool | None = None,
-        compile_forward: bool | Mapping[str, Any] = False,
-        forward_threads: int | None = 1,
-        device: Any = None,
-        metrics: Any = None,
-        stall_after: float | None = 5.0,
-        on_stall: OnStall = "log",
-        log: Log = None,
-        log_every: float = 1.0,
-        log_x: Axis = "steps",
-        trace: str | os.PathLike[str] | None = None,
-        debug: bool = False,
-    ) -> None:
-        arguments = dict(locals())
-        check_flags(explore=explore)
-        self.env_kwargs, self._env = dict(env_kwargs or {}), with_kwargs(env, env_kwargs)
-        options = options_of(arguments)
+    __signature__ = signature_of(RolloutKeywords)
+
+    def __init__(self, env: EnvSource | RemoteHosts, **keywords: Unpack[RolloutKeywords]) -> None:
+        options = options_of(keywords, RolloutKeywords, "Rollout")
+        check_flags(explore=options.explore)
+        self.env_kwargs = dict(options.env_kwargs or {})
+        self._env = with_kwargs(env, options.env_kwargs)
         self.seed = options.seed
-        self.environments, self.placement, options = place(
-            self._env, options, arguments, rollout=Rollout, places=ONE_AGENT
-        )
+        self.environments, self.placement, options = place(self._env, options, rollout=Rollout, places=ONE_AGENT)
         self.returns = EpisodeReturns()
-        self.metrics = MetricsLogger() if metrics is None else metrics
+        self.metrics = metrics_of(options)
         with closing_on_error(self.environments.close):
             self._acting = acting = acting_for(
                 self.environments.envs[0],
                 (self.environments.observation_space, self.environments.action_space),
-                module=module,
-                model_config=model_config,
-                env_to_module_connector=env_to_module_connector,
-                module_to_env_connector=module_to_env_connector,
+                module=options.module,
+                model_config=options.model_config,
+                env_to_module_connector=options.env_to_module_connector,
+                module_to_env_connector=options.module_to_env_connector,
                 device=options.device,
                 seed=self.seed,
             )
             self.environments.set_chosen_space(acting.spaces[1])
-            self.module, self._makes_module = acting.module, module is None
+            self.module, self._makes_module = acting.module, options.module is None
             self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
-            pieces = pieces_given(learner_connector, "learner_connector", *acting.spaces)
+            pieces = pieces_given(options.learner_connector, "learner_connector", *acting.spaces)
             self.has_learner_pieces = bool(pieces)  # beside the default ones
             is_stateful = acting.is_stateful
             self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, stateful=is_stateful)
-            self._lookback = lookback
+            self._lookback = options.lookback
             self._set_lookback()
             for pipeline in self._pipelines():
                 pipeline.refuse_edits_while_run_by(self)
-            if debug:
+            if options.debug:
                 self.env_to_module.fuses = self.module_to_env.fuses = False
             self._weights = PolicyWeights(acting.copy)
             weights = self._weights
-            lag = LagBound(lambda: {"": weights.version}, max_lag, on_excess)
+            lag = LagBound(lambda: {"": weights.version}, options.max_lag, options.on_excess)
             rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
             super().__init__(self.environments, lag, rounds, options)
             self._act_by(OnePolicy(acting, self._weights, options, self.metrics))

@@ -57,7 +57,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     placement: str
 
     def __init__(self, environments: Any, lag: LagBound, rounds: FragmentRounds[F], options: RolloutOptions) -> None:
-        self.environments, self.lag, self.stall = environments, lag, options.stall
+        self.environments, self.lag, self.stall = environments, lag, options.watch.stall_rules()
         self._rounds, self.hooks = rounds, rounds.hooks
         self._ledger = Ledger()  # of fragments in a graph
         self._ended_by: str | None = None  # the cause, of a loop
@@ -75,7 +75,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
         self._doctor: RolloutDoctor | None = None
-        self.log = RolloutLog(self, rounds.note, options.log)
+        self.log = RolloutLog(self, rounds.note, options.log_to)
 
     # Parts of a rollout
 
@@ -172,7 +172,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         with self._ending_on_error():
             self.log.begin()
             self._drive = driver(self._ring(self._credits), self._credits)
-            of_every_doctor = self.stall, self.snapshot, self._options.log.trace
+            of_every_doctor = self.stall, self.snapshot, self._options.watch.trace
             self._doctor = RolloutDoctor(self._drive, self._learner_meter, self.signs, *of_every_doctor)
             self._doctor.start()
             self._drive.start()

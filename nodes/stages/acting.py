@@ -116,9 +116,9 @@ def chosen_space(module: Any, action_space: gym.Space[Any]) -> gym.Space[Any]:
     return own
 
 
-def compile_options(compile_forward: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """Options of `torch.compile`; None where passes are not compiled."""
-    return None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)
+    return None if asked is False else {} if asked is True else dict(asked)
 
 
 def seed_lane(lane: Lane, seed: int) -> None:

@@ -15,11 +15,11 @@ from numbered_module import NumberedModule
 from remote_hosts import listening
 from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
 
-from rollflow import Rollout
+from rollflow import Rollout, Watch
 from rollflow.cli.main import main
 
 Shown = pytest.CaptureFixture[str]
-WATCHED: Any = {**OPTIONS, "stall_after": 60.0}
+WATCHED: Any = {**OPTIONS, "watch": Watch(stall_after=60.0)}
 
 
 def waiting_process(*words: str) -> subprocess.Popen[str]:

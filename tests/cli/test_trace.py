@@ -14,7 +14,7 @@ import pytest
 from command_errors import assert_one_line
 from traces import assert_nested, events_of, flows, tracks
 
-from rollflow import Rollout
+from rollflow import Rollout, Watch
 from rollflow.cli.main import main
 from rollflow.stream.observe import run_socket
 
@@ -108,7 +108,7 @@ def test_a_process_that_was_forked_meanwhile_does_not_hold_up_the_end(
 
 
 def test_a_run_is_traced_by_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Rollout("CartPole-v1", fragment_length=8, trace=str(tmp_path / "run.trace")) as rollout:
+    with Rollout("CartPole-v1", fragment_length=8, watch=Watch(trace=str(tmp_path / "run.trace"))) as rollout:
         next(rollout.batches())
         assert main(["trace", str(os.getpid()), "0.1"]) == 1
     text = capsys.readouterr().err

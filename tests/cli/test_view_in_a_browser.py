@@ -18,7 +18,7 @@ from held_envs import Held, await_that, let_go
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import OPTIONS, being_read, line_of
 
-from rollflow import Graph, Rollout
+from rollflow import Graph, Rollout, Watch
 from rollflow.stream import Outlet
 
 webdriver = needs("selenium.webdriver")
@@ -117,7 +117,9 @@ def test_the_page_renews_itself_until_the_run_and_the_view_have_ended(page: Page
 
 
 def test_a_run_that_stands_still_is_red_and_says_where(page: Page, tmp_path: Path) -> None:
-    rollout = Rollout(partial(Held, 0, tmp_path, steps=[3]), module=NumberedModule(), **{**OPTIONS, "stall_after": 0.2})
+    rollout = Rollout(
+        partial(Held, 0, tmp_path, steps=[3]), module=NumberedModule(), **{**OPTIONS, "watch": Watch(stall_after=0.2)}
+    )
     with being_read(rollout, lambda: let_go(tmp_path, 0)):
         await_that(lambda: page.texts("section.bad"), page.text)
         assert page.value("getComputedStyle(document.querySelector('section')).borderColor") == "rgb(200, 50, 60)"

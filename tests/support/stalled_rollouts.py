@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from held_envs import await_that
 
+from rollflow import Watch
 from rollflow.stream import Report
 from rollflow.stream.graph.background import Waiter
 
-OPTIONS: Any = {"fragment_length": 8, "num_fragments": 1, "seed": 0, "stall_after": None}
+OPTIONS: Any = {"fragment_length": 8, "num_fragments": 1, "seed": 0, "watch": Watch(stall_after=None)}
 
 
 def line_of(function: Any, text: str) -> str:

@@ -361,7 +361,7 @@ class HostedNode(SupervisedSource):
             mark=(began, progress[0]),
             age_s=0.0 if began is None else max(0.0, monotonic() - began),
             where=where,
-            remedy="look at the log of the host, or run rollflow doctor PID there; step_timeout gives the lane up",
+            remedy="look at the log of the host, or run rollflow doctor PID there; Timeouts(step=…) gives the lane up",
         )
         return replace(call, doing=f"has no answer to {call.doing.removeprefix('is in ')}")
 

@@ -113,7 +113,7 @@ class ThreadEnvironments:
                     mark=(begun, progress[0]),
                     age_s=(clock() - begun[0]) / 1e9,
                     where=f"lane {index}, in its thread",
-                    remedy="have it return; step_timeout ends the run, and where='processes' the worker alone",
+                    remedy="have it return; Timeouts(step=…) ends the run, and where='processes' the worker alone",
                     stack=partial(stack_of_thread, begun[1]),
                 )
 

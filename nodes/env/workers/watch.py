@@ -163,5 +163,5 @@ class ProgressWatch:
     def _text_of(self, activity: Activity) -> str:
         seconds = self._seconds[activity]
         if activity is Activity.BOTH:
-            return f"step within {seconds} s, step_timeout and reset_timeout together: it may have reset as well"
+            return f"step within {seconds} s, its timeouts of step and reset together: it may have reset as well"
         return f"reset within {seconds} s" if activity is Activity.RESET else f"step within {seconds} s{self._suffix}"

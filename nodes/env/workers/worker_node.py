@@ -178,7 +178,7 @@ class WorkerNode(SupervisedSource):
             worker, began = self._workers.get(first), self.supervisor.deadlines.began.get(link.index)
             text, remedy, pid = doing.doing, "", "no process"
             if worker is not None:
-                pid, remedy = f"pid {worker.pid}", "have it return; step_timeout ends the worker, which begins anew"
+                pid, remedy = f"pid {worker.pid}", "have it return; Timeouts(step=…) ends the worker, which begins anew"
                 if worker.is_stopped:
                     text, remedy = "is stopped, as by SIGSTOP", f"kill -CONT {worker.pid}, or find out who stopped it"
             yield replace(
@@ -351,7 +351,7 @@ class WorkerNode(SupervisedSource):
         while True:
             left = None if until is None else until - monotonic()
             if left is not None and left <= 0:
-                within = f"reset_timeout={timeout:g} s, the start of their process included"
+                within = f"{timeout:g} s, Timeouts(reset=…), the start of their process included"
                 raise EnvError(f"lane {link.index}: the environments were not made within {within}").see("timeout")
             worker = self._workers[self._first_of[link.index]]
             assert worker is not None

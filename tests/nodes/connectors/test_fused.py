@@ -14,7 +14,7 @@ from numbered_module import NumberedEnv, NumberedModule, logits_of
 from piece_forms import OneByOne
 from property_examples import examples
 
-from rollflow import Columns, ConnectorV2, DefaultModelConfig, Rollout
+from rollflow import Columns, ConnectorV2, DefaultModelConfig, Forward, Rollout
 from rollflow.nodes import ModuleToEnvPipeline
 from rollflow.stream import ModuleError
 from rollflow.stream.data.tree import map_tree
@@ -113,7 +113,7 @@ def test_pieces_called_as_one_give_the_same(**drawn: Any) -> None:
 @settings(max_examples=examples(40))
 def test_passes_over_several_lanes_give_what_each_lane_gets_by_itself(lanes: int, **drawn: Any) -> None:
     with noting_joint_runs() as joint:
-        together = fragments(**drawn, lanes=lanes, max_batch=3)
+        together = fragments(**drawn, lanes=lanes, forward=Forward(max_batch=3))
     is_joint = drawn["fuses"] and not drawn["custom"]
     assert joint
     assert set(joint) == {is_joint and drawn["kind"] in JOINT}
@@ -143,7 +143,7 @@ def test_lanes_of_a_stateful_module_in_one_pass_give_what_each_lane_gets_by_itse
         with Rollout(lambda: gym.make("CartPole-v1"), model_config=config, **settings, **options) as rollout:
             return list(rollout.fragments())
 
-    for one, other in zip(made(max_batch=3), made(), strict=True):
+    for one, other in zip(made(forward=Forward(max_batch=3)), made(), strict=True):
         np.testing.assert_array_equal(one.column(Columns.ACTIONS), other.column(Columns.ACTIONS))
         np.testing.assert_allclose(one.column(Columns.ACTION_LOGP), other.column(Columns.ACTION_LOGP), rtol=1e-5)
 
@@ -159,7 +159,7 @@ class Masks(ConnectorV2):
 
 def test_lanes_with_other_columns_are_not_put_into_one_pass() -> None:
     makers = [partial(NumberedEnv, slot) for slot in range(2)]
-    rollout = Rollout(makers, module=NumberedModule(), lanes=2, max_batch=2, seed=0)
+    rollout = Rollout(makers, module=NumberedModule(), lanes=2, forward=Forward(max_batch=2), seed=0)
     rollout.env_to_module.append(Masks())
     told = r"batches of \['mask', 'obs'\]; \['obs'\], expected the same columns"
     with pytest.raises(ModuleError, match=told) as caught, rollout:
@@ -185,7 +185,7 @@ class Wrong(NumberedModule):
 @pytest.mark.parametrize("explore", [True, False])
 def test_of_a_pass_over_several_lanes_the_lane_is_named_that_is_wrong(explore: bool) -> None:
     makers = [partial(NumberedEnv, slot) for slot in range(3)]
-    with Rollout(makers, module=Wrong(), lanes=3, max_batch=3, seed=0, explore=explore) as rollout:
+    with Rollout(makers, module=Wrong(), lanes=3, forward=Forward(max_batch=3), seed=0, explore=explore) as rollout:
         with pytest.raises(ModuleError, match=r"'action_dist_inputs' is NaN in lane 2, vector step 2, slot 0"):
             next(iter(rollout.fragments()))
 

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from numbered_module import NUM_ACTIONS, NumberedModule
 from remote_hosts import SHORT, BrokenWire, end_waits_once, listening
 
-from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout, Timeouts
 from rollflow.nodes import ExternalEnv
 from rollflow.stream.data.errors import EnvError
 
@@ -79,7 +79,7 @@ def running(*players: Callable[[], None]) -> Iterator[None]:
 
 
 def rollout_of(envs: Any, **options: Any) -> Rollout:
-    never: dict[str, Any] = {"step_timeout": None, "reset_timeout": None}
+    never: dict[str, Any] = {"timeouts": Timeouts(step=None, reset=None)}
     return Rollout(envs, **{"fragment_length": 16, "seed": 0, **never, **options})
 
 

@@ -17,7 +17,7 @@ from numbered_module import NumberedModule
 from remote_rollouts import check_counts, check_laws, taken_until
 from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
 
-from rollflow import MultiAgentRollout, Rollout
+from rollflow import Forward, MultiAgentRollout, Rollout
 from rollflow.nodes import DefaultModule, FlattenObservations, OnProcesses, OnRay
 from rollflow.stream import EnvError, ModuleError
 
@@ -173,8 +173,8 @@ def test_a_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.Monkey
 
 
 def test_what_hosts_take_no_part_in_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"compile_forward is \{'mode': 'default'\}, expected True or False"):
-        Rollout("CartPole-v1", where=OnProcesses(), compile_forward={"mode": "default"})
+    with pytest.raises(ValueError, match=r"Forward\(compile=\{'mode': 'default'\}\), expected True or False"):
+        Rollout("CartPole-v1", where=OnProcesses(), forward=Forward(compile={"mode": "default"}))
     modules = {"one": DefaultModule, "other": NumberedModule()}
     with pytest.raises(ModuleError, match=r"module\['other'\] is a NumberedModule that is made already"):
         MultiAgentRollout(telling_agents, module=modules, where=OnProcesses())

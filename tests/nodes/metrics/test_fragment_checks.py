@@ -13,7 +13,7 @@ from doctor_clock import Looking
 from held_envs import await_that
 from numbered_agents import NumberedAgents
 
-from rollflow import Graph, MultiAgentRollout, RLModule, Rollout
+from rollflow import Graph, MultiAgentRollout, RLModule, Rollout, Watch
 from rollflow.nodes.metrics import fragment_checks
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 
@@ -87,7 +87,12 @@ def said(
 ) -> list[str]:
     """What is said with a look at each `every`-th fragment; `keep` is called with each, and then `after`."""
     texts: list[str] = []
-    given: dict[str, Any] = {"fragment_length": 4, "num_fragments": ROUNDS, "seed": 0, "stall_after": None} | options
+    given: dict[str, Any] = {
+        "fragment_length": 4,
+        "num_fragments": ROUNDS,
+        "seed": 0,
+        "watch": Watch(stall_after=None),
+    } | options
     with kind(env, module=module, **given) as rollout:
         looking = Looking(rollout._doctor)
         for number, fragment in enumerate(rollout.fragments()):
@@ -185,7 +190,7 @@ def test_values_with_a_fault_are_named_once_and_others_not(case: str) -> None:
 
 
 def test_those_who_ask_have_nothing_looked_at_and_are_told_what_was_found() -> None:
-    options: Any = {"fragment_length": 4, "num_fragments": 36, "seed": 0, "stall_after": None}
+    options: Any = {"fragment_length": 4, "num_fragments": 36, "seed": 0, "watch": Watch(stall_after=None)}
     with Rollout(lambda: RandomEnv(obs=np.nan), module=EVEN, **options) as rollout:
         looking = Looking(rollout._doctor)
         texts: list[str] = []
@@ -359,7 +364,14 @@ def test_a_lane_with_slow_steps_is_named_in_a_run_that_has_one(
     monkeypatch.setattr(Paced, "steps", 0)
     envs = [Paced, Paced, lambda: Paced(slow)]
     texts: list[str] = []
-    options: Any = {"where": "threads", "lanes": 3, "fragment_length": 1, "prefetch": 2, "seed": 0, "stall_after": None}
+    options: Any = {
+        "where": "threads",
+        "lanes": 3,
+        "fragment_length": 1,
+        "prefetch": 2,
+        "seed": 0,
+        "watch": Watch(stall_after=None),
+    }
     with Rollout(envs, module=EVEN, **options) as rollout:
         looking = Looking(rollout._doctor)
         for _ in zip(range(600), rollout.fragments(), strict=False):

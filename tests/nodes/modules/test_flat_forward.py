@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 
-from rollflow import MultiAgentRollout, RLModule, Rollout
+from rollflow import Forward, MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import DefaultModule, RandomModule
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.modules.flat_forward import FlatForward
@@ -185,7 +185,7 @@ def test_a_pass_that_depends_on_numbers_is_done_as_it_is(way: Any, told: str) ->
 def test_a_rollout_gives_the_same_either_way_and_tells_which() -> None:
     fragments = []
     for flat in (False, True, None):
-        options: Any = {"fragment_length": 5, "num_fragments": 3, "seed": 0, "flat_forward": flat}
+        options: Any = {"fragment_length": 5, "num_fragments": 3, "seed": 0, "forward": Forward(flat=flat)}
         with Rollout(numbered_envs(3)[1], module=NumberedModule(), **options) as rollout:
             assert ("forward pass flat" in rollout.explain()) is bool(flat)
             fragments.append([fragment.column("action_logp").tolist() for fragment in rollout.fragments()])
@@ -194,7 +194,7 @@ def test_a_rollout_gives_the_same_either_way_and_tells_which() -> None:
 
 def test_default_modules_go_flat_unless_told_not_to() -> None:
     assert "forward pass flat" in Rollout("CartPole-v1").explain()
-    assert "forward pass flat" not in Rollout("CartPole-v1", flat_forward=False).explain()
+    assert "forward pass flat" not in Rollout("CartPole-v1", forward=Forward(flat=False)).explain()
     assert "forward pass flat" not in Rollout("CartPole-v1", debug=True).explain()
 
 
@@ -216,15 +216,17 @@ def same(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
 
 def test_a_compiled_pass_gives_the_same() -> None:
     # torch's eager backend goes through all of torch.compile but the making of machine code.
-    assert same(fragments(compile_forward={"backend": "eager"}), fragments())
+    assert same(fragments(forward=Forward(compile={"backend": "eager"})), fragments())
 
 
 @pytest.mark.slow
 def test_compiled_passes_of_several_modules_give_the_same() -> None:
     drawn = DrawnAgents(2, 2, 4, 1, 9, False, 6, 1, False, 3)
-    assert_alike(agent_fragments(drawn, compile_forward={"backend": "eager"}), agent_fragments(drawn))
+    assert_alike(agent_fragments(drawn, forward=Forward(compile={"backend": "eager"})), agent_fragments(drawn))
     # The shapes of batches differ from pass to pass where agents come and go.
-    assert_alike(agent_fragments(drawn, compile_forward={"backend": "eager"}, max_batch=8), agent_fragments(drawn))
+    assert_alike(
+        agent_fragments(drawn, forward=Forward(compile={"backend": "eager"}, max_batch=8)), agent_fragments(drawn)
+    )
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -237,14 +239,12 @@ def test_it_is_shown_and_refused_beside_a_flat_one(several: bool) -> None:
             return str(rollout.explain())
 
     maker = partial(NumberedAgents, 0, nested=0)
-    assert "forward pass compiled" in explained(compile_forward={"backend": "eager"})
+    assert "forward pass compiled" in explained(forward=Forward(compile={"backend": "eager"}))
     assert "forward pass flat" in explained()
-    assert "forward pass" not in explained(flat_forward=False)
+    assert "forward pass" not in explained(forward=Forward(flat=False))
     if several:
         shown = explained(module={"default_policy": None, "agent 0": RandomModule})
         assert "'default_policy' forward pass flat" in shown
-    with pytest.raises(ValueError, match="two ways of doing a pass"):
-        make(compile_forward=True, flat_forward=True)
 
 
 def test_main_memory_as_a_device_is_no_other_device() -> None:

@@ -28,7 +28,7 @@ from remote_rollouts import (
     wired,
 )
 
-from rollflow import Fragment, RemoteRollouts
+from rollflow import Fragment, RemoteRollouts, Timeouts
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream import EnvError
 
@@ -232,7 +232,9 @@ def test_one_that_is_late_is_named_and_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
     held = [partial(Held, slot, tmp_path, steps=[12] if slot == 0 else [], lengths=(100, 100)) for slot in range(3)]
-    with hosted([*makers(3), *held], on={"lanes": 2, "name": "sim"}, step_timeout=0.3, prefetch=6, num_fragments=3) as (
+    with hosted(
+        [*makers(3), *held], on={"lanes": 2, "name": "sim"}, timeouts=Timeouts(step=0.3), prefetch=6, num_fragments=3
+    ) as (
         rollout,
         _,
     ):
@@ -257,7 +259,7 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
     envs = [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100)), *makers(1)]
     on = {"lanes": 2, "name": "sim"}
     try:
-        with hosted(envs, on=on, step_timeout=0.3, reset_timeout=0.3, prefetch=1) as (rollout, _):
+        with hosted(envs, on=on, timeouts=Timeouts(step=0.3, reset=0.3), prefetch=1) as (rollout, _):
             fragments, records = iter(rollout.fragments()), rollout.environments.remotes
             count = rollout.environments._counts[0]
             taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)
@@ -293,7 +295,7 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
 ) -> None:
     steps = [4, 5, 6, 7]
     with hosted(
-        [partial(Held, 0, tmp_path, steps=steps)], step_timeout=10.0, reset_timeout=10.0, prefetch=1, num_fragments=1
+        [partial(Held, 0, tmp_path, steps=steps)], timeouts=Timeouts(step=10.0, reset=10.0), prefetch=1, num_fragments=1
     ) as (rollout, _):
         for times, step in enumerate(steps):
             await_held(tmp_path, 0, times)
@@ -313,7 +315,7 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
 ) -> None:
     held = [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]
     try:
-        with wired(held, step_timeout=0.3, reset_timeout=60.0, prefetch=1) as (rollout, _, wire):
+        with wired(held, timeouts=Timeouts(step=0.3, reset=60.0), prefetch=1) as (rollout, _, wire):
             rollout.environments.join_timeout = 0.2
             await_that(lambda: rollout.num_steps == 12)
             await_late(rollout, clock)
@@ -339,7 +341,7 @@ def test_a_reset_that_hangs_has_the_time_of_a_reset(tmp_path: Path, caplog: pyte
     try:
         with (
             rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, resets=[0])]),
-            rollout_over(envs, step_timeout=0.05, reset_timeout=0.4, prefetch=1) as rollout,
+            rollout_over(envs, timeouts=Timeouts(step=0.05, reset=0.4), prefetch=1) as rollout,
         ):
             rollout.environments.join_timeout = 0.2
             await_held(tmp_path, 0)

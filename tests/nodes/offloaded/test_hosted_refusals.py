@@ -13,7 +13,17 @@ from remote_hosts import dialled_host, end_waits_once, hosting, listening
 from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
 from serial_module import SerialModule
 
-from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, RemoteEnvs, RemoteRollouts, RLModule, Rollout
+from rollflow import (
+    ConnectorV2,
+    Forward,
+    MeanStdFilter,
+    MultiAgentRollout,
+    RemoteEnvs,
+    RemoteRollouts,
+    RLModule,
+    Rollout,
+    Watch,
+)
 from rollflow.nodes import EnvHost, FlattenObservations, RandomModule, RolloutHost
 from rollflow.stream import ConnectorError, EnvError, ModuleError
 from rollflow.stream.data.errors import StateError, WireError
@@ -316,13 +326,25 @@ def test_hosts_of_another_kind_are_refused(
         ({"lanes": 2}, "num_envs is None and lanes is 2, expected neither: hosts say how many"),
         ({"where": "rollouts"}, "where is 'rollouts', but remote environments are where their hosts are"),
         ({"workers": 2}, "workers is 2, but remote environments are where their hosts are"),
-        ({"max_batch": 4}, "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs"),
-        ({"max_wait": 0.01}, "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs"),
-        ({"forward_in_thread": True}, "max_wait and forward_in_thread are for a forward pass over several lanes"),
-        ({"compile_forward": True}, "compile_forward is for forward passes here, and .* given to each RolloutHost"),
+        (
+            {"forward": Forward(max_batch=4)},
+            "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs",
+        ),
+        (
+            {"forward": Forward(max_wait=0.01)},
+            "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs",
+        ),
+        (
+            {"forward": Forward(in_thread=True)},
+            "max_wait and in_thread of Forward are for a pass over several lanes",
+        ),
+        (
+            {"forward": Forward(compile=True)},
+            r"Forward\(compile=…\) is for forward passes here, and .* given to each RolloutHost",
+        ),
         ({"device": "cpu"}, "device is for forward passes here, and RemoteRollouts do theirs on the hosts; expected"),
         ({"debug": True}, "debug is for what runs in this process, and RemoteRollouts act on the hosts; expected"),
-        ({"metrics": {}}, "metrics is dict, expected a MetricsLogger: every worker has one, to be merged"),
+        ({"watch": Watch(metrics={})}, "metrics is dict, expected a MetricsLogger: every worker has one, to be merged"),
     ],
 )
 @pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])

@@ -85,7 +85,7 @@ def test_a_host_that_is_slow_to_read_gets_the_newest_alone(tmp_path: Path) -> No
 
     with raw_host_of(tmp_path, module=Large) as (rollout, raw):
         raw.next_turn()
-        raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # or the system may have room for all of it
+        raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # or the system may have room for all of it
         [slow] = [host for host in rollout.environments.gateway.hosts.values() if host.name.startswith("raw")]
         for version in range(1, 31):
             rollout.publish(Large().state_dict() | weight(version))

@@ -15,7 +15,7 @@ import pytest
 from held_envs import LONGEST_S, Held, await_file, await_held, let_go, times_made
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow import ConnectorV2, Rollout
+from rollflow import ConnectorV2, Rollout, Timeouts
 from rollflow.stream import EnvError
 
 pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.0)]
@@ -50,7 +50,7 @@ def come_back(node: Any, count: int = 1, until: Callable[[], bool] = lambda: Tru
 
 
 def test_a_steady_worker_is_not_taken_for_hung(tmp_path: Path, forward: Forward, started: Any) -> None:
-    node, lane = started(partial(Held, 0, tmp_path, steps=[3, 8, 13]), step_timeout=1.0, reset_timeout=1.0)
+    node, lane = started(partial(Held, 0, tmp_path, steps=[3, 8, 13]), timeouts=Timeouts(step=1.0, reset=1.0))
     for times in range(3):
         node(lane)
         await_held(tmp_path, 0, times)
@@ -63,7 +63,7 @@ def test_a_steady_worker_is_not_taken_for_hung(tmp_path: Path, forward: Forward,
 
 
 def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, started: Any) -> None:
-    node, lane = started(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0)
+    node, lane = started(partial(Held, 0, tmp_path, steps=[8]), timeouts=Timeouts(step=1.0))
     node(lane)
     come_back(node)
     node(lane)
@@ -79,7 +79,7 @@ def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, started: Any
 def test_steps_that_are_made_while_a_turn_is_still_handed_over_count(
     tmp_path: Path, forward: Forward, started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, lane = started(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0)
+    node, lane = started(partial(Held, 0, tmp_path, steps=[8]), timeouts=Timeouts(step=1.0))
     node(lane)
     come_back(node)
     link = node.links[0]
@@ -103,7 +103,7 @@ def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
     tmp_path: Path, forward: Forward, started: Any, reset_timeout: float | None
 ) -> None:
     maker = partial(Held, 0, tmp_path, steps=[0])
-    node, lane = started(maker, step_timeout=1.0, reset_timeout=reset_timeout)
+    node, lane = started(maker, timeouts=Timeouts(step=1.0, reset=reset_timeout))
     node(lane)
     await_held(tmp_path, 0)
     list(node.completed())
@@ -117,7 +117,7 @@ def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
 
 def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, forward: Forward, started: Any) -> None:
     maker = partial(Held, 0, tmp_path, resets=[0])
-    node, lane = started(maker, step_timeout=1.0, reset_timeout=5.0)
+    node, lane = started(maker, timeouts=Timeouts(step=1.0, reset=5.0))
     node(lane)
     await_held(tmp_path, 0)
     forward(4.0)
@@ -175,7 +175,7 @@ def test_where_it_hangs_is_said(
 ) -> None:
     module = HangsInForward()
     module.folder = tmp_path
-    node, lane = started(partial(NumberedEnv, 0), num_envs=1, module=module, step_timeout=1.0, reset_timeout=1.0)
+    node, lane = started(partial(NumberedEnv, 0), num_envs=1, module=module, timeouts=Timeouts(step=1.0, reset=1.0))
     node(lane)
     await_file(tmp_path / "hangs")
     forward(1.5)
@@ -189,7 +189,7 @@ def test_lanes_that_share_a_worker_that_hangs_say_so(
     tmp_path: Path, forward: Forward, started: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     envs = [partial(Held, slot, tmp_path, steps=[1] if slot else []) for slot in range(2)]
-    node, *lanes = started(envs, lanes=2, step_timeout=1.0)
+    node, *lanes = started(envs, lanes=2, timeouts=Timeouts(step=1.0))
     for lane in lanes:
         node(lane)
     await_held(tmp_path, 1)

@@ -9,7 +9,7 @@ from ending_envs import Doomed, lives_of, rewards_by_slot
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
 
-from rollflow import ConnectorV2, MultiAgentRollout, Rollout
+from rollflow import ConnectorV2, Forward, MultiAgentRollout, Rollout, Timeouts, Watch
 from rollflow.stream import EnvError, RunError
 
 pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]
@@ -45,7 +45,7 @@ def check_all_counted(fragments: list[Any], rollout: Rollout, folder: Path, most
 def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     tmp_path: Path, fate: str, prefetch: int, victim: int, options: dict[str, Any], most: int
 ) -> None:
-    given: dict[str, Any] = {"workers": 2, "fragment_length": 8, "seed": 0, "step_timeout": 1.0, **options}
+    given: dict[str, Any] = {"workers": 2, "fragment_length": 8, "seed": 0, "timeouts": Timeouts(step=1.0), **options}
     slots, step, lives = (4, 21, 2) if victim == 0 else (3, 13, 1)
     makers = [partial(Doomed, slot, tmp_path, fate, step, lives * (slot == victim)) for slot in range(slots)]
     with Rollout(makers, where="rollouts", module=NumberedModule(), prefetch=prefetch, **given) as rollout:
@@ -94,12 +94,15 @@ def test_the_report_tells_of_the_stages_in_the_workers() -> None:
     ("options", "told"),
     [
         (
-            {"max_batch": 4},
-            "max_batch, max_wait and forward_in_thread are for a forward pass over several lanes, but",
+            {"forward": Forward(max_batch=4)},
+            "max_batch, max_wait and in_thread of Forward are for a pass over several lanes, but",
         ),
-        ({"max_wait": 0.01}, "but where='rollouts' has one for each; expected where='threads' or where='processes'"),
-        ({"forward_in_thread": True}, "but where='rollouts' has one for each; expected"),
-        ({"metrics": {}}, "metrics is dict, expected a MetricsLogger"),
+        (
+            {"forward": Forward(max_wait=0.01)},
+            "but where='rollouts' has one for each; expected where='threads' or where='processes'",
+        ),
+        ({"forward": Forward(in_thread=True)}, "but where='rollouts' has one for each; expected"),
+        ({"watch": Watch(metrics={})}, "metrics is dict, expected a MetricsLogger"),
     ],
 )
 def test_what_has_no_effect_in_workers_is_refused(kind: Any, env: Any, options: dict[str, Any], told: str) -> None:

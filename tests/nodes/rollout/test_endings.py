@@ -11,7 +11,7 @@ from numbered_module import NumberedModule, numbered_envs
 from raising_env import Breaks
 from serial_module import SerialModule
 
-from rollflow import Graph, Rollout
+from rollflow import Forward, Graph, Rollout
 from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
 from rollflow.stream import Inlet
 
@@ -19,8 +19,8 @@ DRAWN = Drawn(3, 2, 4, 1, 9, False, 4, 1, True, 11)
 WAYS: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 2},
-    "gathering": {"lanes": 3, "max_batch": 12},
-    "forward in a thread": {"lanes": 2, "forward_in_thread": True},
+    "gathering": {"lanes": 3, "forward": Forward(max_batch=12)},
+    "forward in a thread": {"lanes": 2, "forward": Forward(in_thread=True)},
 }
 FAILING = {
     "env": r"(environment 1, env step|lane 0, vector step)",
@@ -195,7 +195,7 @@ async def test_a_stalled_sink_stops_the_environments(several: bool) -> None:
 
 
 @pytest.mark.parametrize("several", SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("way", [{"lanes": 1}, {"lanes": 2, "max_batch": 12}])
+@pytest.mark.parametrize("way", [{"lanes": 1}, {"lanes": 2, "forward": Forward(max_batch=12)}])
 def test_without_prefetch_the_environments_stand_still_while_the_caller_works(
     way: dict[str, Any], several: bool
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from extras import needs
 from together import Together
 
-from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow import Graph, MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import RandomModule
 from rollflow.stream import ModuleError, RunError
 
@@ -142,11 +142,11 @@ def test_the_x_axis_goes_on(kind: str, axis: Any, tmp_path: Path) -> None:
     if kind == "tensorboard":
         needs("tensorboard")
     path = tmp_path / "log"
-    with walk(log=f"{kind}:{path}", log_x=axis) as rollout:
+    with walk(log=f"{kind}:{path}", watch=Watch(log_x=axis)) as rollout:
         list(rollout.batches())
     last = {"steps": 24, "updates": 3}[axis]
     assert rows_of(kind, path, axis)[-1] == last
-    going_on = walk(log=f"{kind}:{path}", log_x=axis)
+    going_on = walk(log=f"{kind}:{path}", watch=Watch(log_x=axis))
     going_on.load_state_dict(rollout.state_dict())
     with going_on:
         list(going_on.batches())

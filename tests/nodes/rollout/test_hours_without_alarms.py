@@ -18,7 +18,7 @@ from doctor_clock import Looking
 
 from benchmarks import envs
 from benchmarks.policies import Mlp, Noop, Zeros
-from rollflow import Rollout
+from rollflow import Rollout, Watch
 
 LONG_S, STEP_S, UPDATE_S, SIGMA = 900.0, 0.3, 8.0, 1.0
 
@@ -80,7 +80,7 @@ def test_nothing_is_said_in_a_long_run(
 ) -> None:
     monkeypatch.setattr(envs, "time", SimpleNamespace(sleep=str, perf_counter=perf_counter))
     time = DrawnTime()
-    options: Any = {"fragment_length": 16, "seed": 0, "stall_after": None}
+    options: Any = {"fragment_length": 16, "seed": 0, "watch": Watch(stall_after=None)}
     env = timed(make(), time) if make().__class__ is envs.NoopEnv else lambda: timed(make(), time)
     with Rollout(env, module=module, **options) as rollout:
         time.looking = Looking(rollout._doctor)

@@ -19,7 +19,7 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from places import rollout_at
 
-from rollflow import ConnectorV2, Graph, MultiAgentRollout, Policy, Rollout
+from rollflow import ConnectorV2, Forward, Graph, MultiAgentRollout, Policy, Rollout
 from rollflow.nodes import MultiRLModule
 from rollflow.sinks import LearnerPipeline
 from rollflow.stream import RunError
@@ -115,21 +115,22 @@ def rollout_of(kind: str, point: str, interrupts: Interrupts, **options: Any) ->
     makers = [lambda env=env: env for env in envs]
     if not several:
         return Rollout(makers, module=module, **OPTIONS, **options), envs
-    if "max_batch" in options:
-        options["max_batch"] = 8
+    if options.get("forward") == ONE_PASS:
+        options["forward"] = Forward(max_batch=8)
     given: Any = {"module": MultiRLModule({"m": module}), "agent_to_module_mapping_fn": lambda agent, episode: "m"}
     return MultiAgentRollout(makers, **given, **OPTIONS, **options), envs
 
 
 OPTIONS: Any = {"fragment_length": 8, "seed": 0}
+ONE_PASS = Forward(max_batch=4)
 KINDS = ["one agent", "several agents"]
 POINTS = ["before the step", "after the step", "reset", "forward", "env_to_module", "module_to_env", "learner", "hook"]
 WAYS: dict[str, dict[str, Any]] = {
     "inline": {},
     "threads": {"where": "threads", "lanes": 3},
-    "one pass for all": {"where": "threads", "lanes": 3, "max_batch": 4},
+    "one pass for all": {"where": "threads", "lanes": 3, "forward": ONE_PASS},
     "ahead": {"prefetch": 2},
-    "forward in a thread": {"where": "threads", "lanes": 3, "forward_in_thread": True},
+    "forward in a thread": {"where": "threads", "lanes": 3, "forward": Forward(in_thread=True)},
 }
 IN_READER = ("learner", "hook")  # points in the reader's thread, wherever the rest is
 

@@ -18,7 +18,7 @@ from places import PLACES
 from remote_hosts import hosting, listening
 from remote_rollouts import makers, rollouts_on
 
-from rollflow import ConnectorV2, Fragment, Graph, MultiAgentRollout, RemoteRollouts, Replay, Rollout
+from rollflow import ConnectorV2, Forward, Fragment, Graph, MultiAgentRollout, RemoteRollouts, Replay, Rollout
 from rollflow.sinks import LearnerPipeline
 from rollflow.stream import Inlet
 from rollflow.stream.data.blocks import root_of
@@ -27,7 +27,7 @@ from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.graph.run import Run
 
 WAYS = {name: options for name, options in PLACES.items() if name != "forward in a thread"}
-JOINT: dict[str, Any] = {"joint": {"lanes": 2, "max_batch": 4}}
+JOINT: dict[str, Any] = {"joint": {"lanes": 2, "forward": Forward(max_batch=4)}}
 
 
 class Memory:

@@ -15,7 +15,7 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
 from serial_module import SerialModule
 
-from rollflow import ConnectorV2, MultiAgentRollout, Rollout
+from rollflow import ConnectorV2, Forward, MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import ArrayStep, MetricsLogger, MultiAgentVectorEnv
 from rollflow.nodes.rollout import race
 from rollflow.stream import EnvError, ModuleError
@@ -75,7 +75,7 @@ def test_every_place_runs_with_several_agents() -> None:
 
 
 @pytest.mark.usefixtures("_without_processes")
-@pytest.mark.parametrize("options", [{}, {"lanes": 2}, {"max_batch": 4}, {"workers": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"lanes": 2}, {"forward": Forward(max_batch=4)}, {"workers": 1}], ids=str)
 def test_what_is_asked_for_is_tried_and_made(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[dict[str, Any]] = []
     trial_of = race.trial_of
@@ -94,7 +94,7 @@ def test_what_is_asked_for_is_tried_and_made(options: dict[str, Any], monkeypatc
     _, *raced = tried
     assert [how["where"] for how in raced] == list(HERE)
     assert all(how["lanes"] == options.get("lanes") and how["workers"] is None for how in raced)
-    assert all(how["max_batch"] == options.get("max_batch") and how["prefetch"] == 1 for how in raced)
+    assert all(how["forward"] == options.get("forward", Forward()) and how["prefetch"] == 1 for how in raced)
     assert ("workers=1 is not used" in told) == ("workers" in options)
 
 
@@ -268,10 +268,10 @@ class Locked(NumberedModule):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"max_batch": 4}, "max_batch, max_wait and forward_in_thread are for a forward pass"),
-        ({"forward_in_thread": True}, "max_batch, max_wait and forward_in_thread are for a forward pass"),
-        ({"max_wait": 0.001}, "max_batch, max_wait and forward_in_thread are for a forward pass"),
-        ({"metrics": object()}, "metrics of type object can't be merged"),
+        ({"forward": Forward(max_batch=4)}, "max_batch, max_wait and in_thread of Forward are for a pass"),
+        ({"forward": Forward(in_thread=True)}, "max_batch, max_wait and in_thread of Forward are for a pass"),
+        ({"forward": Forward(max_wait=0.001)}, "max_batch, max_wait and in_thread of Forward are for a pass"),
+        ({"watch": Watch(metrics=object())}, "metrics of type object can't be merged"),
         ({"module": lambda *spaces: Locked()}, "it raised "),
     ],
     ids=["max_batch", "forward_in_thread", "max_wait", "metrics", "module"],
@@ -318,7 +318,7 @@ def test_what_can_not_be_measured_stays_inline_and_says_so() -> None:
             assert metrics.rare
             return batch
 
-    told = placement(Given, metrics=Rare(), env_to_module_connector=lambda env: Logs())
+    told = placement(Given, watch=Watch(metrics=Rare()), env_to_module_connector=lambda env: Logs())
     assert told.startswith("where='inline': nothing could be measured: AttributeError: 'MetricsLogger' object has no")
     with pytest.raises(ModuleError, match="module 'Once' can't be copied: there is one alone"):
         placement(Given, module=Once())
@@ -335,4 +335,4 @@ def test_errors_are_those_of_the_rollout_itself() -> None:
     with pytest.raises(ModuleError, match="module is object, which has no method forward_exploration"):
         Rollout(Given, module=object(), where="auto")
     with pytest.raises(ValueError, match="max_batch is 1, expected at least 2: a lane's slots go together"):
-        Rollout(Given, module=NumberedModule(), where="auto", num_envs=2, lanes=1, max_batch=1)
+        Rollout(Given, module=NumberedModule(), where="auto", num_envs=2, lanes=1, forward=Forward(max_batch=1))

@@ -12,7 +12,7 @@ from leftovers import descriptors_here
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from torch import nn
 
-from rollflow import ConnectorV2, Fragment, FrameStacking, Graph, RLModule, Rollout
+from rollflow import ConnectorV2, Forward, Fragment, FrameStacking, Graph, RLModule, Rollout, Timeouts, Watch
 from rollflow.nodes import EpisodeReturns, LambdaConnector
 from rollflow.nodes.connectors.common.tensors import TensorToNumpy
 from rollflow.nodes.env.environments import Environments
@@ -92,7 +92,7 @@ def test_a_rollout_ends_after_its_fragments() -> None:
         ]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_batch": 3}, {"prefetch": 2}])
+@pytest.mark.parametrize("options", [{}, {"forward": Forward(max_batch=3)}, {"prefetch": 2}])
 def test_what_the_reader_did_not_get_is_counted_as_lost(options: dict[str, Any]) -> None:
     with numbered(4, lanes=2, **options) as rollout:
         got = next(iter(rollout.fragments())).num_steps
@@ -106,7 +106,7 @@ def test_a_batch_that_could_not_be_made_is_lost() -> None:
     assert rollout.lost == {"failed": 15}
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"lanes": 2, "max_batch": 2}])
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"lanes": 2, "forward": Forward(max_batch=2)}])
 def test_a_loop_that_was_left_may_be_taken_up_again(options: dict[str, Any]) -> None:
     envs, makers = numbered_envs(4)
     seen = 0
@@ -248,9 +248,9 @@ def test_next_after_the_end_raises_stop_iteration() -> None:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "prefetch": {"prefetch": 2},
-    "gathering": {"max_batch": 6, "lanes": 3},
-    "gathering, waiting": {"max_batch": 6, "lanes": 3, "max_wait": 10.0, "num_fragments": 4},
-    "forward in a thread": {"forward_in_thread": True, "lanes": 2, "prefetch": 1},
+    "gathering": {"forward": Forward(max_batch=6), "lanes": 3},
+    "gathering, waiting": {"forward": Forward(max_batch=6, max_wait=10.0), "lanes": 3, "num_fragments": 4},
+    "forward in a thread": {"forward": Forward(in_thread=True), "lanes": 2, "prefetch": 1},
 }
 
 
@@ -285,7 +285,7 @@ async def test_the_loop_may_be_asynchronous(options: dict[str, Any]) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("in_thread", [False, True])
 async def test_in_a_graph_a_pass_waits_for_other_lanes_no_longer_than_it_may(in_thread: bool) -> None:
-    options: dict[str, Any] = {"max_batch": 8, "max_wait": 1e-3, "forward_in_thread": in_thread}
+    options: dict[str, Any] = {"forward": Forward(max_batch=8, max_wait=1e-3, in_thread=in_thread)}
     rollout = numbered(4, lanes=2, where="threads", num_fragments=3, **options)  # no pass is ever full
     graph = Graph()
     graph.add(rollout=rollout)
@@ -568,14 +568,23 @@ class WithoutMode(SyncVectorEnv):
             ModuleError,
             r"WithoutInit.__init__ did not call super\(\).__init__\(\), expected that first",
         ),
-        ({"max_batch": 2}, ValueError, "max_batch is 2, expected at least 3: a lane's slots go together"),
+        (
+            {"forward": Forward(max_batch=2)},
+            ValueError,
+            "max_batch is 2, expected at least 3: a lane's slots go together",
+        ),
         ({"on_excess": "shrug"}, ValueError, "on_excess is 'shrug', expected 'drop' or 'pace'"),
         ({"on_excess": "pace"}, ValueError, "on_excess='pace' is for fragments older than max_lag, expected max_lag="),
         ({"explore": "yes"}, ValueError, "explore is 'yes', expected True or False"),
         ({"debug": 1}, ValueError, "debug is 1, expected True or False"),
-        ({"forward_in_thread": "no"}, ValueError, "forward_in_thread is 'no', expected True or False"),
-        ({"flat_forward": 2}, ValueError, "flat_forward is 2, expected True or False"),
-        ({"compile_forward": "max"}, ValueError, "compile_forward is 'max', expected True, False or a dict of torch"),
+        ({"forward": True}, TypeError, r"forward is True, expected Forward\(...\)"),
+        (
+            {"flat_forward": True},
+            TypeError,
+            r"Rollout has no keyword 'flat_forward', expected forward=Forward\(flat=…\)",
+        ),
+        ({"fragment_lenght": 4}, TypeError, "Rollout has no keyword 'fragment_lenght', expected 'fragment_length'"),
+        ({"joint_connector": None}, TypeError, "Rollout has no keyword 'joint_connector'"),
         ({"lanes": 0}, EnvError, "lanes is 0, expected at least 1"),
         ({"lanes": 0, "where": "threads"}, EnvError, "lanes is 0, expected at least 1"),
         ({"env_to_module_connector": 3}, ConnectorError, "env_to_module_connector is 3, expected a function"),
@@ -601,6 +610,26 @@ class WithoutMode(SyncVectorEnv):
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         numbered(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Forward(max_batch=0), "max_batch is 0, expected a whole number from 1 on"),
+        (lambda: Forward(max_wait=-1.0), r"max_wait is -1\.0, expected seconds from 0 on"),
+        (lambda: Forward(in_thread="no"), "in_thread is 'no', expected True or False"),
+        (lambda: Forward(flat=2), "flat is 2, expected True or False"),
+        (lambda: Forward(compile="max"), "compile is 'max', expected True, False or a dict of torch"),
+        (lambda: Forward(compile=True, flat=True), "flat and compile are two ways of doing a pass"),
+        (lambda: Timeouts(step="1"), "step of Timeouts is '1', expected seconds"),
+        (lambda: Timeouts(step=float("nan")), "step of Timeouts is nan, expected seconds"),
+        (lambda: Timeouts(reset=float("inf")), "reset of Timeouts is inf, expected seconds"),
+        (lambda: Watch(stall_after=0), "stall_after is 0, expected a number of seconds above 0, or None"),
+    ],
+)
+def test_records_of_options_refuse_what_makes_no_sense(make: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
 
 
 @pytest.mark.anyio
@@ -719,7 +748,7 @@ def test_nan_logits_are_named_with_lane_slot_and_step() -> None:
 
 
 @pytest.mark.parametrize("low", [-1.0, -np.inf])  # clipped or not, and so in pieces one by one or fused
-@pytest.mark.parametrize("options", [{}, {"lanes": 2, "max_batch": 2}])
+@pytest.mark.parametrize("options", [{}, {"lanes": 2, "forward": Forward(max_batch=2)}])
 def test_an_action_that_the_module_gives_and_that_is_no_number_is_refused(low: float, options: dict[str, Any]) -> None:
     space = gym.spaces.Box(np.float32(low), np.float32(-low), (2,))
 
@@ -988,7 +1017,7 @@ def test_a_module_that_changes_its_batch_is_refused(flat: bool) -> None:
 
     with (
         pytest.raises(ModuleError, match=r"Shifts.forward_exploration changed a tensor of its batch in place"),
-        numbered(module=Shifts(), flat_forward=flat) as rollout,
+        numbered(module=Shifts(), forward=Forward(flat=flat)) as rollout,
     ):
         next(iter(rollout.fragments()))
 
@@ -1026,7 +1055,7 @@ def test_forward_passes_and_sampling_use_so_many_threads_and_nothing_else_does(t
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        rollout = numbered(module=Watches(), forward_threads=threads, num_fragments=2)
+        rollout = numbered(module=Watches(), forward=Forward(threads=threads), num_fragments=2)
         rollout.module_to_env.prepend(LambdaConnector(watch))
         with rollout:
             for _ in rollout.fragments():
@@ -1050,7 +1079,7 @@ def test_as_much_lookback_is_kept_as_the_piece_needs_that_looks_furthest_back() 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"lanes": 2, "max_batch": 4}, {"where": "rollouts"}])
+@pytest.mark.parametrize("settings", [{}, {"lanes": 2, "forward": Forward(max_batch=4)}, {"where": "rollouts"}])
 @pytest.mark.parametrize("explore", [True, False])
 def test_a_piece_may_make_the_logits_arrays_before_actions_are_sampled(explore: bool, settings: dict[str, Any]) -> None:
     def run(*, as_arrays: bool) -> list[Any]:

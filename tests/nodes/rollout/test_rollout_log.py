@@ -21,7 +21,7 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from places import PLACES
 
-from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow import Graph, MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import EpisodeReturns, RandomModule
 from rollflow.nodes.logs import destinations
 from rollflow.nodes.logs.figures import OWN, PLACE, figure_of
@@ -32,7 +32,7 @@ STAGES = {"env", "env_to_module", "module", "module_to_env"}
 
 
 def rollout_of(path: Path, env: Any = NumberedEnv, **options: Any) -> Rollout:
-    options = {"num_fragments": 3, "fragment_length": 8, "seed": 0, "log_every": SELDOM, **options}
+    options = {"num_fragments": 3, "fragment_length": 8, "seed": 0, "watch": Watch(log_every=SELDOM), **options}
     return Rollout([partial(env, 0), partial(env, 1)], module=NumberedModule(), log=f"jsonl:{path}", **options)
 
 
@@ -84,7 +84,9 @@ def test_the_age_of_fragments_is_looked_at_once_for_each_row(tmp_path: Path, mon
 
 
 def test_without_a_log_nothing_is_measured_and_ones_own_values_go_nowhere() -> None:
-    with Rollout(lambda: NumberedEnv(0), module=NumberedModule(), num_fragments=1, stall_after=None) as rollout:
+    with Rollout(
+        lambda: NumberedEnv(0), module=NumberedModule(), num_fragments=1, watch=Watch(stall_after=None)
+    ) as rollout:
         for _ in rollout.batches():
             rollout.log("train/loss", 1.0)
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollflow log")]
@@ -101,7 +103,7 @@ def test_several_agents_have_returns_and_versions_by_module(tmp_path: Path) -> N
         num_fragments=2,
         seed=0,
         log=[f"jsonl:{path}"],
-        log_every=SELDOM,
+        watch=Watch(log_every=SELDOM),
     )
     with rollout:
         for _ in rollout.batches():
@@ -158,8 +160,8 @@ def test_an_error_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
     program = (
-        "from rollflow.nodes import Rollout\n"
-        "with Rollout('CartPole-v1', seed=0, log='csv:run.csv', log_every=3600) as rollout:\n"
+        "from rollflow import Rollout, Watch\n"
+        "with Rollout('CartPole-v1', seed=0, log='csv:run.csv', watch=Watch(log_every=3600)) as rollout:\n"
         "    for number, batch in enumerate(rollout.batches()):\n"
         "        rollout.log('train/loss', 0.5)\n"
         "        if number == 1:\n"
@@ -225,7 +227,9 @@ async def test_other_tasks_go_on_while_a_log_is_written_to_its_end(monkeypatch: 
     monkeypatch.setattr(destinations, "KINDS", {"patient": lambda target: Patient()})
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(other)
-        async with Rollout("CartPole-v1", num_fragments=1, seed=0, log="patient:", log_every=SELDOM) as rollout:
+        async with Rollout(
+            "CartPole-v1", num_fragments=1, seed=0, log="patient:", watch=Watch(log_every=SELDOM)
+        ) as rollout:
             async for _ in rollout.batches():
                 pass
     assert in_time == [True]

@@ -10,7 +10,7 @@ import torch
 from doctor_clock import Looking
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow import Rollout
+from rollflow import Rollout, Watch
 from rollflow.nodes.rollout.rollout import PublishCheck, ReturnsCheck
 from rollflow.nodes.stages.staleness import LagBound
 
@@ -26,7 +26,7 @@ class Trained(NumberedModule):
 def batches_while(train: Any) -> list[str]:
     """What is said while twelve batches are trained on."""
     texts: list[str] = []
-    options: Any = {"fragment_length": 4, "num_fragments": 12, "seed": 0, "stall_after": None}
+    options: Any = {"fragment_length": 4, "num_fragments": 12, "seed": 0, "watch": Watch(stall_after=None)}
     with Rollout(lambda: NumberedEnv(0), module=Trained(), **options) as rollout:
         looking = Looking(rollout._doctor)
         for _ in rollout.batches():
@@ -105,7 +105,7 @@ def test_too_few_returns_say_nothing(count: int) -> None:
 @pytest.mark.parametrize("where", ["inline", "threads", "processes"])
 def test_all_lanes_of_a_run_are_at_work(where: Any) -> None:
     envs = [partial(NumberedEnv, number) for number in range(3)]
-    options: Any = {"fragment_length": 4, "num_fragments": 2, "seed": 0, "stall_after": None}
+    options: Any = {"fragment_length": 4, "num_fragments": 2, "seed": 0, "watch": Watch(stall_after=None)}
     with Rollout(envs, module=NumberedModule(), where=where, lanes=3, **options) as rollout:
         assert len(list(rollout.batches())) == 2
         assert rollout.environments.lanes_at_work == {0, 1, 2}

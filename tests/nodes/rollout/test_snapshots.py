@@ -13,7 +13,7 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from places import PLACES
 
-from rollflow import Fragment, Graph, MultiAgentRollout, Rollout
+from rollflow import Fragment, Graph, MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import RandomModule
 from rollflow.stream.observe import run_socket
 from rollflow.stream.observe.run_socket import snapshots
@@ -124,7 +124,7 @@ def test_several_agents_have_a_snapshot() -> None:
 
 def test_nothing_is_left_of_it(folder: Path) -> None:
     before = held_here()
-    with rollout_of(stall_after=None) as rollout:
+    with rollout_of(watch=Watch(stall_after=None)) as rollout:
         next(rollout.batches())
         assert len(snapshots()) == 1
     assert held_here() == before

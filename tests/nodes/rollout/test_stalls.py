@@ -23,7 +23,7 @@ from remote_hosts import HostProcess, listening
 from remote_rollouts import HASTY
 from stalled_rollouts import OPTIONS, await_blocker, await_bottleneck, await_end_of, being_read, line_of
 
-from rollflow import MultiAgentRollout, RemoteEnvs, Rollout
+from rollflow import MultiAgentRollout, RemoteEnvs, Rollout, Watch
 from rollflow.nodes import RandomModule
 from rollflow.stream import StallError
 from rollflow.stream.observe import run_socket
@@ -90,7 +90,7 @@ def held_rollout(name: str, place: str, folder: Path) -> Iterator[Any]:
         env, module = partial(HeldAgents, folder, fault.function.__name__), RandomModule
         options |= {"kind": MultiAgentRollout, "fragment_length": 256}
     elif name == "module":
-        module, options = HeldModule(folder), options | {"flat_forward": False}
+        module = HeldModule(folder)
     elif fault.stage != "env":
         options |= {f"{name}_connector": lambda *spaces: HeldPiece(folder), "num_fragments": 5}
     with (
@@ -276,7 +276,7 @@ def heard() -> Iterator[Heard]:
 @pytest.mark.parametrize("place", PLACES)
 def test_the_log_says_it_by_itself_and_once_more_when_it_goes_on(place: str, tmp_path: Path, heard: Heard) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    options = OPTIONS | {"stall_after": 0.3, "num_fragments": None}
+    options = OPTIONS | {"watch": Watch(stall_after=0.3), "num_fragments": None}
     rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place])
 
     def read() -> None:
@@ -304,7 +304,7 @@ SLOW_PLACES = ["ahead", "threads", "forward in a thread", "processes", "rollouts
 def test_a_run_that_stands_still_is_ended_where_it_is_asked_for(place: str, tmp_path: Path) -> None:
     """Inline a step in the main thread is broken off; in any other place it goes on once the loop has its error."""
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    options = OPTIONS | {"stall_after": 0.3, "on_stall": "raise"}
+    options = OPTIONS | {"watch": Watch(stall_after=0.3, on_stall="raise")}
     with (
         pytest.raises(StallError, match=r"is in step\(\) since") as caught,
         Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place]) as rollout,
@@ -343,7 +343,7 @@ def test_a_debugger_is_seen_while_it_holds_a_thread() -> None:
 @pytest.mark.parametrize("place", ["inline", "processes"])
 async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_path: Path) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
-    options = OPTIONS | {"stall_after": 0.3, "on_stall": "raise"}
+    options = OPTIONS | {"watch": Watch(stall_after=0.3, on_stall="raise")}
     rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **PLACES[place])
     if place == "inline":  # the loop's own thread hangs: the error comes when the step does
         threading.Timer(1.0, let_go, [tmp_path, 0]).start()
@@ -362,7 +362,7 @@ async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_
 async def test_another_task_that_holds_up_the_event_loop_of_a_rollout_is_named(
     place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = OPTIONS | {"num_fragments": None, "stall_after": 0.2}
+    options = OPTIONS | {"num_fragments": None, "watch": Watch(stall_after=0.2)}
     rollout = Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **options, **PLACES[place])
     told = "the event loop is held up by a task or a callback since "
 

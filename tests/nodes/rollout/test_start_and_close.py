@@ -16,7 +16,7 @@ from numbered_env import NumberedEnv, numbered_envs
 from numbered_module import NumberedModule
 from places import PLACES
 
-from rollflow import Graph, MultiAgentRollout, Rollout
+from rollflow import Forward, Graph, MultiAgentRollout, Rollout
 from rollflow.nodes import EpisodeReturns, RandomModule
 from rollflow.stream.data.errors import RunError
 
@@ -36,8 +36,8 @@ DRIVERS: dict[str, dict[str, Any]] = {
     "inline": {},
     "ahead": {"prefetch": 1},
     "threads": {"where": "threads"},
-    "forward in a thread": {"forward_in_thread": True},
-    "joint passes": {"max_batch": 4, "max_wait": 0.01, "lanes": 1},
+    "forward in a thread": {"forward": Forward(in_thread=True)},
+    "joint passes": {"forward": Forward(max_batch=4, max_wait=0.01), "lanes": 1},
 }
 
 

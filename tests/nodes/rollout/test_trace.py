@@ -19,15 +19,15 @@ from places import PLACES, rollout_at
 from serial_module import SerialModule
 from traces import Event, assert_nested, busy_s, events_of, flows, repaired, tracks
 
-from rollflow import Fragment, Graph, MultiAgentRollout, Rollout
+from rollflow import Fragment, Graph, MultiAgentRollout, Rollout, Watch
 from rollflow.stream import Inlet
 from rollflow.stream.data.errors import GraphError
 
 ENVS = [partial(NumberedEnv, number) for number in range(4)]
 KILLED = """
 import sys
-from rollflow import Rollout
-with Rollout("CartPole-v1", num_envs=4, fragment_length=8, seed=0, trace=sys.argv[1]) as rollout:
+from rollflow import Rollout, Watch
+with Rollout("CartPole-v1", num_envs=4, fragment_length=8, seed=0, watch=Watch(trace=sys.argv[1])) as rollout:
     for number, batch in enumerate(rollout.batches()):
         if number % 100 == 0:
             print(number, flush=True)
@@ -44,7 +44,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     @cache
     def run(place: str) -> tuple[list[Event], dict[str, Any]]:
         path = tmp_path_factory.mktemp("trace") / "run.trace"
-        options: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "seed": 0, "trace": str(path)}
+        options: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "seed": 0, "watch": Watch(trace=str(path))}
         acts = {"module": NumberedModule()}
         with rollout_at(place, ENVS, envs={"lanes": 2}, acts=acts, **options) as rollout, rollout:
             assert len(list(rollout.batches())) == 3
@@ -97,7 +97,9 @@ def test_a_lane_has_what_was_done_for_it_elsewhere(traced: Traced, place: str, d
 def test_a_rollout_of_several_agents_is_traced(tmp_path: Path, where: Any) -> None:
     makers = [partial(NumberedAgents, slot, nested=0) for slot in range(2)]
     options: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "lanes": 2, "where": where}
-    with MultiAgentRollout(makers, module=SerialModule(), trace=str(tmp_path / "run.trace"), **options) as rollout:
+    with MultiAgentRollout(
+        makers, module=SerialModule(), watch=Watch(trace=str(tmp_path / "run.trace")), **options
+    ) as rollout:
         assert len(list(rollout.batches())) == 3
     events = events_of(tmp_path / "run.trace")
     assert_nested(events)
@@ -115,7 +117,7 @@ class Sink:
 def test_a_loop_in_an_event_loop_is_traced(tmp_path: Path) -> None:
     async def run() -> None:
         options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3}
-        async with Rollout(ENVS, trace=str(tmp_path / "run.trace.gz"), **options) as rollout:
+        async with Rollout(ENVS, watch=Watch(trace=str(tmp_path / "run.trace.gz")), **options) as rollout:
             assert len([batch async for batch in rollout.batches()]) == 3
 
     anyio.run(run)
@@ -171,7 +173,7 @@ def test_an_error_in_the_loop_ends_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     with (
         pytest.raises(ZeroDivisionError),
-        Rollout(ENVS, module=NumberedModule(), fragment_length=8, trace=str(path)) as rollout,
+        Rollout(ENVS, module=NumberedModule(), fragment_length=8, watch=Watch(trace=str(path))) as rollout,
     ):
         for _ in rollout.batches():
             raise ZeroDivisionError
@@ -191,7 +193,7 @@ def test_a_step_that_is_under_way_at_the_end_is_there_as_far_as_it_has_come(tmp_
             return super().step(action)
 
     path, options = tmp_path / "run.trace", {"module": NumberedModule(), "fragment_length": 8}
-    with Rollout([partial(Ending, 0)], trace=str(path), where=where, **options) as rollout:
+    with Rollout([partial(Ending, 0)], watch=Watch(trace=str(path)), where=where, **options) as rollout:
         batches = rollout.batches()
         next(batches)
         assert rollout._doctor is not None
@@ -205,7 +207,7 @@ def test_a_step_that_is_under_way_at_the_end_is_there_as_far_as_it_has_come(tmp_
 
 def test_a_file_that_can_not_be_written_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(f"trace is '{tmp_path}', expected a file")):
-        Rollout(ENVS, trace=str(tmp_path))
+        Rollout(ENVS, watch=Watch(trace=str(tmp_path)))
     graph = Graph()
     with pytest.raises(GraphError, match=r"trace is for a loop over the rollout, expected graph\.run\(trace=…\)"):
-        graph.add(rollout=Rollout(ENVS, module=NumberedModule(), trace=str(tmp_path / "run.trace")))
+        graph.add(rollout=Rollout(ENVS, module=NumberedModule(), watch=Watch(trace=str(tmp_path / "run.trace"))))

@@ -13,7 +13,7 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, create_empty_array
 
-from rollflow import RLModule, Rollout
+from rollflow import RLModule, Rollout, Watch
 
 NESTED = gym.spaces.Dict(
     {
@@ -67,7 +67,7 @@ def calls_of_a_fragment(num_envs: int, observations: gym.Space[Any], actions: gy
 
     env = Vectorized(num_envs, observations, actions)
     # The stall doctor would have fragments looked at now and then.
-    with Rollout(env, module=Policy(), fragment_length=40, seed=0, stall_after=None) as rollout:
+    with Rollout(env, module=Policy(), fragment_length=40, seed=0, watch=Watch(stall_after=None)) as rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
         gc.disable()  # a collection in the middle would call what has nothing to do with it

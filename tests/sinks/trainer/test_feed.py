@@ -10,7 +10,7 @@ import pytest
 from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow import Rollout, feed
+from rollflow import Rollout, Watch, feed
 from rollflow.stream.data.errors import RunError, WireError
 
 
@@ -64,7 +64,7 @@ def test_a_rollout_that_the_trainer_refuses_ends_with_its_words() -> None:
 
 def test_what_the_rollout_logs_is_logged_while_it_feeds(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    rollout = numbered_rollout(num_fragments=3, log=f"jsonl:{path}", log_every=3600.0)
+    rollout = numbered_rollout(num_fragments=3, log=f"jsonl:{path}", watch=Watch(log_every=3600.0))
     with ThreadPoolExecutor() as threads, trainer(yields="fragments") as stream:
         fed = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
         assert len(list(stream)) == 3

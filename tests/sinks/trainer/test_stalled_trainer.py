@@ -10,7 +10,7 @@ from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_runs import running
 
-from rollflow import Graph, Rollout, feed
+from rollflow import Graph, Rollout, Watch, feed
 from rollflow.sinks import TrainerSink
 from rollflow.stream import StallError
 
@@ -52,6 +52,6 @@ def test_a_trainer_that_takes_its_time_is_no_stall() -> None:
 
 
 def test_a_feed_follows_the_rollouts_own_rules() -> None:
-    rollout = numbered(stall_after=0.2, on_stall="raise")
+    rollout = numbered(watch=Watch(stall_after=0.2, on_stall="raise"))
     with pytest.raises(StallError, match=r"the trainer at tcp://127\.0\.0\.1:9 has not come"):
         feed(rollout, "tcp://127.0.0.1:9", limits=SHORT)

@@ -15,7 +15,7 @@ from pettingzoo.classic.connect_four import connect_four
 from pettingzoo.classic.rps import rps
 from pettingzoo.classic.tictactoe import tictactoe
 
-from rollflow import MultiAgentRollout
+from rollflow import Forward, MultiAgentRollout
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
 from rollflow.nodes.env.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
 from rollflow.stream.data.errors import EnvError
@@ -274,7 +274,7 @@ def test_another_missing_package_is_not_blamed_on_pettingzoo() -> None:
 @pytest.mark.parametrize("flat_forward", [None, False])
 def test_default_modules_play_by_the_rules(explore: bool, flat_forward: bool | None) -> None:
     options: Any = {"num_envs": 4, "fragment_length": 50, "num_fragments": 1, "seed": 0}
-    with MultiAgentRollout(tictactoe.env, explore=explore, flat_forward=flat_forward, **options) as rollout:
+    with MultiAgentRollout(tictactoe.env, explore=explore, forward=Forward(flat=flat_forward), **options) as rollout:
         [fragment] = rollout.fragments()
     chunks = list(fragment.agent_episodes("default_policy"))
     assert len(chunks) > 20

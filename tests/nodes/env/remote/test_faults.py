@@ -21,7 +21,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from remote_rollouts import HASTY, await_that, check_laws, makers, rollout_over, slots_of, taken_until, told
 
-from rollflow import Fragment, RemoteEnvs, Rollout
+from rollflow import Fragment, RemoteEnvs, Rollout, Timeouts
 from rollflow.stream.wire import Limits
 
 
@@ -144,7 +144,7 @@ def test_a_hung_simulator_is_named_and_its_episode_ended(monkeypatch: pytest.Mon
     hanging = partial(Hanging, 0, lengths=(50, 60))
     with (
         hosting(envs.addresses[0], [hanging, *makers(1)], lanes=2, name="sim"),
-        rollout_over(envs, step_timeout=0.3) as rollout,
+        rollout_over(envs, timeouts=Timeouts(step=0.3)) as rollout,
     ):
         releasing = threading.Thread(target=release, args=(rollout,))
         releasing.start()

@@ -18,7 +18,7 @@ from remote_agents import ONE, SEVERAL, Kind
 from remote_hosts import SHORT, HostProcess, RawHost, end_waits_once, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
 
-from rollflow import RemoteEnvs, Rollout
+from rollflow import Forward, RemoteEnvs, Rollout, Timeouts
 from rollflow.nodes import EnvHost
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
@@ -30,7 +30,7 @@ def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
     envs = listening(limits=HASTY)
     host = HostProcess(envs.addresses[0], told(0, 1))
     try:
-        with rollout_over(envs, step_timeout=None, prefetch=1) as rollout:
+        with rollout_over(envs, timeouts=Timeouts(step=None), prefetch=1) as rollout:
             fragments = iter(rollout.fragments())
             taken = [next(fragments)]
             host.signal(signal.SIGSTOP)
@@ -188,7 +188,7 @@ def test_wrong_arguments_are_refused(make: Callable[[], Any], told: str) -> None
     [
         ({"where": "threads"}, "where is 'threads', but remote environments are where their hosts are"),
         ({"num_envs": 3}, "num_envs is 3 and lanes is None, expected neither: hosts say how many"),
-        ({"max_batch": 1}, "max_batch is 1, expected at least 2"),
+        ({"forward": Forward(max_batch=1)}, "max_batch is 1, expected at least 2"),
     ],
 )
 def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(options: dict[str, Any], told: str) -> None:
@@ -215,12 +215,13 @@ def test_limits_of_hosts_are_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", [ONE, SEVERAL], ids=["one agent", "several agents"])
-@pytest.mark.parametrize("joint", [None, {}, {"max_wait": 1e-3}], ids=["in a thread", "joint", "joint after a wait"])
+@pytest.mark.parametrize("max_wait", [None, 0.0, 1e-3], ids=["in a thread", "joint", "joint after a wait"])
 def test_a_host_with_many_lanes_that_comes_late_is_room_made_for(
-    kind: Kind, joint: dict[str, Any] | None, tmp_path: Path
+    kind: Kind, max_wait: float | None, tmp_path: Path
 ) -> None:
     envs = listening()
-    options = {"forward_in_thread": True} if joint is None else {"max_batch": kind.max_batch, **joint}
+    joint = None if max_wait is None else Forward(max_batch=kind.max_batch, max_wait=max_wait)
+    options = {"forward": joint or Forward(in_thread=True)}
     with hosting(envs.addresses[0], kind.makers(tmp_path, 0)), kind.rollout_over(envs, **options) as rollout:
         fragments = iter(rollout.fragments())
         taken = [next(fragments)]

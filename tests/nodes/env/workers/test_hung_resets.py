@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from held_envs import LONGEST_S, Held, let_go, times_made
 from numbered_module import NumberedModule
 
-from rollflow import Rollout
+from rollflow import Rollout, Timeouts
 from rollflow.stream import EnvError
 
 Forward = Callable[[float], None]
@@ -94,7 +94,7 @@ def given_up_after(node: Any, forward: Forward, caplog: pytest.LogCaptureFixture
 def test_a_reset_that_takes_longer_than_a_step_may_is_waited_for(
     where: str, tmp_path: Path, forward: Forward, held_in_second_reset: Any
 ) -> None:
-    node = held_in_second_reset(where=where, step_timeout=1.0, reset_timeout=5.0)
+    node = held_in_second_reset(where=where, timeouts=Timeouts(step=1.0, reset=5.0))
     for _ in range(4):
         forward(1.2)
         assert list(node.completed()) == []
@@ -112,7 +112,7 @@ def test_a_reset_that_hangs_is_given_up_after_the_time_of_a_reset(
     held_in_second_reset: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    node = held_in_second_reset(where=where, step_timeout=step_timeout, reset_timeout=5.0)
+    node = held_in_second_reset(where=where, timeouts=Timeouts(step=step_timeout, reset=5.0))
     told = given_up_after(node, forward, caplog)
     assert "no answer to a reset within 5.0 s" in told.reason
     # It may have been seen for the first time only when the shorter of both times was over.
@@ -124,9 +124,9 @@ def test_where_a_reset_can_not_be_told_from_its_step_both_times_are_given(
     tmp_path: Path, forward: Forward, held_in_second_reset: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     env = SyncVectorEnv([partial(held_env, tmp_path)], autoreset_mode=AutoresetMode.SAME_STEP, copy=False)
-    node = held_in_second_reset(env, where="threads", step_timeout=1.0, reset_timeout=5.0)
+    node = held_in_second_reset(env, where="threads", timeouts=Timeouts(step=1.0, reset=5.0))
     told = given_up_after(node, forward, caplog)
-    assert "no answer to a step within 6.0 s, step_timeout and reset_timeout together" in told.reason
+    assert "no answer to a step within 6.0 s, its timeouts of step and reset together" in told.reason
     assert 6.0 <= told.seconds <= 6.0 + TICK_S
     let_go(tmp_path, 0)
     env.close()

@@ -13,7 +13,7 @@ from lane_clock import StoppedClock
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 
-from rollflow import Rollout
+from rollflow import Rollout, Timeouts
 from rollflow.stream import EnvError
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
@@ -41,7 +41,7 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     doomed: Any = {"log": log, "step": drawn["step"], "fate": drawn["fate"], "lengths": (1, longest)}
     makers = [partial(Doomed, slot, lives=drawn["lives"] if slot == 0 else 0, **doomed) for slot in range(2 * slots)]
     options: Any = {"module": NumberedModule(), "fragment_length": drawn["fragment_length"], "seed": drawn["seed"]}
-    options["step_timeout"] = 3.0 if drawn["fate"] == "stop" else 60.0
+    options["timeouts"] = Timeouts(step=3.0 if drawn["fate"] == "stop" else 60.0)
     with Rollout(
         makers, lanes=2, workers=2, where="processes", num_fragments=30, prefetch=prefetch, **options
     ) as rollout:
@@ -68,7 +68,13 @@ def test_what_is_open_ends_as_truncated_and_says_why(
     StoppedClock(monkeypatch)
     maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
     with Rollout(
-        maker, where="processes", module=NumberedModule(), fragment_length=8, num_fragments=2, step_timeout=1.0, seed=0
+        maker,
+        where="processes",
+        module=NumberedModule(),
+        fragment_length=8,
+        num_fragments=2,
+        timeouts=Timeouts(step=1.0),
+        seed=0,
     ) as rollout:
         first, second = rollout.fragments()
         assert rollout.lost == {"workers": 1}
@@ -172,7 +178,7 @@ def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypa
             return super().step(action)
 
     makers = [partial(Hangs, slot) for slot in range(2)]
-    rollout = Rollout(makers, where="threads", module=NumberedModule(), seed=0, step_timeout=1.0)
+    rollout = Rollout(makers, where="threads", module=NumberedModule(), seed=0, timeouts=Timeouts(step=1.0))
     with pytest.raises(EnvError, match=r"lane 1, vector step 0: no answer to a step within 1\.0 s"), rollout:
         next(iter(rollout.fragments()))
     assert "the environments of lanes [1] hang" in caplog.text

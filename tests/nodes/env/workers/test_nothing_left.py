@@ -17,7 +17,7 @@ from held_envs import LONGEST_S, Held, await_held, await_that
 from leftovers import held_here, named_memory, processes_of, shared_mappings
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow import Rollout
+from rollflow import Rollout, Timeouts
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def test_leaving_waits_for_no_environment_that_hangs(
     tmp_path: Path, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.nodes.env.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)
-    options: Any = {"module": NumberedModule(), "fragment_length": 2, "step_timeout": None, "seed": 0}
+    options: Any = {"module": NumberedModule(), "fragment_length": 2, "timeouts": Timeouts(step=None), "seed": 0}
     with Rollout(partial(Held, 0, tmp_path, steps=[2]), where="processes", prefetch=1, **options) as rollout:
         next(iter(rollout.fragments()))
         await_held(tmp_path, 0)
@@ -189,7 +189,7 @@ def test_workers_end_with_a_process_that_is_killed_and_has_a_child() -> None:
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_a_child_that_closes_its_copy_of_a_rollout_ends_no_workers(where: Any) -> None:
     options: Any = {"num_envs": 2, "lanes": 2, "fragment_length": 4, "seed": 0}
-    with Rollout("CartPole-v1", where=where, workers=2, step_timeout=20.0, **options) as rollout:
+    with Rollout("CartPole-v1", where=where, workers=2, timeouts=Timeouts(step=20.0), **options) as rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
         child = os.fork()
@@ -230,7 +230,7 @@ def test_what_an_environment_has_forked_ends_with_its_worker_and_does_not_hide_i
             time.sleep(0.01)
 
     options: Any = {"module": NumberedModule(), "fragment_length": 4, "seed": 0}
-    with Rollout(partial(Forks, 0, tmp_path), where=where, step_timeout=None, **options) as rollout:
+    with Rollout(partial(Forks, 0, tmp_path), where=where, timeouts=Timeouts(step=None), **options) as rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
         worker = int((tmp_path / "pids").read_text().split()[0])

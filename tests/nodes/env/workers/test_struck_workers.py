@@ -18,7 +18,7 @@ from leftovers import held_here, processes_of, shared_mappings
 from numbered_module import NumberedModule
 from property_examples import examples
 
-from rollflow import Fragment, Rollout
+from rollflow import Fragment, Rollout, Timeouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]
 
@@ -145,7 +145,9 @@ def options_for(where: Any, **more: Any) -> dict[str, Any]:
 def struck(drawn: Setting, where: Any, log: Path) -> tuple[list[Fragment], int]:
     """The fragments of a rollout whose workers are struck, and how many transitions it counts as lost."""
     makers = [partial(Tells, slot, log, lengths=(1, drawn.longest)) for slot in range(SLOTS)]
-    options = options_for(where, workers=drawn.workers, prefetch=drawn.prefetch, seed=drawn.seed, step_timeout=1.0)
+    options = options_for(
+        where, workers=drawn.workers, prefetch=drawn.prefetch, seed=drawn.seed, timeouts=Timeouts(step=1.0)
+    )
     fragments: list[Fragment] = []
     workers = Workers(log, {child.pid for child in processes_of()})
     with Rollout(makers, **options) as rollout:

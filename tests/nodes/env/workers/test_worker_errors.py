@@ -11,7 +11,7 @@ import torch
 from held_envs import Held, await_held, is_closed, let_go
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow import MeanStdFilter, RLModule, Rollout
+from rollflow import MeanStdFilter, RLModule, Rollout, Timeouts
 
 
 def test_the_newest_of_many_weights_published_during_one_step_is_used(tmp_path: Path) -> None:
@@ -64,7 +64,12 @@ def test_large_statistics_of_connectors_reach_every_worker() -> None:
     options: Any = {"num_envs": 2, "workers": 2, "fragment_length": 2, "num_fragments": 3, "seed": 0}
     connector: Any = lambda env: MeanStdFilter()  # noqa: E731
     with Rollout(
-        Large, where="rollouts", module=Constant(), env_to_module_connector=connector, step_timeout=5.0, **options
+        Large,
+        where="rollouts",
+        module=Constant(),
+        env_to_module_connector=connector,
+        timeouts=Timeouts(step=5.0),
+        **options,
     ) as rollout:
         fragments = list(rollout.fragments())
         assert rollout.lost == {}

@@ -16,7 +16,7 @@ from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule
 
-from rollflow import ConnectorV2, DefaultModelConfig, MultiAgentRollout
+from rollflow import ConnectorV2, DefaultModelConfig, Forward, MultiAgentRollout
 from rollflow.nodes.stages.joint_forward import JointForward
 from rollflow.stream import ModuleError
 from rollflow.stream.graph.background import AtWork
@@ -25,11 +25,15 @@ from rollflow.stream.graph.meter import NodeMeter
 few = settings(max_examples=examples(20))
 LARGEST = 3 * 4  # slots of agents in the largest lane that is drawn
 GATHERING: dict[str, dict[str, Any]] = {
-    "ready": {"max_batch": 2 * LARGEST},
-    "ready, in threads": {"max_batch": 2 * LARGEST, "where": "threads"},
-    "waiting": {"max_batch": 2 * LARGEST, "max_wait": 1e-3},
-    "in a thread": {"forward_in_thread": True},
-    "in a thread, ahead": {"forward_in_thread": True, "max_batch": 2 * LARGEST, "where": "threads", "prefetch": 1},
+    "ready": {"forward": Forward(max_batch=2 * LARGEST)},
+    "ready, in threads": {"forward": Forward(max_batch=2 * LARGEST), "where": "threads"},
+    "waiting": {"forward": Forward(max_batch=2 * LARGEST, max_wait=1e-3)},
+    "in a thread": {"forward": Forward(in_thread=True)},
+    "in a thread, ahead": {
+        "forward": Forward(in_thread=True, max_batch=2 * LARGEST),
+        "where": "threads",
+        "prefetch": 1,
+    },
 }
 
 
@@ -74,10 +78,10 @@ def passes_of(**options: Any) -> dict[str, int]:
 def test_all_lanes_that_are_ready_go_into_one_pass_of_each_module() -> None:
     alone = passes_of()
     assert set(alone.values()) == {3 * 8}
-    assert passes_of(max_batch=12) == {name: count // 3 for name, count in alone.items()}
+    assert passes_of(forward=Forward(max_batch=12)) == {name: count // 3 for name, count in alone.items()}
     # Two lanes of 4 agents each, then the third and the first, which has made a step meanwhile.
-    assert passes_of(max_batch=8) == {name: count // 2 for name, count in alone.items()}
-    assert passes_of(max_batch=4) == alone
+    assert passes_of(forward=Forward(max_batch=8)) == {name: count // 2 for name, count in alone.items()}
+    assert passes_of(forward=Forward(max_batch=4)) == alone
 
 
 class Passes:
@@ -138,7 +142,7 @@ class Doubles(ConnectorV2):
 def test_pieces_that_know_one_lane_at_a_time_get_the_rows_of_one() -> None:
     drawn = Drawn(3, 3, 4, 2, 9, False, 8, 1, True, 7)
     options: dict[str, Any] = {"module_to_env_connector": lambda part: Doubles()}
-    together = in_time(fragments_of(drawn, max_batch=12, **options))
+    together = in_time(fragments_of(drawn, forward=Forward(max_batch=12), **options))
     assert_alike(together, in_time(fragments_of(drawn, **options)))
     for fragment in together:
         for module_id in fragment.module_ids:
@@ -200,7 +204,7 @@ def test_lanes_whose_batches_differ_are_refused() -> None:
             return batch | ({"odd": batch["obs"]} if shared_data["lane"] else {})
 
     drawn = Drawn(2, 2, 2, 0, 9, True, 8, 1, False, 1)
-    _, rollout = made(drawn, max_batch=4, env_to_module_connector=lambda part: [Late(), Odd()])
+    _, rollout = made(drawn, forward=Forward(max_batch=4), env_to_module_connector=lambda part: [Late(), Odd()])
     expected = r"lanes that go into one forward pass have batches of \['obs', 'odd'\]; \['obs'\], expected the same"
     with pytest.raises(ModuleError, match=expected), rollout:
         next(iter(rollout.fragments()))
@@ -218,17 +222,14 @@ class Late(ConnectorV2):
 def test_a_bound_that_a_lane_does_not_fit_is_refused() -> None:
     drawn = Drawn(3, 2, 4, 0, 9, True, 8, 1, False, 1)
     with pytest.raises(ValueError, match="max_batch is 7, expected at least 8: a lane's slots go together"):
-        made(drawn, max_batch=7)
-    for name, wrong in (("max_batch", 0), ("max_wait", -1.0)):
-        with pytest.raises(ValueError, match=f"{name} is {wrong}, expected"):
-            made(drawn, **{name: wrong})
+        made(drawn, forward=Forward(max_batch=7))
 
 
 def test_explain_shows_the_bounds_of_a_pass() -> None:
     drawn = Drawn(2, 2, 2, 0, 9, True, 8, 1, False, 1)
     for options, text in (
-        ({"max_batch": 4}, "up to 4 slots a pass"),
-        ({"max_batch": 4, "max_wait": 0.002}, "up to 4 slots a pass, waits 2 ms"),
+        ({"forward": Forward(max_batch=4)}, "up to 4 slots a pass"),
+        ({"forward": Forward(max_batch=4, max_wait=0.002)}, "up to 4 slots a pass, waits 2 ms"),
     ):
         rollout = made(drawn, **options)[1]  # type: ignore[arg-type]
         assert text in rollout.explain()

@@ -19,7 +19,7 @@ from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule
 
-from rollflow import ConnectorV2, MultiAgentRollout
+from rollflow import ConnectorV2, Forward, MultiAgentRollout, Timeouts
 from rollflow.stream import EnvError
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
@@ -45,14 +45,14 @@ def rollout_of(makers: list[Any], **options: Any) -> MultiAgentRollout:
     prefetch=st.integers(0, 1),
     at_once=st.booleans(),
     seed=st.integers(0, 1000),
-    max_batch=st.sampled_from([None, 8, 64]),
+    forward=st.sampled_from([Forward(), Forward(max_batch=8), Forward(max_batch=64)]),
 )
 @settings(max_examples=examples(8))
 def test_every_agent_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     tmp_path_factory: pytest.TempPathFactory, where: str, fate: str, step: int, lives: int, envs: int, **drawn: Any
 ) -> None:
     if where == "rollouts":
-        del drawn["max_batch"]
+        del drawn["forward"]
     folder = tmp_path_factory.mktemp("log")
     kinds = {"length": drawn.pop("length"), "at_once": drawn.pop("at_once"), "nested": 0}
     doomed = [partial(DoomedAgents, 0, folder, fate=fate, step=step, lives=lives, **kinds)]
@@ -115,7 +115,7 @@ def test_what_is_open_ends_as_truncated_and_says_why(
 ) -> None:
     StoppedClock(monkeypatch)
     makers = [partial(DoomedAgents, 0, tmp_path, fate=fate, step=5, lives=1, agents=2, nested=0, at_once=True)]
-    with rollout_of(makers, num_fragments=2, step_timeout=1.0, seed=4) as rollout:
+    with rollout_of(makers, num_fragments=2, timeouts=Timeouts(step=1.0), seed=4) as rollout:
         fragments = list(rollout.fragments())
         assert rollout.lost == {"workers": 2}
         check_laws(rollout, fragments, tmp_path, 1)
