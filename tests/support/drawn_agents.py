@@ -4,14 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import anyio
 import torch
+import ways
 from hypothesis import strategies as st
 from lost_agents import in_time
 from numbered_agents import NumberedAgents, numbered_agents
 from serial_module import SerialModule
 
-from rollflow import Graph, MultiAgentRollout
+from rollflow import MultiAgentRollout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 
@@ -85,15 +85,7 @@ def made(drawn: Drawn, **options: Any) -> tuple[list[NumberedAgents], MultiAgent
 
 def run(rollout: MultiAgentRollout, count: int, *, publish: bool = True) -> list[MultiAgentFragment]:
     """`count` fragments, then what a drain gives. Before each, one of the modules gets a new version of its weight."""
-    fragments = []
-    with rollout:
-        for fragment in rollout.fragments():
-            fragments.append(fragment)
-            if publish:
-                publish_next(rollout, len(fragments))
-            if len(fragments) == count:
-                rollout.drain()
-    return fragments
+    return ways.WAYS["loop"](rollout, count, partial(publish_next, rollout) if publish else lambda number: None)
 
 
 def makers_of(drawn: Drawn, kind: type[NumberedAgents] = NumberedAgents) -> list[Any]:
@@ -141,44 +133,9 @@ def publish_next(rollout: MultiAgentRollout, number: int) -> None:
     rollout.publish({name: {"weight": torch.tensor(float(rollout.policy_versions[name] + 1))}})
 
 
-def run_async(rollout: MultiAgentRollout, count: int, backend: str) -> list[MultiAgentFragment]:
-    """Run the rollout in an asynchronous loop."""
-
-    async def read() -> list[MultiAgentFragment]:
-        fragments = []
-        async with rollout:
-            async for fragment in rollout.fragments():
-                fragments.append(fragment)
-                publish_next(rollout, len(fragments))
-                if len(fragments) == count:
-                    rollout.drain()
-        return fragments
-
-    return anyio.run(read, backend=backend)
-
-
-def run_in_graph(rollout: MultiAgentRollout, count: int, backend: str) -> list[MultiAgentFragment]:
-    """Run the rollout as a node of a graph."""
-
-    async def read() -> list[MultiAgentFragment]:
-        graph, fragments = Graph("agents"), []
-        graph.add(rollout=rollout)
-        graph.output("fragments", "rollout.fragments", capacity=1)
-        async with graph.run() as running:
-            async for fragment in running["fragments"]:
-                fragments.append(fragment)
-                publish_next(rollout, len(fragments))
-                if len(fragments) == count:
-                    running.stop()
-        return fragments
-
-    return anyio.run(read, backend=backend)
-
-
 WAYS: dict[str, Callable[[MultiAgentRollout, int], list[MultiAgentFragment]]] = {
-    "loop": run,
-    "asyncio": lambda rollout, count: run_async(rollout, count, "asyncio"),
-    "trio": lambda rollout, count: run_async(rollout, count, "trio"),
-    "graph": lambda rollout, count: run_in_graph(rollout, count, "asyncio"),
+    way: lambda rollout, count, read=read: read(rollout, count, partial(publish_next, rollout))
+    for way, read in ways.WAYS.items()
+    if way != "graph on trio"
 }
-"""Rollout, how many fragments to take before it is drained -> the fragments."""
+"""Rollout, how many fragments to take before it is drained -> the fragments. After each there is a new weight."""

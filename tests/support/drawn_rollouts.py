@@ -46,8 +46,7 @@ def rollout_of(drawn: Setting, env: Any = None, **options: Any) -> Rollout:
         fragment_length=drawn.fragment_length,
         lookback=drawn.lookback,
         seed=drawn.seed,
-        num_fragments=3,
-        **{"module": NumberedModule(), **options},
+        **{"module": NumberedModule(), "num_fragments": 3, **options},
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_agents import Drawn, assert_alike, fragments_of, made, makers_of, mapping_of, modules_of
+from drawn_agents import Drawn, made, makers_of, mapping_of, modules_of
 from ending_agent_envs import DoomedAgents
 from lost_agents import agent_chunks, check_laws, in_time
 from numbered_agents import NumberedAgents
@@ -31,15 +31,6 @@ def host_of(hosts: RemoteRollouts, drawn: Drawn, **options: Any) -> Any:
 
 def over(hosts: Any, **options: Any) -> MultiAgentRollout:
     return MultiAgentRollout(hosts, **{"module": SerialModule(), "fragment_length": 8, "seed": 0, **options})
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_host_gives_the_same_fragments_as_a_rollout_here(lanes: int) -> None:
-    drawn = DRAWN._replace(lanes=lanes)
-    hosts = listening(RemoteRollouts)
-    with host_of(hosts, drawn):
-        there = fragments_of(drawn, env=hosts, lanes=None)
-    assert_alike(there, fragments_of(drawn))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

@@ -1,49 +1,17 @@
-"""One meaning: whole rollouts on other hosts give the same fragments as those in worker processes."""
+"""Whole rollouts on other hosts: what episodes carry, and states of modules."""
 
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
 from fragment_equality import assert_alike
-from hypothesis import Phase, given, settings, strategies as st
-from numbered_module import NumberedModule
 from places import rollout_at
-from property_examples import examples
-from remote_hosts import BrokenWire, hosting, listening
 
-from rollflow import ConnectorV2, Fragment, RemoteRollouts, Rollout
-from rollflow.nodes import RolloutHost
+from rollflow import ConnectorV2, Rollout
 from rollflow.stream.testing import check
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.001)
-
-
-def hosted(envs: Any, drawn: Setting, **options: Any) -> list[Fragment]:
-    """Return the fragments of a host that dials in."""
-    address = options.pop("address", envs.addresses[0])
-    with hosting(address, makers_of(drawn), lanes=drawn.lanes, kind=RolloutHost, module=NumberedModule()):
-        return fragments_of(envs, drawn, **options)
-
-
-@given(drawn=drawn_settings)
-@settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
-def test_a_host_that_dials_in_gives_the_fragments_that_are_made_inline(drawn: Setting) -> None:
-    assert_alike(hosted(listening(RemoteRollouts), drawn), fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
-
-
-@given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 12_000), max_size=30))
-@settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
-def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Setting, cuts: list[int]) -> None:
-    envs = listening(RemoteRollouts)
-    left = list(cuts)
-    wire = BrokenWire(envs.addresses[0], lambda: left.pop() if left else None)
-    try:
-        ours = hosted(envs, drawn, address=wire.address)
-    finally:
-        wire.close()
-    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
 
 
 class Notes(ConnectorV2):

@@ -1,47 +1,17 @@
-"""One meaning: environments with several agents on other hosts give the same fragments as in this process."""
+"""Environments with several agents on other hosts: with ids, spaces and infos of every kind, and vectorized."""
 
 from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from drawn_agents import Drawn, assert_alike, drawn_settings, fragments_of, makers_of
-from hypothesis import Phase, given, settings, strategies as st
+from drawn_agents import assert_alike
 from lost_agents import in_time
-from property_examples import examples
-from remote_hosts import BrokenWire, hosting, listening
+from remote_hosts import hosting, listening
 
-from rollflow import MultiAgentRollout, RemoteEnvs
+from rollflow import MultiAgentRollout
 from rollflow.nodes import ArrayStep, EnvHost, MultiAgentEnv, MultiAgentVectorEnv, RandomModule
 from rollflow.stream import EnvError
-
-
-def there(envs: RemoteEnvs, drawn: Drawn, **options: Any) -> Any:
-    return fragments_of(drawn, env=envs, lanes=None, **options)
-
-
-@given(drawn=drawn_settings)
-@settings(max_examples=examples(10), phases=[Phase.explicit, Phase.generate])
-def test_a_host_that_dials_in_gives_the_same_fragments(drawn: Drawn) -> None:
-    envs = listening()
-    with hosting(envs.addresses[0], makers_of(drawn), lanes=drawn.lanes):
-        ours = there(envs, drawn)
-    assert_alike(ours, fragments_of(drawn))
-
-
-@pytest.mark.slow
-@given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 6000), max_size=30))
-@settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
-def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Drawn, cuts: list[int]) -> None:
-    envs = listening()
-    left = list(cuts)
-    wire = BrokenWire(envs.addresses[0], lambda: left.pop() if left else None)
-    try:
-        with hosting(wire.address, makers_of(drawn), lanes=drawn.lanes):
-            ours = there(envs, drawn)
-    finally:
-        wire.close()
-    assert_alike(ours, fragments_of(drawn))
 
 
 class Rich(MultiAgentEnv):

@@ -1,68 +1,21 @@
-"""One meaning: environments with several agents give the same fragments inline, in threads and in worker processes."""
+"""Environments with several agents in threads and in worker processes: what is shown, what raises, what is refused."""
 
-import gc
 import threading
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import pytest
-from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, makers_of
-from hypothesis import given, settings, strategies as st
-from leftovers import processes_of, shared_mappings
-from lost_agents import emitted_steps
+from drawn_agents import Drawn, made, makers_of
+from leftovers import processes_of
 from numbered_agents import NumberedAgents
-from property_examples import examples
 from serial_module import SerialModule
 
 from rollflow import MultiAgentRollout
 from rollflow.nodes import ArrayStep, MultiAgentVectorEnv, RandomModule
 from rollflow.stream import EnvError
-from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 PLACES: list[Any] = ["threads", *(pytest.param(each, marks=pytest.mark.slow) for each in ("processes", "rollouts"))]
-
-
-@given(drawn=drawn_settings, prefetch=st.integers(0, 2))
-@settings(max_examples=examples(20))
-def test_threads_give_the_same_fragments(drawn: Drawn, prefetch: int) -> None:
-    def key(fragment: MultiAgentFragment) -> tuple[int, int]:
-        return fragment.lane, fragment.sequence
-
-    there = fragments_of(drawn, where="threads", prefetch=prefetch)
-    assert_alike(sorted(there, key=key), sorted(fragments_of(drawn), key=key))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["processes", "rollouts"])
-@given(drawn=drawn_settings, workers=st.integers(1, 2), prefetch=st.integers(0, 2))
-@settings(max_examples=examples(8))
-def test_worker_processes_give_the_same_fragments(where: str, drawn: Drawn, workers: int, prefetch: int) -> None:
-    there = fragments_of(drawn, where=where, workers=workers, prefetch=prefetch)
-    assert_alike(there, fragments_of(drawn))
-
-
-@pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_several_lanes_in_one_worker_give_the_same_fragments(where: str) -> None:
-    drawn = Drawn(3, 2, 4, 2, 6, False, 7, 2, True, 5)
-    assert_alike(fragments_of(drawn, where=where, workers=1), fragments_of(drawn))
-
-
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("way", list(WAYS))
-def test_a_drained_rollout_gives_every_step_that_was_made(way: str, where: str) -> None:
-    gc.collect()  # of what other tests have left
-    before, mapped = processes_of(), shared_mappings()
-    drawn = Drawn(3, 2, 3, 1, 9, False, 8, 1, False, 1)
-    _, rollout = made(drawn, env=makers_of(drawn), where=where)
-    fragments = WAYS[way](rollout, 3)
-    assert len(emitted_steps(fragments)) == rollout.num_steps
-    assert rollout.lost == {}
-    assert processes_of() <= before
-    del fragments, rollout
-    gc.collect()
-    if where == "processes":  # whole rollouts lend theirs to fragments
-        assert shared_mappings() <= mapped
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""One meaning: wherever a rollout is, and however it is read, the same fragments come, and each step once."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import drawn_agents
+import drawn_rollouts
+import fragment_equality
+import gymnasium as gym
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings, strategies as st
+from leftovers import processes_of, shared_mappings
+from lost_agents import in_time
+from numbered_module import NumberedModule
+from property_examples import examples
+from remote_hosts import BrokenWire, hosting, listening
+from ways import WAYS
+
+from rollflow import ConnectorV2, RemoteEnvs, RemoteRollouts
+from rollflow.nodes import EnvHost, RolloutHost
+
+pytestmark = pytest.mark.wait_times(first_pause_s=0.001)
+
+WORKERS = ["processes", "rollouts"]
+HOSTS = {"hosts": (RemoteEnvs, EnvHost), "rollouts on hosts": (RemoteRollouts, RolloutHost)}
+PLACES = ["inline", "threads", *WORKERS, *HOSTS]
+
+
+class Sines(ConnectorV2):
+    """Rewrites observations into another dtype and shape."""
+
+    def recompute_output_observation_space(self, observation_space: Any, action_space: Any) -> Any:
+        return gym.spaces.Box(-1, 1, (2, 3), np.float32)
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in episodes:
+            at = episode.get_observations(-1)
+            at = at["at"] if isinstance(at, dict) else at
+            episode.set_observations(new_data=np.sin([at, 2 * at]).astype(np.float32), at_indices=-1)
+        return batch
+
+
+class Flat(NumberedModule):
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return super()._forward({"obs": batch["obs"].reshape(len(batch["obs"]), -1)[:, :3]})
+
+
+class OneAgent:
+    """Drawn rollouts of one agent."""
+
+    drawn = st.tuples(drawn_rollouts.drawn_settings, st.booleans())
+    example = drawn_rollouts.Setting(4, 2, 5, 1, True, 6, 0, 7), False
+    alike = staticmethod(fragment_equality.assert_alike)
+
+    @staticmethod
+    def acting(drawn: Any) -> dict[str, Any]:
+        _, rewrites = drawn
+        return {
+            "module": Flat() if rewrites else NumberedModule(),
+            "env_to_module_connector": (lambda env: Sines()) if rewrites else None,
+        }
+
+    @staticmethod
+    def makers(drawn: Any) -> Any:
+        return drawn_rollouts.makers_of(drawn[0])
+
+    @classmethod
+    def rollout(cls, drawn: Any, env: Any, **options: Any) -> Any:
+        return drawn_rollouts.rollout_of(drawn[0], env, **{**cls.acting(drawn), "lanes": drawn[0].lanes, **options})
+
+
+class SeveralAgents:
+    """Drawn rollouts of several agents."""
+
+    drawn = drawn_agents.drawn_settings
+    example = drawn_agents.Drawn(3, 2, 3, 1, 9, False, 5, 1, False, 1)
+    alike = staticmethod(drawn_agents.assert_alike)
+    makers = staticmethod(drawn_agents.makers_of)
+
+    @staticmethod
+    def acting(drawn: Any) -> dict[str, Any]:
+        mapping = drawn_agents.mapping_of(drawn)
+        return {"module": drawn_agents.modules_of(drawn), "agent_to_module_mapping_fn": mapping}
+
+    @staticmethod
+    def rollout(drawn: Any, env: Any, **options: Any) -> Any:
+        return drawn_agents.made(drawn, env=env, **{"num_fragments": 3, **options})[1]
+
+
+Kind = type[OneAgent] | type[SeveralAgents]
+KINDS = [OneAgent, SeveralAgents]
+
+
+@contextmanager
+def rollout_at(place: str, kind: Kind, drawn: Any, *, cuts: Any = (), **options: Any) -> Iterator[Any]:
+    """A rollout in a place, three fragments of each lane, or as many as `num_fragments` says.
+
+    cuts    bytes after which one connection to a host after the other breaks
+    """
+    makers = kind.makers(drawn)
+    if place not in HOSTS:
+        yield kind.rollout(drawn, makers, where=place, **options)
+        return
+    remote, host = HOSTS[place]
+    lanes = drawn[0].lanes if kind is OneAgent else drawn.lanes
+    envs: Any = listening(remote)
+    left = list(cuts)
+    wire = BrokenWire(envs.addresses[0], lambda: left.pop() if left else None)
+    acting = kind.acting(drawn) if host is RolloutHost else {}
+    with closing(wire), hosting(wire.address, makers, lanes=lanes, kind=host, **acting):  # type: ignore[type-var]
+        yield kind.rollout(drawn, envs, lanes=None, **options)
+
+
+def fragments_at(place: str, kind: Kind, drawn: Any, **options: Any) -> list[Any]:
+    """The fragments of a rollout that gives all of its steps, in the lanes' order."""
+    with rollout_at(place, kind, drawn, **options) as made, made as rollout:
+        fragments = list(rollout.fragments())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert rollout.lost == {}
+    return in_time(fragments)
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_place_gives_the_fragments_that_are_made_inline(kind: Kind, place: str) -> None:
+    several_workers = st.builds(dict, workers=st.integers(1, 2)) if place in WORKERS else st.just({})
+    phases = [Phase.explicit, Phase.generate]  # a smaller example would take as long
+
+    @given(drawn=kind.drawn, prefetch=st.integers(0, 2), options=several_workers)
+    @settings(max_examples=examples(20 if place == "threads" else 10), phases=phases)
+    def holds(drawn: Any, prefetch: int, options: Any) -> None:
+        there = fragments_at(place, kind, drawn, prefetch=prefetch, **options)
+        kind.alike(there, fragments_at("inline", kind, drawn))
+
+    holds()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", HOSTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(kind: Kind, place: str) -> None:
+    @given(drawn=kind.drawn, prefetch=st.integers(0, 2), cuts=st.lists(st.integers(1, 12_000), max_size=30))
+    @settings(max_examples=examples(15), phases=[Phase.explicit, Phase.generate])
+    def holds(drawn: Any, prefetch: int, cuts: list[int]) -> None:
+        there = fragments_at(place, kind, drawn, prefetch=prefetch, cuts=cuts)
+        kind.alike(there, fragments_at("inline", kind, drawn))
+
+    holds()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_of_reading_gives_the_same(kind: Kind, place: str, way: str) -> None:
+    with rollout_at(place, kind, kind.example) as rollout:
+        fragments = in_time(WAYS[way](rollout, None, lambda number: None))
+    kind.alike(fragments, fragments_at("inline", kind, kind.example))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drained_rollout_gives_every_step_that_was_made(kind: Kind, place: str, way: str) -> None:
+    gc.collect()  # of what other tests have left
+    before, mapped = processes_of(), shared_mappings()
+    with rollout_at(place, kind, kind.example, num_fragments=None) as rollout:
+        fragments = WAYS[way](rollout, 3, lambda number: None)
+    assert sum(fragment.num_steps for fragment in fragments) == rollout.num_steps
+    assert rollout.lost == {}
+    assert processes_of() <= before
+    del fragments, rollout
+    gc.collect()
+    if place == "processes":  # whole rollouts lend theirs to fragments
+        assert shared_mappings() <= mapped
