@@ -42,7 +42,7 @@ from remote_rollouts import (
 )
 from started_hosts import missing_steps
 
-from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow import Fragment, RemoteEnvs, RemoteRollouts, Rollout, Timeouts
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 from rollflow.stream.wire import Fragment as Answer, Turn
@@ -405,7 +405,7 @@ def test_a_first_reset_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_lane_that_is_late_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, held = LaneClock(monkeypatch), [partial(Held, 0, tmp_path, steps=[5])]
     try:
-        with hosted(held, step_timeout=0.3, prefetch=1, fragment_length=4) as (rollout, _):
+        with hosted(held, timeouts=Timeouts(step=0.3), prefetch=1, fragment_length=4) as (rollout, _):
             fragments = iter(rollout.fragments())
             taken = [next(fragments)]
             await_that(lambda: rollout.num_steps == 5)
