@@ -19,8 +19,8 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
-from rollflow.stream.net.dial import problem_of
-from rollflow.stream.net.redialler import Redialler
+from rollflow.stream.net.dial_wait import DialWait
+from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted
 from rollflow.stream.net.transport import transport_for
@@ -124,14 +124,7 @@ class TrainerUplink:
         self._hello, self._session, self._kept, self._publish = hello, session, kept, publish
         self._news: deque[wire.LaneJoined | wire.LaneLeft] = deque()
         self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
-        self._redialler = Redialler(
-            "trainer",
-            link.address,
-            retry_s=link.retry_s,
-            longest_pause_s=_LONGEST_RETRY_S,
-            wakeup=self._loop.wakeup,
-            is_over=lambda: self._is_closing,
-        )
+        self._wait = DialWait("trainer", link.address, link.retry_s)
         self._is_closing = self._is_welcomed = False
         self._ending: str | None = None  # how the last trainer went that had taken this rollout in
         self._parting: str | None = None  # reason of this end's goodbye; None: it says none
@@ -143,7 +136,7 @@ class TrainerUplink:
 
     def start(self) -> None:
         """Begin to dial."""
-        self._redialler.begin()
+        self._wait.begin()
         self._thread.start()
 
     def wake(self) -> None:
@@ -178,76 +171,44 @@ class TrainerUplink:
     # In the thread
 
     def _run(self) -> None:
+        self._loop.dial([self.address], self, longest_pause_s=_LONGEST_RETRY_S, on_failure=self._failed)
         try:
-            self._connect_again_and_again()
-        except Exception as error:
-            self.error = error
-        self.bell.ring()
-
-    def _connect_again_and_again(self) -> None:
-        while not self._is_closing:
-            try:
-                self._is_welcomed = False
-                self._serve()
-            except InterruptedError:
-                return  # this end has left meanwhile
-            except OSError as error:
-                problem = f"trainer {self.address}: {problem_of(error)}"
-            except WireError as error:
-                if error.code not in (*_COMES_BACK, *(() if self._is_welcomed else _NO_TRAINER)):
-                    raise self._where(error) from None
-                problem = str(self._where(error))
-            else:
-                if self.goodbye is None:
-                    return  # this end has said goodbye
-                problem = self.problem
-            if self._is_welcomed:
-                self._ending = problem
-            elif self._ending is not None:
-                problem = f"{self._ending}; now: {problem}"
-            if problem != self.problem or self.goodbye is None:
-                self._redialler.failed(problem)
-            if problem != self.problem:
-                self.problem = problem
-                self.bell.ring()
-            if self._redialler.is_given_up and self.goodbye is None:
-                raise self._redialler.error()
-
-    def _where(self, error: WireError) -> WireError:
-        """The error, and which trainer it is from."""
-        return WireError(f"trainer {self.address}: {str(error).removeprefix('trainer: ')}", error.code)
-
-    def _serve(self) -> None:
-        """Serve one connection until a goodbye. Raises OSError where none can be made, WireError where it breaks."""
-        hello = self._hello()
-        sock = self._redialler.reach()
-        connection = wire.SourceConnection(
-            hello, self._session, secret=self.link.secret, limits=self.link.limits, now=monotonic()
-        )
-        peer = self._peer_on(sock, connection)
-        self._loop.add(peer)
-        try:
-            while connection.is_open:
+            while self._loop.peers or not self._is_closing:
                 self._loop.send(self._tell)
-                ready = self._loop.wait_until(self._leave_by)
+                ready = self._loop.wait_until(self._leave_by, self._wait.due)
                 now = monotonic()
                 if self._leave_by is not None and now >= self._leave_by:
-                    return
+                    break
                 self._loop.serve(ready, now)
                 self._loop.tick(now)
-        finally:
-            leave_by = self._leave_by
+                if not self._is_welcomed:
+                    self._wait.check(self._loop.dialler.problems, gives_up=self.goodbye is None)
+        except Exception as error:
+            self.error = error
+        self._loop.dial([], self)
+        leave_by = self._leave_by
+        for peer in self._loop.peers:
             self._loop.drop(peer, None if leave_by is None else lambda: leave_by)
-            if self._lender is not None:
-                self._lender.end()
+        if self._lender is not None:
+            self._lender.end()
+        self.bell.ring()
 
-    def _peer_on(self, sock: socket.socket, connection: wire.SourceConnection) -> Peer[wire.SourceConnection]:
-        if self._lender is None:
-            transport = transport_for(sock, connection, self.link.tls, dialled=self.address)
-        else:
-            transport = DescriptorTransport(sock, connection)
-            self._lender.begin(connection, transport)
-        return Peer(transport, connection, str(self.address))
+    def _failed(self, problem: str) -> None:
+        """Note that the trainer could not be reached, or that its connection has ended."""
+        if self._lender is not None:
+            self._lender.end()
+        if not self._is_welcomed or self.goodbye is None:
+            problem = f"trainer {self.address}: {problem}"
+        if self._is_welcomed:
+            self._ending = problem
+        elif self._ending is not None:
+            problem = f"{self._ending}; now: {problem}"
+        self._is_welcomed = False
+        if problem != self.problem or self.goodbye is None:
+            self._wait.failed(problem)
+        if problem != self.problem:
+            self.problem = problem
+            self.bell.ring()
 
     def _tell(self, peer: Peer[wire.SourceConnection]) -> None:
         """Send what there is to send, as much as is wanted."""
@@ -285,12 +246,27 @@ class TrainerUplink:
 
     # What the loop asks for
 
+    def greet(
+        self, sock: socket.socket, where: str, now: float, dialled: Dialled | None
+    ) -> Peer[wire.SourceConnection]:
+        """Peer of a socket with a trainer at its other end, which is told hello."""
+        connection = wire.SourceConnection(
+            self._hello(), self._session, secret=self.link.secret, limits=self.link.limits, now=now
+        )
+        if self._lender is None:
+            transport = transport_for(sock, connection, self.link.tls, dialled=self.address)
+        else:
+            transport = DescriptorTransport(sock, connection)
+            self._lender.begin(connection, transport)
+        return Peer(transport, connection, where, dialled=dialled)
+
     def handle(self, peer: Peer[wire.SourceConnection], event: wire.Message, now: float) -> None:
         """Take a message of the trainer."""
         match event:
             case wire.Welcome():
                 logger.info("trainer %s has taken this rollout in", self.address)
-                self._redialler.connected()
+                self._wait.connected()
+                self._loop.dialler.welcomed(peer.dialled)
                 self.problem, self.wanted, self.goodbye, self._is_welcomed = "", None, None, True
             case wire.Settings():
                 self.wanted = StreamOrder.of(event.settings)
@@ -309,16 +285,25 @@ class TrainerUplink:
             case wire.Goodbye():
                 self.goodbye = event.reason
                 self.problem = f"trainer {self.address} said goodbye: {quoted(event.reason)}"
+                assert peer.dialled is not None
+                peer.dialled.problem = self.problem
                 logger.info("%s", self.problem)
         self.bell.ring()
 
     def fail(self, peer: Peer[wire.SourceConnection], error: Exception, now: float) -> None:
-        """Refuse the trainer, and raise the error."""
+        """Refuse the trainer; have another try, or raise the error where that is of no use."""
         code = error.code if isinstance(error, WireError) else "weights"
         if code == wire.FAILED and error is peer.connection.error:  # the trainer has: another one may come in its place
-            raise WireError(str(error), "lost")
-        peer.connection.refuse(code, str(error))
-        raise error
+            code = "lost"
+        else:
+            peer.connection.refuse(code, str(error))
+        if not isinstance(error, WireError):
+            raise error
+        problem = str(error).removeprefix("trainer: ")
+        if code not in (*_COMES_BACK, *(() if self._is_welcomed else _NO_TRAINER)):
+            raise WireError(f"trainer {self.address}: {problem}", code) from None
+        assert peer.dialled is not None
+        peer.dialled.problem = problem
 
     def _take_weights(self, message: wire.Weights) -> None:
         arrays = Arrays(dict(message.tensors), dict(message.dtypes), dict(message.others))

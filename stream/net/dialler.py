@@ -2,7 +2,7 @@
 
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TypeAlias
@@ -34,13 +34,18 @@ class Dialler:
 
     poll               waits for its descriptors; where one that is `in` this is ready, `serve` is due
     longest_pause_s    between two attempts at an address
-
-    all    the addresses
+    on_failure         called with the problem where an attempt has failed, or a connection is lost
     """
 
-    def __init__(self, addresses: Sequence[Address], poll: SocketPoll, longest_pause_s: float = 5.0) -> None:
-        self.all = [Dialled(address) for address in addresses]
-        self._longest_pause_s = longest_pause_s
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        poll: SocketPoll,
+        longest_pause_s: float = 5.0,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        self._all = [Dialled(address) for address in addresses]
+        self._longest_pause_s, self._on_failure = longest_pause_s, on_failure
         self._calling: dict[int, tuple[socket.socket, Dialled, float]] = {}  # by descriptor, and how long it may take
         self._lookup: Lookup[Dialled] | None = None  # once there is a name
         self._poll = poll
@@ -52,19 +57,19 @@ class Dialler:
     def due(self) -> float | None:
         """Time at which `tick` is to be called; None: it need not be."""
         calls = [until for _, _, until in self._calling.values()]
-        return min([*calls, *(dialled.due for dialled in self.all if not dialled.is_busy)], default=None)
+        return min([*calls, *(dialled.due for dialled in self._all if not dialled.is_busy)], default=None)
 
     @property
     def problems(self) -> list[str]:
         """Why addresses are not reached, or nobody there has been taken in."""
-        return [f"{dialled.address}: {dialled.problem}" for dialled in self.all if dialled.problem]
+        return [f"{dialled.address}: {dialled.problem}" for dialled in self._all if dialled.problem]
 
     def tick(self, now: float) -> None:
         """Dial what is due, and give up what has not answered in time."""
         for fd, (_, _, until) in list(self._calling.items()):
             if until <= now:
                 self._give_up(fd, "no answer", now)
-        for dialled in self.all:
+        for dialled in self._all:
             if not dialled.is_busy and dialled.due <= now:
                 dialled.is_busy = True
                 targets = targets_at_hand(dialled.address)
@@ -96,10 +101,13 @@ class Dialler:
 
     def close(self) -> None:
         """Dial no more, and wait for no lookup."""
-        for sock, _, _ in self._calling.values():
+        for fd, (sock, _, _) in self._calling.items():
+            self._poll.unregister(fd)
             sock.close()
         self._calling.clear()
-        self._lookup = None
+        if self._lookup is not None:
+            self._poll.unregister(self._lookup.fileno())
+            self._lookup = None
 
     def _look_up(self, dialled: Dialled) -> None:
         if self._lookup is None:
@@ -139,3 +147,5 @@ class Dialler:
         dialled.problem, dialled.is_busy = problem, False
         dialled.failures += 1
         dialled.due = now + pause_s(dialled.failures, self._longest_pause_s)
+        if self._on_failure is not None:
+            self._on_failure(problem)

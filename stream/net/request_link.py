@@ -133,7 +133,7 @@ class RequestLink:
         try:
             self.loop.tick(monotonic())
             while not self._is_closing and self._fatal is None:
-                ready = self.loop.wait_until(self.loop.dialler.due)
+                ready = self.loop.wait_until()
                 now = monotonic()
                 self.loop.serve(ready, now)
                 self.loop.tick(now)

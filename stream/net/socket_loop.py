@@ -120,9 +120,20 @@ class SocketLoop(Generic[P]):
         self._greeters.clear()
         self._paused.clear()
 
-    def dial(self, addresses: Sequence[wire.Address], greeter: Greeter[P]) -> None:
-        """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""
-        self.dialler, self._caller = Dialler(addresses, self._poll), greeter
+    def dial(
+        self,
+        addresses: Sequence[wire.Address],
+        greeter: Greeter[P],
+        *,
+        longest_pause_s: float = 5.0,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        """Dial addresses, and no others any more, each again whenever its connection is lost: see `Dialler`.
+
+        `tick` begins with that.
+        """
+        self.dialler.close()
+        self.dialler, self._caller = Dialler(addresses, self._poll, longest_pause_s, on_failure), greeter
 
     @property
     def peers(self) -> list[P]:
@@ -197,7 +208,7 @@ class SocketLoop(Generic[P]):
         """`wait` until the first of these times, on the clock `monotonic`, and until `tick` is due at the latest."""
         with self.lock:
             deadlines = [peer.connection.next_deadline() for peer in self.peers]
-        times = (*times, *deadlines, *self._paused.values())
+        times = (*times, *deadlines, *self._paused.values(), self.dialler.due)
         due = min((time for time in times if time is not None), default=None)
         return self.wait(None if due is None else max(0.0, due - monotonic()))
 

@@ -21,9 +21,8 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.dial import problem_of
+from rollflow.stream.net.dial_wait import DialWait
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
@@ -141,7 +140,7 @@ class Host:
         self._is_stopped = self._is_closed = False
         self._serving = threading.RLock()  # held by `connect` and `serve`
         self._fatal: Exception | None = None  # after which this session is over
-        self._redialler: Redialler | None = None  # of the gateway that is dialled
+        self._wait: DialWait | None = None  # for the gateway that is dialled
         self._parting: str | None = None  # the reason of that gateway
         self._lanes = lanes
         self._threads = LaneThreads(len(lanes))
@@ -159,7 +158,7 @@ class Host:
         target = wire.parse_address(address)
         wire.check_secret(target, self._secret)
         check_tls(target, self._tls)
-        with self._serving, answering_dumps():
+        with self._served():
             return self._serve_dialled(target, retry_s)
 
     @contextmanager
@@ -178,17 +177,10 @@ class Host:
 
         Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
         """
-        with self._serving, answering_dumps():
+        with self._served():
             self._loop.listen(self._listeners, self)
-            try:
-                while not self._is_over():
-                    self._turn()
-            finally:
-                for peer in self._loop.peers:
-                    self._hang_up(peer)
-                self._loop.stop_listening()
-                if self._drain is not None:
-                    self._drain.log_end()
+            while not self._is_over():
+                self._turn()
 
     def stop(self) -> None:
         """Have `connect` or `serve` say goodbye and return. May be called from any thread."""
@@ -236,51 +228,35 @@ class Host:
 
     # Connections
 
+    @contextmanager
+    def _served(self) -> Iterator[None]:
+        """Serve gateways in this thread, and hang up in the end."""
+        with self._serving, answering_dumps():
+            try:
+                yield
+            finally:
+                self._loop.dial([], self)
+                self._loop.stop_listening()
+                for peer in self._loop.peers:
+                    self._hang_up(peer)
+                self._wait = None
+                if self._drain is not None:
+                    self._drain.log_end()
+
     def _serve_dialled(self, target: wire.Address, retry_s: float | None) -> str:
         """Dial a gateway, again and again, and serve it until it says goodbye: its reason."""
-        self._redialler = redialler = Redialler(
-            "gateway",
-            target,
-            retry_s=retry_s,
-            longest_pause_s=backoff.times.host_pause_s,
-            wakeup=self._wakeup,
-            is_over=self._is_over,
-        )
-        try:
-            while not self._is_over():
-                try:
-                    sock = redialler.reach()
-                except InterruptedError:
-                    continue  # it has been stopped meanwhile
-                except OSError as error:
-                    problem = problem_of(error)
-                else:
-                    try:
-                        return self._serve_alone(self._peer_on(sock, str(target), target))
-                    except WireError as error:
-                        if error.code not in _COMES_BACK:
-                            raise
-                        if error.code == "session":
-                            self._offer_session()
-                        problem = str(error)
-                redialler.failed(f"gateway {target}: {problem.removeprefix('gateway: ')}")
-                if redialler.is_given_up:
-                    raise redialler.error()
-        finally:
-            self._redialler = None
-            if self._drain is not None:
-                self._drain.log_end()
-        return _ENDING[self.is_draining]
-
-    def _serve_alone(self, peer: HostPeer) -> str:
-        """Serve the gateway that is dialled until it says goodbye: its reason. Raises WireError where that breaks."""
+        wait = self._wait = DialWait("gateway", target, retry_s)
         self._parting = None
-        self._loop.add(peer)
-        try:
-            while self._parting is None and not self._is_over():
-                self._turn()
-        finally:
-            self._hang_up(peer)
+        self._loop.dial(
+            [target],
+            self,
+            longest_pause_s=backoff.times.host_pause_s,
+            on_failure=lambda problem: wait.failed(f"gateway {target}: {problem.removeprefix('gateway: ')}"),
+        )
+        while self._parting is None and not self._is_over():
+            self._turn()
+            if self._welcomed_peer is None:
+                wait.check(self._loop.dialler.problems)
         return _ENDING[self.is_draining] if self._parting is None else self._parting
 
     def _is_over(self) -> bool:
@@ -300,7 +276,8 @@ class Host:
         """Send what there is to send, wait until there is something to do, and do it."""
         self._loop.send(self._tell)
         next_report = None if self.report_s is None or self._welcomed_peer is None else monotonic() + self.report_s
-        ready = self._loop.wait_until(next_report, None if self._drain is None else self._drain.due)
+        dues = [each.due for each in (self._drain, self._wait) if each is not None]
+        ready = self._loop.wait_until(next_report, *dues)
         now, welcomed = monotonic(), self._welcomed_peer
         if welcomed is not None:
             if self._fatal is not None:
@@ -317,8 +294,9 @@ class Host:
     def _take_over(self, peer: HostPeer, *, was_known: bool) -> None:
         """Go on with a connection that has been welcomed: if there is an older one, it was the same gateway's."""
         logger.info("%s: the gateway has taken this host in", peer.where)
-        if self._redialler is not None:
-            self._redialler.connected()
+        self._loop.dialler.welcomed(peer.dialled)
+        if self._wait is not None:
+            self._wait.connected()
         elif was_known:
             logger.warning("%s: the gateway is connected again", peer.where)
         older, self._welcomed_peer = self._welcomed_peer, peer
@@ -355,19 +333,17 @@ class Host:
             for peer in self._loop.peers:
                 peer.connection.is_busy = self._welcomed_peer is not None and peer is not self._welcomed_peer
 
-    def _peer_on(self, sock: socket.socket, where: str, dialled: wire.Address | None) -> HostPeer:
+    # What the loop asks for
+
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> HostPeer:
         """Peer of a socket with a gateway at its other end, which is told hello."""
         connection = wire.HostConnection(
             self._hello(), self._session, secret=self._secret, limits=self._limits, now=monotonic()
         )
         connection.is_busy = self._welcomed_peer is not None
-        return Peer(transport_for(sock, connection, self._tls, dialled=dialled), connection, where)
-
-    # What the loop asks for
-
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> HostPeer:
-        """Peer of a socket that a gateway has dialled."""
-        return self._peer_on(sock, where, None)
+        address = None if dialled is None else dialled.address
+        transport = transport_for(sock, connection, self._tls, dialled=address)
+        return Peer(transport, connection, where, dialled=dialled)
 
     def handle(self, peer: HostPeer, event: wire.Message, now: float) -> None:
         """Take a message of a gateway."""
@@ -383,8 +359,10 @@ class Host:
                 if peer is self._welcomed_peer:
                     self._begin_anew()
                 self._parting = event.reason
-                if self._redialler is None:
+                if self._wait is None:
                     logger.info("%s: the gateway says goodbye: %s", peer.where, quoted(event.reason))
+                else:
+                    self._loop.dial([], self)  # it is not lost
                 self._hang_up(peer)
             case _:
                 self._take_news(event)
@@ -395,9 +373,16 @@ class Host:
             with self._lock:
                 peer.connection.refuse(self.role, f"{type(error).__name__}: {error}")
             self._begin_anew()
-        if self._redialler is not None or not (isinstance(error, WireError) or error is self._fatal):
+        if not isinstance(error, WireError) and error is not self._fatal:
             raise error
-        logger.log(refusal_level(peer.connection), "%s: %s: %s", peer.where, type(error).__name__, quoted(error))
+        if peer.dialled is None:
+            logger.log(refusal_level(peer.connection), "%s: %s: %s", peer.where, type(error).__name__, quoted(error))
+        elif isinstance(error, WireError) and error.code in _COMES_BACK:
+            if error.code == "session":
+                self._offer_session()
+            peer.dialled.problem = str(error)
+        else:
+            raise error
         self._hang_up(peer)
 
     # For subclasses

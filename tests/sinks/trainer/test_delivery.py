@@ -20,7 +20,7 @@ from remote_rollouts import await_that
 
 from rollflow import Fragment, TrainerStream
 from rollflow.stream import RunError
-from rollflow.stream.net.redialler import Redialler
+from rollflow.stream.net.dialler import Dialler
 from rollflow.stream.wire import Limits
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
@@ -158,8 +158,8 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
 ) -> None:
     """It is taken for lost, dialled in vain until several handshakes were given up, and passes all its own limits."""
     dialled: list[int] = []
-    reach = Redialler.reach
-    monkeypatch.setattr(Redialler, "reach", lambda self: dialled.append(1) or reach(self))
+    call = Dialler._call
+    monkeypatch.setattr(Dialler, "_call", lambda self, *given: dialled.append(1) or call(self, *given))
     with shared_address() as shared:
         address = f"{scheme}:{shared.removeprefix('shm:')}"
         with feeding(address, lanes=2, sink={"limits": HASTY}) as feed:

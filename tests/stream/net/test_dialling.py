@@ -13,16 +13,13 @@ import pytest
 from leftovers import nothing_left
 from numbered_module import NumberedModule
 from remote_hosts import SHORT, dialled_host, end_waits_once
-from remote_rollouts import makers, rollout_over
+from remote_rollouts import await_that, makers, rollout_over
 
 from rollflow import RemoteEnvs, Rollout, feed
 from rollflow.nodes import EnvHost
 from rollflow.nodes.env.remote.remote_host import HostWait
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.graph.wakeup import Wakeup
-from rollflow.stream.net.redialler import Redialler
-from rollflow.stream.wire import parse_address
 
 Answer = Callable[[], list[tuple[str, int]]]
 
@@ -125,28 +122,6 @@ def test_a_name_that_leads_nowhere_is_said_to(
         Rollout(RemoteEnvs.connect(f"tcp://{name}:1", secret="s", join_timeout=60.0))
 
 
-def test_what_is_not_wanted_any_more_is_not_waited_for() -> None:
-    with ExitStack() as closing:
-        silent = closing.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # then nobody else gets an answer
-            waiting = closing.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(silent.getsockname())
-        bell = Wakeup()
-        closing.callback(bell.close)
-        bell.ring()
-        rings = iter([False, False, True])
-
-        def is_over() -> bool:
-            bell.ring()
-            return next(rings)
-
-        address = parse_address(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(InterruptedError):
-            Redialler("end", address, retry_s=None, longest_pause_s=1.0, wakeup=bell, is_over=is_over).reach()
-        assert list(rings) == []
-
-
 def given_up(retry_s: float, dial: Callable[..., Any], caplog: pytest.LogCaptureFixture, problem: str) -> None:
     """Dial a name in vain: it is said what is done and for how long, again and again, and it ends in time."""
     with pytest.raises(WireError, match=rf"tcp://name.test:1 not reached for {retry_s:g} s: {problem}"):
@@ -183,8 +158,8 @@ def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
     dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
     hang = Hanging()
-    monkeypatch.setattr("rollflow.stream.net.redialler.REACH_S", 0.1)
-    monkeypatch.setattr("rollflow.stream.net.redialler._LOOK_S", 0.05)
+    monkeypatch.setattr("rollflow.stream.net.dial_wait.REACH_S", 0.1)
+    monkeypatch.setattr("rollflow.stream.net.dial_wait._LOOK_S", 0.05)
     names["name.test"] = hang
     try:
         given_up(0.5, dial, caplog, "no (answer yet|name server has said yet where this is)")
@@ -192,12 +167,23 @@ def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
         hang.released.set()
 
 
-def test_a_host_that_asks_for_a_name_can_be_stopped(names: dict[str, Answer]) -> None:
+@pytest.mark.parametrize("asks", [True, False], ids=["for a name", "for an answer"])
+def test_a_host_that_dials_in_vain_can_be_stopped(names: dict[str, Answer], *, asks: bool) -> None:
     hang = Hanging()
-    names["name.test"] = hang
-    with EnvHost(makers(0), secret="s") as host, ThreadPoolExecutor(1) as threads:
-        connected = threads.submit(host.connect, "tcp://name.test:1", retry_s=None)
-        assert hang.asked.wait(60)
+    names["slow.test"] = hang
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
+        ExitStack() as closing,
+        EnvHost(makers(0), secret="s") as host,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        for _ in range(4):  # then nobody else gets an answer
+            waiting = closing.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        address = "tcp://slow.test:1" if asks else f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        connected = threads.submit(host.connect, address, retry_s=None)
+        await_that(lambda: hang.asked.is_set() if asks else host._loop.dialler._calling)
         host.stop()
         try:
             assert connected.result(60) == "stopped"
