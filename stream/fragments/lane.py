@@ -338,6 +338,12 @@ class SlotLane:
         if ended is not None:
             self.fragment.finals += ended.finals(self._column)
 
+    def release(self) -> None:
+        """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""
+        self.fragment.columns.clear()
+        self.columns, self.ended = LaneColumns(self.layout, None), None
+        self._live.clear()
+
     # Inside
 
     @property
@@ -675,15 +681,11 @@ class Lane(SlotLane):
         return last
 
     def release(self) -> None:
-        """Release all memory: no more steps are made. Drops the unfinished fragment, and the live episodes over it."""
-        self.fragment.columns.clear()
+        super().release()
         self.fragment.infos.clear()
         self.fragment.finals.clear()
         self.memory = None
-        self.columns = LaneColumns(self.layout, None)
-        self.ended = None
         self.batch, self.shared_data = {}, {}
-        self._live.clear()
         vars(self).pop("episodes", None)  # which refer to the lane
 
     # Inside

@@ -299,8 +299,8 @@ class EndedEpisodes(LaneEpisodes):
         return slot in self.shown
 
     def take(self, shown: LaneEpisodes) -> None:
-        """Take the last observations of the slots of `shown` as pieces have left them there."""
-        for slot in shown.slots.tolist():
+        """Take the last observations as pieces have left them in `shown`, which may have ongoing episodes as well."""
+        for slot in filter(self.shows, shown.slots.tolist()):
             self.set_observation(slot, shown.observation(slot))
 
     def finals(self, column: Column) -> Iterator[Final]:

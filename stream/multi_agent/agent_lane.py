@@ -300,11 +300,10 @@ class AgentLane(SlotLane):
     def take_jointly(self, shown: LaneEpisodes) -> None:
         """Take the observations as joint pieces have left them: the modules' own pieces see them next."""
         self.shown = None
-        has_ended = np.array([self.has_ended(slot) for slot in shown.slots.tolist()], np.bool_)
+        acts = np.isin(shown.slots, self.acting)
         if self.ended is not None:
-            for slot in shown.slots[has_ended].tolist():
-                self.ended.set_observation(slot, shown.observation(slot))
-        acts = np.isin(shown.slots, self.acting) & ~has_ended
+            self.ended.take(shown)
+            acts &= ~np.isin(shown.slots, list(self.ended.shown))
         if acts.any():
             self._edited = shown.slots[acts], map_tree(lambda leaf: leaf[acts], shown.newest())
 
@@ -368,9 +367,8 @@ class AgentLane(SlotLane):
         self.columns = LaneColumns(self.layout, None, is_shared=True)
 
     def release(self) -> None:
-        """Release all memory: no more steps are made. Drops the unfinished fragment."""
-        self.fragment.columns.clear()
-        self.columns = LaneColumns(self.layout, None)
+        super().release()
+        self.shown = None
 
     # Inside
 

@@ -203,9 +203,10 @@ def test_a_dataset_gives_what_was_recorded(batch_size: int, several: bool, tmp_p
         check_fragments(list(fragments), several=several)
         if several:
             continue
-        source = DatasetSource(tmp_path / folder, batch_size=batch_size, module=Remembers(SEEN, CHOSEN), window_steps=8)
+        module = Remembers(SEEN, CHOSEN)
+        source = DatasetSource(tmp_path / folder, batch_size=batch_size, module=module, window_steps=8)
         with torch.no_grad():
-            source._module.begin.fill_(7.0)
+            module.begin.fill_(7.0)
         for batch in source.batches():
             first = batch["obs"][:, 0, 0]
             assert batch["state_in"]["s"][0][:, 0].tolist() == before(first).tolist()
