@@ -56,29 +56,56 @@ def in_chunks(draw: st.DrawFn, stateful: bool = False) -> Setup:
     return Setup(setup.setting, pairs, stateful, setup.spaces)
 
 
-@given(setup=setups(), names=st.permutations(LEARNER), count=st.integers(1, 4))
-@settings(max_examples=examples(200))
-def test_columns_are_added_from_the_episodes(setup: Setup, names: list[Named], count: int) -> None:
-    setup.check(*rows(*names[:count]))
+OBSERVED: Named = "AddObservationsFromEpisodesToBatch"
+AS_ROWS: list[Named] = ["AddTimeDimToBatchAndZeroPad", "AddStatesFromEpisodesToBatch"]
+ADDED: Named = "AddOneTsToEpisodesAndTruncate"
+APART: list[Named] = ["TensorToNumpy", "UnBatchToIndividualItems", "RemoveSingleTsTimeRankFromBatch"]
+in_any_order = st.permutations(LEARNER)
+# Ray has to begin with observations: that piece makes the ids of an episode's chunks differ.
+behind_observations = st.permutations(LEARNER[1:]).map(lambda names: [LEARNER[0], *names])
+some = st.integers(1, 4).flatmap(lambda count: in_any_order.map(lambda names: names[:count]))
+with_rows: dict[str, Any] = {"stateful": st.just(True), "numpy": st.just(True)}
 
 
-@given(setup=setups(), names=st.permutations(LEARNER), count=st.integers(1, 4))
+def followed_by(names: st.SearchStrategy[list[Named]], *more: Named) -> st.SearchStrategy[list[Named]]:
+    return names.map(lambda names: [*names, *more])
+
+
+# What the pieces are called with, their names, and how the batches are compared.
+CASES: dict[str, tuple[st.SearchStrategy[Setup], st.SearchStrategy[list[Named]], dict[str, Any]]] = {
+    "columns": (setups(), some, {}),
+    "batches": (setups(), followed_by(some, *BATCHED), {}),
+    "chunks": (in_chunks(), followed_by(behind_observations, *BATCHED), {}),
+    "rows of chunks": (in_chunks(stateful=True), followed_by(behind_observations, *STATES, *BATCHED), {}),
+    "rows and states": (setups(**with_rows), followed_by(in_any_order, *STATES), {}),
+    "observations while acting": (acting(), st.just([OBSERVED, *BATCHED]), {}),
+    "states while acting": (acting(stateful=True), st.just([OBSERVED, *AS_ROWS, BATCHED[0]]), {}),
+    "flat observations": (acting(), st.just(["FlattenObservations"]), {}),
+    "one step more": (setups(done=True), st.just([ADDED]), {}),
+    "rows of one step more": (
+        setups(done=True, numpy=st.just(True), stateful=st.booleans()),
+        in_any_order.map(lambda names: [ADDED, *names, *STATES, *BATCHED]),
+        {},
+    ),
+    "returns to go": (  # Ray's are f64
+        setups(),
+        st.sampled_from([0.0, 0.5, 0.99, 1.0]).map(lambda gamma: [("ComputeReturnsToGo", {"gamma": gamma})]),
+        {"dtypes": False, "rtol": 1e-5},
+    ),
+    "taken apart again": (  # for want of a module, the observations that went in come out
+        st.booleans().flatmap(lambda stateful: acting(stateful=stateful)),
+        st.just([OBSERVED, AS_ROWS[0], *BATCHED, *APART]),
+        {"dtypes": False},  # Ray's TensorToNumpy makes 64 bits 32
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(data=st.data())
 @settings(max_examples=examples(100))
-def test_batches_are_made_of_them(setup: Setup, names: list[Named], count: int) -> None:
-    setup.check(*rows(*names[:count], *BATCHED))
-
-
-@given(setup=in_chunks(), names=st.permutations(LEARNER[1:]), count=st.integers(0, 3))
-@settings(max_examples=examples(100))
-def test_chunks_of_one_episode_are_batched_one_after_the_other(setup: Setup, names: list[Named], count: int) -> None:
-    """Ray has to begin with observations: that piece makes their ids differ."""
-    setup.check(*rows(LEARNER[0], *names[:count], *BATCHED))
-
-
-@given(setup=in_chunks(stateful=True), names=st.permutations(LEARNER[1:]))
-@settings(max_examples=examples(100))
-def test_chunks_of_one_episode_have_rows_of_their_own(setup: Setup, names: list[Named]) -> None:
-    setup.check(*rows(LEARNER[0], *names, *STATES, *BATCHED))
+def test_batches_are_the_same(case: str, data: st.DataObject) -> None:
+    drawn, names, how = CASES[case]
+    data.draw(drawn).check(*rows(*data.draw(names)), **how)
 
 
 COLUMNS = ["obs", "new_obs", "infos", "actions", "rewards", "terminateds", "truncateds", "action_logp"]
@@ -106,31 +133,6 @@ def test_episodes_without_a_step_add_nothing(
     assert_same_answer(*answers)
 
 
-@given(setup=acting())
-@settings(max_examples=examples(100))
-def test_observations_are_added_while_acting(setup: Setup) -> None:
-    setup.check(*rows("AddObservationsFromEpisodesToBatch", *BATCHED))
-
-
-@given(setup=setups(), gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]))
-@settings(max_examples=examples(100))
-def test_returns_to_go_are_the_same_numbers(setup: Setup, gamma: float) -> None:
-    # Ray's are f64.
-    setup.check(*rows("ComputeReturnsToGo", gamma=gamma), dtypes=False, rtol=1e-5)
-
-
-@given(setup=acting(stateful=True))
-@settings(max_examples=examples(100))
-def test_states_are_added_while_acting(setup: Setup) -> None:
-    setup.check(*rows("AddObservationsFromEpisodesToBatch", *(name for name, _ in STATES), "BatchIndividualItems"))
-
-
-@given(setup=setups(stateful=st.just(True), numpy=st.just(True)), names=st.permutations(LEARNER))
-@settings(max_examples=examples(100))
-def test_rows_of_several_steps_and_their_states_are_the_same(setup: Setup, names: list[Named]) -> None:
-    setup.check(*rows(*names, *STATES))
-
-
 @given(setup=acting(), data=st.data(), form=st.sampled_from(["by episode", "list", "one too few", "none"]))
 @settings(max_examples=examples(150))
 def test_observations_are_written_back(setup: Setup, data: st.DataObject, form: str) -> None:
@@ -140,24 +142,6 @@ def test_observations_are_written_back(setup: Setup, data: st.DataObject, form: 
     elif form == "one too few":
         items.pop((setup.pairs[-1].ours.id_,))
     setup.check(*rows("WriteObservationsToEpisodes"), batch={} if form == "none" else {"obs": items})
-
-
-@given(setup=setups(done=True))
-@settings(max_examples=examples(100))
-def test_one_step_is_added_to_episodes_that_are_done(setup: Setup) -> None:
-    setup.check(*rows("AddOneTsToEpisodesAndTruncate"))
-
-
-@given(setup=setups(done=True, numpy=st.just(True), stateful=st.booleans()), names=st.permutations(LEARNER))
-@settings(max_examples=examples(100))
-def test_the_added_step_is_in_all_columns_and_rows(setup: Setup, names: list[Named]) -> None:
-    setup.check(*rows("AddOneTsToEpisodesAndTruncate", *names, *STATES, *BATCHED))
-
-
-@given(setup=acting())
-@settings(max_examples=examples(100))
-def test_observations_are_flattened(setup: Setup) -> None:
-    setup.check(*rows("FlattenObservations"))
 
 
 @given(setup=acting([kind for kind in KINDS if isinstance(kind.space, spaces.Dict)]), key=st.sampled_from("ab"))
@@ -321,14 +305,6 @@ def test_outputs_of_modules_come_back_to_the_agents(batch: dict[str, Any]) -> No
 
 
 # Behind the module
-
-
-@given(setup=st.booleans().flatmap(lambda stateful: acting(stateful=stateful)))
-def test_batches_are_taken_apart_again(setup: Setup) -> None:
-    """The observations that went in come out, for want of a module."""
-    before = ("AddObservationsFromEpisodesToBatch", "AddTimeDimToBatchAndZeroPad", *BATCHED, "TensorToNumpy")
-    pieces = rows(*before, "UnBatchToIndividualItems", "RemoveSingleTsTimeRankFromBatch")
-    setup.check(*pieces, dtypes=False)  # Ray's TensorToNumpy makes 64 bits 32
 
 
 DTYPES = [np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32]

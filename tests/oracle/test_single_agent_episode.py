@@ -80,19 +80,25 @@ def test_a_constructed_episode_is_the_same(setting: Setting, data: st.DataObject
 
 
 @dataclass(frozen=True)
-class Request:
-    """A getter and what it is called with."""
+class Told:
+    """What is called of an episode, and how it reads in a failure."""
 
     name: str
-    given: tuple[Any, ...]
-    asked: dict[str, Any]
-    arrays: bool
+    do: Callable[[Any], Any] = field(repr=False)
 
     def __call__(self, episode: Any) -> Any:
-        return getattr(episode, self.name)(*self.given, **self.asked)
+        return self.do(episode)
 
 
-def draw_request(data: st.DataObject, pair: Pair, setting: Setting) -> Request:
+def call_of(name: str, *given_: Any, **asked: Any) -> Told:
+    """The call of a method with copies of these arguments."""
+    return Told(
+        f"{name}(*{given_}, **{asked})", lambda e: getattr(e, name)(*copy.deepcopy(given_), **copy.deepcopy(asked))
+    )
+
+
+def draw_request(data: st.DataObject, pair: Pair, setting: Setting) -> tuple[Told, dict[str, Any], bool]:
+    """A getter's call, what is asked by name, and whether its data are arrays."""
     name = data.draw(st.sampled_from(GETTERS))
     key = [data.draw(st.sampled_from(setting.outputs or ("unknown",)))] if name == "get_extra_model_outputs" else []
     buffer = getattr(pair.ours, "observations" if name in ("get_observations", "get_infos") else "rewards")
@@ -105,19 +111,19 @@ def draw_request(data: st.DataObject, pair: Pair, setting: Setting) -> Request:
     if name in ("get_observations", "get_actions") and setting.spaces_given:
         asked["one_hot_discrete"] = data.draw(st.booleans())
     assume(not at_odds(where, buffer.lookback, len(buffer), arrays, left=left, fill="fill" in asked))
-    return Request(name, (*key, where), asked, arrays)
+    return call_of(name, *key, where, **asked), asked, arrays
 
 
 @given(setting=any_setting, data=st.data(), numpy=st.booleans())
 @settings(max_examples=examples(1000))
 def test_every_getter_gives_the_same(setting: Setting, data: st.DataObject, numpy: bool) -> None:
     pair = Pair.of(data.draw(arguments(setting)), numpy)
-    request = draw_request(data, pair, setting)
+    request, asked, arrays = draw_request(data, pair, setting)
     ours, theirs = pair.ask(request)
-    if request.arrays and request.asked.get("one_hot_discrete") and ours.error is None:
+    if arrays and asked.get("one_hot_discrete") and ours.error is None:
         assume(np.size(_first_leaf(ours.value)))
     # What is filled in decides on Ray's dtype.
-    assert_same_answer(ours, theirs, request, dtypes="fill" not in request.asked)
+    assert_same_answer(ours, theirs, request, dtypes="fill" not in asked)
 
 
 @given(setting=any_setting, data=st.data(), numpy=st.booleans())
@@ -129,18 +135,7 @@ def test_every_setter_does_the_same(setting: Setting, data: st.DataObject, numpy
     pair.check_all(request)
 
 
-@dataclass(frozen=True)
-class Write:
-    """A setter and what it is called with."""
-
-    name: str
-    given: dict[str, Any]
-
-    def __call__(self, episode: Any) -> None:
-        getattr(episode, self.name)(**copy.deepcopy(self.given))
-
-
-def draw_write(data: st.DataObject, pair: Pair, setting: Setting) -> Write:
+def draw_write(data: st.DataObject, pair: Pair, setting: Setting) -> Told:
     name, items, buffer = data.draw(
         st.sampled_from(
             [
@@ -163,32 +158,21 @@ def draw_write(data: st.DataObject, pair: Pair, setting: Setting) -> Write:
     assume(not (buffer.is_numpy and isinstance(items(0), dict | tuple)))
     given_: dict[str, Any] = {**key, "at_indices": where, "neg_index_as_lookback": left}
     if isinstance(where, int):
-        return Write(name, {**given_, "new_data": items(data.draw(numbers))})
+        return call_of(name, **given_, new_data=items(data.draw(numbers)))
     places = ask(lambda: buffer.get(where, neg_index_as_lookback=left))
     assume(places.error is None)
     count = len(places.value) if isinstance(places.value, list) else len(_first_leaf(places.value))
     new = [items(data.draw(numbers)) for _ in range(count)]
     if not buffer.is_numpy:
-        return Write(name, {**given_, "new_data": new})
+        return call_of(name, **given_, new_data=new)
     assume(new)
-    return Write(name, {**given_, "new_data": batch(new)})
+    return call_of(name, **given_, new_data=batch(new))
 
 
 def _first_leaf(tree: Any) -> Any:
     while isinstance(tree, dict | tuple):
         tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
     return tree
-
-
-@dataclass(frozen=True)
-class Told:
-    """An operation that changes an episode, or makes another one of it, and how it reads in a failure."""
-
-    name: str
-    do: Callable[[Any], Any] = field(repr=False)
-
-    def __call__(self, episode: Any) -> Any:
-        return self.do(episode)
 
 
 def draw_operation(data: st.DataObject, pair: Pair, setting: Setting) -> Told:
@@ -235,7 +219,7 @@ def draw_operation(data: st.DataObject, pair: Pair, setting: Setting) -> Told:
     if name == "flags":
         return Told("is_truncated = not is_truncated", lambda e: (setattr(e, "is_truncated", not e.is_truncated), e)[1])
     write = draw_write(data, pair, setting)
-    return Told(str(write), lambda e: (write(e), e)[1])
+    return Told(write.name, lambda e: (write(e), e)[1])
 
 
 def _is_in_range(where: slice, count: int) -> bool:

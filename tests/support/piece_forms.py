@@ -20,6 +20,20 @@ class OneByOne(ConnectorV2):
         return batch
 
 
+class Breaks(ConnectorV2):
+    """Raises at its tenth call, or when told to."""
+
+    def __init__(self, *, at: int = 10) -> None:
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls == self.at:
+            raise ZeroDivisionError("no more")
+        return batch
+
+
 class Torch:
     """All that most pieces need to know of a module."""
 

@@ -21,7 +21,7 @@ from rollflow.nodes.env.remote.host import Host
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostWait
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import ConnectionBroken, HostConnection, HostSession, Limits, Rows, Step, encode
+from rollflow.stream.wire import Connection, ConnectionBroken, HostConnection, HostSession, Limits, Rows, Step, encode
 
 Remote = TypeVar("Remote", bound=RemoteHosts)
 
@@ -238,7 +238,44 @@ def end_waits_once(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], bool
     monkeypatch.setattr(HostWait, "is_over", property(lambda _: condition()))
 
 
-class RawHost:
+class RawEnd:
+    """An end of a connection made by hand, to misbehave."""
+
+    def __init__(self, sock: socket.socket, connection: Connection) -> None:
+        self.sock, self.connection = sock, connection
+        self._events: deque[Any] = deque()
+
+    def flush(self) -> None:
+        """Send what the connection has to send."""
+        for buffer in self.connection.outgoing():
+            self.sock.sendall(buffer)
+
+    def next_event(self) -> Any:
+        """Wait for the connection's next event; None when the other end has hung up."""
+        while not self._events:
+            self.flush()
+            data = self.sock.recv(1 << 16)
+            if not data:
+                self.connection.ended()
+                return None
+            self._events += self.connection.receive(data, 0.0)
+        return self._events.popleft()
+
+    def next_of(self, kind: type[Any]) -> Any:
+        """Wait for the next event of a kind."""
+        while not isinstance(event := self.next_event(), kind):
+            assert not isinstance(event, ConnectionBroken | None), event
+        return event
+
+    def refusal(self) -> WireError:
+        """Wait until this end is refused: what the other says."""
+        error: WireError = self.next_of(ConnectionBroken).error
+        assert self.sock.recv(1) == b""
+        self.sock.close()
+        return error
+
+
+class RawHost(RawEnd):
     """A host made by hand, to misbehave: says its Hello, and gives requests one by one; its one lane has two slots.
 
     env    makes an environment of a slot, numbered as no other is
@@ -256,32 +293,8 @@ class RawHost:
         makers = [lambda slot=slot: env(900 + slot) for slot in range(2)]
         with kind(makers, secret=secret, name="raw") as pattern:  # type: ignore[call-arg]
             self.hello = replace(pattern._hello(), **said)
-        self.sock = socket.create_connection((address.host, address.port))
-        self.session = HostSession(self.hello.session)
-        self.connection = HostConnection(self.hello, self.session, secret=secret, limits=SHORT, now=0.0)
-        self._events: deque[Any] = deque()
-
-    def flush(self) -> None:
-        """Send what the connection has to send."""
-        for buffer in self.connection.outgoing():
-            self.sock.sendall(buffer)
-
-    def next_event(self) -> Any:
-        """Wait for the connection's next event; None when the gateway has hung up."""
-        while not self._events:
-            self.flush()
-            data = self.sock.recv(1 << 16)
-            if not data:
-                self.connection.ended()
-                return None
-            self._events += self.connection.receive(data, 0.0)
-        return self._events.popleft()
-
-    def next_of(self, kind: type[Any]) -> Any:
-        """Wait for the next event of a kind."""
-        while not isinstance(event := self.next_event(), kind):
-            assert not isinstance(event, ConnectionBroken | None), event
-        return event
+        connection = HostConnection(self.hello, HostSession(self.hello.session), secret=secret, limits=SHORT, now=0.0)
+        super().__init__(socket.create_connection((address.host, address.port)), connection)
 
     def rows(self, request: Any, **changed: Any) -> Rows:
         """An answer with two slots of zeros, but for what is changed."""
@@ -309,10 +322,3 @@ class RawHost:
         """Send a message, whatever the protocol says of it."""
         for buffer in encode(message):
             self.sock.sendall(buffer)
-
-    def refusal(self) -> WireError:
-        """Wait until the gateway refuses this host: what it says."""
-        error: WireError = self.next_of(ConnectionBroken).error
-        assert self.sock.recv(1) == b""
-        self.sock.close()
-        return error

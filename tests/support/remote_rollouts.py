@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from ending_envs import lives_of, rewards_by_slot
@@ -21,6 +21,7 @@ from rollflow.nodes import RolloutHost
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.stream.wire import ConnectionBroken, Fragment as Answer, Limits, Reset, Turn, Welcome
 
+Taken = TypeVar("Taken")
 HASTY = Limits(heartbeat_s=0.3, grace_s=0.5, handshake_s=2.0)
 
 
@@ -41,8 +42,8 @@ def slots_of(fragments: list[Fragment]) -> set[int]:
     return set(rewards_by_slot(fragments))
 
 
-def taken_until(fragments: Iterator[Fragment], enough: Callable[[list[Fragment]], bool]) -> list[Fragment]:
-    taken: list[Fragment] = []
+def taken_until(fragments: Iterator[Taken], enough: Callable[[list[Taken]], bool]) -> list[Taken]:
+    taken: list[Taken] = []
     while not enough(taken):
         taken.append(next(fragments))
     return taken

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from small_env import SmallEnv
+from together import Together
 
 from rollflow import RLModule
-from rollflow.nodes import MultiAgentEnv
 
 SPACE = spaces.Dict({"near": spaces.Box(-1, 1, (3,), np.float32), "door": spaces.Discrete(2)})
 
@@ -28,45 +28,22 @@ def observation(step: int, late: bool) -> dict[str, Any]:
     return {"near": near, "door": 1}
 
 
-class Sloppy(gym.Env[Any, Any]):
+class Sloppy(SmallEnv):
     """Episodes of five steps.
 
     faulty    whether it gives what is outside the space; else all is as it should be
     """
 
     observation_space = SPACE
-    action_space = spaces.Discrete(2)
+    length = 5
 
     def __init__(self, faulty: bool = True, *, late: bool = False) -> None:
         self.faulty, self.late = faulty, late
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.t = 0
-        return self._seen(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self._seen(), 1.0, self.t == 5, False, {}
-
-    def _seen(self) -> Any:
+    def look(self) -> Any:
         return observation(self.t, self.late) if self.faulty else {"near": np.zeros(3, np.float32), "door": 1}
 
 
-class SloppyAgents(MultiAgentEnv):
-    """Two agents, of whom the second gives what is outside its space. Episodes of five steps."""
-
-    possible_agents = ("a", "b")
-    observation_spaces = dict.fromkeys(possible_agents, SPACE)
-    action_spaces = dict.fromkeys(possible_agents, spaces.Discrete(2))
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = 0
-        return self._seen(), {}
-
-    def step(self, actions: Any) -> Any:
-        self.t += 1
-        return self._seen(), dict.fromkeys("ab", 1.0), {"__all__": self.t == 5}, {"__all__": False}, {}
-
-    def _seen(self) -> Any:
-        return {"a": {"near": np.zeros(3, np.float32), "door": 1}, "b": observation(self.t, False)}
+def sloppy_agents() -> Together:
+    """Two agents, of whom the second gives what is outside its space."""
+    return Together({"a": Sloppy(False), "b": Sloppy()})

@@ -17,9 +17,14 @@ class Together(MultiAgentEnv):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed, options=options)
-        begun = {agent: env.reset() for agent, env in self.envs.items()}
+        seeds = [None if seed is None else seed + place for place in range(len(self.envs))]
+        begun = {agent: env.reset(seed=own) for (agent, env), own in zip(self.envs.items(), seeds, strict=True)}
         return tuple({agent: told[i] for agent, told in begun.items()} for i in range(2))
 
     def step(self, actions: Any) -> Any:
         made = {agent: self.envs[agent].step(action) for agent, action in actions.items()}
         return tuple({agent: told[i] for agent, told in made.items()} for i in range(5))
+
+    def close(self) -> None:
+        for env in self.envs.values():
+            env.close()

@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from numbered_module import NumberedModule, logits_of, numbered_envs
 from piece_forms import OneByOne
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import Columns, ConnectorV2, EpsilonGreedy, MultiAgentRollout, RLModule, Rollout, SingleAgentEpisode
@@ -234,18 +235,14 @@ def test_the_noise_of_each_of_several_agents_goes_on_with_its_own_steps() -> Non
             assert noise[0] != 0
 
 
-class Heater(gym.Env[Any, Any]):
+class Heater(SmallEnv):
     """Takes 300 to 500 kelvin, and pays what it takes."""
 
-    observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Box(300, 500, (1,))
+    action_space = spaces.Box(300, 500, (1,))
+    length, truncates = 50, True
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.steps = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        return np.zeros(1, np.float32), float(action[0]), False, self.steps == 50, {}
+    def pay(self, action: Any) -> float:
+        return float(action[0])
 
 
 def heaters() -> Together:

@@ -116,6 +116,8 @@ def test_fragments_keep_as_much_lookback_as_pieces_need() -> None:
         Rollout("CartPole-v1", lookback=2, env_to_module_connector=lambda env: FrameStacking(num_frames=6))
     learner = lambda obs_space, act_space: FrameStacking(num_frames=4, as_learner_connector=True)  # noqa: E731
     assert Rollout("CartPole-v1", learner_connector=learner).environments.lanes[0].layout.lookback == 3
+    both: Any = {"env_to_module_connector": lambda env: FrameStacking(num_frames=3), "learner_connector": learner}
+    assert Rollout("CartPole-v1", **both).environments.lanes[0].layout.lookback == 3
 
 
 @given(length=st.integers(1, 9), rows=st.integers(1, 7), frames=st.integers(1, 5))

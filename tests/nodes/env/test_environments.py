@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
+from small_env import SmallEnv
 
 from rollflow import Fragment, RLModule, Rollout
 from rollflow.stream import EnvError
@@ -21,27 +22,26 @@ class Zeros(RLModule):
         return {"actions": torch.zeros(count, dtype=torch.int64)}
 
 
-class Scripted(gym.Env[Any, Any]):
+class Scripted(SmallEnv):
     """Three steps an episode; always gives the same array and the same info, which it writes over."""
 
     observation_space: gym.Space[Any] = spaces.Box(-100, 100, (2,), np.float32)
-    action_space: gym.Space[Any] = spaces.Discrete(2)
+    length = 3
 
     def __init__(self) -> None:
         self.observation, self.info, self.episode = np.zeros(2, np.float32), {"tags": ["none"]}, 0
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        self.episode, self.t = self.episode + 1, 0
-        return self.shown(), self.info
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t += 1
-        return self.shown(), 1.0, self.t == 3, False, self.info
-
-    def shown(self) -> Any:
+    def look(self) -> Any:
+        self.episode += self.t == 0
         self.observation[:] = self.episode, self.t
-        self.info["tags"] = [f"{self.episode}/{self.t}"]
         return self.observation
+
+    def pay(self, action: Any) -> float:
+        return 1.0
+
+    def tell(self) -> dict[str, Any]:
+        self.info["tags"] = [f"{self.episode}/{self.t}"]
+        return self.info
 
 
 def fragments_of(env: Any, **options: Any) -> list[Fragment]:
@@ -147,7 +147,7 @@ def test_the_first_environment_of_an_id_is_checked_for_all_of_them() -> None:
         ]
 
 
-class Lists(gym.Env[Any, Any]):
+class Lists(SmallEnv):
     """Gives lists where its space has arrays, as environments written by hand do."""
 
     observation_space = spaces.Dict(
@@ -157,20 +157,11 @@ class Lists(gym.Env[Any, Any]):
             "kinds": spaces.MultiDiscrete([40, 40, 40]),
         }
     )
-    action_space = spaces.Discrete(2)
 
     def __init__(self, slot: int) -> None:
-        self.slot = slot
+        self.slot, self.length = slot, 3 + slot
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        self.t = 0
-        return self.seen(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t += 1
-        return self.seen(), 1.0, self.t == 3 + self.slot, False, {}
-
-    def seen(self) -> Any:
+    def look(self) -> Any:
         row = [self.slot, self.t, 7]
         return {"pair": (row, self.t % 9), "square": [row[:2], (5, 6), np.array(row[1:])], "kinds": tuple(row)}
 
@@ -180,7 +171,7 @@ class Plain(Lists):
 
     observation_space = spaces.Box(-99, 99, (3,), np.float32)  # type: ignore[assignment]
 
-    def seen(self) -> Any:
+    def look(self) -> Any:
         return [self.slot, self.t, 7]
 
 

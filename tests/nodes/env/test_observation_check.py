@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from remote_hosts import hosting, listening
-from sloppy_envs import SPACE, Sloppy, SloppyAgents, Zeros
+from sloppy_envs import SPACE, Sloppy, Zeros, sloppy_agents
 
 from rollflow import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
@@ -108,7 +108,7 @@ def test_a_vector_environment_of_ones_own_is_seen_as_well(mode: Any, caplog: pyt
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes"])
 def test_agents_are_named(where: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run(SloppyAgents, kind=MultiAgentRollout, num_envs=2, lanes=2, where=where)
+    run(sloppy_agents, kind=MultiAgentRollout, num_envs=2, lanes=2, where=where)
     dtype, bounds = said(caplog)
     assert f"reset, agent 'b': {DTYPE}" in dtype
     assert f"env step 0, agent 'b': {BOUNDS}" in bounds
@@ -116,7 +116,7 @@ def test_agents_are_named(where: Any, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "kind", "agent"), [(Sloppy, Rollout, ""), (SloppyAgents, MultiAgentRollout, ", agent 'b'")]
+    ("env", "kind", "agent"), [(Sloppy, Rollout, ""), (sloppy_agents, MultiAgentRollout, ", agent 'b'")]
 )
 def test_of_hosts_that_step_the_rollout_sees_the_values_and_the_host_the_dtypes(
     env: Any, kind: Any, agent: str, caplog: pytest.LogCaptureFixture

@@ -3,11 +3,10 @@
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from small_env import SmallEnv
 from wire_values import same
 
 from rollflow import Rollout
@@ -30,21 +29,16 @@ UNLIKE: dict[str, tuple[Any, Any]] = {
 }
 
 
-class Informs(gym.Env[Any, Any]):
+class Informs(SmallEnv):
     """Environment of episodes of three steps whose infos have the value that it is given, and where it comes from."""
 
-    observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
+    length, truncates = STEPS, True
 
     def __init__(self, key: Any, value: Any) -> None:
         self.key, self.value = key, value
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = 0
-        return np.zeros(1, np.float32), {self.key: self.value, "t": self.t}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return np.zeros(1, np.float32), 0.0, False, self.t == STEPS, {self.key: self.value, "t": self.t}
+    def tell(self) -> dict[str, Any]:
+        return {self.key: self.value, "t": self.t}
 
 
 def infos_of(makers: list[Any], **options: Any) -> dict[int, list[list[dict[Any, Any]]]]:

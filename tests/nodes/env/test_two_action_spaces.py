@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from feeding_rollouts import fed, trainer
 from gymnasium import spaces
 from places import rollout_at
+from small_env import SmallEnv
 
 from rollflow import ConnectorV2, Fragment, MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import DefaultModule, MultiAgentEnv
@@ -19,21 +19,18 @@ PAIRS = spaces.Dict({"where": spaces.Discrete(3), "how": spaces.Box(-1, 1, (2,),
 CHOSEN = spaces.Discrete(6)
 
 
-class TakesPairs(gym.Env[Any, Any]):
+class TakesPairs(SmallEnv):
     """Its action is a Dict; the reward says what it got: `where`, and whether it came with its own `how`."""
 
     observation_space, action_space = OBSERVED, PAIRS
+    length = 5
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.left = 5
-        return self.np_random.random(3, np.float32), {}
+    def look(self) -> Any:
+        return self.np_random.random(3, np.float32)
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def pay(self, action: Any) -> float:
         assert action in PAIRS
-        self.left -= 1
-        reward = 10.0 * int(action["where"]) + float(action["how"][0])
-        return self.np_random.random(3, np.float32), reward, self.left == 0, False, {}
+        return 10.0 * int(action["where"]) + float(action["how"][0])
 
 
 class Spreads(ConnectorV2):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from small_env import SmallEnv
 
 from rollflow import RLModule, Rollout
 from rollflow.nodes import RandomModule
@@ -25,28 +26,22 @@ class Zeros(RLModule):
         return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64)}
 
 
-class Odd(gym.Env[Any, Any]):
+class Odd(SmallEnv):
     """Environment that is wrong from some step on: in `shape` of observations, or `reward`. Episodes of four steps."""
 
     observation_space: gym.Space[Any] = spaces.Box(-1, 1, (3,), np.float32)
-    action_space = spaces.Discrete(2)
+    length = 4
 
     def __init__(self, *, since: int = 0, size: int = 3, reward: Any = 1.0, error: Any = None) -> None:
         self.since, self.size, self.reward, self.error = since, size, reward, error
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.t = 0
-        return self._seen(), {}
+    def look(self) -> Any:
+        return np.zeros(self.size if self.t >= self.since else 3, np.float32)
 
-    def step(self, action: Any) -> Any:
-        self.t += 1
+    def pay(self, action: Any) -> Any:
         if self.error is not None:
             raise self.error
-        return self._seen(), self.reward if self.t >= self.since else 1.0, self.t == 4, False, {}
-
-    def _seen(self) -> Any:
-        return np.zeros(self.size if self.t >= self.since else 3, np.float32)
+        return self.reward if self.t >= self.since else 1.0
 
 
 def run(env: Any, **options: Any) -> None:
@@ -184,24 +179,19 @@ def test_a_part_without_columns_is_named_alike_everywhere(where: Any) -> None:
         run([Writes, Writes], where=where)
 
 
-class Gives(gym.Env[Any, Any]):
+class Gives(SmallEnv):
     """Environment that gives `wrong` for its observation from step `since` on, and `reward` for its rewards."""
 
-    action_space = spaces.Discrete(2)
+    length = 4
 
     def __init__(self, space: gym.Space[Any], right: Any, wrong: Any, since: int = 0, reward: Any = 1.0) -> None:
         self.observation_space, self.right, self.wrong, self.since, self.reward = space, right, wrong, since, reward
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = 0
-        return self._seen(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self._seen(), self.reward, self.t == 4, False, {}
-
-    def _seen(self) -> Any:
+    def look(self) -> Any:
         return self.wrong if self.t >= self.since else self.right
+
+    def pay(self, action: Any) -> Any:
+        return self.reward
 
 
 BOX = spaces.Box(-1, 1, (2,), np.float32)

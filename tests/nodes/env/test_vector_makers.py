@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numbered_env import NumberedEnv
 from numbered_module import NumberedModule
 from remote_hosts import hosting, listening
+from small_env import SmallEnv
 
 from rollflow import RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import EnvHost, RandomModule, RolloutHost
@@ -95,20 +96,18 @@ def test_a_vector_environment_has_no_place_beside_others() -> None:
         lanes_of(partial(vector_of, 2), autoreset_mode="SameStep")
 
 
-class Sized(gym.Env[Any, Any]):
+class Sized(SmallEnv):
     """Observes its own argument."""
-
-    action_space = gym.spaces.Discrete(2)
 
     def __init__(self, size: int = 1, offset: int = 0) -> None:
         self.observation_space = gym.spaces.Box(-9, 9, (size,), np.float32)
         self.offset = offset
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.full(self.observation_space.shape, self.offset, np.float32), {}
+    def look(self) -> Any:
+        return np.full(self.observation_space.shape, self.offset, np.float32)
 
-    def step(self, action: Any) -> Any:
-        return self.reset()[0], 1.0, False, False, {}
+    def pay(self, action: Any) -> float:
+        return 1.0
 
 
 def sized_vector(num_envs: int, **options: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from extras import needs
 from gymnasium import spaces
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import ConnectorV2, EpsilonGreedy, MultiAgentRollout, Policy, RLModule, Rollout
@@ -148,7 +149,7 @@ def test_masks_of_several_numbers_have_the_parts_end_to_end(module_class: Any, a
     parts = [spaces.MultiBinary(2), spaces.MultiBinary(3)]
     mask: Any = spaces.Tuple(parts) if as_tuple else spaces.MultiBinary(5)
 
-    class Several(gym.Env[Any, Any]):
+    class Several(SmallEnv):
         observation_space = spaces.Dict({"seen": spaces.Box(0, 1, (1,)), "action_mask": mask})
         action_space = spaces.MultiDiscrete([2, 3])
 
@@ -157,13 +158,8 @@ def test_masks_of_several_numbers_have_the_parts_end_to_end(module_class: Any, a
             masks = np.array([0, 1], np.int8), np.eye(3, dtype=np.int8)[self.place]
             return {"seen": np.zeros(1, np.float32), "action_mask": masks if as_tuple else np.concatenate(masks)}
 
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            super().reset(seed=seed)
-            return self.look(), {}
-
-        def step(self, action: Any) -> Any:
-            reward = float(action.tolist() != [1, self.place])
-            return self.look(), reward, False, False, {}
+        def pay(self, action: Any) -> float:
+            return float(action.tolist() != [1, self.place])
 
     options: Any = {} if module_class else {"model_config": SMALL}
     with Rollout(

@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from small_env import SmallEnv
 from together import Together
 from torch import nn
 
@@ -27,18 +28,14 @@ from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
 SEEN, CHOSEN = gym.spaces.Box(-9, 9, (4,)), gym.spaces.Discrete(2)
 
 
-class Noise(gym.Env[Any, Any]):
+class Noise(SmallEnv):
     observation_space, action_space = SEEN, CHOSEN
 
     def look(self) -> Any:
         return (3 + self.np_random.normal(size=4)).astype(np.float32)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self.look(), {}
-
-    def step(self, action: Any) -> Any:
-        return self.look(), 1.0, False, False, {}
+    def pay(self, action: Any) -> float:
+        return 1.0
 
 
 class Net(RLModule):

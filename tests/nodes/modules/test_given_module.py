@@ -4,13 +4,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from remote_hosts import listening
 from remote_rollouts import rollouts_on
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import EpsilonGreedy, MultiAgentRollout, Policy, RemoteRollouts, RLModule, Rollout
@@ -18,18 +18,17 @@ from rollflow.nodes.modules.given_module import GivenModule, is_function
 from rollflow.stream import ModuleError, PolicyError
 
 
-class Counts(gym.Env[Any, Any]):
+class Counts(SmallEnv):
     """Shows how many steps it has made, and pays the action."""
 
     observation_space, action_space = spaces.Box(0, 100, (1,)), spaces.Discrete(5)
+    length, truncates = 10, True
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.steps = 0
-        return np.zeros(1, np.float32), {}
+    def look(self) -> Any:
+        return np.full(1, self.t, np.float32)
 
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        return np.full(1, self.steps, np.float32), float(action), False, self.steps == 10, {}
+    def pay(self, action: Any) -> float:
+        return float(action)
 
 
 def modulo(observations: Any) -> Any:

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from numbered_agents import NumberedAgents
@@ -12,6 +11,7 @@ from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import dialled_host, end_waits_once, hosting, listening
 from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
 from serial_module import SerialModule
+from small_env import SmallEnv
 
 from rollflow import (
     ConnectorV2,
@@ -242,14 +242,8 @@ def test_one_that_listens_tells_of_it_and_serves_the_next(tmp_path: Any, caplog:
 
 
 def test_a_fragment_that_is_more_than_a_frame_takes_is_told_of_on_both_sides() -> None:
-    class Large(gym.Env[Any, Any]):
-        observation_space, action_space = gym.spaces.Box(-1, 1, (5000,)), gym.spaces.Discrete(2)
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            return np.zeros(5000, np.float32), {}
-
-        def step(self, action: Any) -> Any:
-            return np.zeros(5000, np.float32), 0.0, False, False, {}
+    class Large(SmallEnv):
+        observation_space = gym.spaces.Box(-1, 1, (5000,))
 
     told = r"fragment: frame of \d+ bytes, expected at most 100000: gateway takes no more"
     envs = listening(RemoteRollouts, limits=Limits(max_frame=100_000))

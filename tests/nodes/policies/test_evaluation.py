@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from drawn_policies import ACTIONS, BOX, logged_rollout
 from gymnasium import spaces
+from small_env import SmallEnv
 
 from rollflow import MeanStdFilter, Policy, Rollout
 from rollflow.nodes import PrevActionsPrevRewards, RandomModule
@@ -15,7 +16,7 @@ from rollflow.nodes.policies.evaluation import Evaluation
 from rollflow.stream import PolicyError
 
 
-class Counted(gym.Env[Any, Any]):
+class Counted(SmallEnv):
     """Environment whose episodes last as many steps as its seed modulo 7 says, and give 1 at each step."""
 
     observation_space = BOX
@@ -23,12 +24,11 @@ class Counted(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         assert seed is not None
-        self.left = seed % 7 + 1
-        return np.zeros(3, np.float32), {}
+        self.length = seed % 7 + 1
+        return super().reset(seed=seed)
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.left -= 1
-        return np.zeros(3, np.float32), 1.0, self.left == 0, False, {}
+    def pay(self, action: Any) -> float:
+        return 1.0
 
 
 def counted_policy(**options: Any) -> Policy:

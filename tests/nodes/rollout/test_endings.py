@@ -8,7 +8,7 @@ import pytest
 from drawn_agents import Drawn, made
 from leftovers import join_loop_workers, nothing_left
 from numbered_module import NumberedModule, numbered_envs
-from raising_env import Breaks
+from piece_forms import Breaks
 from serial_module import SerialModule
 
 from rollflow import Forward, Graph, Rollout

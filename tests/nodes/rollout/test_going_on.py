@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from extras import needs
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import Graph, MultiAgentRollout, Rollout, Watch
@@ -17,20 +16,10 @@ from rollflow.nodes import RandomModule
 from rollflow.stream import ModuleError, RunError
 
 
-class Walk(gym.Env[Any, Any]):
+class Walk(SmallEnv):
     """Episodes of five steps."""
 
-    observation_space = gym.spaces.Box(0, 9, (1,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.t = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return np.full(1, self.t, np.float32), 1.0, self.t == 5, False, {}
+    length = 5
 
 
 def two() -> Together:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from feeding_rollouts import fed, trainer
 from replayed import write_dataset
+from small_env import SmallEnv
 
 from rollflow import DatasetSource, MultiAgentRollout, Replay, RLModule, Rollout
 from rollflow.nodes import MultiAgentEnv
@@ -21,22 +22,16 @@ from rollflow.stream.fragments.episode_collector import EpisodeCollector
 SEEN, CHOSEN, LENGTH = gym.spaces.Box(0, 99, (2,)), gym.spaces.Discrete(2), 6
 
 
-class Six(gym.Env[Any, Any]):
+class Six(SmallEnv):
     """Episodes of 6 steps; an observation has the step, from 1 on, and the number of the episode."""
 
     observation_space, action_space = SEEN, CHOSEN
+    length, truncates = LENGTH, True
     episode = -1
 
     def look(self) -> Any:
-        return np.array([self.t, self.episode], np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t, self.episode = 1, self.episode + 1
-        return self.look(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self.look(), 0.0, False, self.t == LENGTH + 1, {}
+        self.episode += self.t == 0
+        return np.array([self.t + 1, self.episode], np.float32)
 
 
 class SixOfTwo(MultiAgentEnv):
@@ -226,7 +221,7 @@ class Dies(Six):
         self.mark = mark
 
     def step(self, action: Any) -> Any:
-        if self.episode == 2 and self.t == 3 and not os.path.exists(self.mark):
+        if self.episode == 2 and self.t == 2 and not os.path.exists(self.mark):
             Path(self.mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)

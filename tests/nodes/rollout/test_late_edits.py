@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from numbered_agents import numbered_agents
 from numbered_module import NumberedEnv, NumberedModule
+from piece_forms import OneByOne
 
-from rollflow import ConnectorV2, Graph, MultiAgentRollout, Rollout
+from rollflow import Graph, MultiAgentRollout, Rollout
 from rollflow.nodes import ConnectorPipelineV2, LearnerConnectorPipeline
 from rollflow.sinks import LearnerPipeline
 from rollflow.stream import ConnectorError
@@ -17,12 +18,7 @@ from rollflow.stream import ConnectorError
 TOLD = "is edited while it is in use by a rollout that runs, .*; expected the edit before the run, or pieces by a conn"
 
 
-class Passes(ConnectorV2):
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        return batch
-
-
-class Raises(Passes):
+class Raises(OneByOne):
     def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError
 
@@ -35,16 +31,16 @@ def made(**options: Any) -> Rollout:
 def of_agents(**options: Any) -> MultiAgentRollout:
     _, envs = numbered_agents(1, agents=2, nested=0)
     return MultiAgentRollout(
-        envs, joint_connector=lambda envs: Passes(), fragment_length=4, num_fragments=2, seed=0, **options
+        envs, joint_connector=lambda envs: OneByOne(), fragment_length=4, num_fragments=2, seed=0, **options
     )
 
 
 def edits_of(pipeline: ConnectorPipelineV2) -> Iterator[Callable[[], Any]]:
     first = pipeline.names[0]
-    yield partial(pipeline.prepend, Passes())
-    yield partial(pipeline.append, Passes())
-    yield partial(pipeline.insert_before, first, Passes())
-    yield partial(pipeline.insert_after, first, Passes())
+    yield partial(pipeline.prepend, OneByOne())
+    yield partial(pipeline.append, OneByOne())
+    yield partial(pipeline.insert_before, first, OneByOne())
+    yield partial(pipeline.insert_after, first, OneByOne())
     yield partial(pipeline.remove, first)
 
 
@@ -121,7 +117,7 @@ async def test_an_edit_of_a_learner_pipeline_of_a_graph_is_refused_once_it_has_b
     graph.add(rollout=rollout, learner=LearnerPipeline(pipeline, rollout.module))
     graph.connect("rollout.fragments", "learner")
     graph.output("batches", "learner.batches")
-    pipeline.prepend(Passes())
+    pipeline.prepend(OneByOne())
     async with graph.run() as run:
         await run["batches"].receive()
         check_refused(pipeline)
@@ -129,7 +125,7 @@ async def test_an_edit_of_a_learner_pipeline_of_a_graph_is_refused_once_it_has_b
 
 
 def test_pipelines_within_are_refused_too_and_copies_are_not() -> None:
-    inner = ConnectorPipelineV2(connectors=[Passes()])
+    inner = ConnectorPipelineV2(connectors=[OneByOne()])
     middle = ConnectorPipelineV2(connectors=[inner])
     with made(env_to_module_connector=lambda env: middle) as rollout:
         check_refused(inner, middle)
@@ -138,7 +134,7 @@ def test_pipelines_within_are_refused_too_and_copies_are_not() -> None:
 
 
 def test_a_pipeline_taken_out_before_the_run_is_free() -> None:
-    inner = ConnectorPipelineV2(connectors=[Passes()])
+    inner = ConnectorPipelineV2(connectors=[OneByOne()])
     rollout = made(env_to_module_connector=lambda env: inner)
     rollout.env_to_module.remove(ConnectorPipelineV2)
     with rollout:

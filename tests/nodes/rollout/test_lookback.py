@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from feeding_rollouts import fed, trainer
 from replayed import write_dataset
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import (
@@ -27,18 +28,14 @@ SEEN, CHOSEN = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
 LENGTH = 11
 
 
-class Count(gym.Env[Any, Any]):
+class Count(SmallEnv):
     """Episodes of 11 steps; the observation counts them from 1."""
 
     observation_space, action_space = SEEN, CHOSEN
+    length, truncates = LENGTH, True
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = 1
-        return np.ones(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return np.full(1, self.t, np.float32), 0.0, False, self.t == LENGTH + 1, {}
+    def look(self) -> Any:
+        return np.full(1, self.t + 1, np.float32)
 
 
 class Before(ConnectorV2):

@@ -17,6 +17,7 @@ from numbered_module import NumberedModule
 from places import PLACES
 from remote_hosts import hosting, listening
 from remote_rollouts import makers, rollouts_on
+from small_env import SmallEnv
 
 from rollflow import ConnectorV2, Forward, Fragment, Graph, MultiAgentRollout, RemoteRollouts, Replay, Rollout
 from rollflow.sinks import LearnerPipeline
@@ -73,25 +74,20 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
         gc.enable()
 
 
-class Steps(gym.Env[Any, Any]):
+class Steps(SmallEnv):
     """Episodes of six steps; raises in step `fails_at`."""
 
     observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
-    action_space = gym.spaces.Discrete(2)
+    length = 6
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.steps, self._fails_at = 0, fails_at
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.t = 0
-        return np.zeros(3, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t, self.steps = self.t + 1, self.steps + 1
+    def pay(self, action: Any) -> float:
+        self.steps += 1
         if self.steps == self._fails_at:
             raise ValueError("the simulator fails")
-        return np.full(3, 0.1, np.float32), 1.0, self.t == 6, False, {}
+        return 1.0
 
 
 class EachEpisode(ConnectorV2):
@@ -141,57 +137,19 @@ def leave_async(rollout: Any) -> None:
     anyio.run(main)
 
 
-ENDS = [read_all, leave_in_a_round, fail_in_the_loop, leave_async]
+def close_by_hand(rollout: Any) -> None:
+    next(rollout.start().batches())
+    rollout.close()
 
 
-def check_ended(memory: Memory, ended: Any) -> "weakref.ref[Any]":
-    """Check that a run's memory is free while its rollout is there, and that what it counts is, too."""
-    join_loop_workers()
-    assert memory.was_used
-    assert memory.held == 0
-    assert ended.num_steps > 0
-    assert sum(ended.lost.values()) >= 0
-    assert ended.returns.count >= 0
-    assert "closed" in repr(ended) or "ended" in repr(ended)
-    return weakref.ref(ended)
+def fail_with(told: str) -> Callable[[Any], None]:
+    """Read until an error with this text, whose traceback refers to the rollout."""
 
+    def fail(rollout: Any) -> None:
+        with pytest.raises(ValueError, match=told):
+            read_all(rollout)
 
-@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
-@pytest.mark.parametrize("way", WAYS | JOINT)
-def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(
-    memory: Memory, way: str, end: Callable[[Any], None]
-) -> None:
-    if way == "ahead" and end is leave_async:
-        pytest.skip("an async loop runs in no thread of its own")
-    rollout = rollout_of(**(WAYS | JOINT)[way])
-    end(rollout)
-    ref = check_ended(memory, rollout)
-    assert rollout.report().nodes
-    assert rollout.module is not None
-    del rollout
-    assert ref() is None
-    assert memory.mappings == 0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_memory_of_several_agents_is_free(memory: Memory, way: str) -> None:
-    rollout = agents_of(**WAYS[way])
-    read_all(rollout)
-    ref = check_ended(memory, rollout)
-    del rollout
-    assert ref() is None
-    assert memory.mappings == 0
-
-
-@pytest.mark.parametrize("way", ["inline", "ahead", "threads", "joint"])
-def test_memory_is_free_once_the_error_of_an_environment_is_gone(memory: Memory, way: str) -> None:
-    rollout = rollout_of(fails_at=12, **(WAYS | JOINT)[way])
-    with pytest.raises(ValueError, match="the simulator fails"), rollout:  # its traceback refers to the rollout
-        for _ in rollout.batches():
-            pass
-    ref = check_ended(memory, rollout)
-    del rollout
-    assert ref() is None
+    return fail
 
 
 class Refuses(ConnectorV2):
@@ -201,25 +159,57 @@ class Refuses(ConnectorV2):
         raise ValueError("no batch can be made")
 
 
-@pytest.mark.parametrize("connector", ["env_to_module_connector", "learner_connector"])
-def test_memory_is_free_once_the_error_of_a_piece_is_gone(memory: Memory, connector: str) -> None:
-    rollout = rollout_of(**{connector: lambda *spaces: Refuses()})
-    with pytest.raises(ValueError, match="no batch can be made"):
-        read_all(rollout)
+def check_freed(memory: Memory, make: Callable[[], Any], use: Callable[[Any], object], *, runs: bool = True) -> None:
+    """Check that memory is free once a rollout has been used, while it tells its counts, and then itself.
+
+    runs    whether it makes a step
+    """
+    rollout = make()
+    use(rollout)
     join_loop_workers()
+    assert memory.was_used
     assert memory.held == 0
+    assert (rollout.num_steps > 0) == runs
+    assert sum(rollout.lost.values()) >= 0
+    assert rollout.returns.count >= 0
+    assert "closed" in repr(rollout) or "ended" in repr(rollout)
+    assert rollout.module is not None
     ref = weakref.ref(rollout)
     del rollout
     assert ref() is None
+    assert memory.mappings == 0
 
 
-def test_memory_of_a_rollout_that_is_closed_by_hand_is_free(memory: Memory) -> None:
-    rollout = rollout_of().start()
-    next(rollout.batches())
-    rollout.close()
-    ref = check_ended(memory, rollout)
-    del rollout
-    assert ref() is None
+@pytest.mark.parametrize("end", [read_all, leave_in_a_round, fail_in_the_loop, leave_async, close_by_hand])
+@pytest.mark.parametrize("way", WAYS | JOINT)
+def test_memory_is_free_at_the_end_and_the_rollout_when_it_is_dropped(
+    memory: Memory, way: str, end: Callable[[Any], None]
+) -> None:
+    if way == "ahead" and end is leave_async:
+        pytest.skip("an async loop runs in no thread of its own")
+
+    def use(rollout: Any) -> None:
+        end(rollout)
+        assert rollout.report().nodes
+
+    check_freed(memory, partial(rollout_of, **(WAYS | JOINT)[way]), use)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_of_several_agents_is_free(memory: Memory, way: str) -> None:
+    check_freed(memory, partial(agents_of, **WAYS[way]), read_all)
+
+
+@pytest.mark.parametrize("way", ["inline", "ahead", "threads", "joint"])
+def test_memory_is_free_once_the_error_of_an_environment_is_gone(memory: Memory, way: str) -> None:
+    make = partial(rollout_of, fails_at=12, **(WAYS | JOINT)[way])
+    check_freed(memory, make, fail_with("the simulator fails"))
+
+
+@pytest.mark.parametrize("connector", ["env_to_module_connector", "learner_connector"])
+def test_memory_is_free_once_the_error_of_a_piece_is_gone(memory: Memory, connector: str) -> None:
+    make = partial(rollout_of, **{connector: lambda *spaces: Refuses()})
+    check_freed(memory, make, fail_with("no batch can be made"), runs=connector == "learner_connector")
 
 
 # On hosts
@@ -298,21 +288,19 @@ async def be_cancelled(graph: Graph, runs: list[Run]) -> None:
                 scope.cancel()
 
 
-@pytest.mark.parametrize("end", [run_to_the_end, leave_at_a_batch, be_cancelled], ids=lambda end: end.__name__)
+@pytest.mark.parametrize("end", [run_to_the_end, leave_at_a_batch, be_cancelled])
 @pytest.mark.parametrize("place", ["inline", "threads"])
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_memory_is_free_after_a_graph(
     memory: Memory, end: Callable[[Graph, list[Run]], Any], place: str, backend: str
 ) -> None:
-    rollout = rollout_of(**WAYS[place])
-    graph = graph_with(rollout, latest=Latest(), thread=InThread(False))
-    runs: list[Run] = []
-    anyio.run(end, graph, runs, backend=backend)
-    ref = check_ended(memory, rollout)
-    assert runs[0].report().nodes
-    del rollout, graph, runs
-    assert ref() is None
-    assert memory.mappings == 0
+    def run(rollout: Any) -> None:
+        runs: list[Run] = []
+        graph = graph_with(rollout, latest=Latest(), thread=InThread(False))
+        anyio.run(end, graph, runs, backend=backend)
+        assert runs[0].report().nodes
+
+    check_freed(memory, partial(rollout_of, **WAYS[place]), run)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -321,11 +309,10 @@ def test_memory_is_free_after_a_graph_whose_sink_fails(memory: Memory, backend: 
         with pytest.raises(ValueError, match="the disk is full"):
             await run_to_the_end(graph, [])
 
-    rollout = rollout_of(num_fragments=None)
-    anyio.run(main, graph_with(rollout, latest=Latest(), thread=InThread(True)), backend=backend)
-    ref = check_ended(memory, rollout)
-    del rollout
-    assert ref() is None
+    def run(rollout: Any) -> None:
+        anyio.run(main, graph_with(rollout, latest=Latest(), thread=InThread(True)), backend=backend)
+
+    check_freed(memory, partial(rollout_of, num_fragments=None), run)
 
 
 def test_a_replay_keeps_no_fragment_and_no_rollout(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,11 +339,10 @@ def test_a_replay_keeps_no_fragment_and_no_rollout(memory: Memory, monkeypatch: 
 
 @pytest.mark.parametrize("sends", ["fragments", "batches"])
 def test_memory_of_what_a_trainer_got_is_free(memory: Memory, sends: str) -> None:
-    rollout = rollout_of()
-    stream = trainer()
-    with fed(stream, rollout, sends=sends):
-        for _ in stream:
-            pass
-    ref = check_ended(memory, rollout)
-    del rollout
-    assert ref() is None
+    def train(rollout: Any) -> None:
+        stream = trainer()
+        with fed(stream, rollout, sends=sends):
+            for _ in stream:
+                pass
+
+    check_freed(memory, rollout_of, train)

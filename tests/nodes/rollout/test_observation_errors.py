@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import ConnectorV2, MultiAgentRollout, Rollout
@@ -16,14 +16,11 @@ IMAGE = spaces.Dict({"image": spaces.Box(0, 255, (12, 12, 3), np.uint8)})
 SEEN = {"image": np.zeros((12, 12, 3), np.uint8)}
 
 
-class Camera(gym.Env[Any, Any]):
-    observation_space, action_space = IMAGE, spaces.Discrete(2)
+class Camera(SmallEnv):
+    observation_space = IMAGE
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return SEEN, {}
-
-    def step(self, action: Any) -> Any:
-        return SEEN, 0.0, False, False, {}
+    def look(self) -> Any:
+        return SEEN
 
 
 class Adds(ConnectorV2):

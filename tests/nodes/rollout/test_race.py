@@ -10,10 +10,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from idle_env import Given
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
 from serial_module import SerialModule
+from small_env import SmallEnv
 
 from rollflow import ConnectorV2, Forward, MultiAgentRollout, Rollout, Watch
 from rollflow.nodes import ArrayStep, MetricsLogger, MultiAgentVectorEnv
@@ -21,6 +21,10 @@ from rollflow.nodes.rollout import race
 from rollflow.stream import EnvError, ModuleError
 
 HERE = ("inline", "threads")
+
+
+class Given(SmallEnv):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(7)
 
 
 @pytest.fixture(autouse=True)

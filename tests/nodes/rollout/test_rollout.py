@@ -10,6 +10,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 from leftovers import descriptors_here
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
+from piece_forms import Breaks, OneByOne
 from torch import nn
 
 from rollflow import ConnectorV2, Forward, Fragment, FrameStacking, Graph, RLModule, Rollout, Timeouts, Watch
@@ -318,17 +319,6 @@ async def test_nothing_is_left_open_of_an_asynchronous_loop() -> None:
     assert counts[1:] == counts[:1] * 2
 
 
-@pytest.mark.anyio
-async def test_an_asynchronous_loop_can_be_drained() -> None:
-    async with numbered(6, lanes=2) as rollout:
-        steps = 0
-        async for fragment in rollout.fragments():
-            steps += fragment.num_steps
-            if steps > 60:
-                rollout.drain()
-    assert steps == rollout.num_steps
-
-
 def test_a_rollout_runs_ahead_by_what_prefetch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     can_not_go_on, wait = threading.Event(), Waiter.wait
 
@@ -457,21 +447,6 @@ async def test_a_rollout_in_a_graph_runs_once_and_counts_what_was_not_taken() ->
 class WithoutInit(RLModule):
     def __init__(self) -> None:
         self.hidden = 8
-
-
-class Breaks(ConnectorV2):
-    """Raises at its tenth call, or when told to."""
-
-    def __init__(self, *, at: int = 10) -> None:
-        super().__init__()
-        self.at = at
-        self.calls = 0
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.calls += 1
-        if self.calls == self.at:
-            raise ZeroDivisionError("no more")
-        return batch
 
 
 def test_leaving_waits_for_nodes_that_take_their_time_to_close(
@@ -733,20 +708,6 @@ def test_a_modules_output_that_can_not_be_used_is_refused_before_a_step(
     assert all(env.log == [] for env in envs)
 
 
-def test_nan_logits_are_named_with_lane_slot_and_step() -> None:
-    class Sick(NumberedModule):
-        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            output = super()._forward(batch)
-            output["action_dist_inputs"][(batch["obs"][:, 0] == 4) & (batch["obs"][:, 2] == 2)] = torch.nan
-            return output
-
-    envs, makers = numbered_envs(6, lengths=(9, 9))
-    told = "'action_dist_inputs' is NaN in lane 1, vector step 2, slot 1"
-    with pytest.raises(ModuleError, match=told), Rollout(makers, lanes=2, module=Sick(), seed=0) as rollout:
-        next(iter(rollout.batches()))
-    assert len(envs[4].log) == 2
-
-
 @pytest.mark.parametrize("low", [-1.0, -np.inf])  # clipped or not, and so in pieces one by one or fused
 @pytest.mark.parametrize("options", [{}, {"lanes": 2, "forward": Forward(max_batch=2)}])
 def test_an_action_that_the_module_gives_and_that_is_no_number_is_refused(low: float, options: dict[str, Any]) -> None:
@@ -794,16 +755,6 @@ def test_outputs_that_change_between_steps_are_refused() -> None:
     told = r"lane 0: the outputs changed between steps: missing \[\], new \['more'\]"
     with pytest.raises(ColumnError, match=told), Rollout(makers, module=Fickle(), seed=0) as rollout:
         next(iter(rollout.batches()))
-
-
-def test_a_connector_that_returns_none_is_named() -> None:
-    class Forgets(ConnectorV2):
-        def __call__(self, **kwargs: Any) -> Any:
-            pass
-
-    told = r"connector piece 'Forgets' \(1 of 4 in EnvToModulePipeline\) returned NoneType, expected the batch"
-    with pytest.raises(ConnectorError, match=told), numbered(env_to_module_connector=lambda env: Forgets()):
-        pass
 
 
 def test_an_environment_that_loses_the_last_observation_is_refused() -> None:
@@ -911,17 +862,6 @@ def test_ready_vector_environments_are_left_open() -> None:
     with Rollout(vector, module=NumberedModule(), seed=0) as rollout:
         next(iter(rollout.batches()))
     assert not envs[0].closed
-
-
-def test_the_action_that_the_environment_got_is_recorded_beside_the_modules() -> None:
-    class Bold(RLModule):
-        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            return {"actions": batch["obs"][:, :1] * 100.0}
-
-    with Rollout("Pendulum-v1", num_envs=2, module=Bold(), fragment_length=10, seed=0) as rollout:
-        fragment = next(iter(rollout.fragments()))
-    np.testing.assert_allclose(fragment.column("actions"), fragment.column("obs")[:, :, :1] * 100.0)
-    np.testing.assert_allclose(fragment.column("actions_for_env"), np.clip(fragment.column("actions"), -2, 2))
 
 
 class Seen(RLModule):
@@ -1065,19 +1005,6 @@ def test_forward_passes_and_sampling_use_so_many_threads_and_nothing_else_does(t
     assert seen == sampling == {threads or 3}
 
 
-def test_as_much_lookback_is_kept_as_the_piece_needs_that_looks_furthest_back() -> None:
-    class Back(ConnectorV2):
-        def __init__(self, lookback: int) -> None:
-            super().__init__()
-            self.lookback = lookback
-
-        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-            return batch
-
-    pieces: Any = {"env_to_module_connector": lambda env: Back(5), "learner_connector": lambda seen, done: Back(2)}
-    assert Rollout("CartPole-v1", **pieces).environments.lookback == 5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"lanes": 2, "forward": Forward(max_batch=4)}, {"where": "rollouts"}])
 @pytest.mark.parametrize("explore", [True, False])
@@ -1113,18 +1040,13 @@ class SeesWhatEnvironmentsGet(ConnectorV2):
         return batch
 
 
-class ByItems(ConnectorV2):
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return batch
-
-
 @pytest.mark.parametrize("where", ["inline", "processes"])
 @pytest.mark.parametrize("by_items", [False, True])
 @pytest.mark.parametrize("added", [None, 0, 1])
 def test_what_environments_get_is_recorded_where_a_piece_may_have_changed_it(
     where: Any, by_items: bool, added: int | None
 ) -> None:
-    custom = (lambda env: [ByItems()]) if by_items else None
+    custom = (lambda env: [OneByOne()]) if by_items else None
     rollout = Rollout(
         lambda: NumberedEnv(0), num_envs=2, where=where, fragment_length=12, module_to_env_connector=custom, seed=0
     )

@@ -6,13 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from places import rollout_at
 from remote_hosts import hosting, listening
 from remote_rollouts import HASTY, taken_until
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import EpsilonGreedy, MultiAgentRollout, Policy, RemoteEnvs, RemoteRollouts, RLModule, Rollout
@@ -24,10 +25,11 @@ pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 ACTIONS, LENGTH, LAST = 4, 7, 25  # of an episode; steps of a first life that is fated
 
 
-class Ends(gym.Env[Any, Any]):
+class Ends(SmallEnv):
     """Rewards action 2; comes to its fate in a step of its first life, which a folder's file remembers."""
 
-    observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(ACTIONS)
+    action_space = spaces.Discrete(ACTIONS)
+    length, truncates = LENGTH, True
 
     def __init__(self, folder: Path | None = None, fate: str = "") -> None:
         self.fate, self.made = fate, 0
@@ -36,17 +38,13 @@ class Ends(gym.Env[Any, Any]):
         elif folder is not None:
             (folder / "life").touch()
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.steps = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
+    def pay(self, action: Any) -> float:
         if self.fate and self.made == LAST:
             if self.fate == "raise":
                 raise RuntimeError("it broke")
             os.kill(os.getpid(), signal.SIGKILL)
-        self.made, self.steps = self.made + 1, self.steps + 1
-        return np.zeros(1, np.float32), float(action == 2), False, self.steps == LENGTH, {}
+        self.made += 1
+        return float(action == 2)
 
 
 class Two(RLModule):
@@ -81,7 +79,8 @@ def explores(env: Any, schedule: Any = by_steps) -> EpsilonGreedy:
     return EpsilonGreedy(schedule=schedule)
 
 
-OPTIONS: Any = {"module": Two, "module_to_env_connector": explores, "fragment_length": 10, "seed": 0}
+ACTS: Any = {"module": Two, "module_to_env_connector": explores}
+OPTIONS: Any = {**ACTS, "fragment_length": 10, "seed": 0}
 
 
 def steps_of_lane(fragments: list[Any], lane: int = 0) -> list[int]:
@@ -90,11 +89,15 @@ def steps_of_lane(fragments: list[Any], lane: int = 0) -> list[int]:
     return [step for column in columns for step in steps_of(*column)]
 
 
-@pytest.mark.parametrize(("where", "fate"), [("inline", ""), ("processes", "kill"), ("rollouts", "kill")])
-def test_a_lane_that_begins_anew_goes_on_where_the_run_is(where: Any, fate: str, tmp_path: Path) -> None:
-    makers = [partial(Ends, tmp_path, fate)]
-    with Rollout(makers, where=where, num_fragments=5, **OPTIONS) as rollout:
-        fragments = list(rollout.fragments())
+@pytest.mark.parametrize(
+    ("place", "fate"), [("inline", ""), ("processes", "kill"), ("rollouts", "kill"), ("hosted rollouts", "raise")]
+)
+def test_a_lane_that_begins_anew_goes_on_where_the_run_is(place: str, fate: str, tmp_path: Path) -> None:
+    with rollout_at(
+        place, [partial(Ends, tmp_path, fate)], acts=ACTS, fragment_length=10, num_fragments=5, seed=0
+    ) as rollout:
+        with rollout:
+            fragments = list(rollout.fragments())
     assert bool(fate) == any(fragment.losses for fragment in fragments)
     steps = steps_of_lane(fragments)
     assert steps == list(range(sum(fragment.num_rows for fragment in fragments)))
@@ -120,21 +123,10 @@ def test_so_does_one_of_several_agents(where: Any, tmp_path: Path) -> None:
     assert rollout.policy("a").trained_on["vector_steps"] == 40
 
 
-def test_so_does_one_whose_environments_raise_on_a_host(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts, limits=HASTY)
-    host = {"kind": RolloutHost, "module": Two, "module_to_env_connector": explores}
-    with (
-        hosting(envs.addresses[0], [partial(Ends, tmp_path, "raise")], **host),
-        Rollout(envs, num_fragments=5, **OPTIONS) as rollout,
-    ):
-        fragments = list(rollout.fragments())
-    assert steps_of_lane(fragments) == list(range(sum(fragment.num_rows for fragment in fragments)))
-
-
 @pytest.mark.parametrize("kind", [RemoteEnvs, RemoteRollouts])
 def test_a_host_that_comes_in_anothers_place_begins_where_the_run_is(kind: Any) -> None:
     envs = listening(kind, limits=HASTY)
-    of_rollouts = {"kind": RolloutHost, "module": Two, "module_to_env_connector": explores}
+    of_rollouts = {"kind": RolloutHost, **ACTS}
     options: Any = of_rollouts if kind is RemoteRollouts else {}
     first = hosting(envs.addresses[0], [Ends], **options)
     host = first.__enter__()

@@ -166,32 +166,22 @@ def test_repr_says_how_far_it_is() -> None:
     several.close()
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the loop", "in another thread"])
 @pytest.mark.parametrize("options", DRIVERS.values(), ids=DRIVERS)
-def test_a_loop_that_closes_its_rollout_is_told_so(options: Any) -> None:
+def test_a_loop_whose_rollout_is_closed_is_told_so(options: Any, elsewhere: bool) -> None:
     threads = set(threading.enumerate())
-    envs, rollout = rollout_of(**options)
-    rollout.start()
-    with pytest.raises(
-        RunError, match=r"the rollout is closed: close\(\) was called while this loop ran; expected dra"
-    ):
-        for _ in rollout.batches():
-            rollout.close()
-    assert all(env.closed for env in envs)
-    assert set(threading.enumerate()) <= threads
-    assert rollout.lost.keys() <= {"closed"}
-
-
-@pytest.mark.parametrize("options", DRIVERS.values(), ids=DRIVERS)
-def test_a_loop_whose_rollout_another_thread_closes_is_told_so(options: Any) -> None:
     envs, rollout = rollout_of(**options)
     closing = threading.Thread(target=rollout.close)
     rollout.start()
-    with pytest.raises(RunError, match="the rollout is closed: "):
+    told = "" if elsewhere else r"close\(\) was called while this loop ran; expected dra"
+    with pytest.raises(RunError, match=f"the rollout is closed: {told}"):
         for number, _ in enumerate(rollout.fragments()):
             if number == 3:
-                closing.start()
-    closing.join()
+                (closing.start if elsewhere else rollout.close)()
+    if elsewhere:
+        closing.join()
     assert all(env.closed for env in envs)
+    assert set(threading.enumerate()) <= threads
     assert rollout.lost.keys() <= {"closed"}
     assert repr(rollout).startswith("<Rollout closed: ")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, Policy, RLModule, Rollout
@@ -48,10 +49,10 @@ def observation_at(dtype: str, t: int) -> np.ndarray[Any, Any]:
     return np.array([numbers[t % len(numbers)], numbers[(t + 1) % len(numbers)]], dtype)
 
 
-class Ends(gym.Env[Any, Any]):
+class Ends(SmallEnv):
     """Shows the numbers of a dtype; nested: in a Dict, beside a float."""
 
-    action_space = spaces.Discrete(2)
+    length = LENGTH
 
     def __init__(self, dtype: str, *, nested: bool) -> None:
         self.dtype, self.nested = dtype, nested
@@ -60,14 +61,6 @@ class Ends(gym.Env[Any, Any]):
     def look(self) -> Any:
         seen = observation_at(self.dtype, self.t)
         return {"a": seen, "b": np.full(1, self.t / 3, np.float32)} if self.nested else seen
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = 0
-        return self.look(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self.look(), 0.0, self.t == LENGTH, False, {}
 
 
 def wider(dtype: Any) -> np.dtype[Any]:
@@ -346,20 +339,13 @@ def test_an_environments_numbers_that_its_space_does_not_hold_are_refused_at_any
             next(fragments)
 
 
-class Clock(gym.Env[Any, Any]):
+class Clock(SmallEnv):
     """Shows seconds since 1970 as f64, with a deviation of 20."""
 
-    observation_space, action_space = box("float64", 1), spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self.look(), {}
+    observation_space = box("float64", 1)
 
     def look(self) -> Any:
         return np.array([1.7e9 + 20.0 * self.np_random.normal()])
-
-    def step(self, action: Any) -> Any:
-        return self.look(), 0.0, False, False, {}
 
 
 @pytest.mark.parametrize("where", ["inline", "threads"])
@@ -397,7 +383,7 @@ def told(action: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(text.ljust(3 * WIDTH, b"."), np.uint8)
 
 
-class Echo(gym.Env[Any, Any]):
+class Echo(SmallEnv):
     """Its observation says which action it got, of which types."""
 
     observation_space = spaces.Box(0, 255, (3 * WIDTH,), np.uint8)
@@ -405,12 +391,12 @@ class Echo(gym.Env[Any, Any]):
     def __init__(self, kind: str) -> None:
         self.action_space = ACTION_SPACES[kind]
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.zeros(3 * WIDTH, np.uint8), {}
+    def look(self) -> Any:
+        return told(self.action) if self.t else super().look()
 
-    def step(self, action: Any) -> Any:
+    def pay(self, action: Any) -> float:
         assert self.action_space.contains(action)
-        return told(action), 0.0, False, False, {}
+        return 0.0
 
 
 def widened(leaf: np.ndarray[Any, Any]) -> torch.Tensor:

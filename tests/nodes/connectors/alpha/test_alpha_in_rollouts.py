@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from small_env import SmallEnv
 
 from rollflow import ConnectorV2, DefaultModelConfig, MeanStdFilter, MultiAgentRollout, Rollout
 from rollflow.nodes import DefaultModule, MultiAgentEnv
@@ -31,20 +32,21 @@ from rollflow.nodes.connectors.state_watch import fingerprint
 from rollflow.stream.data.errors import ConnectorError, StateError
 
 
-class Doubling(gym.Env[Any, Any]):
+class Doubling(SmallEnv):
     """The step's number as the observation and 3 times as the reward; the action as an info; 5 steps an episode."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gym.spaces.Discrete(3)
+    length = 5
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.t = 0
-        return np.zeros(1, np.float32), {}
+    def look(self) -> Any:
+        return np.full(1, self.t, np.float32)
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.t += 1
-        return np.full(1, self.t, np.float32), 3.0 * self.t, self.t == 5, False, {"action": int(action)}
+    def pay(self, action: Any) -> float:
+        return 3.0 * self.t
+
+    def tell(self) -> dict[str, Any]:
+        return {"action": int(self.action)} if self.t else {}
 
 
 def pairs(data: Any) -> Any:

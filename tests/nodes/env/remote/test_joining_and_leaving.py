@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 from leftovers import nothing_left
 from remote_agents import ONE, SEVERAL, Kind
 from remote_hosts import SHORT, HostProcess, RawHost, end_waits_once, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
+from small_env import SmallEnv
 
 from rollflow import Forward, RemoteEnvs, Rollout, Timeouts
 from rollflow.nodes import EnvHost
@@ -249,14 +249,8 @@ def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: py
     envs = listening()
     space = gym.spaces.Box(-1, 1, (20_000,))
 
-    class Wide(gym.Env[Any, Any]):
+    class Wide(SmallEnv):
         observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), space
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            return np.zeros(2, np.float32), {}
-
-        def step(self, action: Any) -> Any:
-            return np.zeros(2, np.float32), 0.0, False, False, {}
 
     with hosting(envs.addresses[0], Wide), Rollout(envs, fragment_length=4, prefetch=1, seed=0) as rollout:
         fragments = iter(rollout.fragments())

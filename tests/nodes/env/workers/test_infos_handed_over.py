@@ -6,13 +6,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 from numbered_agents import NumberedAgents
 from remote_hosts import hosting, listening
 from serial_module import SerialModule
+from small_env import SmallEnv
 
 from rollflow import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import EnvHost, RandomModule, RolloutHost
@@ -44,16 +43,11 @@ GIVEN = {
 }
 
 
-class Informs(gym.Env[Any, Any]):
-    observation_space, action_space = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
+class Informs(SmallEnv):
+    length = 3
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = 0
-        return np.zeros(1, np.float32), dict(GIVEN)
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return np.zeros(1, np.float32), 1.0, self.t == 3, False, dict(GIVEN)
+    def tell(self) -> dict[str, Any]:
+        return dict(GIVEN)
 
 
 def rollout_in(where: str, opened: ExitStack, makers: list[Any], **options: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from held_envs import await_that
 from numbered_module import NumberedEnv, NumberedModule
+from small_env import SmallEnv
 
 from rollflow import RLModule, Rollout
 from rollflow.stream import EnvError, ModuleError
@@ -62,14 +63,9 @@ def test_a_module_that_makes_a_rollout_when_it_is_imported_is_refused_by_its_wor
 def test_workers_have_the_arguments_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["program", "--length", "3"])
 
-    class Told(gym.Env[Any, Any]):
-        observation_space, action_space = gym.spaces.Box(0, 9, (1,)), gym.spaces.Discrete(2)
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            return np.zeros(1, np.float32), {"argv": list(sys.argv)}
-
-        def step(self, action: Any) -> Any:
-            return np.zeros(1, np.float32), 0.0, False, False, {}
+    class Told(SmallEnv):
+        def tell(self) -> dict[str, Any]:
+            return {} if self.t else {"argv": list(sys.argv)}
 
     with Rollout(Told, where="processes", fragment_length=2, num_fragments=1) as rollout:
         [fragment] = rollout.fragments()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fragment_equality import assert_alike
 from numbered_module import NumberedEnv, NumberedModule
+from small_env import SmallEnv
 from stalled_rollouts import stalling
 
 from rollflow import ConnectorV2, Rollout, Timeouts
@@ -25,19 +26,18 @@ def test_a_reader_that_stalls_stops_the_environments(where: Any, monkeypatch: py
         assert rollout.num_steps == 3 * 4 * 5
 
 
-class Wide(gym.Env[Any, Any]):
+class Wide(SmallEnv):
     """Takes actions that are not what the module's are: they are clipped on the way."""
 
     observation_space = gym.spaces.Box(-100, 100, (1,), np.float32)
     action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.zeros(1, np.float32), {}
+    def look(self) -> Any:
+        return self.action[:1] * 2 if self.t else super().look()
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def pay(self, action: Any) -> float:
         assert self.action_space.contains(action), action
-        return action[:1] * 2, float(action[1]), False, False, {}
+        return float(action[1])
 
 
 @pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])

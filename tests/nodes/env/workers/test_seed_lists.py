@@ -5,9 +5,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from small_env import SmallEnv
+from together import Together
 
 from rollflow import MultiAgentRollout, RemoteEnvs, Rollout
-from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.nodes import RandomModule
 from rollflow.nodes.env.stepping import seeds_for
 from rollflow.stream.graph.seeding import seed_for
 
@@ -15,36 +17,24 @@ SEEDS = [7, 0, 2**40, 7]
 PLACES = ["inline", "threads", "processes", "rollouts"]
 
 
-class Seeded(gym.Env[Any, Any]):
+class Seeded(SmallEnv):
     """Observes the seed of its first reset, split in two so that a float could not round it."""
 
     observation_space = gym.spaces.Box(0, 2**31, (2,), np.int64)
     action_space = gym.spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
         if seed is not None:
             self.seen = np.array(divmod(seed, 2**31), np.int64)
-        return self.seen, {}
+        return super().reset(seed=seed)
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self.seen, 0.0, False, False, {}
+    def look(self) -> Any:
+        return self.seen
 
 
-class SeededAgents(MultiAgentEnv):
-    """Environment of several agents, of which there is one; it records its seeds as `Seeded` does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.possible_agents = ["a"]
-        self.observation_spaces, self.action_spaces = {"a": Seeded.observation_space}, {"a": Seeded.action_space}
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        self.seen = np.array(divmod(seed or 0, 2**31), np.int64)
-        return {"a": self.seen}, {}
-
-    def step(self, action_dict: Any) -> Any:
-        return {"a": self.seen}, {"a": 0.0}, {"__all__": False}, {"__all__": False}, {}
+def seeded_agents() -> Together:
+    """An agent whose environment is `Seeded`."""
+    return Together({"a": Seeded()})
 
 
 def seeds_seen(observations: Any) -> list[int]:
@@ -55,7 +45,7 @@ def seeds_by_slot(kind: Any, **options: Any) -> list[int]:
     """The seeds that four environments in two lanes were reset with."""
     seen: dict[int, list[int]] = {}
     given: dict[str, Any] = {"num_envs": 4, "lanes": 2, "module": RandomModule, "fragment_length": 2}
-    env = Seeded if kind is Rollout else SeededAgents
+    env = Seeded if kind is Rollout else seeded_agents
     with kind(env, num_fragments=1, **given, **options) as rollout:
         for fragment in rollout.fragments():
             part = None if kind is Rollout else fragment.parts[0]

@@ -7,9 +7,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from small_env import SmallEnv
+from together import Together
 
 from rollflow import MultiAgentRollout, Rollout
-from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.nodes import RandomModule
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag
@@ -23,44 +25,28 @@ def seen() -> Any:
     return np.zeros(1, np.float32)
 
 
-class MainThreadEnv(gym.Env[Any, Any]):
+class MainThreadEnv(SmallEnv):
     """Raises outside of the main thread, wherever it is called."""
 
-    observation_space, action_space = BOX, gym.spaces.Discrete(2)
+    observation_space = BOX
 
     def __init__(self) -> None:
         seen()
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return seen(), {}
-
-    def step(self, action: Any) -> Any:
-        return seen(), 0.0, False, False, {}
+    def look(self) -> Any:
+        return seen()
 
     def close(self) -> None:
         seen()
 
 
-class MainThreadAgents(MultiAgentEnv):
+def main_thread_agents() -> Together:
     """The same with an agent."""
-
-    def __init__(self) -> None:
-        seen()
-        self.possible_agents = ["a"]
-        self.observation_spaces, self.action_spaces = {"a": BOX}, {"a": gym.spaces.Discrete(2)}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return {"a": seen()}, {}
-
-    def step(self, action_dict: Any) -> Any:
-        return {"a": seen()}, {"a": 0.0}, {"__all__": False}, {"__all__": False}, {}
-
-    def close(self) -> None:
-        seen()
+    return Together({"a": MainThreadEnv()})
 
 
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
-@pytest.mark.parametrize(("kind", "env"), [(Rollout, MainThreadEnv), (MultiAgentRollout, MainThreadAgents)])
+@pytest.mark.parametrize(("kind", "env"), [(Rollout, MainThreadEnv), (MultiAgentRollout, main_thread_agents)])
 def test_all_lanes_of_a_worker_step_in_its_main_thread(kind: Any, env: Any, where: Any) -> None:
     options: Any = {"module": RandomModule, "fragment_length": 5, "num_fragments": 2, "seed": 0}
     with kind(env, num_envs=6, lanes=3, where=where, workers=1, **options) as rollout:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from held_envs import Held, await_held, is_closed, let_go
 from numbered_module import NumberedEnv, NumberedModule
+from small_env import SmallEnv
 
 from rollflow import MeanStdFilter, RLModule, Rollout, Timeouts
 
@@ -41,17 +42,10 @@ def test_a_worker_says_the_version_that_it_began_with() -> None:
     np.testing.assert_array_equal(fragment.column("policy_version"), 1)
 
 
-class Large(gym.Env[Any, Any]):
+class Large(SmallEnv):
     """Has observations whose statistics are far more than a socket holds."""
 
     observation_space = gym.spaces.Box(-1, 1, (50_000,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return np.zeros(50_000, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.zeros(50_000, np.float32), 0.0, False, False, {}
 
 
 class Constant(RLModule):

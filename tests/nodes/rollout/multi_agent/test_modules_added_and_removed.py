@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from small_env import SmallEnv
 from together import Together
 
 from rollflow import ConnectorV2, MultiAgentRollout, RLModule
@@ -18,7 +19,7 @@ from rollflow.stream import ModuleError
 AGENTS = ("a", "b")
 
 
-class Steps(gym.Env[Any, Any]):
+class Steps(SmallEnv):
     """Shows the number of the step, in episodes of `length`."""
 
     action_space = gym.spaces.Discrete(50)
@@ -26,13 +27,11 @@ class Steps(gym.Env[Any, Any]):
     def __init__(self, length: int, high: int = 1000) -> None:
         self.length, self.observation_space = length, gym.spaces.Box(0, high, (1,), np.float32)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.now = 0
-        return np.zeros(1, np.float32), {}
+    def look(self) -> Any:
+        return np.full(1, self.t, np.float32)
 
-    def step(self, action: Any) -> Any:
-        self.now += 1
-        return np.full(1, self.now, np.float32), 1.0, self.now == self.length, False, {}
+    def pay(self, action: Any) -> float:
+        return 1.0
 
 
 def alike(length: int) -> Together:
