@@ -1,12 +1,15 @@
 """Fragments of several agents whose steps are numbered, and what must stand in each row of a replay of them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from drawn_agents import Drawn, made, run
 from lost_agents import agent_chunks, numbers
-from serial_module import at_of
+from numbered_agents import NumberedAgents
+from serial_module import SerialModule, at_of
 
+from rollflow import MultiAgentRollout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 TURNS = Drawn(
@@ -20,6 +23,19 @@ At = tuple[int, ...]
 def fragments_of(drawn: Drawn = TURNS, count: int = 5) -> list[MultiAgentFragment]:
     _, rollout = made(drawn)
     return run(rollout, count)
+
+
+def of_two_modules(one: Any = "a", other: Any = "b") -> list[MultiAgentFragment]:
+    """Fragments of four steps of an agent that acts by one module, and of three that act by another."""
+    envs = [partial(NumberedAgents, 0, agents=4, nested=0, at_once=True)]
+    modules = {one: SerialModule(), other: SerialModule()}
+    options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "seed": 0}
+
+    def module_of(agent: str, episode: Any) -> Any:
+        return one if agent == "agent 0" else other
+
+    with MultiAgentRollout(envs, module=modules, agent_to_module_mapping_fn=module_of, **options) as rollout:
+        return list(rollout.fragments())
 
 
 def steps_by_module(fragments: Sequence[MultiAgentFragment]) -> dict[Any, dict[At, tuple[Any, ...]]]:

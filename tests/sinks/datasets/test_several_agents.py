@@ -18,7 +18,7 @@ from numbered_agents import NumberedAgents
 from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples
 from replayed import write_dataset
-from replayed_agents import TURNS, fragments_of
+from replayed_agents import TURNS, fragments_of, of_two_modules
 from serial_module import SerialModule, at_of
 from stored_steps import chunks_of, env_steps_of, steps_in
 
@@ -32,7 +32,6 @@ from rollflow import (
 from rollflow.nodes import DefaultModule, RandomModule
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.stream import DatasetError
-from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 
 @settings(max_examples=examples(6), deadline=None)
@@ -165,25 +164,11 @@ def test_a_first_sink_whose_agents_have_ended_no_step_is_added_to(tmp_path: Path
     assert sum(each.num_steps for each in source.fragments()) == sum(each.num_steps for each in fragments)
 
 
-def of_modules(*ids: Any) -> MultiAgentFragment:
-    """A fragment of two agents that act by two modules of these ids."""
-    modules = {each: SerialModule() for each in ids}
-
-    def module_of(agent: str, episode: Any) -> Any:
-        return ids[int(agent.split()[1])]
-
-    envs = [partial(NumberedAgents, 0, agents=2, nested=0, at_once=True)]
-    options: dict[str, Any] = {"agent_to_module_mapping_fn": module_of, "fragment_length": 4, "num_fragments": 1}
-    with MultiAgentRollout(envs, module=modules, seed=0, **options) as rollout:
-        (fragment,) = rollout.fragments()
-    return fragment
-
-
 SAME = r"the modules 1 and '1' have one text as their ids, expected another text for each module"
 
 
 def test_modules_whose_ids_have_one_text_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    both, one, other = of_modules(1, "1"), of_modules(1, "plain"), of_modules("plain", "1")
+    both, one, other = (of_two_modules(*ids)[0] for ids in ((1, "1"), (1, "plain"), ("plain", "1")))
     with DatasetSink(tmp_path) as sink:
         with pytest.raises(DatasetError, match=SAME):
             sink(both)
@@ -199,9 +184,9 @@ def test_modules_whose_ids_have_one_text_are_refused_before_anything_is_written(
 
 
 def test_agents_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
-    fragment = of_modules("first", "second")
+    fragment = of_two_modules()[0]
     (part,) = fragment.parts
-    part.part = part.part._replace(agents=("1", 1))
+    part.part = part.part._replace(agents=("1", 1, 2, 3))
     with DatasetSink(tmp_path) as sink, pytest.raises(DatasetError, match=r"the agents '1' and 1 have one text"):
         sink(fragment)
     assert not (tmp_path / "dataset.json").exists()
@@ -212,7 +197,7 @@ def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run and a module that come at any moment between a source's look at the files and at the description."""
-    one, other = of_modules("first", "second"), of_modules("first", "third")
+    one, other = of_two_modules("first", "second")[0], of_two_modules("first", "third")[0]
     write_dataset([one], tmp_path)
     left = 0  # looks until the sink comes
     names = "read", "numbers"

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from feeding_rollouts import SHORT, feeding, weights_of_agents
 from held_envs import await_that
 from hypothesis import given, settings, strategies as st
 from lost_agents import numbers
-from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
 from replayed import insert_all
-from replayed_agents import TURNS, fragments_of, rows_in, steps_by_module
-from serial_module import SerialModule, at_of
+from replayed_agents import TURNS, fragments_of, of_two_modules, rows_in, steps_by_module
+from serial_module import at_of
 
-from rollflow import MultiAgentRollout, Replay, Rollout
+from rollflow import Replay, Rollout
 from rollflow.sinks import Newest, Prioritized, ReplayClient, ReplayHost, SampledNStepReturns, SamplesPerInsert, Storage
 from rollflow.stream import ReplayError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -117,19 +115,6 @@ def test_an_insert_that_one_module_holds_back_is_refused_as_a_whole() -> None:
             replay(fragment)
             before = replay.report()
     assert replay.report().inserted == before.inserted
-
-
-def of_two_modules(one: Any = "a", other: Any = "b") -> list[MultiAgentFragment]:
-    """Fragments of four steps of an agent that acts by one module, and of three that act by another."""
-    envs = [partial(NumberedAgents, 0, agents=4, nested=0, at_once=True)]
-    modules = {one: SerialModule(), other: SerialModule()}
-    options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "seed": 0}
-
-    def module_of(agent: str, episode: Any) -> Any:
-        return one if agent == "agent 0" else other
-
-    with MultiAgentRollout(envs, module=modules, agent_to_module_mapping_fn=module_of, **options) as rollout:
-        return list(rollout.fragments())
 
 
 def without(output: str, fragment: MultiAgentFragment) -> MultiAgentFragment:
