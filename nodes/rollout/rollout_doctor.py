@@ -63,28 +63,28 @@ class RolloutDoctor(Doctor):
         look = self._drive.look()
         if look is None or self.is_over:
             return None
-        look = replace(
-            look, noun="fragment", caller=tuple(took / 1e9 for took in list(self.reader_times.recent)[-_KEPT:])
-        )
-        since, reader = self._learner.works_since, look.waits[CALLER]
+        waits, exits, since = dict(look.waits), look.exits, self._learner.works_since
+        stack = partial(stack_of_thread, self._reader)
         if since is None:
-            got = self._works_since
+            got, reader = self._works_since, waits[CALLER]
             age_s = (clock() - got) / 1e9 if got and reader.kind == "works" else 0.0
-            reader = replace(reader, age_s=age_s, stack=partial(stack_of_thread, self._reader))
-            return replace(look, waits={**look.waits, CALLER: reader})
-        learner = Wait(
-            self._learner.name,
-            "call",
-            "makes a batch",
-            mark=since,
-            age_s=(clock() - since) / 1e9,
-            calls=self._learner.items,
-            remedy="look at the learner connectors: rollout.learner_pipeline.timers() has the time of each piece",
-            stack=partial(stack_of_thread, self._reader),
-        )
-        reader = replace(reader, kind="waits", doing="waits", on=(learner.name,), mark=since)
-        exits = tuple(Exit(CALLER, each.items, waits=True) if each.party == CALLER else each for each in look.exits)
-        return replace(look, exits=exits, waits={**look.waits, CALLER: reader, learner.name: learner})
+            waits[CALLER] = replace(reader, age_s=age_s, stack=stack)
+        else:
+            learner = Wait(
+                self._learner.name,
+                "call",
+                "makes a batch",
+                mark=since,
+                age_s=(clock() - since) / 1e9,
+                calls=self._learner.items,
+                remedy="look at the learner connectors: rollout.learner_pipeline.timers() has the time of each piece",
+                stack=stack,
+            )
+            reader = replace(waits[CALLER], kind="waits", doing="waits", on=(learner.name,), mark=since)
+            waits |= {CALLER: reader, learner.name: learner}
+            exits = tuple(Exit(CALLER, each.items, waits=True) if each.party == CALLER else each for each in exits)
+        times = tuple(took / 1e9 for took in list(self.reader_times.recent)[-_KEPT:])
+        return Look(exits, waits, "fragment", times)
 
     def signs(self) -> Sequence[Sign]:
         signs = self._signs()

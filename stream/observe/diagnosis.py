@@ -1,7 +1,7 @@
 """Diagnosis: what a run waits for, as fields and as text."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rollflow.stream.data.errors import HELP_PAGES
 from rollflow.stream.observe.stacks import StackFrame, stack_lines
@@ -90,22 +90,23 @@ def diagnosed(
     """The diagnosis of a look, with the way from its consumer if one waits, and the silent faults found last."""
     if look is None:
         return Diagnosis("not running")
-    of_all = Diagnosis(
-        "flows",
+    state, caller = "flows", look.waits.get(CALLER)
+    if way is not None:
+        state = "stalled" if is_stalled else "caller works" if way.blocker.party == CALLER else "waits"
+    elif caller is not None and caller.kind == "works" and caller.calls:
+        state, stood_s = "caller works", caller.age_s
+    return Diagnosis(
+        state,
         look.noun,
-        caller_s=look.caller,
-        notes=tuple(sign.text for sign in signs),
-        parties=tuple(look.waits.values()),
+        waited_s,
+        () if way is None else way.waits,
+        stood_s,
+        way is not None and way.is_closed,
+        () if way is None else way.blocker.stack(),
+        look.caller,
+        tuple(sign.text for sign in signs),
+        tuple(look.waits.values()),
     )
-    if way is None:
-        caller = look.waits.get(CALLER)
-        if caller is not None and caller.kind == "works" and caller.calls:
-            return replace(of_all, state="caller works", stood_s=caller.age_s)
-        return of_all
-    blocker = way.blocker
-    state = "stalled" if is_stalled else "caller works" if blocker.party == CALLER else "waits"
-    found = replace(of_all, state=state, waited_s=waited_s, stood_s=stood_s, stack=blocker.stack())
-    return replace(found, way=way.waits, is_closed=way.is_closed)
 
 
 def _listed(names: list[str]) -> str:

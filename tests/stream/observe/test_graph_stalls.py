@@ -117,9 +117,13 @@ async def test_a_sink_that_puts_into_a_full_queue_is_named_after_ten_calls() -> 
 async def test_a_node_that_holds_up_the_event_loop_is_named(is_async: bool, doing: str) -> None:
     texts: list[str] = []
 
+    def look() -> None:
+        await_that(lambda: line_of(holds, "looker.join") in str(run.diagnose()))
+        texts.append(Looking(run.doctor).until_told(6.0))
+
     def holds(number: int) -> int:
         if number == 3:
-            looker = threading.Thread(target=lambda: texts.append(Looking(run.doctor).until_told(6.0)))
+            looker = threading.Thread(target=look)
             looker.start()
             looker.join(LONGEST_S)
         return number
