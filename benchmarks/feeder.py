@@ -11,20 +11,18 @@ import numpy as np
 from benchmarks.envs import NoopEnv
 from benchmarks.policies import Noop
 from rollflow import Rollout
-from rollflow.sinks.trainer.lender import FragmentLender
+from rollflow.sinks.trainer.lending import FragmentLender
 from rollflow.sinks.trainer.messages import message_of_batch, message_of_fragment, nbytes_of
-from rollflow.sinks.trainer.resend_buffer import ResendBuffer
+from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.sinks.trainer.uplink import TrainerLink, TrainerUplink
 from rollflow.stream.data.space import describe_space
 from rollflow.stream.wire import (
     NONCE_BYTES,
-    SESSION_BYTES,
     VERSION,
     Fragment,
     Hello,
     Limits,
     SharedAddress,
-    SourceSession,
     parse_trainer_address,
 )
 
@@ -87,7 +85,7 @@ def description_of(
         session=token,
         max_frame=Limits().max_frame,
         slots=slots,
-        **described,
+        **{"autoreset": "SAME_STEP", **described},
     )
 
 
@@ -110,24 +108,23 @@ def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any])
     }
     spaces_of_envs = {"observation_space": observation_space, "action_space": action_space}
     described = {name: describe_space(space) for name, space in spaces_of_envs.items()}
-    return described | {"autoreset": "SAME_STEP", "metadata": metadata}
+    return described | {"metadata": metadata}
 
 
 def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int], Fragment]) -> None:
     """Send one message after the other, as they are made of their numbers."""
     target, limits, kept = parse_trainer_address(address), Limits(), ResendBuffer(1 << 30)
-    session = SourceSession(secrets.token_bytes(SESSION_BYTES))
     lender = FragmentLender(1 << 30) if isinstance(target, SharedAddress) else None
 
     told["metadata"] |= {"sends": sends, "shares_memory": lender is not None}
 
     link = TrainerUplink(
-        TrainerLink(target, limits, lender=lender),
-        lambda: description_of(session.token, told),
-        session,
+        TrainerLink(target, "feeder", limits, lender=lender),
+        lambda: told | {"slots": (1,)},
         kept,
         lambda version, weights: False,
     )
+    session = link.session
     link.start()
     poll = select.poll()
     poll.register(link.bell.fileno(), select.POLLIN)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         Sequences as Sequences,
         Uniform as Uniform,
     )
-    from rollflow.sinks.trainer.follower import WeightsFollower as WeightsFollower
     from rollflow.sinks.trainer.process import TrainerProcess as TrainerProcess
     from rollflow.sinks.trainer.sink import TrainerSink as TrainerSink
+    from rollflow.sinks.trainer.uplink import WeightsFollower as WeightsFollower
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

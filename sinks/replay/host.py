@@ -17,11 +17,12 @@ from anyio.from_thread import start_blocking_portal
 from rollflow.nodes.argument_checks import checked_number
 from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.replay import Replay, first_error
+from rollflow.sinks.replay.replay import Replay
 from rollflow.sinks.replay.sample_server import SampleServer
 from rollflow.sinks.trainer.stream import TrainerStream
 from rollflow.stream import wire
 from rollflow.stream.data.errors import EnvError, ReplayError, RunError, error_text, shown
+from rollflow.stream.graph.node import out_of_group
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.transport import check_server_tls
 
@@ -125,15 +126,12 @@ class ReplayHost:
     # In the thread
 
     async def _serve(self, *, task_status: TaskStatus[anyio.Event]) -> None:
-        try:
-            with anyio.CancelScope() as scope:
-                async with self._stream:
-                    await self._serve_with(task_status)
-                    if self._checkpoint is not None:  # rollouts wait for another host, as after a failure
-                        scope.cancel()
-                        await anyio.lowlevel.checkpoint()
-        except ExceptionGroup as group:
-            raise first_error(group) from None
+        with out_of_group(), anyio.CancelScope() as scope:
+            async with self._stream:
+                await self._serve_with(task_status)
+                if self._checkpoint is not None:  # rollouts wait for another host, as after a failure
+                    scope.cancel()
+                    await anyio.lowlevel.checkpoint()
 
     async def _serve_with(self, task_status: TaskStatus[anyio.Event]) -> None:
         """Serve with the stream open, until the host is to leave; write a last checkpoint."""

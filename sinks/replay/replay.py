@@ -30,7 +30,7 @@ from rollflow.sinks.replay.samplers import Sampler, Sequences, Uniform
 from rollflow.stream.data.errors import ReplayError, shown
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
-from rollflow.stream.graph.node import ending_quietly
+from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 from rollflow.stream.net.backoff import WaitReminder
@@ -133,13 +133,6 @@ class Turns:
         finally:
             self._waiting.remove(wait)
             self._waited[side] += monotonic() - wait[1]
-
-
-def first_error(error: Exception) -> Exception:
-    """The first error in a group of errors, however deep; another error as it is."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class Replay:
@@ -351,14 +344,12 @@ class Replay:
                 if self.may_sample():  # no other thread has drawn meanwhile
                     await batches.send(self.sample())
 
-        try:
+        with out_of_group():
             async with anyio.create_task_group() as tasks:
                 for beside in (self.turns.relay, insert_all):
                     tasks.start_soon(ending_quietly, beside)
                 await send_all()  # which ends behind the last insert
                 tasks.cancel_scope.cancel()
-        except ExceptionGroup as group:
-            raise first_error(group) from None
 
     # Checkpoints
 

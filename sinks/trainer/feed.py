@@ -20,7 +20,7 @@ from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentL
 from rollflow.sinks.trainer.rollout_end import AnyRollout, check_rollout
 from rollflow.sinks.trainer.sink import TrainerSink
 from rollflow.stream.graph.graph import Graph
-from rollflow.stream.graph.node import ending_quietly
+from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
 from rollflow.stream.observe.trace import check_trace
@@ -155,24 +155,15 @@ async def _run_graph(
     """Run the graph until it ends, a signal or the trainer ends it; its report, and the last signal."""
     run: Run | None = None
     received: list[signal.Signals] = []
-    raised: Exception | None = None
-    with anyio.open_signal_receiver(*numbers) if numbers else nullcontext() as signals:
+    with anyio.open_signal_receiver(*numbers) if numbers else nullcontext() as signals, out_of_group():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ending_quietly, partial(_leave_with_trainer, sink, tasks.cancel_scope))
-            try:
-                async with graph.run(stall_after=rules.after, on_stall=rules.on_stall, trace=trace) as run:
-                    if signals is not None:
-                        leave = partial(_leave_when_signalled, signals, run, sink, tasks, received)
-                        tasks.start_soon(ending_quietly, leave)
-                    await run.wait()
-            except Exception as error:
-                raised = error  # as it is, not in a group
+            async with graph.run(stall_after=rules.after, on_stall=rules.on_stall, trace=trace) as run:
+                if signals is not None:
+                    leave = partial(_leave_when_signalled, signals, run, sink, tasks, received)
+                    tasks.start_soon(ending_quietly, leave)
+                await run.wait()
             tasks.cancel_scope.cancel()
-    try:
-        if raised is not None:
-            raise raised
-    finally:
-        del raised  # whose traceback refers to this frame
     return None if run is None else run.report(), received[-1] if received else None
 
 

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Sequence
 from time import monotonic, sleep
 from typing import Any
 
-from rollflow.sinks.trainer.borrower import FragmentBorrower, checked, fragment_in
-from rollflow.sinks.trainer.follower import NOTHING
-from rollflow.sinks.trainer.loop_trace import LoopTrace
+from rollflow.sinks.trainer.lending import FragmentBorrower, checked, fragment_in
 from rollflow.sinks.trainer.newest_weights import NewestWeights, PublishedWeights
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, PresentRollouts, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
+from rollflow.sinks.trainer.stream_log import LoopTrace
+from rollflow.sinks.trainer.uplink import NOTHING
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text, shown
 from rollflow.stream.graph.wakeup import Wakeup

@@ -27,7 +27,7 @@ from rollflow.stream.data.space import describe_space
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.fragments.fragment import EpisodeIds, Fragment, FragmentLayout
 from rollflow.stream.multi_agent.agent_part import AgentPart
-from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment as AnyFragment, MultiAgentFragment
 from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS
 from rollflow.stream.wire.codec.spaces import read_space
@@ -350,16 +350,8 @@ class AgentsDescription:
         return self.to_train is None or module_id in self.to_train
 
 
-def acting_versions(fragment: AnyFragment, ids: Sequence[str] | None) -> NDArray[np.int64]:
-    """The policy versions, i64[K], of a fragment's steps; of several agents, of those that modules `ids` have made."""
-    if isinstance(fragment, Fragment):
-        versions: NDArray[np.int64] = fragment.column(Columns.POLICY_VERSION).reshape(-1)
-        return versions
-    there = [fragment.of_module(module_id) for module_id in ids or () if module_id in fragment.module_ids]
-    return np.concatenate([np.zeros(0, np.int64), *(part.gather(Columns.POLICY_VERSION) for part in there)])
-
-
-def newest_acting(fragment: AnyFragment, ids: Sequence[str] | None) -> int | None:
-    """The newest of `acting_versions`; None: there are none."""
-    versions = acting_versions(fragment, ids)
-    return int(versions.max()) if len(versions) else None
+def acting_versions(fragment: MultiAgentFragment, ids: Sequence[str]) -> tuple[int | None, int | None]:
+    """The oldest and the newest policy version of the steps that modules `ids` have made; None: there are none."""
+    there = [fragment.of_module(module_id) for module_id in ids if module_id in fragment.module_ids]
+    versions = np.concatenate([np.zeros(0, np.int64), *(part.gather(Columns.POLICY_VERSION) for part in there)])
+    return (int(versions.min()), int(versions.max())) if len(versions) else (None, None)

@@ -6,16 +6,15 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import anyio
 import cloudpickle
@@ -40,7 +39,6 @@ class TrainerProcess:
 
         train, args    function and its arguments, sent to the child by cloudpickle
         stream         arguments of the `TrainerStream` by their names, but for its address
-        transport      way of fragments to the child: "shm", through shared memory; "unix", by a socket
         linger         seconds that the trainer has to come to its end once the block is left; None: for ever
 
         address        for a `TrainerSink`, or `feed`, with `watch=trainer.watch`
@@ -49,7 +47,7 @@ class TrainerProcess:
 
     `with TrainerProcess(...) as trainer:` leaves no process behind. When the block is left, the trainer's loop ends
     after the last rollout that is there. A trainer that does not end within `linger` seconds, or whose block raised, is
-    terminated, and then killed.
+    terminated, and then killed. Fragments come to it through shared memory.
 
     Raises RunError with the traceback in its notes where `train` raises, or the process dies, when the block is left.
     """
@@ -59,14 +57,11 @@ class TrainerProcess:
         train: Callable[..., object],
         *args: Any,
         stream: Mapping[str, Any] | None = None,
-        transport: Literal["shm", "unix"] = "shm",
         linger: float | None = 60.0,
     ) -> None:
         check_numbers(linger=(linger, 0))
         if not callable(train):
             raise ValueError(f"train is {shown(train)}, expected a function that is called as train(stream, *args)")
-        if transport not in ("shm", "unix"):
-            raise ValueError(f"transport is {transport!r}, expected 'shm' or 'unix'")
         if not isinstance(stream, Mapping | None):
             raise ValueError(f"stream is {shown(stream)}, expected the arguments of a TrainerStream by their names")
         if unknown := [name for name in stream or () if name not in _STREAM_OPTIONS]:
@@ -74,7 +69,7 @@ class TrainerProcess:
             raise ValueError(f"stream has {unknown}, expected arguments of a TrainerStream among {names}")
         self._name = getattr(train, "__name__", repr(train))
         self._job = train, args, dict(stream or {})
-        self._transport, self._linger = transport, linger
+        self._linger = linger
         self._worker: WorkerProcess | None = None
         self._has_ended = False
         self._error: RunError | None = None
@@ -87,24 +82,25 @@ class TrainerProcess:
             raise RunError("the trainer has been started: it runs once, make another one")
         function, args, options = self._job
         self._folder = OwnFolder()
-        self.address = f"{self._transport}:{self._folder.path}/trainer"
+        self.address = f"shm:{self._folder.path}/trainer"
         threads = None if "OMP_NUM_THREADS" in os.environ else core_count()  # None: torch's default
         try:
             job = cloudpickle.dumps((function, args, self.address, options, threads))
             self._worker = WorkerProcess("rollflow.sinks.trainer.process", 1)
+            self._link = Connection(self._worker.sockets[0].detach())
         except BaseException:
             self._folder.close()
             raise
         self.pid = self._worker.pid
         with suppress(OSError):  # the child is gone, which `watch` and `__exit__` notice
-            _send(self._sock, job)
+            self._link.send_bytes(job)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         worker = self._started()
         try:
             with suppress(OSError):
-                self._sock.shutdown(socket.SHUT_WR)  # the child's sign that no more rollouts come
+                self._link.send_bytes(b"")  # the child's sign that no more rollouts come
             if not self._receive(self._linger if error is None else 0.0):
                 if error is None:
                     logger.warning("the trainer %s has not ended for %g s: it is terminated", self._name, self._linger)
@@ -113,6 +109,7 @@ class TrainerProcess:
             worker.has_ended(CLOSE_TIMEOUT_S)
         finally:
             worker.kill()
+            self._link.close()
             self._folder.close()
         if error is None and self._error is not None:
             raise self._error
@@ -121,7 +118,7 @@ class TrainerProcess:
         """Wait until the trainer has ended. Raises RunError where it has failed."""
         self._started()
         if not self._has_ended:
-            await anyio.wait_readable(self._sock)
+            await anyio.wait_readable(self._link.fileno())
         self.check()
 
     def check(self) -> None:
@@ -133,10 +130,6 @@ class TrainerProcess:
 
     # Inside
 
-    @property
-    def _sock(self) -> socket.socket:
-        return self._started().sockets[0]
-
     def _started(self) -> WorkerProcess:
         if self._worker is None:
             raise RunError("the trainer has not been started, expected: with TrainerProcess(...) as trainer:")
@@ -146,11 +139,11 @@ class TrainerProcess:
         """Receive the child's result or failure; False if it has not ended within so many seconds, None: for ever."""
         if self._has_ended:
             return True
-        if not wait([self._sock], timeout_s):
+        if not self._link.poll(timeout_s):
             return False
         self._has_ended = True
         try:
-            outcome = _receive(self._sock)
+            outcome = self._link.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
             self._error = RunError(f"the trainer {self._name}, process {self.pid}, {self._started().ended()}")
             return True
@@ -172,42 +165,31 @@ def main(life: int, sockets: Sequence[int]) -> None:
     end_with_parent(life)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that blocks are left
     outcome: bytes | tuple[str, str]  # the result, or an error and its traceback as text
-    with socket.socket(fileno=sockets[0]) as sock:
+    with Connection(sockets[0]) as link:
         try:
-            outcome = cloudpickle.dumps(_run(sock, *pickle.loads(_receive(sock))))
+            outcome = cloudpickle.dumps(_run(link, *pickle.loads(link.recv_bytes())))
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-        _send(sock, outcome)
-
-
-def _send(sock: socket.socket, item: Any) -> None:
-    """Send a pickled object. Raises OSError if the other end is gone."""
-    with sock.makefile("wb") as file:
-        pickle.dump(item, file)
-
-
-def _receive(sock: socket.socket) -> Any:
-    """Wait for a pickled object. Raises EOFError, OSError or UnpicklingError if the other end is gone."""
-    with sock.makefile("rb") as file:
-        return pickle.load(file)
+        link.send(outcome)
 
 
 def _run(
-    sock: socket.socket,
+    link: "Connection[Any, Any]",
     function: Callable[..., object],
     args: tuple[Any, ...],
     address: str,
     options: dict[str, Any],
     threads: int | None,
 ) -> object:
-    """Call `function(stream, *args)` with torch's number of threads; when `sock` is closed no more rollouts come."""
+    """Call `function(stream, *args)` with torch's number of threads; what comes by `link` says that no rollouts do."""
     if threads is not None:
         torch.set_num_threads(threads)
     with TrainerStream(address, **options) as stream:
         lock, has_left = threading.Lock(), False
 
         def listen() -> None:
-            sock.recv(1)  # returns at the end: nothing else comes
+            with suppress(EOFError, OSError):
+                link.recv_bytes()
             with lock:
                 if not has_left:
                     stream.expect_no_more()

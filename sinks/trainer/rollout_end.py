@@ -24,8 +24,7 @@ from rollflow.sinks.trainer.messages import (
     message_of_fragment,
     parted_weights,
 )
-from rollflow.sinks.trainer.pace_gate import BatchCredits, LaneNews, PaceGate
-from rollflow.sinks.trainer.resend_buffer import ResendBuffer
+from rollflow.sinks.trainer.pace_gate import BatchCredits, LaneNews, PaceGate, ResendBuffer
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import GraphError, ModuleError, shown
@@ -38,24 +37,23 @@ from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 class BatchObserver:
     """Node without outputs that observes every fragment as it leaves its rollout.
 
-    returns    adds up the episodes
+    rollout    of the fragments
     see        called with every fragment
     """
 
-    def __init__(self, returns: EpisodeReturns | AgentReturns, see: Callable[[Any], None]) -> None:
-        self._returns: Any = returns  # for fragments of the rollout's kind
+    def __init__(self, rollout: Rollout | MultiAgentRollout, see: Callable[[Any], None]) -> None:
         self._see = see
+        self._returns: Any = EpisodeReturns()
+        if isinstance(rollout, MultiAgentRollout):
+            modules, observer = rollout.module, weakref.proxy(self)  # which holds the returns
+            self._returns = AgentReturns(lambda module_id: module_id in modules or observer._untold(module_id) > 0)
         self._count = 0  # of episodes that have been taken
-        # Module id -> returns, and their count when last seen.
-        self._counted: dict[str, tuple[EpisodeReturns, int]] = {}
-        self._pending: dict[str, EpisodeReturns] = {}  # module id -> episodes that have not been taken
+        self._told: dict[str, tuple[EpisodeReturns, int]] = {}  # module id -> returns, and their count when last taken
 
     def __call__(self, fragments: Any) -> None:
         """Observe one fragment."""
         self._see(fragments)
         self._returns(fragments)
-        if isinstance(self._returns, AgentReturns):
-            self._collect_by_module(self._returns)
 
     def describe(self) -> str:
         """Text for `explain()`."""
@@ -63,25 +61,21 @@ class BatchObserver:
 
     def take_episodes(self) -> dict[str, Any] | None:
         """Take the episodes that have finished since the last call, as they go over the wire; None: there are none."""
-        finished = finished_since(self._returns, self._count)
-        self._count = self._returns.count
-        ids = list(islice(self._pending, MOST_MODULES))  # others come with the next
-        parts = {module_id: finished_since(self._pending.pop(module_id), 0) for module_id in ids}
+        returns = self._returns
+        finished = finished_since(returns, self._count)
+        self._count = returns.count
+        by_module = returns.by_module if isinstance(returns, AgentReturns) else {}
+        ids = islice([each for each in by_module if self._untold(each)], MOST_MODULES)  # others come with the next
+        parts = {each: finished_since(by_module[each], by_module[each].count - self._untold(each)) for each in ids}
+        self._told = {each: told for each, told in self._told.items() if each in by_module}
+        self._told |= {each: (by_module[each], by_module[each].count) for each in parts}
         return replace(finished, by_module=parts).told() if finished.count or parts else None
 
-    def _collect_by_module(self, returns: AgentReturns) -> None:
-        """Keep what has finished by module, since the returns of a module that is removed go with it."""
-        counted: dict[str, tuple[EpisodeReturns, int]] = {}
-        for module_id, own in returns.by_module.items():
-            if not isinstance(module_id, str):
-                continue
-            before, count = self._counted.get(module_id, (own, 0))
-            finished = finished_since(own, count if before is own else 0)
-            if finished.count:
-                pending = self._pending.setdefault(module_id, EpisodeReturns())
-                pending.take(finished.count, finished.returns, finished.lengths)
-            counted[module_id] = own, own.count
-        self._counted = counted
+    def _untold(self, module_id: Any) -> int:
+        """Number of a module's episodes that have not been taken; a module of that id which was removed has its own."""
+        own = self._returns.by_module[module_id]
+        before, count = self._told.get(module_id, (own, 0))
+        return own.count - (count if before is own else 0) if isinstance(module_id, str) else 0
 
 
 AnyRollout = Rollout | MultiAgentRollout
@@ -109,8 +103,7 @@ class RolloutEnd:
     seen     sees its fragments, where train batches are sent
     ids      modules whose weights the trainer publishes; None: there is one module
 
-    Raises GraphError where the rollout is in its graph already, ModuleError for module ids that are no strings, and
-    ValueError where its fragments can't be sent.
+    Raises GraphError where the rollout is in its graph already, and ModuleError for module ids that are no strings.
     """
 
     def __init__(
@@ -123,15 +116,13 @@ class RolloutEnd:
         trainer: str,
         ring: Callable[[], None],
     ) -> None:
-        check_rollout(rollout)
         self.rollout, self._sends, self._shares = rollout, sends, shares
         self.ids = _claimed_ids(rollout) if isinstance(rollout, MultiAgentRollout) else None
         self._all_ends = _ends.setdefault(rollout, weakref.WeakSet())
         self._all_ends.add(self)
         self.lanes = LaneNews(range(rollout.environments.num_lanes) if sends == "fragments" else None, ring)
         self.gate = PaceGate(kept, trainer, self.lanes)
-        returns = AgentReturns(rollout.module.__contains__) if self.ids is not None else EpisodeReturns()
-        self.seen = BatchObserver(returns, self.gate.see)
+        self.seen = BatchObserver(rollout, self.gate.see)
         rollout.hold_back(self.gate)
         if sends == "batches":
             rollout.watch(self.seen)
@@ -305,6 +296,6 @@ def rollout_among(sources: Sequence[Any], where: str, *, is_all: bool) -> AnyRol
         names = ", ".join(type(node).__name__ for node in sources) or "nothing"
         raise GraphError(
             f"no rollout leads to {where}, but {names}; expected a Rollout or a MultiAgentRollout upstream of it, as "
-            "in graph.connect(rollout.fragments, TrainerSink(...)), or the rollout as its argument"
+            "in graph.connect(rollout.fragments, TrainerSink(...))"
         )
     return found[0] if found else None

@@ -10,7 +10,7 @@ import gymnasium as gym
 
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
 from rollflow.nodes.offloaded.fragment_message import fragment_of
-from rollflow.sinks.trainer.borrower import FragmentBorrower
+from rollflow.sinks.trainer.lending import FragmentBorrower
 from rollflow.sinks.trainer.messages import (
     NO_EPISODES,
     AgentsDescription,
@@ -23,7 +23,6 @@ from rollflow.sinks.trainer.messages import (
     is_batch,
     is_by_module,
     layout_told,
-    newest_acting,
     newest_version,
     told_of_batch,
 )
@@ -110,7 +109,7 @@ class ArrivedItem(NamedTuple):
         """The newest policy version that an action of several agents was computed with; None: nobody knows."""
         if isinstance(self.item, MultiAgentFragment):
             assert self.source.agents is not None
-            return newest_acting(self.item, self.source.agents.published)
+            return acting_versions(self.item, self.source.agents.published)[1]
         return newest_version(batches_in(self.batch, is_by_module=True))
 
     @property
@@ -344,8 +343,7 @@ class RolloutPeer:
         self._check_lane(message)
         if self.agents is not None:
             of_agents = agents_of_message(message, self.agents.parts)
-            versions = acting_versions(of_agents, self.agents.published)
-            oldest = int(versions.min()) if len(versions) else None
+            oldest, _ = acting_versions(of_agents, self.agents.published)
             finished = FinishedEpisodes.of(message.rest.get("episodes"), is_by_module=True)
             return ArrivedItem(self, message.number, of_agents, oldest, 0, finished)
         layout = layout_told(message.rest.get("layout"), self.action_space, self._layouts.get(message.lane))

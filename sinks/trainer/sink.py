@@ -1,8 +1,6 @@
 """Rollout's end of the stream to a trainer in another process or on another host: fragments out, weights in."""
 
 import logging
-import secrets
-import socket
 import ssl
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -14,13 +12,13 @@ import anyio
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.sinks.trainer.messages import HAS_ENDED, AnyFragment, Batch, message_of_batch, nbytes_of
-from rollflow.sinks.trainer.resend_buffer import ResendBuffer
-from rollflow.sinks.trainer.rollout_end import AnyRollout, RolloutEnd, rollout_among
-from rollflow.sinks.trainer.uplink import TrainerUplink, link_to, source_hello
+from rollflow.sinks.trainer.pace_gate import ResendBuffer
+from rollflow.sinks.trainer.rollout_end import RolloutEnd, rollout_among
+from rollflow.sinks.trainer.uplink import TrainerUplink, link_to
 from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Inlet
-from rollflow.stream.graph.node import ending_quietly
+from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.observe.waits import LastError, Wait
 
@@ -33,8 +31,6 @@ class TrainerSink:
     """Sink that sends a rollout's fragments to a `TrainerStream`, and publishes the trainer's weights to the rollout.
 
         address        where the trainer listens: 'tcp://host:port', 'unix:/path', 'shm:/path', or a stream's `address`
-        rollout        `Rollout` or `MultiAgentRollout` whose fragments come. It begins once the trainer has been there,
-                       and acts with its newest weights. None: the rollout that leads to the sink in the graph
         secret, tls    as for `EnvHost`
         name           name of the rollout at the trainer, best unique; None: the name of this computer
         linger         seconds, once the last fragment has come, that the trainer has to be done with all; None: for
@@ -54,9 +50,10 @@ class TrainerSink:
                        was closed. They are a part of `rollout.lost["undelivered"]`, which has those of all sinks, each
                        transition once
 
-    `graph.connect(rollout.fragments, TrainerSink(...))` is enough. With the rollout as an argument, make the sink
-    before the rollout is added to its graph. Modules of a `MultiAgentRollout` whose weights the trainer publishes have
-    to stay: leave those that come and go out of its `modules_to_train`.
+    `graph.connect(rollout.fragments, TrainerSink(...))` is enough: the sink finds the `Rollout` or `MultiAgentRollout`
+    that leads to it. The rollout begins once the trainer has been there, and acts with its newest weights. Modules of
+    a `MultiAgentRollout` whose weights the trainer publishes have to stay: leave those that come and go out of its
+    `modules_to_train`.
 
     A trainer that is lost is dialled again, and gets what it was not done with: every item once, in order. Until then
     the rollout stands still, also one that is drained, which logs what it waits for: leave the run to give up those
@@ -83,7 +80,6 @@ class TrainerSink:
     def __init__(
         self,
         address: str | wire.Address,
-        rollout: AnyRollout | None = None,
         *,
         secret: Secret = None,
         tls: ssl.SSLContext | None = None,
@@ -99,31 +95,28 @@ class TrainerSink:
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
         check_numbers(linger=(linger, 0), retry_s=(retry_s, 0))
         self._buffer = ResendBuffer(max_bytes)
-        link = link_to(address, secret, tls, limits, retry_s=retry_s, lends=max_bytes)
-        self.name = socket.gethostname() if name is None else name
+        link = link_to(address, name, secret, tls, limits, retry_s=retry_s, lends=max_bytes)
+        self.name = link.name
         self.lost: dict[str, int] = {}
         self.linger, self._sends = linger, sends
-        self._session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._lender = link.lender
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = self._is_draining = self._is_over = self._trainer_has_ended = False
         self._failure: str | None = None
-        self._watch_error: Exception | None = None
         self._trainer_name = f"the trainer at {link.address}"
-        self._has_own_rollout = rollout is not None  # and does not look for one in the graph
-        self._connected_end = None if rollout is None else self._end_of(rollout)
+        self._connected_end: RolloutEnd | None = None
         sink = weakref.proxy(self)  # it holds its uplink
         self._uplink = TrainerUplink(
             link,
-            lambda: sink._hello(),
-            self._session,
+            lambda: sink._rollout_end.hello(sink._uplink.newest),
             self._buffer,
             lambda version, weights: sink._rollout_end.publish(version, weights),
         )
+        self._session = self._uplink.session
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
-        """Find the rollout among the nodes that lead to the sink, unless it was an argument; return it if it is new."""
-        changed = () if self._has_own_rollout else self._take_rollout(sources, is_all=is_all)
+        """Find the rollout among the nodes that lead to the sink, and return it if it is new."""
+        changed = self._take_rollout(sources, is_all=is_all)
         if is_all:
             self._rollout_end.take_makers(sources, self._uplink.bell.ring, drops=drops)
         return changed
@@ -131,26 +124,17 @@ class TrainerSink:
     async def run(self, fragments: Inlet[AnyFragment | Batch]) -> None:
         """Send what comes, until no more does and the trainer is done with it."""
         self._uplink.start()
-        raised: Exception | None = None
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ending_quietly, partial(self._follow_uplink, tasks.cancel_scope))
-                if self._watch is not None:
-                    tasks.start_soon(ending_quietly, partial(self._run_watch, self._watch, tasks.cancel_scope))
-                try:
+            with out_of_group():
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(ending_quietly, self._follow_uplink)
+                    if self._watch is not None:
+                        tasks.start_soon(ending_quietly, partial(self._run_watch, self._watch))
                     await self._send_all(fragments)
-                except Exception as error:
-                    raised = error  # as it is, not in a group
-                tasks.cancel_scope.cancel()
+                    tasks.cancel_scope.cancel()
         finally:
             self._is_over = True
             self._notify()
-        raised = raised or self._uplink.error or self._watch_error
-        try:
-            if raised is not None:
-                raise raised
-        finally:
-            del raised  # whose traceback refers to this frame
 
     def take_drain(self) -> None:
         """The run is being drained: whatever comes now is among the last."""
@@ -232,12 +216,8 @@ class TrainerSink:
         if end is not None:
             raise GraphError(f"{where} has another rollout by now, expected a sink for each")
         rollout.be_drawn_anew()
-        self._connected_end = self._end_of(rollout)
-        return [rollout]
-
-    def _end_of(self, rollout: AnyRollout) -> RolloutEnd:
         sink = weakref.proxy(self)  # it holds this end of the rollout
-        return RolloutEnd(
+        self._connected_end = RolloutEnd(
             rollout,
             self._buffer,
             sends=self._sends,
@@ -245,9 +225,7 @@ class TrainerSink:
             trainer=self._trainer_name,
             ring=lambda: sink._uplink.bell.ring(),
         )
-
-    def _hello(self) -> wire.Hello:
-        return source_hello(self._uplink.link, self._session, self.name, **self._rollout_end.hello(self._uplink.newest))
+        return [rollout]
 
     async def _send_all(self, items: Inlet[AnyFragment | Batch]) -> None:
         async for item in items:
@@ -266,15 +244,15 @@ class TrainerSink:
         order, session = self._rollout_end.gate.order, self._session
         return session.given == (session.kept if order is not None and order.stays else session.done)
 
-    async def _follow_uplink(self, scope: anyio.CancelScope) -> None:
-        """Let the rollout and waiting tasks see each change of the uplink; cancel the scope if that has failed."""
+    async def _follow_uplink(self) -> None:
+        """Let the rollout and waiting tasks see each change of the uplink; raise the error if that has failed."""
         bell, end = self._uplink.bell, self._rollout_end
         gate = end.gate
         while True:
             await anyio.wait_readable(bell.fileno())
             bell.silence()
             if self._uplink.error is not None:
-                scope.cancel()
+                raise self._uplink.error
             gate.order = self._uplink.wanted or gate.order
             gate.done, gate.version, gate.problem = self._session.done, end.version, self._uplink.problem
             self._send_lane_news()
@@ -293,14 +271,9 @@ class TrainerSink:
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
-    async def _run_watch(self, watch: Callable[[], Awaitable[object]], scope: anyio.CancelScope) -> None:
-        """Cancel the scope if `watch` raises; if it returns, wait for the trainer's last messages."""
-        try:
-            await watch()
-        except Exception as error:
-            self._watch_error = error
-            scope.cancel()
-            return
+    async def _run_watch(self, watch: Callable[[], Awaitable[object]]) -> None:
+        """Raise what `watch` raises; if it returns, wait for the trainer's last messages."""
+        await watch()
         while self.has_trainer and not self._has_left():
             await self._changed.wait()
         self._trainer_has_ended = True

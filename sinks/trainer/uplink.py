@@ -1,4 +1,7 @@
-"""Uplink of a rollout: its connection to a trainer, in a thread of its own; it dials again whenever that is lost."""
+"""Uplink of a rollout: its connection to a trainer, in a thread of its own; it dials again whenever that is lost.
+
+A follower is one that sends nothing, and takes the trainer's weights.
+"""
 
 import logging
 import secrets
@@ -8,15 +11,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
+
+from gymnasium import spaces
 
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
-from rollflow.sinks.trainer.lender import FragmentLender
-from rollflow.sinks.trainer.pace_gate import StreamOrder
-from rollflow.sinks.trainer.resend_buffer import ResendBuffer
+from rollflow.sinks.trainer.lending import FragmentLender
+from rollflow.sinks.trainer.pace_gate import ResendBuffer, StreamOrder
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.space import describe_space
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
 from rollflow.stream.net.dial_wait import DialWait
@@ -28,6 +33,7 @@ from rollflow.stream.wire.software import software
 
 logger = logging.getLogger(__name__)
 
+NOTHING = "nothing"  # what a follower sends
 _LONGEST_RETRY_S = 2.0
 _GOODBYE_S = 2.0  # that the trainer has for its own goodbye
 _MUCH = 1 << 16  # bytes that wait for the trainer
@@ -41,11 +47,13 @@ class TrainerLink(NamedTuple):
     """Way of a rollout to its trainer, the same for one connection after another.
 
     address    where the trainer listens
+    name       of the rollout at the trainer
     lender     lends items in shared memory; None: they go through the socket
     retry_s    seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
     """
 
     address: wire.Address
+    name: str
     limits: wire.Limits
     secret: bytes | None = None
     tls: ssl.SSLContext | None = None
@@ -55,6 +63,7 @@ class TrainerLink(NamedTuple):
 
 def link_to(
     address: str | wire.Address,
+    name: str | None,
     secret: Secret,
     tls: ssl.SSLContext | None,
     limits: wire.Limits | None,
@@ -64,6 +73,8 @@ def link_to(
 ) -> TrainerLink:
     """Way to the trainer at an address, with shared memory of `lends` bytes where it shares some.
 
+    name    None: the name of this computer
+
     Raises WireError for an invalid address, or one that needs a secret.
     """
     target, known = wire.parse_trainer_address(address), secret_bytes(secret)
@@ -71,33 +82,19 @@ def link_to(
     check_shared(target, tls)
     check_tls(target, tls)
     lender = FragmentLender(lends) if lends and isinstance(target, wire.SharedAddress) else None
-    return TrainerLink(target, limits or wire.Limits(), known, tls, lender, retry_s)
-
-
-def source_hello(link: TrainerLink, session: wire.SourceSession, name: str, **more: Any) -> wire.Hello:
-    """The first message to a trainer: slots, spaces and metadata are in `more`."""
-    return wire.Hello(
-        versions=(wire.VERSION, wire.VERSION),
-        role="source",
-        software=software(),
-        name=name,
-        nonce=secrets.token_bytes(wire.NONCE_BYTES),
-        session=session.token,
-        max_frame=link.limits.max_frame,
-        autoreset="SAME_STEP",
-        **more,
-    )
+    name = socket.gethostname() if name is None else name
+    return TrainerLink(target, name, limits or wire.Limits(), known, tls, lender, retry_s)
 
 
 class TrainerUplink:
     """Connection of a rollout with a trainer, made again and again: it sends items and takes weights.
 
     link       way to the trainer
-    hello      gives the first message of each connection
-    session    memory that outlives connections
+    described  gives slots, spaces and metadata for the first message of each connection
     kept       items to send
     publish    called with a version and weights that came; False: they are not newer than the rollout's
 
+    session     memory that outlives connections
     wanted      how the trainer wants the stream; None: it has not been there yet
     newest      version and id of the newest weights that came from here and were taken
     goodbye     the reason that the trainer gave when it left; None: it has not, or there is another one
@@ -109,8 +106,7 @@ class TrainerUplink:
     def __init__(
         self,
         link: TrainerLink,
-        hello: Callable[[], wire.Hello],
-        session: wire.SourceSession,
+        described: Callable[[], Mapping[str, Any]],
         kept: ResendBuffer,
         publish: Callable[[int, Mapping[str, Any]], bool],
     ) -> None:
@@ -121,7 +117,8 @@ class TrainerUplink:
         self.error: Exception | None = None
         self.bell = Wakeup()
         self.link, self.address, self._lender = link, link.address, link.lender
-        self._hello, self._session, self._kept, self._publish = hello, session, kept, publish
+        self._described, self._kept, self._publish = described, kept, publish
+        self.session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._news: deque[wire.LaneJoined | wire.LaneLeft] = deque()
         self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
         self._wait = DialWait("trainer", link.address, link.retry_s)
@@ -174,7 +171,7 @@ class TrainerUplink:
         self._loop.dial([self.address], self, longest_pause_s=_LONGEST_RETRY_S, on_failure=self._failed)
         try:
             while self._loop.peers or not self._is_closing:
-                self._loop.send(self._tell)
+                self._loop.send(self._send)
                 ready = self._loop.wait_until(self._leave_by, self._wait.due)
                 now = monotonic()
                 if self._leave_by is not None and now >= self._leave_by:
@@ -210,11 +207,9 @@ class TrainerUplink:
             self.problem = problem
             self.bell.ring()
 
-    def _tell(self, peer: Peer[wire.SourceConnection]) -> None:
+    def _send(self, peer: Peer[wire.SourceConnection]) -> None:
         """Send what there is to send, as much as is wanted."""
-        self._send(peer.connection)
-
-    def _send(self, connection: wire.SourceConnection) -> None:
+        connection = peer.connection
         if self._parting is not None:
             connection.goodbye(self._parting)
         if connection.phase is not wire.ConnectionPhase.RUNNING:
@@ -225,24 +220,35 @@ class TrainerUplink:
             raise WireError(f"the rollout has failed: {self._failure}", wire.FAILED)
         while self._news:
             connection.tell(self._news.popleft())
-        session, wanted, begun = self._session, self.wanted, connection.next
+        session, wanted, begun = self.session, self.wanted, connection.next
         while wanted is not None and connection.undelivered < _MUCH:
             if connection.next > min(session.given, session.done + wanted.window):
                 break
             if connection.next - begun >= _AT_A_TIME:
                 self._loop.wakeup.ring()  # the trainer can begin with these meanwhile
                 break
-            self._send_next(connection)
+            message = self._kept.get(connection.next)
+            if self._lender is not None:
+                self._lender.send(message)
+            else:
+                connection.send(message)
         if self._is_finished and connection.next > session.given and self._finished_through is not connection:
             connection.tell(wire.Finished(session.given))
             self._finished_through = connection
 
-    def _send_next(self, connection: wire.SourceConnection) -> None:
-        message = self._kept.get(connection.next)
-        if self._lender is not None:
-            self._lender.send(message)
-        else:
-            connection.send(message)
+    def hello(self) -> wire.Hello:
+        """The first message of a connection that is made now."""
+        return wire.Hello(
+            versions=(wire.VERSION, wire.VERSION),
+            role="source",
+            software=software(),
+            name=self.link.name,
+            nonce=secrets.token_bytes(wire.NONCE_BYTES),
+            session=self.session.token,
+            max_frame=self.link.limits.max_frame,
+            autoreset="SAME_STEP",
+            **self._described(),
+        )
 
     # What the loop asks for
 
@@ -251,7 +257,7 @@ class TrainerUplink:
     ) -> Peer[wire.SourceConnection]:
         """Peer of a socket with a trainer at its other end, which is told hello."""
         connection = wire.SourceConnection(
-            self._hello(), self._session, secret=self.link.secret, limits=self.link.limits, now=now
+            self.hello(), self.session, secret=self.link.secret, limits=self.link.limits, now=now
         )
         if self._lender is None:
             transport = transport_for(sock, connection, self.link.tls, dialled=self.address)
@@ -278,8 +284,8 @@ class TrainerUplink:
                     raise WireError("free from a trainer that is lent nothing, expected none", "order")
                 self._lender.take_back(event)
             case wire.Done():
-                self._session.take(event)
-                self._kept.forget(self._session.kept)
+                self.session.take(event)
+                self._kept.forget(self.session.kept)
             case wire.Goodbye() if not self._is_welcomed:
                 raise WireError(f"goodbye in the handshake: {quoted(event.reason)}", "lost")
             case wire.Goodbye():
@@ -316,3 +322,67 @@ class TrainerUplink:
                 self.address,
                 message.version,
             )
+
+
+class WeightsFollower:
+    """Takes the newest weights of a `TrainerStream`, for whoever acts elsewhere, such as a server of policies.
+
+        address        where the trainer listens: 'tcp://host:port', 'unix:/path' or 'shm:/path'
+        take           called with a policy version and weights, a `state_dict()` or, of several modules, one with names
+                       `module id/name`, from a thread of its own. What it raises ends the following
+        secret, tls    as for `TrainerSink`
+        name           name of this end at the trainer; None: the name of this computer
+        limits         of frames, times and bytes under way
+
+    A trainer waits for no follower, and counts none among its rollouts. One that is lost is dialled again, for ever. A
+    trainer that was started anew counts its versions anew, too, and is followed all the same.
+
+    Raises WireError for an invalid address, or one that needs a secret.
+    """
+
+    def __init__(
+        self,
+        address: str | wire.Address,
+        take: Callable[[int, Mapping[str, Any]], object],
+        *,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        name: str | None = None,
+        limits: wire.Limits | None = None,
+    ) -> None:
+        link = link_to(address, name, secret, tls, limits)
+        self._take = take
+        self._uplink = TrainerUplink(link, _described, ResendBuffer(1), self._taken)
+        self._uplink.start()
+
+    @property
+    def problem(self) -> str:
+        """Why there is no trainer; "" while there is one."""
+        return str(self._uplink.error or self._uplink.problem)
+
+    @property
+    def error(self) -> Exception | None:
+        """The error that has ended the following, such as another secret; None: there is none."""
+        return self._uplink.error
+
+    def close(self) -> None:
+        """Say goodbye, and end the thread."""
+        self._uplink.close("it follows no more")
+        self._uplink.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # In the thread
+
+    def _taken(self, version: int, weights: Mapping[str, Any]) -> bool:
+        self._take(version, weights)
+        return True
+
+
+def _described() -> dict[str, Any]:
+    space = describe_space(spaces.Discrete(1))  # nobody looks at it
+    return {"slots": (1,), "observation_space": space, "action_space": space, "metadata": {"sends": NOTHING}}

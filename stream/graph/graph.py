@@ -109,8 +109,8 @@ class Graph:
             capacity    items that may wait on the edge. None asks for no channel: synchronous neighbours are then
                         chained. Where they can't be, or another way between them leads through a channel, the
                         edge holds one item
-            overflow    policy of a full edge: "block" holds the sender back, "drop_oldest" and "latest" drop the
-                        oldest item, and count it
+            overflow    policy of a full edge: "block" holds the sender back, "drop_oldest" drops the oldest
+                        item, and counts it
             feedback    declares that this edge closes a cycle. The nodes of a cycle may not send more items than its
                         edges hold
             gate        lets items pass one by one; only between synchronous nodes connected without a capacity

@@ -6,7 +6,8 @@ against the protocols below. A class that inherits from a protocol has the defau
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -344,3 +345,22 @@ async def ending_quietly(task: Callable[[], Awaitable[None]]) -> None:
     except anyio.get_cancelled_exc_class():
         if anyio.current_effective_deadline() != -math.inf:
             raise
+
+
+@contextmanager
+def out_of_group() -> Iterator[None]:
+    """Raise the first error of a task group in the block as it is, without the group."""
+    failure: Exception | None = None
+    try:
+        yield
+    except ExceptionGroup as group:
+        failure = group.exceptions[0]
+        while isinstance(failure, ExceptionGroup) and len(failure.exceptions) == 1:
+            failure = failure.exceptions[0]
+    if failure is not None:
+        context = failure.__context__  # `raise` would replace it by the group
+        try:
+            raise failure
+        finally:
+            failure.__context__ = context
+            del failure, context  # whose tracebacks refer to this frame

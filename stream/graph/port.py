@@ -258,8 +258,8 @@ def check_room(name: str, capacity: int | None, overflow: Overflow, *, feedback:
     """Raise GraphError where an edge can't have this capacity and overflow policy."""
     if capacity is not None and capacity < 1:
         raise GraphError(f"{name}: capacity is {capacity}, expected at least 1, or None")
-    if overflow not in ("block", "drop_oldest", "latest"):
-        raise GraphError(f"{name}: overflow is {overflow!r}, expected 'block', 'drop_oldest' or 'latest'")
+    if overflow not in ("block", "drop_oldest"):
+        raise GraphError(f"{name}: overflow is {overflow!r}, expected 'block' or 'drop_oldest'")
     if overflow != "block" and (feedback or capacity is None):
         kind = "a feedback edge" if feedback else "an edge without a capacity"
         raise GraphError(f"{name}: {kind} can't have overflow='{overflow}', expected 'block'")

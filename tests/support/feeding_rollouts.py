@@ -1,10 +1,8 @@
 """Rollouts that feed a trainer, in threads and in processes."""
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,20 +21,6 @@ from rollflow.stream.wire import Limits
 AnyRollout = Rollout | MultiAgentRollout
 HASTY = Limits(heartbeat_s=0.3, grace_s=0.5, handshake_s=2.0)
 SHORT = Limits(heartbeat_s=5.0, grace_s=30.0)
-_PROGRAM = """
-import sys; sys.path[:] = {path!r}
-from functools import partial
-import anyio, torch
-from feeding_rollouts import graph_of
-from numbered_module import NumberedEnv, NumberedModule
-torch.set_num_threads(1)
-async def main():
-    graph, rollout, sink = graph_of({address!r}, {slots!r}, sink={sink!r}, **{options!r})
-    async with graph.run() as run:
-        await run.wait()
-    print(rollout.num_steps, flush=True)
-anyio.run(main)
-"""
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -47,6 +31,14 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 def trainer(address: str = "tcp://127.0.0.1:0", **options: Any) -> TrainerStream:
     """A stream at an address; without one on a port of this machine's."""
     return TrainerStream(address, **{"limits": SHORT, "join_timeout": 60.0, **options})
+
+
+@contextmanager
+def failing(address: str, **options: Any) -> Iterator[TrainerStream]:
+    """A trainer that fails at the end of the block."""
+    with suppress(ZeroDivisionError), trainer(address, **options) as stream:
+        yield stream
+        raise ZeroDivisionError("no steps")
 
 
 def await_come(stream: TrainerStream) -> None:
@@ -97,6 +89,13 @@ def graph_of(
     return graph_over(rollout_of(slots, **options), address, **(sink or {}))
 
 
+def learner_of(rollout: AnyRollout, fragments_per_batch: int = 1) -> LearnerPipeline | MultiAgentLearnerPipeline:
+    """What makes batches of so many of a rollout's fragments."""
+    if isinstance(rollout, MultiAgentRollout):
+        return MultiAgentLearnerPipeline(rollout.learner, fragments_per_batch=fragments_per_batch)
+    return LearnerPipeline(rollout.learner_pipeline, rollout.module, fragments_per_batch=fragments_per_batch)
+
+
 def graph_over(
     rollout: AnyRollout, address: Any, *, fragments_per_batch: int = 1, **sink: Any
 ) -> tuple[Graph, AnyRollout, TrainerSink]:
@@ -105,11 +104,7 @@ def graph_over(
     graph = Graph("feed")
     graph.add(rollout=rollout, trainer=sends)
     if sink.get("sends") == "batches":
-        count = {"fragments_per_batch": fragments_per_batch}
-        if isinstance(rollout, MultiAgentRollout):
-            graph.add(learner=MultiAgentLearnerPipeline(rollout.learner, **count))
-        else:
-            graph.add(learner=LearnerPipeline(rollout.learner_pipeline, rollout.module, **count))
+        graph.add(learner=learner_of(rollout, fragments_per_batch))
         graph.connect("rollout.fragments", "learner")
         graph.connect("learner", "trainer")
     else:
@@ -181,40 +176,19 @@ def _ends(rollout: AnyRollout) -> bool:
 
 
 @contextmanager
-def fed(stream: TrainerStream, rollout: Any, **options: Any) -> Iterator["Future[Any]"]:
-    """Within the stream, which a rollout feeds by `feed` from another thread; what that comes to."""
+def fed(stream: TrainerStream, rollout: Any, **options: Any) -> Iterator["tuple[TrainerStream, Future[Any]]"]:
+    """The stream within its block, and what comes of `feed`, by which a rollout feeds it from another thread."""
     failed: BaseException | None = None
     with ThreadPoolExecutor() as threads:
         with stream:
-            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT, **options)
+            feeding = threads.submit(feed, rollout, str(stream.address), **{"limits": SHORT, **options})
             try:
-                yield feeding
+                yield stream, feeding
             except BaseException as error:  # the stream says goodbye all the same, or the rollout would wait for it
                 failed = error
         feeding.result()
     if failed is not None:
         raise failed
-
-
-class FeedProcess:
-    """A rollout in a process of its own."""
-
-    def __init__(
-        self, address: Any, slots: Sequence[int], *, sink: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        program = _PROGRAM.format(path=sys.path, address=str(address), slots=list(slots), sink=sink, options=options)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def end(self) -> tuple[str, str]:
-        """Wait until it has ended; what it printed, and what it had to say."""
-        return self.process.communicate(timeout=60)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.process.kill()
-        self.process.communicate()
 
 
 def in_lanes_order(fragments: Sequence[Fragment]) -> list[Fragment]:

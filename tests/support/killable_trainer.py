@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from feeding_rollouts import FeedProcess, graph_of, weights, weights_of_agents
+from feeding_rollouts import graph_of, weights, weights_of_agents
 from remote_rollouts import await_that
 from serial_module import at_of
 
 from rollflow import Columns, Fragment, TrainerStream
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.wire import Limits
-
-__all__ = ["FeedProcess", "Record", "TrainerChild", "check_whole", "forked", "lost_by", "record_of", "records_of"]
 
 
 class Record(NamedTuple):
@@ -100,28 +97,11 @@ def forked() -> ForkServerContext:
 class TrainerChild:
     """A trainer that writes down what it was handed over, together with its stream's state; goes on from there.
 
-    max_lag    it publishes new weights behind each batch, and rollouts are held back to this; None: it publishes none
-    sources    rollouts that it waits for
-    dies_at    it publishes before it saves, and is killed between the two with its batch of this number, when the
-               weights are out; None: it saves first
-    agents     in each environment; 0: one, with one module
+    options    of `_train`
     """
 
-    def __init__(
-        self,
-        address: str,
-        folder: Path,
-        *,
-        ack: str,
-        yields: str = "fragments",
-        limits: Limits | None = None,
-        max_lag: int | None = None,
-        sources: int = 1,
-        dies_at: float | None = None,
-        agents: int = 0,
-    ) -> None:
-        arguments = address, str(folder), ack, yields, limits or Limits(), max_lag, sources, dies_at, agents
-        self.process = forked().Process(target=_train, args=arguments)
+    def __init__(self, address: str, folder: Path, **options: Any) -> None:
+        self.process = forked().Process(target=_train, args=(address, folder / "checkpoint"), kwargs=options)
         self.process.start()
 
     def kill(self) -> None:
@@ -157,18 +137,24 @@ def lost_by(folder: Path) -> tuple[dict[str, int], int]:
 
 def _train(
     address: str,
-    folder: str,
+    path: Path,
+    *,
     ack: Any,
-    yields: Any,
-    limits: Limits,
-    max_lag: int | None,
-    sources: int,
-    dies_at: float | None,
-    agents: int,
+    max_lag: int | None = None,
+    dies_at: float | None = None,
+    agents: int = 0,
+    **options: Any,
 ) -> None:
-    path = Path(folder) / "checkpoint"
+    """Take items, write down what they are, and go on from there.
+
+    max_lag    it publishes new weights behind each batch, and rollouts are held back to this; None: it publishes none
+    dies_at    it publishes before it saves, and is killed between the two with its batch of this number, when the
+               weights are out; None: it saves first
+    agents     in each environment; 0: one, with one module
+    options    of the stream, which gives fragments unless they say otherwise
+    """
     bound: dict[str, Any] = {} if max_lag is None else {"max_lag": max_lag, "on_excess": "pace"}
-    stream = TrainerStream(address, yields=yields, ack=ack, limits=limits, sources=sources, **bound)
+    stream = TrainerStream(address, ack=ack, **{"yields": "fragments", **bound, **options})
     records: list[Any] = []
     if path.exists():
         checkpoint = json.loads(path.read_text())

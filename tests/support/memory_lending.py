@@ -2,7 +2,7 @@
 
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from wire_messages import TOKEN, hello
 
-from rollflow.sinks.trainer.borrower import FragmentBorrower, fragment_in
-from rollflow.sinks.trainer.lender import FragmentLender
+from rollflow.sinks.trainer.lending import FragmentBorrower, FragmentLender, fragment_in
+from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.wire import (
     Block,
@@ -115,6 +117,19 @@ def file_of(array: NDArray[Any]) -> tuple[int, int] | None:
         if begin <= address < end:
             return (int(inode), int(offset, 16) + address - begin) if "/memfd:rollflow" in "".join(name) else None
     raise AssertionError("there is no such memory")
+
+
+def parts_of(fragment: Any) -> Sequence[Any]:
+    """The fragments that it is made of: one, or one of each part of the agents."""
+    return fragment.parts if isinstance(fragment, MultiAgentFragment) else [fragment]
+
+
+def arrays_of(fragment: Any) -> list[NDArray[Any]]:
+    """All arrays of a fragment that have bytes."""
+    parts = parts_of(fragment)
+    columns = [leaf for part in parts for column in part.columns.values() for leaf in leaves_of(column.tree)]
+    more = [array for part in parts if isinstance(part, AgentFragment) for array in (part.clock, part.module_of)]
+    return [array for array in [*columns, *more] if array.nbytes]
 
 
 def files_mapped() -> set[str]:

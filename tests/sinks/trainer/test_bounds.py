@@ -1,18 +1,32 @@
-"""Whatever a rollout may keep, its trainer gets as much as it needs for a batch."""
+"""What a rollout keeps stays within its bounds, and its trainer gets as much as it needs for a batch."""
 
 import logging
+import os
+import random
+import signal
+import threading
 from collections import Counter
 from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
-from feeding_rollouts import SHORT, feeding
+from feeding_rollouts import HASTY, SHORT, failing, feeding, sequences_of, trainer
 from hypothesis import Phase, example, given, settings, strategies as st
+from killable_trainer import FeedChild, TrainerChild, records_of
 from memory_lending import shared_address
+from numbered_env import WideEnv
 from property_examples import examples
+from remote_rollouts import await_that
+from wire_values import same
 
 from rollflow import TrainerStream
+from rollflow.sinks.trainer.pace_gate import ResendBuffer
+from rollflow.stream.wire import Fragment, Limits
 
 FRAGMENT = 600  # bytes, about, of eight steps
 
@@ -84,3 +98,126 @@ def test_a_batch_that_is_more_than_may_be_kept_is_told_of_once(address: str, cap
     [told] = [record.getMessage() for record in caplog.records if "at a time" in record.getMessage()]
     assert told.startswith("the trainer needs 4 fragments at a time, of about ")
     assert told.endswith(" bytes, more than max_bytes=1: as many are kept")
+
+
+def message(number: int, size: int = 10) -> Fragment:
+    return Fragment(number % 2, number, {"obs": np.arange(size) + number}, {"number": number})
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "forget"]), st.integers(0, 12)), max_size=40))
+def test_what_is_kept_is_what_was_added_and_not_forgotten(operations: list[tuple[str, int]]) -> None:
+    kept = ResendBuffer(200)
+    there: dict[int, Fragment] = {}
+    last = 0
+    for what, number in operations:
+        if what == "add":
+            last += 1
+            there[last] = message(last)
+            kept.add(there[last], 80, steps=last)
+        else:
+            kept.forget(number)
+            there = {each: added for each, added in there.items() if each > number}
+        assert kept.last == max(last, 0)
+        assert len(kept) == len(there)
+        for each, added in there.items():
+            assert same(kept.get(each).columns, added.columns)
+            assert (kept.get(each).number, kept.get(each).rest) == (each, {"number": each})
+        assert kept.steps(number) == sum(each for each in there if each > number)
+        assert kept.count(1, number) == sum(each % 2 == 1 for each in there if each > number)
+        assert kept.nbytes == 80 * len(there)
+
+
+def test_a_trainer_that_acknowledges_seldom_gets_again_what_it_wants_again(tmp_path: Path) -> None:
+    address, options = f"unix:{tmp_path}/trainer", {"yields": "fragments", "ack": "manual"}
+    with feeding(address, num_fragments=12, lanes=1) as feed:
+        with failing(address, **options) as stream:
+            first = list(islice(stream, 9))
+            await_that(lambda: feed.sink.given >= 10)
+        with trainer(address, **options) as stream:
+            second = list(stream)
+            stream.ack()
+    assert sequences_of(first) == {0: list(range(9))}
+    assert sequences_of(second) == {0: list(range(12))}  # nothing was acknowledged
+    for one, other in zip(first, second, strict=False):
+        np.testing.assert_array_equal(one.column("obs"), other.column("obs"))
+    assert list(tmp_path.glob("*")) == []
+
+
+def test_a_rollout_whose_trainer_never_acknowledges_stands_still_at_the_bound() -> None:
+    with trainer(yields="fragments", ack="manual", prefetch=3) as stream:
+        with feeding(stream.address, lanes=1, sink={"max_bytes": 6_000}) as feed:
+            fragments = iter(stream)
+            held = 0
+            while not feed.sink._buffer.is_full:
+                next(fragments)
+                held += 1
+            await_that(lambda: feed.sink._session.given - feed.sink._session.kept == len(feed.sink._buffer))
+            given = feed.sink.given
+            stream.ack()
+            await_that(lambda: feed.sink.given > given)
+    assert held  # how many, is the rollout's to say: it may have sent as many as fill it before the first was taken
+
+
+MAX_BYTES = 16 << 20  # of the sink
+
+
+LARGE = (9 + 8) * 4 * (32 << 10)  # bytes: rows of 4 slots' observations, and of what a module repeats of them
+
+
+ROLLOUT = MAX_BYTES + 2 * LARGE  # what is kept or lent, what is in the making, and the one before it
+
+
+TRAINER = 6 * LARGE  # what the loop has and had before, and twice the window of two
+
+
+class Watched:
+    """Resident memory of a process, shared memory among it, looked at again and again.
+
+    growth    bytes at most since it was first looked at
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self._memory = psutil.Process(pid)
+        self.growth = 0
+        self._first = self._memory.memory_info().rss
+
+    def look(self) -> None:
+        """Look at it."""
+        self.growth = max(self.growth, self._memory.memory_info().rss - self._first)
+
+
+@pytest.mark.slow
+def test_memory_stays_within_its_bound_over_all_faults(address: str, tmp_path: Path) -> None:
+    drawn = random.Random(7)
+    feed = FeedChild(address, [0, 1, 2, 3], env=WideEnv, sink={"max_bytes": MAX_BYTES, "limits": HASTY})
+    rollout: Watched | None = None
+    for life in range(6):
+        child = TrainerChild(address, tmp_path, ack="manual", limits=Limits(heartbeat_s=0.3))
+        begun = len(records_of(tmp_path))
+        await_that(lambda begun=begun: len(records_of(tmp_path)) > begun + 2)
+        rollout = rollout or Watched(feed.process.pid)
+        trainer = Watched(child.process.pid)
+        goal = len(records_of(tmp_path)) + drawn.randrange(10, 60)
+        while len(records_of(tmp_path)) < goal:
+            rollout.look()
+            trainer.look()
+            threading.Event().wait(2e-3)
+        if life % 3 == 0:
+            frozen(child, rollout)
+        child.kill()
+        rollout.look()
+        assert trainer.growth <= TRAINER
+    feed.kill()
+    assert rollout is not None
+    assert rollout.growth <= ROLLOUT
+    assert len(records_of(tmp_path)) * LARGE > 10 * (ROLLOUT + TRAINER)
+
+
+def frozen(child: TrainerChild, rollout: Watched) -> None:
+    """The trainer stands still for longer than it may be silent."""
+    assert child.process.pid is not None
+    os.kill(child.process.pid, signal.SIGSTOP)
+    for _ in range(40):
+        threading.Event().wait(0.05)
+        rollout.look()
+    os.kill(child.process.pid, signal.SIGCONT)

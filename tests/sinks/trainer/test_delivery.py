@@ -1,4 +1,4 @@
-"""Every fragment is handed over once, whoever is killed, cut off or frozen meanwhile."""
+"""Every fragment is handed over once, and is as fresh as it must be, whoever is killed, cut off or frozen meanwhile."""
 
 import os
 import random
@@ -6,20 +6,21 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import closing
+from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding_rollouts import HASTY, Feed, feeding, sequences_of, trainer
+from feeding_rollouts import HASTY, SHORT, Feed, failing, feeding, sequences_of, trainer
 from hypothesis import Phase, given, settings, strategies as st
-from killable_trainer import FeedChild, Record, TrainerChild, check_whole, record_of, records_of
+from killable_trainer import FeedChild, Record, TrainerChild, check_whole, lost_by, record_of, records_of
 from memory_lending import shared_address
 from property_examples import examples
 from remote_hosts import BrokenWire
 from remote_rollouts import await_that
 
-from rollflow import Fragment, TrainerStream
-from rollflow.stream import RunError
 from rollflow.stream.net.dialler import Dialler
 from rollflow.stream.wire import Limits
 
@@ -28,27 +29,18 @@ pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
 AGENTS = pytest.mark.parametrize("agents", [0, 2], ids=["one agent", "several agents"])
 
 
-def cut_off(cuts: Sequence[int], fragments: int, agents: int) -> tuple[list[Fragment], int]:
-    """Return the items that come through a wire that is cut after so many bytes, and the number of steps made."""
-    left = list(cuts)
-    with trainer(yields="fragments", limits=HASTY) as stream:
-        wire = BrokenWire(stream.address, lambda: left.pop() if left else None)
-        try:
-            more = {"lanes": 2, "num_fragments": fragments, "agents": agents, "sink": {"limits": HASTY}}
-            with feeding(wire.address, **more) as feed:
-                taken = list(stream)
-        finally:
-            wire.close()
-    return taken, feed.rollout.num_steps
-
-
 @settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
 @given(cuts=st.lists(st.integers(0, 20_000), max_size=5), agents=st.sampled_from([0, 2]))
 def test_a_connection_that_is_cut_loses_nothing_and_doubles_nothing(cuts: list[int], agents: int) -> None:
-    taken, steps = cut_off(cuts, fragments=8, agents=agents)
+    """It is cut after so many bytes."""
+    with trainer(yields="fragments", limits=HASTY) as stream:
+        with closing(BrokenWire(stream.address, lambda: cuts.pop() if cuts else None)) as wire:
+            more = {"lanes": 2, "num_fragments": 8, "agents": agents, "sink": {"limits": HASTY}}
+            with feeding(wire.address, **more) as feed:
+                taken = list(stream)
     assert sequences_of(taken) == {0: list(range(8)), 1: list(range(8))}
     check_whole([record_of(fragment) for fragment in taken])
-    assert sum(fragment.num_steps for fragment in taken) == steps
+    assert sum(fragment.num_steps for fragment in taken) == feed.rollout.num_steps
 
 
 def end_whole(feed: Feed, child: TrainerChild, folder: Path) -> None:
@@ -114,40 +106,37 @@ def test_so_it_is_under_pace_with_one_that_saves_before_it_publishes(
     killed_again_and_again(tmp_path, kills, "auto", seed=6, yields="batches", max_lag=max_lag, agents=agents)
 
 
-def rollouts_killed(kills: int, folder: Path, agents: int = 0) -> None:
-    """A rollout is killed and another one started, while a second one goes on."""
-    drawn = random.Random(3)
-    limits = {"limits": HASTY}
-    with trainer(yields="fragments", prefetch=2, **limits) as stream:
-        more = {"lanes": 1, "agents": agents}
-        with feeding(stream.address, (10, 11), **more, sink={"name": "steady", **limits}) as steady:
-            taken: dict[str, list[Record]] = {}
-            fragments = iter(stream)
-            for life in range(kills):
-                sink = {"name": f"life {life}", **limits}
-                child = FeedChild(str(stream.address), [0, 1], seed=life, agents=agents, sink=sink)
-                last = 1 + drawn.randrange(4)
-                while len(taken.get(f"life {life}", ())) < last:
-                    take(stream, next(fragments), taken)
-                child.kill()
-            steady.drain()
-            for fragment in fragments:
-                take(stream, fragment, taken)
-    for records in taken.values():
-        check_whole(records)
-    assert len(taken) == kills + 1
-    assert sum(record.steps for record in taken["steady"]) == steady.rollout.num_steps
-
-
-def take(stream: TrainerStream, fragment: Fragment, taken: dict[str, list[Record]]) -> None:
-    [told] = stream.handed
-    taken.setdefault(told.source, []).append(record_of(fragment))
-
-
 @pytest.mark.slow
 @AGENTS
-def test_a_rollout_that_is_killed_is_nobody_elses_trouble(agents: int, tmp_path: Path) -> None:
-    rollouts_killed(3, tmp_path, agents)
+def test_a_rollout_that_is_killed_is_nobody_elses_trouble(agents: int) -> None:
+    """Another one is started, while a second one goes on."""
+    drawn, limits, taken = random.Random(3), {"limits": HASTY}, dict[str, list[Record]]()
+    with trainer(yields="fragments", prefetch=2, **limits) as stream:
+        fragments = iter(stream)
+
+        def take() -> bool:
+            fragment = next(fragments, None)
+            if fragment is not None:
+                taken.setdefault(stream.handed[0].source, []).append(record_of(fragment))
+            return fragment is not None
+
+        more = {"lanes": 1, "agents": agents}
+        with feeding(stream.address, (10, 11), **more, sink={"name": "steady", **limits}) as steady:
+            for life in ("one", "two", "three"):
+                child = FeedChild(
+                    str(stream.address), [0, 1], seed=len(life), agents=agents, sink={"name": life, **limits}
+                )
+                last = 1 + drawn.randrange(4)
+                while len(taken.get(life, ())) < last:
+                    take()
+                child.kill()
+            steady.drain()
+            while take():
+                pass
+    for records in taken.values():
+        check_whole(records)
+    assert taken.keys() == {"one", "two", "three", "steady"}
+    assert sum(record.steps for record in taken["steady"]) == steady.rollout.num_steps
 
 
 @pytest.mark.slow
@@ -181,15 +170,13 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
 def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, num_fragments=6) as feed:
-        with pytest.raises(KeyError), TrainerStream(address, yields="fragments") as stream:
+        with failing(address, yields="fragments") as stream:
             first = [next(iter(stream))]
-            raise KeyError
         assert feed.sink.goodbye is None
-        with TrainerStream(address, yields="fragments") as stream:
-            items = iter(stream)
-            second = [next(items) for _ in range(3)]
+        with trainer(address, yields="fragments") as stream:
+            second = list(islice(stream, 3))
         await_that(lambda: feed.sink.goodbye == "the trainer has ended")
-        with TrainerStream(address, yields="fragments") as stream:
+        with trainer(address, yields="fragments") as stream:
             third = list(stream)
     assert sequences_of(first) == {0: [0]}
     assert sequences_of([*second, *third]) == {0: [0, 1, 2, 3, 4, 5]}  # the first one had not moved on
@@ -208,19 +195,92 @@ def test_a_rollout_with_no_trainer_keeps_what_it_has_within_bounds_and_says_so(
 def test_what_a_trainer_never_got_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address) as feed:
-        with pytest.raises(KeyError), TrainerStream(address, yields="fragments", prefetch=0) as stream:
+        with failing(address, yields="fragments", prefetch=0) as stream:
             next(iter(stream))
-            raise KeyError
         await_that(lambda: feed.sink._uplink.problem)
     assert feed.sink.lost == {"undelivered": feed.sink.given * 8 * 4}
     assert "transitions not delivered: trainer unix:" in caplog.text
 
 
-def test_a_state_is_loaded_before_the_stream_begins_and_must_be_one() -> None:
-    with trainer() as stream:
-        with pytest.raises(ValueError, match=r"state is \{'version': 0\}, expected what state_dict"):
-            stream.load_state_dict({"version": 0})
-        with pytest.raises(RunError), trainer(join_timeout=0.01) as other:
-            next(iter(other))
-        with pytest.raises(RunError, match="the stream has begun, expected load_state_dict before the first batch"):
-            other.load_state_dict({"version": 0, "sources": {}})
+SENDS: dict[str, dict[str, Any]] = {"fragments": {}, "batches": {"sends": "batches", "fragments_per_batch": 2}}
+
+
+def trainer_of(address: str, folder: Path, max_lag: int, **more: Any) -> TrainerChild:
+    return TrainerChild(address, folder, ack="auto", yields="batches", limits=SHORT, max_lag=max_lag, **more)
+
+
+def await_batches(folder: Path, batches: int) -> None:
+    """Wait until so many more have been saved."""
+    goal = len(records_of(folder)) + batches
+    await_that(lambda: len(records_of(folder)) >= goal)
+
+
+def steps_of(records: Sequence[Record], slot: int) -> list[int]:
+    """The numbers of a slot's steps, as they came."""
+    spans = [record.numbers[str(slot)] for record in records if str(slot) in record.numbers]
+    return [number for first, last in spans for number in range(first, last + 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("address", "sends"), [("shm", "fragments"), ("unix", "batches")], indirect=["address"])
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_trainers_and_rollouts_may_be_killed_at_any_moment(
+    max_lag: int, sends: str, address: str, tmp_path: Path
+) -> None:
+    """A rollout's own steps are whole up to some moment; those of one that goes on are, to the end."""
+    drawn, sink = random.Random(11), SENDS[sends] | {"limits": SHORT}
+    with feeding(address, (0, 1, 2, 3), lanes=2, sink=sink | {"name": "steady"}) as steady:
+        trainer = trainer_of(address, tmp_path, max_lag, sources=2)
+        for life in range(1, 6):
+            other = FeedChild(address, [10 * life, 10 * life + 1], seed=life, lanes=2, sink=sink | {"name": "other"})
+            await_batches(tmp_path, 1 + drawn.randrange(6))
+            threading.Event().wait(drawn.random() * 0.02)
+            order = drawn.choice(["r", "t", "rt", "tr"])
+            for struck in order:
+                if struck == "r":
+                    other.kill()
+                else:
+                    trainer.kill()
+                    trainer = trainer_of(address, tmp_path, max_lag, sources=2)
+            if "r" not in order:
+                await_batches(tmp_path, 2)
+                other.kill()
+        last = FeedChild(address, [90, 91], seed=90, lanes=2, num_fragments=5, sink=sink | {"name": "other"})
+        await_that(lambda: not last.process.is_alive())
+        steady.drain()
+        steady.ended.result(60)
+        trainer.process.join()
+    assert last.process.exitcode == trainer.process.exitcode == 0
+    records = records_of(tmp_path)
+    check_whole(records)
+    assert sum(len(steps_of(records, slot)) for slot in range(4)) == steady.rollout.num_steps
+    assert all(steps_of(records, slot) for slot in (10, 20, 30, 40, 50, 90))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sends", SENDS)
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_one_that_is_killed_between_publishing_and_saving_leaves_out_what_it_counts(
+    max_lag: int, sends: str, tmp_path: Path
+) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with feeding(address, (0, 1, 2, 3), lanes=2, sink=SENDS[sends] | {"limits": SHORT}) as feed:
+        for dies_at in (2, 0, 0, 3, 1):
+            child = trainer_of(address, tmp_path, max_lag, dies_at=dies_at)
+            child.process.join(30)
+            assert child.process.exitcode == -signal.SIGKILL
+        child = trainer_of(address, tmp_path, max_lag, dies_at=inf)
+        await_batches(tmp_path, 3)
+        feed.drain()
+        feed.ended.result(60)
+        child.process.join()
+    assert child.process.exitcode == 0
+    records = records_of(tmp_path)
+    for slot in range(4):
+        numbers = steps_of(records, slot)
+        assert numbers == sorted(set(numbers))
+    lost, missed = lost_by(tmp_path)
+    assert set(lost) == {"max_lag"}
+    assert missed
+    left_out = lost["max_lag"] + missed * (32 if sends == "batches" else 16)
+    assert sum(record.steps for record in records) + left_out == feed.rollout.num_steps

@@ -1,30 +1,50 @@
-"""Trainers and rollouts that come late, leave early or are somebody else: nobody hangs, and nothing is made up."""
+"""Trainers and rollouts that come late, end, raise, are killed or are somebody else: both ends know, none hangs."""
 
 import json
 import logging
+import re
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
-from feeding_rollouts import SHORT, await_come, feeding, graph_over, rollout_of, running, sequences_of, trainer, weights
+from ending_envs import Doomed
+from feeding_rollouts import (
+    HASTY,
+    SHORT,
+    await_come,
+    failing,
+    feeding,
+    graph_of,
+    graph_over,
+    learner_of,
+    rollout_of,
+    running,
+    sequences_of,
+    trainer,
+    weights,
+)
+from gymnasium.spaces import Discrete
+from killable_trainer import FeedChild
+from numbered_module import NumberedModule
+from remote_hosts import BrokenWire
 from remote_rollouts import await_that
 
-from rollflow import Rollout, TrainerStream, feed
-from rollflow.stream import LagError, RunError
+from rollflow import Graph, Rollout, feed
+from rollflow.sinks import TrainerSink
+from rollflow.sinks.trainer.listener import difference
+from rollflow.sinks.trainer.rollout_peer import RolloutPeer
+from rollflow.stream import GraphError, LagError, RunError
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import Goodbye, Limits, encode
+from rollflow.stream.wire import Goodbye, Limits, TrainerSession, encode
 
 STATE: dict[str, Any] = {"version": 5, "weights": [5, "ab" * 8], "sources": {}}
-
-
-def at(address: str, **options: Any) -> TrainerStream:
-    return TrainerStream(address, limits=SHORT, **options)
-
-
-# Trainers that go on from a state
 
 
 def test_a_trainer_that_goes_on_and_publishes_in_its_loop_gets_what_new_rollouts_make() -> None:
@@ -41,27 +61,23 @@ def test_a_trainer_that_goes_on_and_publishes_in_its_loop_gets_what_new_rollouts
 
 @pytest.mark.parametrize("on_excess", ["drop", "pace", "raise"])
 def test_with_a_bound_it_must_publish_first(on_excess: Any) -> None:
+    told = "is 5 policy versions old, and no weights have been published here: publish those that"
     with trainer(max_lag=0, on_excess=on_excess) as stream:
         stream.load_state_dict(STATE)
-        with (
-            feeding(stream.address),
-            pytest.raises(
-                RunError, match="is 5 policy versions old, and no weights have been published here: publish those that"
-            ),
-        ):
+        with feeding(stream.address), pytest.raises(RunError, match=told):
             next(iter(stream))
 
 
 def test_under_pace_what_was_made_for_the_one_before_is_left_out(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/trainer"
+    address, bound = f"unix:{tmp_path}/trainer", {"max_lag": 0, "on_excess": "pace"}
     with feeding(address, num_fragments=6, lanes=1) as feed:
-        with pytest.raises(KeyError), at(address, max_lag=0, on_excess="pace") as stream:
+        with failing(address, **bound) as stream:
             for _ in stream:
                 stream.publish(weights(1.0))
                 if stream.version == 3:
                     state = stream.state_dict()
-                    raise KeyError
-        with at(address, max_lag=0, on_excess="pace") as stream:
+                    break
+        with trainer(address, **bound) as stream:
             stream.load_state_dict(state)
             stream.publish(weights(9.0))
             handed = []
@@ -79,7 +95,7 @@ def test_under_pace_nothing_is_left_out_where_the_trainer_goes_on_with_the_same_
     state, stream = None, None
     with feeding(address, num_fragments=10, lanes=2) as feed:
         for life in range(4):
-            with suppress(KeyError), at(address, max_lag=1, on_excess="pace") as stream:
+            with suppress(KeyError), trainer(address, max_lag=1, on_excess="pace") as stream:
                 if state is not None:
                     stream.load_state_dict(json.loads(json.dumps(state)))
                     assert stream.publish(weights(life - 1.0)) == stream.version == state["version"]
@@ -102,16 +118,14 @@ def test_under_pace_nothing_is_left_out_where_the_trainer_goes_on_with_the_same_
 def test_the_first_weights_behind_a_state_are_those_that_were_saved_with_it(is_learnt: bool, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, num_fragments=12, lanes=1):
-        with pytest.raises(KeyError), at(address) as stream:
+        with failing(address) as stream:
             stream.publish(weights(1.0))
-            for _ in stream:
-                if is_learnt:  # else what is saved has been published already
-                    state = stream.state_dict()
-                stream.publish(weights(2.0))
-                state = state if is_learnt else stream.state_dict()
-                raise KeyError
-        with at(address) as stream:
-            stream.load_state_dict(state)
+            next(iter(stream))
+            states = [stream.state_dict()]
+            stream.publish(weights(2.0))
+            states.append(stream.state_dict())
+        with trainer(address) as stream:
+            stream.load_state_dict(states[0 if is_learnt else 1])  # in the latter it has been published already
             assert stream.publish(weights(2.0)) == 2
             batches = list(stream)
             assert stream.publish(weights(3.0)) == 3  # the first alone goes on
@@ -123,17 +137,15 @@ def test_a_version_that_a_rollout_has_of_another_trainer_is_gone_beyond(tmp_path
     address, states = f"unix:{tmp_path}/trainer", dict[str, Any]()
     with feeding(address, num_fragments=12, lanes=1) as feed:
         for name, value in ("one", 1.0), ("other", 2.0):
-            with pytest.raises(KeyError), at(address if name == "other" else f"{address}2") as stream:
+            with failing(address if name == "other" else f"{address}2") as stream:
                 stream.publish(weights(value))
                 states[name] = stream.state_dict()
-                raise KeyError
-        with pytest.raises(KeyError), at(address) as stream:
+        with failing(address) as stream:
             stream.load_state_dict(states["other"])
             stream.publish(weights(2.0))
             next(iter(stream))
             assert feed.rollout.policy_version == 1
-            raise KeyError
-        with at(address) as stream:
+        with trainer(address) as stream:
             stream.load_state_dict({**states["one"], "sources": stream.state_dict()["sources"]})
             assert stream.publish(weights(1.0)) == 1
             batches = list(stream)
@@ -142,31 +154,33 @@ def test_a_version_that_a_rollout_has_of_another_trainer_is_gone_beyond(tmp_path
 
 
 @pytest.mark.parametrize(
-    "entry",
+    "state",
     [
-        {"weights": 5},
-        {"weights": [5, "ab"]},
-        {"weights": [5, "x" * 16]},
-        {"weights": [-1, "ab" * 8]},
-        {"lost": {"max_lag": -1}},
-        {"counted": [1]},
+        {"version": 0},
+        STATE | {"weights": 5},
+        STATE | {"weights": [5, "ab"]},
+        STATE | {"weights": [5, "x" * 16]},
+        STATE | {"weights": [-1, "ab" * 8]},
+        STATE | {"lost": {"max_lag": -1}},
+        STATE | {"counted": [1]},
     ],
     ids=str,
 )
-def test_a_state_that_was_tampered_with_is_refused(entry: dict[str, Any]) -> None:
-    with trainer() as stream, pytest.raises(ValueError, match=r"expected what state_dict\(\) gave"):
-        stream.load_state_dict({**STATE, **entry})
+def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
+    with trainer() as stream, pytest.raises(ValueError, match=r"state is \{.*, expected what state_dict\(\) gave"):
+        stream.load_state_dict(state)
 
 
-def test_what_was_lost_is_known_after_a_restart() -> None:
-    with trainer() as stream:
-        stream.load_state_dict({**STATE, "lost": {"max_lag": 3}})
+def test_a_state_is_loaded_before_the_stream_begins_and_has_what_was_lost() -> None:
+    state = {**STATE, "lost": {"max_lag": 3}}
+    with trainer(join_timeout=0.01) as stream:
+        stream.load_state_dict(state)
         assert stream.lost == {"max_lag": 3}
-        state = stream.state_dict()
-    assert state == {**STATE, "lost": {"max_lag": 3}}
-
-
-# Rollouts that are drained
+        assert stream.state_dict() == state
+        with pytest.raises(RunError, match="0 of 1 rollouts came"):
+            next(iter(stream))
+        with pytest.raises(RunError, match="the stream has begun, expected load_state_dict before the first batch"):
+            stream.load_state_dict(state)
 
 
 def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(
@@ -186,9 +200,6 @@ def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(
     assert sum(fragment.num_steps for fragment in taken) == feed.rollout.num_steps
 
 
-# Fragments without a transition
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_lag": 0, "on_excess": "pace"}, {"prefetch": 0}], ids=["pace", "no prefetch"])
 def test_fragments_without_a_transition_hold_nobody_up(options: dict[str, Any]) -> None:
@@ -200,9 +211,6 @@ def test_fragments_without_a_transition_hold_nobody_up(options: dict[str, Any]) 
                 steps += len(batch["obs"])
                 stream.publish(rollout.module.state_dict())
     assert steps == rollout.num_steps < 2 * 120  # some rows only reset
-
-
-# Rollouts that are lost for good
 
 
 @pytest.mark.slow
@@ -231,18 +239,12 @@ def test_a_rollout_that_is_lost_for_good_may_be_followed_by_one_that_is_mended()
                     assert len(batches.result()) == 2
 
 
-# Weights and what is done
-
-
 def test_a_trainer_that_has_ended_publishes_and_acknowledges_no_more() -> None:
     with trainer(ack="manual") as stream, feeding(stream.address, num_fragments=1):
         assert len(list(stream)) == 1
     for late in (stream.ack, lambda: stream.publish(weights(1.0))):
         with pytest.raises(RunError, match="the stream is closed, expected this before its block is left"):
             late()
-
-
-# Age
 
 
 def test_age_is_looked_at_when_something_is_handed_over() -> None:
@@ -253,9 +255,6 @@ def test_age_is_looked_at_when_something_is_handed_over() -> None:
         for _ in range(2):  # it is not forgotten either
             with pytest.raises(LagError, match="is 1 policy versions old, expected at most max_lag=0"):
                 next(iter(stream))
-
-
-# Somebody else at the address
 
 
 @pytest.mark.parametrize(
@@ -278,7 +277,7 @@ def test_somebody_else_at_the_trainers_address_is_not_taken_for_it(
                 await_that(lambda: told in feed.sink._uplink.problem)
             assert feed.sink.goodbye is None
             listener.close()
-            with at(address, yields="fragments") as stream:
+            with trainer(address, yields="fragments") as stream:
                 assert sequences_of(list(stream)) == {0: [0, 1]}
 
 
@@ -298,14 +297,233 @@ def test_a_trainer_that_acknowledges_nothing_is_named(caplog: pytest.LogCaptureF
 def test_a_rollout_gets_its_goodbye_behind_whoever_has_not_said_a_word() -> None:
     with ThreadPoolExecutor() as threads:
         with trainer(yields="fragments") as stream:
-            with strange_connection(stream):
-                fed = threads.submit(feed, rollout_of([0]), str(stream.address), limits=SHORT, retry_s=5.0)
+            address: Any = stream.address
+            with socket.create_connection((address.host, address.port)):
+                fed = threads.submit(feed, rollout_of([0]), str(address), limits=SHORT, retry_s=5.0)
                 next(iter(stream))
                 stream.__exit__(None, None, None)
         assert fed.result() == "the trainer has ended"
 
 
-def strange_connection(stream: Any) -> socket.socket:
-    """A connection to a trainer that does not say a word."""
-    host, _, port = str(stream.address).removeprefix("tcp://").rpartition(":")
-    return socket.create_connection((host, int(port)))
+def test_a_rollout_that_is_killed_when_all_of_it_has_come_is_not_missed(tmp_path: Path) -> None:
+    with trainer(yields="fragments", limits=HASTY, join_timeout=60.0) as stream:
+        child = FeedChild(str(stream.address), [0, 1], num_fragments=2, sink={"limits": HASTY})
+        fragments = iter(stream)
+        taken = [next(fragments), next(fragments)]
+        await_that(lambda: not stream._listener.present)  # it has said that no more comes
+        child.kill()
+        assert list(fragments) == []
+    assert sequences_of(taken) == {0: [0, 1]}
+
+
+def doomed(folder: Path) -> Rollout:
+    """A rollout whose environment raises."""
+    return Rollout([partial(Doomed, 0, folder, "raise", 20, 1)], module=NumberedModule(), fragment_length=8)
+
+
+def test_a_rollout_that_raises_has_not_come_to_its_end(tmp_path: Path) -> None:
+    told = r"every rollout is lost and none came within 0\.5 s: .* the rollout has failed: RuntimeError: it broke"
+    with trainer(yields="fragments", limits=HASTY, join_timeout=0.5) as stream:
+        parts = graph_over(doomed(tmp_path), stream.address)
+        with pytest.raises(RuntimeError, match="it broke"), running(*parts) as feed:
+            await_come(stream)
+            with pytest.raises(RunError, match=told):
+                list(stream)
+            feed.ended.result(60)
+
+
+@pytest.mark.slow
+def test_one_of_the_same_name_takes_the_place_of_one_that_was_killed(caplog: pytest.LogCaptureFixture) -> None:
+    """Under "pace", where all would wait for it otherwise."""
+    with trainer(yields="fragments", max_lag=0, on_excess="pace", sources=2) as stream:
+        child = FeedChild(str(stream.address), [0, 1], seed=1, sink={"name": "one"})
+        with feeding(stream.address, (2, 3), num_fragments=9, seed=2, sink={"name": "other"}):
+            names: list[str] = []
+            for _ in stream:
+                names.append(stream.handed[0].source)
+                if names.count("one") == 2 and child.process.is_alive():
+                    child.kill()
+                    again = FeedChild(str(stream.address), [0, 1], seed=3, num_fragments=4, sink={"name": "one"})
+    again.process.join()
+    assert (names.count("other"), names.count("one")) == (9, 2 + 4)
+    assert re.search(r"rollout one \(.*\) has come in place of one \(.*\), which is not waited for", caplog.text)
+    assert "is not back within" not in caplog.text
+
+
+@pytest.mark.wait_times(first_word_s=0.05)
+def test_those_that_are_lost_are_told_of_with_the_time_that_they_have(caplog: pytest.LogCaptureFixture) -> None:
+    with trainer(yields="fragments", max_lag=0, on_excess="pace") as stream:
+        child = FeedChild(str(stream.address), [0, 1], sink={"name": "one"})
+        fragments = iter(stream)
+        next(fragments)
+        child.kill()
+        with ThreadPoolExecutor() as threads:
+            rest = threads.submit(list, fragments)
+            await_that(lambda: "one rollout: one (" in caplog.text)
+            with feeding(stream.address, (0, 1), num_fragments=3, sink={"name": "another"}):
+                await_that(lambda: "of 2 rollouts: one (" in caplog.text)
+                [lost] = [source for source in stream._listener.sources.values() if source.name.startswith("one")]
+                lost.lost_at = 0.0  # long ago
+                rest.result(60)
+    assert re.search(r"one \(.*\) is lost since \d+ s, and waited for \d+ s more \(Limits.grace_s\)", caplog.text)
+    assert re.search(r"another \(.*\) is there", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("sends", "is_learnt", "told"),
+    [("batches", False, "expected a LearnerPipeline between it"), ("fragments", True, "expected sends='batches'")],
+)
+def test_what_does_not_come_can_not_be_sent(sends: Any, is_learnt: bool, told: str) -> None:
+    rollout = rollout_of([0])
+    graph, sink = Graph("feed"), TrainerSink("unix:/tmp/nobody", sends=sends)
+    source: Any = rollout.fragments
+    if is_learnt:
+        source = learner_of(rollout)
+        graph.connect(rollout.fragments, source)
+    graph.connect(source, sink)
+    with pytest.raises(GraphError, match=told):
+        graph.validate()
+
+
+@pytest.mark.parametrize("ends", ["trainer", "rollout"])
+def test_a_graph_waits_for_whichever_end_comes_first(ends: str) -> None:
+    async def main(address: str) -> str | None:
+        graph, _, sink = graph_of(address, [0], num_fragments=3 if ends == "rollout" else None)
+        async with graph.run():
+            return await sink.wait_goodbye()
+
+    with ThreadPoolExecutor() as threads, trainer(yields="fragments") as stream:
+        feeding = threads.submit(anyio.run, main, str(stream.address))
+        fragments = [next(iter(stream))] if ends == "trainer" else list(stream)
+        if ends == "rollout":
+            feeding.result(60)
+    assert len(fragments) == (1 if ends == "trainer" else 3)
+    assert feeding.result() == ("the trainer has ended" if ends == "trainer" else None)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Rollout("CartPole-v1", fragment_length=8), r"action_space is Discrete\(2\), expected Discrete\(.*\)"),
+        (lambda: rollout_of([0], agents=2), "is_by_module is True, expected False"),
+    ],
+    ids=["another action space", "several agents"],
+)
+def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in(make: Any, told: str) -> None:
+    with trainer() as stream, feeding(stream.address):
+        batches = iter(stream)
+        next(batches)
+        other = graph_over(make(), stream.address, name="other")
+        with pytest.raises(WireError, match=f"{told}, as rollout feed .* has"), running(*other) as feed:
+            while not feed.ended.done():
+                next(batches)
+            feed.ended.result()
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ({}, ""),
+        ({"is_stateful": True}, "is_stateful is True, expected False"),
+        ({"action_space": Discrete(3)}, "action_space is Discrete(3), expected Discrete(2)"),
+        ({"spaces": [Discrete(2), Discrete(3)]}, "spaces[1] is Discrete(3), expected Discrete(4)"),
+        ({"spaces": [Discrete(2)]}, "spaces[1] is None, expected Discrete(4)"),
+        ({"weights": {"a": (3,), "b": (2, 5)}}, "the shape of weight 'b' is (2, 5), expected (2, 4)"),
+        ({"weights": {"a": (3,)}}, "the shape of weight 'b' is None, expected (2, 4)"),
+        ({"weights": {"a": (3,), "b": (2, 4), "c": ()}}, "the shape of weight 'c' is (), expected None"),
+    ],
+)
+def test_what_differs_is_told(known: dict[str, Any], told: str) -> None:
+    one, other = RolloutPeer(TrainerSession(bytes(16))), RolloutPeer(TrainerSession(bytes(16)))
+    for source in (one, other):
+        source.spaces, source.action_space = [Discrete(2), Discrete(4)], Discrete(2)
+        source.weights = {"a": (3,), "b": (2, 4)}
+    vars(one).update(known)
+    assert difference(one, other) == told
+
+
+def test_rollouts_that_make_the_same_episodes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with trainer(sources=3) as stream:
+        options: dict[str, Any] = {"lanes": 1, "num_fragments": 2}
+        with (
+            feeding(stream.address, (0,), seed=7, sink={"name": "one"}, **options),
+            feeding(stream.address, (1,), seed=8, sink={"name": "another"}, **options),
+            feeding(stream.address, (2,), seed=7, sink={"name": "its twin"}, **options),
+        ):
+            assert len(list(stream)) > 1
+    told = [record.message for record in caplog.records if "seed" in record.message]
+    assert len(told) == 1
+    assert re.match(r"rollouts (one|its twin) \(.*\) and (one|its twin) \(.*\) both have seed=7: ", told[0])
+
+
+def test_what_was_watched_and_has_failed_is_told_as_well() -> None:
+    fails_now = threading.Event()
+
+    async def fails() -> None:
+        await anyio.to_thread.run_sync(fails_now.wait)
+        raise KeyError("watched")
+
+    with trainer(yields="fragments", join_timeout=0.5) as stream:
+        with pytest.raises(KeyError, match="watched"), feeding(stream.address, [0], sink={"watch": fails}) as feed:
+            await_come(stream)
+            with pytest.raises(RunError, match="the rollout has failed: KeyError: 'watched'"):
+                for _ in stream:
+                    fails_now.set()
+            feed.ended.result(60)
+
+
+def test_whoever_waits_for_a_goodbye_outside_of_the_run_is_told_of_its_end(tmp_path: Path) -> None:
+    async def main(address: str) -> None:
+        graph, _, sink = graph_over(doomed(tmp_path), address)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sink.wait_goodbye)  # would keep the group from ending
+            with pytest.raises(RuntimeError, match="it broke"):
+                async with graph.run() as run:
+                    await run.wait()
+
+    with ThreadPoolExecutor() as threads, trainer(yields="fragments", limits=HASTY, join_timeout=0.5) as stream:
+        ended = threads.submit(anyio.run, main, str(stream.address))
+        await_come(stream)
+        with pytest.raises(RunError, match="it broke"):
+            list(stream)
+        ended.result(60)
+
+
+def test_a_seed_may_be_any_whole_number() -> None:
+    with trainer() as stream, feeding(stream.address, seed=1 << 70, num_fragments=2) as feed:
+        assert sum(len(batch["rewards"]) for batch in stream) == feed.rollout.num_steps
+
+
+@pytest.mark.slow
+@pytest.mark.wait_times(first_word_s=0.02)
+def test_both_ends_say_that_they_wait_and_that_the_connection_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    names, options = set(), {"lanes": 1, "num_fragments": 9, "sink": {"name": "b1"}}
+    with trainer(yields="fragments") as stream:
+        with closing(BrokenWire(stream.address, lambda: None)) as wire, feeding(wire.address, **options):
+            there = f"trainer {wire.address}"
+            for count, _ in enumerate(stream):
+                names |= {stream.handed[0].source, *stream.sources}
+                if count in (2, 5):
+                    caplog.clear()
+                    wire.go_down()
+                    await_that(lambda: len(re.findall(rf"waiting for \d+ s: {there}: ", caplog.text)) >= 2)
+                    await_that(lambda: len(re.findall(r"waiting: rollout b1 \(.*\) is lost since", caplog.text)) >= 2)
+                    wire.is_down = False
+                    await_that(lambda: re.search(rf"{there}: connected again after \d+\.\d s", caplog.text))
+                    await_that(lambda: re.search(r"rollout b1 \(.*\) is connected again after \d+\.\d s", caplog.text))
+    assert count == 8
+    assert names == {"b1"}
+
+
+@pytest.mark.slow
+@pytest.mark.wait_times(first_word_s=0.02)
+def test_a_rollout_whose_trainer_is_away_for_longer_than_it_may_be_ends() -> None:
+    with ThreadPoolExecutor() as threads, trainer(yields="fragments") as stream:
+        with closing(BrokenWire(stream.address, lambda: None)) as wire:
+            there, fragments = wire.address, iter(stream)
+            fed = threads.submit(feed, rollout_of([0]), there, limits=SHORT, retry_s=0.5)
+            next(fragments)
+            wire.go_down()
+            with pytest.raises(WireError, match=rf"trainer {there} not reached for 0\.5 s: connection lost"):
+                fed.result(60)
+        stream.expect_no_more()

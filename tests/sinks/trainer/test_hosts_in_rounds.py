@@ -1,23 +1,29 @@
 """Under pace, rounds are of the lanes that there are, whatever hosts come, leave or are lost: as fresh as ever."""
 
 import signal
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ending_agent_envs import DoomedAgents
+from ending_agent_envs import DoomedAgents, NeverResetAgents
+from ending_envs import Doomed, NeverReset, NotMadeAgain
 from feeding_rollouts import SHORT, feeding, graph_over, running, trainer, weights
 from held_envs import Held, let_go
-from paced_hosts import PacedHosts
-from remote_hosts import BrokenWire
-from remote_rollouts import await_that
+from numbered_module import NumberedEnv, NumberedModule
+from paced_hosts import PacedHosts, Rounds
+from remote_hosts import BrokenWire, hosting, listening
+from remote_rollouts import await_that, makers, rollout_over, rollouts_on
 
-from rollflow import Columns, Graph, TrainerStream
+from rollflow import Columns, Graph, RemoteRollouts, Rollout, TrainerStream
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.sinks import TrainerSink
+from rollflow.sinks.trainer.rollout_peer import PeerLife
 from rollflow.stream import WireError
+from rollflow.stream.wire import Limits
 
 
 def _named(given: Any) -> str:
@@ -30,91 +36,90 @@ def remote(request: pytest.FixtureRequest) -> PacedHosts:
     return PacedHosts(*request.param)
 
 
+@contextmanager
+def paced(
+    remote: PacedHosts, max_lag: int = 0, through: Callable[[Any], Any] = str, drains: bool = True, **options: Any
+) -> Iterator[tuple[Rounds, TrainerStream, Any]]:
+    """Rounds of a rollout over hosts, its trainer, and the rollout; at the end the trainer has got every step.
+
+    through    gives the address that the rollout dials, of the trainer's
+    drains     whether the rollout is drained at the end
+    options    of the rollout, and of the sink and what is before it as `sink`
+    """
+    rounds, sink = remote.rounds(max_lag), options.pop("sink", {})
+    with trainer(**rounds.settings()) as stream:
+        rollout = remote.rollout(**options)
+        stream.publish(remote.weights(1.0))
+        with running(*graph_over(rollout, through(stream.address), **sink)) as feed:
+            yield rounds, stream, rollout
+            if drains:
+                feed.drain()
+            rounds.rest(stream)
+    assert rounds.steps == rollout.num_steps
+    assert stream.lost == {}
+
+
+MAX_LAG = pytest.mark.parametrize("max_lag", [0, 1])
+AGENTS = pytest.mark.parametrize("agents", [0, 2])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 1])
+@MAX_LAG
 def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_waited_for(
     max_lag: int, remote: PacedHosts
 ) -> None:
-    rounds = remote.rounds(max_lag)
-    with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        first = hosts.enter_context(remote.host(0))
-        rollout = remote.rollout()
-        stream.publish(remote.weights(1.0))
-        with running(*graph_over(rollout, stream.address)) as feed:
-            rounds.until(stream, rounds.are_of(0))
-            with remote.host(1, 2, lanes=2):
-                rounds.until(stream, rounds.are_of(0, 1, 2))
-            rounds.until(stream, rounds.are_of(0))
-            first.stop()
-            hosts.enter_context(remote.host(3))  # no host is left, until this one comes
-            rounds.until(stream, rounds.are_of(3))
-            feed.drain()
-            rounds.rest(stream)
-    assert rounds.steps == rollout.num_steps
-    assert stream.lost == {}
+    with ExitStack() as hosts, remote.host(0) as first, paced(remote, max_lag) as (rounds, stream, _):
+        rounds.until(stream, rounds.are_of(0))
+        with remote.host(1, 2, lanes=2):
+            rounds.until(stream, rounds.are_of(0, 1, 2))
+        rounds.until(stream, rounds.are_of(0))
+        first.stop()
+        hosts.enter_context(remote.host(3))  # no host is left, until this one comes
+        rounds.until(stream, rounds.are_of(3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 1])
+@MAX_LAG
 def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag: int, remote: PacedHosts) -> None:
-    rounds = remote.rounds(max_lag)
     lengths = iter([4000, 9000, 3000, 15000, 6000, 5000, 2500, 4000, 3000, 5000, 2500])
-    with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        wire = BrokenWire(stream.address, lambda: next(lengths, None))
-        hosts.callback(wire.close)
-        hosts.enter_context(remote.host(0))
-        rollout = remote.rollout()
-        stream.publish(remote.weights(1.0))
-        with running(*graph_over(rollout, wire.address)) as feed:
-            for slot in range(1, 20):
-                with remote.host(slot):
-                    rounds.until(stream, rounds.are_of(0, slot, times=1))
-                if next(lengths, None) is None:
-                    break
-            feed.drain()
-            rounds.rest(stream)
-    assert wire.cuts > 3
-    assert rounds.steps == rollout.num_steps
-    assert stream.lost == {}
+    wires: list[BrokenWire] = []
+
+    def through(address: Any) -> Any:
+        wires.append(hosts.enter_context(closing(BrokenWire(address, lambda: next(lengths, None)))))
+        return wires[0].address
+
+    with ExitStack() as hosts, remote.host(0), paced(remote, max_lag, through) as (rounds, stream, _):
+        for slot in range(1, 20):
+            with remote.host(slot):
+                rounds.until(stream, rounds.are_of(0, slot, times=1))
+            if next(lengths, None) is None:
+                break
+    assert wires[0].cuts > 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 1])
+@MAX_LAG
 def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_next_round(
     max_lag: int, remote: PacedHosts
 ) -> None:
-    rounds = remote.rounds(max_lag)
-    with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        hosts.enter_context(remote.host(0))
-        rollout = remote.rollout()
-        stream.publish(remote.weights(1.0))
-        with running(*graph_over(rollout, stream.address)) as feed:
-            for lane in (1, 2):
-                host = remote.process(lane)
-                hosts.callback(host.end)
-                rounds.until(stream, rounds.are_of(0, lane))
-                host.signal(signal.SIGKILL)
-                rounds.until(stream, rounds.are_of(0))
-            feed.drain()
-            rounds.rest(stream)
-    assert rounds.steps == rollout.num_steps
-    assert stream.lost == {}
+    with ExitStack() as hosts, remote.host(0), paced(remote, max_lag) as (rounds, stream, rollout):
+        for lane in (1, 2):
+            host = remote.process(lane)
+            hosts.callback(host.end)
+            rounds.until(stream, rounds.are_of(0, lane))
+            host.signal(signal.SIGKILL)
+            rounds.until(stream, rounds.are_of(0))
     assert set(rollout.lost) <= {"workers"}
 
 
 @pytest.mark.slow
 def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(remote: PacedHosts) -> None:
-    rounds = remote.rounds(0)
-    with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        hosts.enter_context(remote.host(0))
-        rollout = remote.rollout(num_fragments=20)
-        stream.publish(remote.weights(1.0))
-        with running(*graph_over(rollout, stream.address)):
-            rounds.until(stream, rounds.are_of(0))
-            hosts.enter_context(remote.host(1))
-            rounds.rest(stream)
+    more = {"drains": False, "num_fragments": 20}
+    with ExitStack() as hosts, remote.host(0), paced(remote, **more) as (rounds, stream, rollout):
+        rounds.until(stream, rounds.are_of(0))
+        hosts.enter_context(remote.host(1))
     assert rounds.lanes[-1] == {1}
-    assert rounds.steps == rollout.num_steps == 2 * 20 * 8 * max(remote.agents, 1)
+    assert rollout.num_steps == 2 * 20 * 8 * max(remote.agents, 1)
 
 
 @pytest.mark.slow
@@ -150,31 +155,40 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Pa
     assert feed.sink.lost == {}
 
 
+PACED: dict[str, Any] = {"max_lag": 0, "on_excess": "pace"}
+
+
+def graph_for_two(rollout: Rollout, folder: Path) -> tuple[Graph, Rollout, TrainerSink]:
+    """A rollout for the trainers 'one' and 'other'; the second one's sink."""
+    graph, sinks = Graph("two"), {name: TrainerSink(f"unix:{folder}/{name}", limits=SHORT) for name in ("one", "other")}
+    graph.add(rollout=rollout, **sinks)
+    for name in sinks:
+        graph.connect("rollout.fragments", name, capacity=1)
+    return graph, rollout, sinks["other"]
+
+
 def test_several_trainers_which_might_count_a_lane_in_different_rounds_are_refused(
     remote: PacedHosts, tmp_path: Path
 ) -> None:
     with ExitStack() as hosts, TrainerStream(f"unix:{tmp_path}/one", **remote.rounds(0).settings()) as stream:
         hosts.enter_context(remote.host(0))
-        rollout, graph = remote.rollout(), Graph("two")
-        sinks = [TrainerSink(f"unix:{tmp_path}/{name}", limits=SHORT) for name in ("one", "other")]
-        for sink in sinks:
-            graph.connect(rollout.fragments, sink, capacity=1)
+        two = graph_for_two(remote.rollout(), tmp_path)
         with pytest.raises(WireError, match="no other trainers of RemoteEnvs or RemoteRollouts"):
-            with running(graph, rollout, sinks[0]) as feed:
+            with running(*two) as feed:
                 stream._begin_next()
                 feed.ended.result(60)
 
 
 @pytest.mark.parametrize("sends", ["fragments", "batches"])
-@pytest.mark.parametrize("max_lag", [0, 1])
+@MAX_LAG
 def test_what_a_rollout_gives_that_comes_while_the_trainer_is_at_a_batch_is_no_older(max_lag: int, sends: str) -> None:
-    sink = {"sends": sends} | ({"fragments_per_batch": 2} if sends == "batches" else {})
+    options: dict[str, Any] = {"lanes": 2, "num_fragments": 8, "sink": {"sends": sends, "fragments_per_batch": 2}}
     with trainer(max_lag=max_lag, on_excess="pace") as stream:
-        with feeding(stream.address, (0, 1), lanes=2, num_fragments=8, sink=sink) as one:
+        with feeding(stream.address, (0, 1), **options) as one:
             batches = iter(stream)
             stream.publish(weights(1.0))
             next(batches)
-            with feeding(stream.address, (2, 3), lanes=2, num_fragments=8, seed=1, sink=sink) as other:
+            with feeding(stream.address, (2, 3), seed=1, **options) as other:
                 await_that(lambda: other.sink._rollout_end.gate.order)
                 steps = 2 * 8
                 stream.publish(weights(stream.version + 1.0))
@@ -184,3 +198,168 @@ def test_what_a_rollout_gives_that_comes_while_the_trainer_is_at_a_batch_is_no_o
                     stream.publish(weights(stream.version + 1.0))
     assert stream.lost == {}
     assert steps == one.rollout.num_steps + other.rollout.num_steps
+
+
+@pytest.mark.slow
+@pytest.mark.wait_times(first_pause_s=0.001)
+@MAX_LAG
+@AGENTS
+def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agents: int) -> None:
+    remote = PacedHosts(
+        RolloutHost, agents, hosts=2, limits=Limits(heartbeat_s=5.0)
+    )  # so that it is never taken for lost
+    lengths = iter(range(1000, 100_000, 379))
+    with closing(BrokenWire(remote.address, lambda: next(lengths))) as wire, remote.host(2):
+        # By a name of its own: one of the same name that joins meanwhile would take its place.
+        with remote.host_of(remote.makers(0, 1), wire.address, lanes=2, name="cut off"):
+            with paced(remote, max_lag) as (rounds, stream, rollout):
+                rounds.until(stream, lambda: wire.cuts >= 20 and len(rounds.lanes) > 1)
+    assert set(map(frozenset, rounds.lanes[:-1])) == {frozenset({0, 1, 2})}
+    assert rollout.lost == {}
+
+
+@pytest.mark.slow
+@pytest.mark.wait_times(first_pause_s=0.001)
+@pytest.mark.parametrize("step", [16, 21], ids=["in its first step", "later"])
+@AGENTS
+def test_environments_that_raise_cut_a_fragment_short_and_those_that_always_do_are_waited_for_no_more(
+    step: int, agents: int, tmp_path: Path
+) -> None:
+    remote = PacedHosts(RolloutHost, agents)
+    envs = [partial(NumberedEnv, 0), partial(Doomed, 1, tmp_path, "raise", step, 1), partial(NeverReset, 2)]
+    if agents:
+        doomed = partial(DoomedAgents, 1, tmp_path, fate="raise", step=step, lives=1, **remote.options)
+        envs = [*remote.makers(0), doomed, partial(NeverResetAgents, 2, **remote.options)]
+    with remote.host_of(envs, lanes=3), paced(remote) as (rounds, stream, rollout):
+        rounds.until(stream, rounds.are_of(0, 1, times=10))
+    assert rollout.lost == {"workers": max(agents, 1)}  # the step that raised
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sends", ["fragments", "batches"])
+@MAX_LAG
+@AGENTS
+def test_what_a_host_was_making_when_it_was_killed_never_comes_and_is_not_waited_for(
+    max_lag: int, agents: int, sends: str, tmp_path: Path
+) -> None:
+    remote = PacedHosts(RolloutHost, agents, hosts=2)
+    env, doomed = Doomed, ((1, tmp_path, "kill", 21, 9), {"lengths": (100, 200)})
+    if agents:
+        env, doomed = DoomedAgents, ((1, tmp_path), {"fate": "kill", "step": 21, "lives": 9, **remote.options})
+    with ExitStack() as hosts:
+        hosts.callback(remote.process_of([doomed], env=env).end)
+        hosts.enter_context(remote.host(0))
+        with paced(remote, max_lag, sink={"sends": sends, "fragments_per_batch": 2}) as (rounds, stream, rollout):
+            rollout.explain()
+            rounds.until(stream, lambda: rounds.slots == {0} and bool(rollout.lost))
+            rounds.until(stream, rounds.are_of(*rounds.lanes[-1], times=5))
+    assert rounds.steps_of[1] == 16 * max(agents, 1)
+    assert set(rollout.lost) == {"workers"}
+
+
+def test_a_version_is_seen_once_turns_can_begin_with_it() -> None:
+    envs, seen = listening(RemoteRollouts), []
+    with rollouts_on(envs.addresses[0], makers(0)), rollout_over(envs) as rollout:
+        broadcast = rollout.environments.broadcast
+
+        def broadcasting(published: Any) -> None:
+            seen.append(rollout.policy_version)
+            broadcast(published)
+
+        rollout.environments.broadcast = broadcasting
+        assert rollout.publish_as(3, weights(3.0))
+        assert not rollout.publish_as(3, weights(4.0))
+        assert seen == [0]
+        assert next(iter(rollout.fragments())).policy_version == 3
+
+
+Make = Callable[[int, Path], Any]
+
+
+LOST: dict[str, Make] = {"later": NotMadeAgain, "at once": lambda slot, folder: NeverReset(slot)}
+
+
+def rollout_that_loses_a_lane(where: Any, make: Make, folder: Path, **options: Any) -> Rollout:
+    envs = [partial(NumberedEnv, 0), partial(make, 1, folder), partial(NumberedEnv, 2)]
+    return Rollout(envs, module=NumberedModule(), lanes=3, where=where, workers=1, fragment_length=8, **options)
+
+
+def rounds_without_it(stream: TrainerStream, rounds: int, *, publishes: bool = True) -> dict[int, list[int]]:
+    """Go on until so many batches were of two fragments, none of lane 1: the numbers of each lane's that came."""
+    taken: dict[int, list[int]] = {}
+    for number, batch in enumerate(stream):
+        assert number < 500
+        if stream._staleness.max_lag is not None:
+            assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - stream._staleness.max_lag
+        for each in stream.handed:
+            taken.setdefault(each.lane, []).append(each.sequence)
+        lanes = [each.lane for each in stream.handed]
+        rounds -= len(lanes) == 2 and 1 not in lanes
+        if not rounds:
+            break
+        if publishes:
+            stream.publish(weights(stream.version + 1.0))
+    return taken
+
+
+@pytest.mark.slow
+@pytest.mark.wait_times(first_pause_s=0.0)
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_the_others_go_on_as_fresh_as_before_also_at_another_trainer(
+    max_lag: int, where: Any, how: str, tmp_path: Path
+) -> None:
+    rollout = rollout_that_loses_a_lane(where, LOST[how], tmp_path)
+    address, settings = f"unix:{tmp_path}/trainer", {"max_lag": max_lag, "on_excess": "pace", "limits": SHORT}
+    with running(*graph_over(rollout, address)):
+        with pytest.raises(ZeroDivisionError), TrainerStream(address, **settings) as stream:
+            rounds_without_it(stream, 5)
+            state = stream.state_dict()
+            raise ZeroDivisionError
+        with TrainerStream(address, **settings) as another:
+            another.load_state_dict(state)
+            another.publish(weights(another.version + 1.0))
+            rounds_without_it(another, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.wait_times(first_pause_s=0.0)
+@pytest.mark.parametrize("bound", [{}, PACED], ids=["free", "paced"])
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_each_of_two_trainers_is_told(where: Any, bound: dict[str, Any], tmp_path: Path) -> None:
+    rollout = rollout_that_loses_a_lane(where, NotMadeAgain, tmp_path, num_fragments=12)
+
+    def other() -> dict[int, list[int]]:
+        with TrainerStream(f"unix:{tmp_path}/other", limits=Limits(grace_s=5.0), join_timeout=20.0, **bound) as stream:
+            return rounds_without_it(stream, 500, publishes=False)
+
+    with ThreadPoolExecutor() as pool, running(*graph_for_two(rollout, tmp_path)):
+        others = pool.submit(other)
+        with TrainerStream(f"unix:{tmp_path}/one", limits=SHORT, **PACED) as stream:
+            ours = rounds_without_it(stream, 500)
+        for taken in (ours, others.result()):
+            assert taken == {lane: list(range(3 if lane == 1 else 12)) for lane in range(3)}
+
+
+def test_of_a_rollout_that_is_drained_no_lane_is_set_aside() -> None:
+    with trainer(yields="fragments") as stream:
+        with feeding(stream.address, range(3), lanes=3, where="processes", workers=1) as feed:
+            for number, _ in enumerate(stream):
+                if number == 5:
+                    feed.drain()
+            [source] = stream._listener.sources.values()
+            assert source.life is PeerLife.FINISHED
+            assert source.aside == {}
+
+
+def test_where_lanes_come_and_go_a_batch_is_of_as_many_fragments_as_there_are() -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], [partial(NumberedEnv, 0)]):
+        rollout = Rollout(envs, module=NumberedModule(), fragment_length=8)
+        with trainer() as stream, running(*graph_over(rollout, stream.address)):
+            batches = iter(stream)
+            for count in (1, 2, 1):
+                with hosting(envs.addresses[0], [partial(NumberedEnv, 1)]) if count == 2 else nullcontext():
+                    while next(batches) is None or len(stream.handed) != count:
+                        pass

@@ -11,8 +11,7 @@ import pytest
 from memory_lending import Pair, file_of, files_mapped, numbers
 from wire_messages import TOKEN
 
-from rollflow.sinks.trainer.borrower import checked
-from rollflow.sinks.trainer.lender import FragmentLender
+from rollflow.sinks.trainer.lending import FragmentLender, checked
 from rollflow.stream.data.blocks import BlockPool, SharedBlock
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.net.descriptor_transport import Descriptor
@@ -186,20 +185,32 @@ def test_blocks_that_there_are_no_more_are_forgotten_and_what_was_lent_in_them_i
     assert (other.columns["obs"] == 2).all()
 
 
+@pytest.mark.parametrize("is_forked", [False, True])
 def test_what_was_lent_is_not_written_again_after_the_connection_is_lost_while_somebody_has_it(
-    pair: Callable[..., Pair],
+    pair: Callable[..., Pair], is_forked: bool
 ) -> None:
+    """Somebody has it here, or in a process that was forked off."""
     ends, lane = pair(), Lane()
     ends.send(obs=lane.column(1))
-    (fragment,) = ends.received()
-    lender = ends.lender
+    held, lender = ends.received(), ends.lender
+    here, there = socket.socketpair()
+    if is_forked and not (pid := os.fork()):
+        here.close()
+        there.recv(1)
+        os._exit(0)
+    there.close()
     ends.lose()
+    if is_forked:
+        held.clear()
     later = pair(after=ends)
     later.send(obs=lane.column(2))
     (other,) = later.received()
-    assert (fragment.columns["obs"] == 1).all()
     assert lender.nbytes == 2 * SIZE
-    del fragment
+    assert all((fragment.columns["obs"] == 1).all() for fragment in held)
+    held.clear()
+    here.close()
+    if is_forked:
+        os.waitpid(pid, 0)
     later.send(obs=lane.column(3))  # looks after what is over
     assert lender.nbytes == 2 * SIZE
     assert len(lane.pool._free) == 1
@@ -216,30 +227,6 @@ def test_a_connection_that_lent_nothing_leaves_nothing(pair: Callable[..., Pair]
     assert len(lender._left) == 0
     later.lose()
     assert len(os.listdir("/proc/self/fd")) <= open_before
-
-
-def test_a_forked_process_holds_what_it_has_when_the_connection_is_lost(pair: Callable[..., Pair]) -> None:
-    ends, lane = pair(), Lane()
-    ends.send(obs=lane.column(1))
-    (fragment,) = ends.received()
-    here, there = socket.socketpair()
-    pid = os.fork()
-    if not pid:
-        here.close()
-        there.recv(1)
-        os._exit(0)
-    there.close()
-    lender = ends.lender
-    ends.lose()
-    del fragment
-    later = pair(after=ends)
-    later.send(obs=lane.column(2))
-    assert lender.nbytes == 2 * SIZE
-    here.close()
-    os.waitpid(pid, 0)
-    later.send(obs=lane.column(3))
-    assert lender.nbytes == 2 * SIZE
-    assert len(lane.pool._free) == 1
 
 
 def test_descriptors_keep_their_order_when_bytes_come_one_by_one(pair: Callable[..., Pair]) -> None:

@@ -5,14 +5,13 @@ import socket
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-from feeding_rollouts import HASTY, SHORT, feeding, graph_of, running, trainer
-from numbered_module import NumberedEnv, NumberedModule
+from feeding_rollouts import HASTY, SHORT, failing, feeding, graph_of, rollout_of, running, trainer
+from numbered_module import NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
@@ -73,6 +72,13 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
     [
         ({"on_excess": "pace"}, "on_excess='pace' is for fragments older than max_lag, expected max_lag=0 or more"),
         ({"on_excess": "mask"}, "on_excess='mask' is for fragments older than max_lag"),
+        ({"on_excess": "mask", "yields": "fragments"}, "is for batches, expected another one with yields='fragments'"),
+        (
+            {"on_excess": "pace", "fragments_per_batch": 3},
+            "a batch is one fragment of every lane, expected no fragment",
+        ),
+        ({"on_excess": "wait"}, "on_excess is 'wait', expected one of 'drop', 'pace', 'mask', 'raise'"),
+        ({"max_lag": -1}, "max_lag is -1, expected a whole number from 0 on"),
         ({"on_excess": "raise"}, "on_excess='raise' is for fragments older than max_lag"),
         ({"secret": 5}, "secret is of type int, expected text or bytes"),
         ({"secret": True}, "secret is of type bool, expected text or bytes"),
@@ -95,17 +101,22 @@ def test_what_a_stream_can_not_work_with_is_refused_when_it_is_made(options: dic
     ("options", "told"),
     [
         ({"linger": -1}, "linger is -1, expected seconds from 0 on"),
+        ({"max_bytes": 0}, "max_bytes is 0, expected a whole number from 1 on"),
         ({"secret": 5}, "secret is of type int, expected text or bytes"),
-        ({"rollout": "CartPole-v1"}, "rollout is 'CartPole-v1', expected a Rollout or a MultiAgentRollout"),
         ({"address": None}, "address None, expected a string: .*'shm:/path'"),
     ],
 )
 def test_what_a_sink_can_not_work_with_is_refused_when_it_is_made(options: dict[str, Any], told: str) -> None:
-    given = {"address": "tcp://127.0.0.1:1", "rollout": Rollout("CartPole-v1"), **options}
+    given = {"address": "tcp://127.0.0.1:1", **options}
     with pytest.raises((ValueError, WireError), match=told):
         TrainerSink(**given)
     with pytest.raises((ValueError, WireError), match=told):
-        feed(**given)
+        feed(Rollout("CartPole-v1"), **given)
+
+
+def test_feeding_wants_a_rollout() -> None:
+    with pytest.raises(ValueError, match="rollout is None, expected a Rollout or a MultiAgentRollout"):
+        feed(None, "tcp://127.0.0.1:1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -115,11 +126,6 @@ def test_how_batches_are_made_is_said_to_the_trainer(name: str, value: Any) -> N
     rollout = Rollout("CartPole-v1", prefetch=1, **{name: value})
     with pytest.raises(ValueError, match=rf"the rollout has {name}=, .*: expected TrainerStream\({name}=…\) there"):
         feed(rollout, "tcp://127.0.0.1:1")
-
-
-def test_feeding_wants_a_rollout() -> None:
-    with pytest.raises(ValueError, match="rollout is None, expected a Rollout or a MultiAgentRollout"):
-        feed(None, "tcp://127.0.0.1:1")  # type: ignore[arg-type]
 
 
 def test_a_secret_that_is_none_is_refused_by_hosts_and_gateways_and_nothing_is_left_open() -> None:
@@ -170,12 +176,14 @@ def test_hosts_are_no_rollouts_and_a_trainer_is_no_gateway() -> None:
 @pytest.mark.slow
 def test_a_sink_gets_what_it_was_told_to_send() -> None:
     with trainer(join_timeout=2.0, limits=HASTY) as stream:
-        rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=2)
-        sink = TrainerSink(str(stream.address), rollout, sends="batches")
-        graph = Graph("wrong")
-        graph.add(rollout=rollout, passes_on=lambda fragments: fragments, trainer=sink)
+        rollout, sink, graph = (
+            rollout_of([0], num_fragments=2),
+            TrainerSink(stream.address, sends="batches"),
+            Graph("no"),
+        )
+        graph.add(rollout=rollout, passes_on=lambda fragments: fragments)
         graph.connect("rollout.fragments", "passes_on")
-        graph.connect("passes_on", "trainer")
+        graph.connect("passes_on", sink)
         with (
             pytest.raises(TypeError, match="a Fragment came to a sink that sends batches, expected these"),
             running(graph, rollout, sink) as feed,
@@ -186,54 +194,42 @@ def test_a_sink_gets_what_it_was_told_to_send() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("said", "fragment", "told"),
     [
-        ({"spaces": []}, "hello.metadata.spaces is empty, expected 1 or more"),
-        ({"spaces": [{"kind": "Sphere"}]}, "Sphere"),
-        ({"spaces": [{"kind": "Box", "low": ["<f4", [2], bytes(2)], "high": []}]}, "hello.metadata.spaces"),
-        ({"version": 1.5}, "version is 1.5, expected a whole number"),
-        ({"weights": {"a": "big"}}, "hello.metadata.weights['a'] is 'big', expected a list"),
-        ({"sends": "letters"}, "sends is 'letters', expected one of fragments, batches"),
+        ({"spaces": []}, None, "hello.metadata.spaces is empty, expected 1 or more"),
+        ({"spaces": [{"kind": "Sphere"}]}, None, "Sphere"),
+        ({"spaces": [{"kind": "Box", "low": ["<f4", [2], bytes(2)], "high": []}]}, None, "hello.metadata.spaces"),
+        ({"version": 1.5}, None, "version is 1.5, expected a whole number"),
+        ({"weights": {"a": "big"}}, None, "hello.metadata.weights['a'] is 'big', expected a list"),
+        ({"sends": "letters"}, None, "sends is 'letters', expected one of fragments, batches"),
+        ({}, {"rest": {}}, "layout is None, expected a map"),
+        ({}, {"rest": {"layout": {"episodes": "x", "num_slots": -1}}}, "layout.num_slots is -1"),
+        ({}, {"rest": {"batch": True}}, "a train batch among fragments"),
     ],
 )
-def test_a_rollout_that_says_nonsense_of_itself_is_refused(changed: dict[str, Any], told: str) -> None:
+def test_a_rollout_that_says_or_sends_nonsense_is_refused(said: dict[str, Any], fragment: Any, told: str) -> None:
     with trainer(join_timeout=60.0) as stream:
-        _, _, sink = graph_of(stream.address, (0,))
-        raw = RawSource(stream, sink._hello(), changed)
+        rollout, sink = rollout_of([0]), TrainerSink(str(stream.address))
+        Graph("feed").connect(rollout.fragments, sink)
+        hello = sink._uplink.hello()
+        sink.close()
+        raw = RawSource(stream, replace(hello, metadata={**hello.metadata, **said}))
         stream._begin_next()
+        if fragment is not None:
+            raw.welcomed()
+            raw.sock.sendall(b"".join(encode(Fragment(0, 1, {}, **fragment))))
         assert told in raw.refusal()
-        sink._uplink.release()
-
-
-@pytest.mark.parametrize(
-    ("fragment", "told"),
-    [
-        ({"columns": {}, "rest": {}}, "layout is None, expected a map"),
-        ({"columns": {}, "rest": {"layout": {"episodes": "x", "num_slots": -1}}}, "layout.num_slots is -1"),
-        ({"columns": {}, "rest": {"batch": True}}, "a train batch among fragments"),
-    ],
-)
-def test_a_rollout_that_sends_nonsense_is_refused(fragment: dict[str, Any], told: str) -> None:
-    with trainer(join_timeout=60.0) as stream:
-        _, _, sink = graph_of(stream.address, (0,))
-        raw = RawSource(stream, sink._hello(), {})
-        stream._begin_next()
-        raw.welcomed()
-        raw.sock.sendall(b"".join(encode(Fragment(0, 1, **fragment))))
-        assert told in raw.refusal()
-        sink._uplink.release()
 
 
 class RawSource:
     """A source made by hand."""
 
-    def __init__(self, stream: TrainerStream, hello: Hello, changed: dict[str, Any]) -> None:
-        said = replace(hello, metadata={**hello.metadata, **changed})
+    def __init__(self, stream: TrainerStream, hello: Hello) -> None:
         address: Any = stream.address
         self.sock = socket.create_connection((address.host, address.port))
-        session = SourceSession(said.session)
+        session = SourceSession(hello.session)
         session.given = 1
-        self.connection = SourceConnection(said, session, secret=None, limits=Limits(), now=0.0)
+        self.connection = SourceConnection(hello, session, secret=None, limits=Limits(), now=0.0)
 
     def events(self) -> list[Any]:
         """The next ones."""
@@ -282,16 +278,13 @@ def test_why_a_trainer_has_failed_is_told_to_its_rollouts_which_wait_for_another
 ) -> None:
     address = f"unix:{tmp_path}/trainer"
     with ThreadPoolExecutor() as threads:
-        options: dict[str, Any] = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
-        rollout = Rollout([partial(NumberedEnv, 0)], **options)
-        with pytest.raises(ZeroDivisionError), TrainerStream(address, yields="fragments", limits=SHORT) as stream:
-            fed = threads.submit(feed, rollout, stream.address, limits=SHORT)
+        with failing(address, yields="fragments") as stream:
+            fed = threads.submit(feed, rollout_of([0], num_fragments=3), stream.address, limits=SHORT)
             next(iter(stream))
-            raise ZeroDivisionError("no steps")
-        await_that(lambda: "it has failed: ZeroDivisionError: no steps" in caplog.text)
         told = f"waiting: trainer {address}: it has failed: ZeroDivisionError: no steps"
+        await_that(lambda: told in caplog.text)
         assert f"{told}; it is dialled again until it answers" in [record.getMessage() for record in caplog.records]
-        with TrainerStream(address, yields="fragments", limits=SHORT) as stream:
+        with trainer(address, yields="fragments") as stream:
             assert [fragment.sequence for fragment in stream] == [0, 1, 2]
         fed.result(60)
     assert re.search(rf"trainer {address}: connected again after \d+\.\d s", caplog.text)

@@ -1,33 +1,28 @@
 """A trainer that gets train batches has the returns that the rollouts have, and knows which weights they use."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cache
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, made
-from feeding_rollouts import HASTY, feeding, graph_over, trainer
+from feeding_rollouts import HASTY, feeding, graph_over, running, trainer
 from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 from remote_hosts import BrokenWire
 from wire_messages import TOKEN
 
-from rollflow import ConnectorV2, Graph, MultiAgentRollout, Rollout, TrainerStream, feed
+from rollflow import ConnectorV2, Graph, MultiAgentRollout, Rollout, TrainerStream
 from rollflow.nodes import EpisodeReturns
-from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.sinks import TrainerSink
-from rollflow.sinks.trainer.feed import _run_graph
 from rollflow.sinks.trainer.item_maker import StreamReturns
 from rollflow.sinks.trainer.messages import MOST_KEPT, MOST_MODULES, FinishedEpisodes, message_of_batch
 from rollflow.sinks.trainer.rollout_end import BatchObserver
 from rollflow.sinks.trainer.rollout_peer import RolloutPeer
 from rollflow.stream.data.errors import GraphError, WireError
-from rollflow.stream.observe.watch import StallRules
 from rollflow.stream.wire import Fragment, TrainerSession, decode, encode
 
 DRAWN = Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)
@@ -58,25 +53,13 @@ def agents(**options: Any) -> MultiAgentRollout:
     return made(DRAWN, **{"num_fragments": 20, **options})[1]
 
 
-def fed(rollout: Any, stream: TrainerStream, take: Made = list, *, cuts: Sequence[int] = ()) -> Any:
-    """Take items of a stream that a rollout feeds with train batches, through a wire that is cut."""
-    left, raised = list(cuts), None
-    with ThreadPoolExecutor() as threads, ExitStack() as wires:
-        with stream:
-            address = str(stream.address)
-            if left:
-                wire = BrokenWire(stream.address, lambda: left.pop() if left else None)
-                wires.callback(wire.close)
-                address = wire.address
-            feeding = threads.submit(feed if isinstance(rollout, MultiAgentRollout) else feed_batches, rollout, address)
-            try:
-                taken = take(stream)
-            except Exception as error:  # the stream says goodbye all the same, or the rollout would wait for it
-                raised = error
-        feeding.result()
-    if raised is not None:
-        raise raised
-    return taken
+@contextmanager
+def fed(stream: TrainerStream, rollout: Any, sends: str = "batches", cuts: Sequence[int] = ()) -> Iterator[None]:
+    """Within the stream, which a rollout feeds through a wire that is cut after so many bytes."""
+    left = list(cuts)
+    with stream, closing(BrokenWire(stream.address, lambda: left.pop() if left else None)) as wire:
+        with running(*graph_over(rollout, wire.address, sends=sends)):
+            yield
 
 
 class FailsOnce(ConnectorV2):
@@ -103,20 +86,22 @@ def test_what_a_batch_could_not_be_made_of_is_counted_once_it_is() -> None:
     assert stream.returns.count == ended > 0
 
 
-def feed_batches(rollout: Rollout, address: str) -> None:
-    """Feed train batches of one agent, as `feed` does."""
-    graph, _, sink = graph_over(rollout, address, sends="batches")
-    anyio.run(_run_graph, graph, sink, [], StallRules(after=None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("made", [cartpoles, agents])
-@pytest.mark.parametrize("per_batch", [1, 3])
-def test_returns_are_those_of_the_rollout(made: Made, per_batch: int) -> None:
+@pytest.mark.parametrize(
+    ("made", "sends", "per_batch"),
+    [
+        pytest.param(cartpoles, "batches", 3, marks=pytest.mark.slow),
+        pytest.param(agents, "batches", 1, marks=pytest.mark.slow),
+        pytest.param(agents, "batches", 3, marks=pytest.mark.slow),
+        (agents, "fragments", 1),
+    ],
+)
+def test_returns_are_those_of_the_rollout(made: Made, sends: str, per_batch: int) -> None:
     stream = trainer(fragments_per_batch=per_batch)
     returns = stream.returns
     assert told_of(returns) == (0, [], [], {})
-    fed(made(), stream)
+    with fed(stream, made(), sends):
+        for _ in stream:
+            pass
     here = returns_here(made)
     assert told_of(returns) == here
     assert here[3].keys() == (set() if made is cartpoles else {"nested 0", "nested 1", "plain 0", "plain 1"})
@@ -128,23 +113,20 @@ def test_returns_are_those_of_the_rollout(made: Made, per_batch: int) -> None:
 @given(cuts=st.lists(st.integers(0, 40_000), max_size=4), made=st.sampled_from([cartpoles, agents]))
 def test_connections_that_are_cut_lose_none_and_double_none(cuts: list[int], made: Made) -> None:
     stream = trainer(limits=HASTY, prefetch=8)
-    fed(made(), stream, cuts=cuts)
+    with fed(stream, made(), cuts=cuts):
+        for _ in stream:
+            pass
     assert told_of(stream.returns) == returns_here(made)
 
 
 def test_what_is_left_out_is_not_counted() -> None:
     """A batch that is too old, and with it the episodes that it tells of."""
-
-    def take(stream: TrainerStream) -> int:
-        steps = 0
+    rollout, stream, steps = agents(), trainer(max_lag=0, on_excess="drop"), 0
+    with fed(stream, rollout):
         for batches in stream:
             steps += sum(len(batch["rewards"]) for batch in batches.values())
             stream.publish({each: {"weight": torch.tensor(0.0)} for each in rollout.module})
-        return steps
-
-    rollout = agents()
-    stream = trainer(max_lag=0, on_excess="drop")
-    assert fed(rollout, stream, take) + stream.lost["max_lag"] == rollout.num_steps
+    assert steps + stream.lost["max_lag"] == rollout.num_steps
     assert 0 < stream.returns.count < returns_here(agents)[0]
 
 
@@ -219,32 +201,25 @@ def test_more_episodes_than_are_told_one_by_one_are_counted() -> None:
 
 def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_anew() -> None:
     rollout = agents()
-    returns: Any = AgentReturns(rollout.module.__contains__)
-    seen = BatchObserver(returns, see=lambda fragment: None)
-    for count in (3, 2):
-        returns.by_module = {"a": EpisodeReturns(), 7: EpisodeReturns()}
-        for own in returns.by_module.values():
-            own.take(count, [1.0] * count, [1] * count)
-        seen._collect_by_module(returns)
-        returns.by_module = {}
-        seen._collect_by_module(returns)
+    seen = BatchObserver(rollout, see=lambda fragment: None)
+    returns: Any = seen._returns
+
+    def finish(count: int, *ids: Any) -> None:
+        for each in ids:
+            returns.by_module.setdefault(each, EpisodeReturns()).take(count, [1.0] * count, [1] * count)
+
+    finish(3, "a", 7)
+    assert returns._is_present("a")  # though there is none, until it is told
+    assert not returns._is_present(7)
+    finish(2, "a")
     assert seen.take_episodes() == told(0, a={"count": 5, "returns": [1.0] * 5, "lengths": [1] * 5})
     assert seen.take_episodes() is None
-    rollout.environments.close()
-
-
-def test_a_batch_tells_of_so_many_modules_and_the_next_of_others() -> None:
-    rollout = agents()
-    returns: Any = AgentReturns(rollout.module.__contains__)
-    seen = BatchObserver(returns, see=lambda fragment: None)
-    returns.by_module = {str(number): EpisodeReturns() for number in range(MOST_MODULES + 2)}
-    for own in returns.by_module.values():
-        own.take(1, [1.0], [1])
-    seen._collect_by_module(returns)
-    first, second = seen.take_episodes(), seen.take_episodes()
-    assert first is not None
-    assert second is not None
-    assert [len(each["by_module"]) for each in (first, second)] == [MOST_MODULES, 2]
+    assert not returns._is_present("a")
+    del returns.by_module["a"]
+    finish(1, "a")
+    assert seen.take_episodes() == told(0, a={"count": 1, "returns": [1.0], "lengths": [1]})
+    finish(1, *map(str, range(MOST_MODULES + 2)))  # more than one batch tells of
+    assert [len((seen.take_episodes() or {})["by_module"]) for _ in range(2)] == [MOST_MODULES, 2]
     rollout.environments.close()
 
 
@@ -259,7 +234,7 @@ def test_a_trainer_keeps_the_modules_that_it_heard_of_last() -> None:
 
 
 def test_a_sink_that_sends_fragments_watches_nothing() -> None:
-    rollout = cartpoles()
-    TrainerSink("unix:/nowhere", rollout).close()
-    assert "seen" not in "".join(rollout.graph().nodes)
+    rollout, graph = cartpoles(), Graph("feed")
+    graph.connect(rollout.fragments, TrainerSink("unix:/nowhere"))
+    assert "seen" not in "".join(graph.nodes)
     rollout.environments.close()

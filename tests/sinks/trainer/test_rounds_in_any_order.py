@@ -16,8 +16,7 @@ from taken_batches import taken_of
 
 from rollflow import Fragment
 from rollflow.sinks.trainer.intake import LaneRounds
-from rollflow.sinks.trainer.pace_gate import LaneNews, PaceGate, StreamOrder
-from rollflow.sinks.trainer.resend_buffer import ResendBuffer
+from rollflow.sinks.trainer.pace_gate import LaneNews, PaceGate, ResendBuffer, StreamOrder
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.stream.wire import LaneLeft, SourceSession, TrainerSession

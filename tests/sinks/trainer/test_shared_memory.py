@@ -1,32 +1,28 @@
 """Through shared memory a trainer gets what it would get otherwise, where the rollout has it, as long as it likes."""
 
 import gc
-import os
-import signal
 import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-import drawn_agents
 import numpy as np
 import pytest
-from feeding_rollouts import SHORT, FeedProcess, feeding, graph_of, graph_over, in_lanes_order, running, sequences_of
-from hypothesis import Phase, given, settings
-from memory_lending import file_of, files_mapped, shared_address
+from feeding_rollouts import feeding, graph_of, in_lanes_order, running, sequences_of, trainer
+from killable_trainer import FeedChild
+from memory_lending import arrays_of, file_of, files_mapped, parts_of, shared_address
 from numpy.typing import NDArray
-from property_examples import examples
+from remote_rollouts import await_that
 
-from rollflow import Fragment, RemoteEnvs, Rollout, TrainerStream
+from rollflow import Fragment, RemoteEnvs, TrainerStream
 from rollflow.nodes import EnvHost
 from rollflow.sinks import TrainerSink
 from rollflow.stream import WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.graph.channel import Inlet
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 WHERE = ["inline", "threads", "processes", "rollouts"]
@@ -40,24 +36,8 @@ def address() -> Iterator[str]:
         yield address
 
 
-def trainer(address: str, **options: Any) -> TrainerStream:
-    return TrainerStream(address, **{"limits": SHORT, "join_timeout": 60.0, **options})
-
-
 def placed(where: str) -> dict[str, Any]:
     return {"where": where, "lanes": 2} | ({} if where in ("inline", "threads") else {"workers": 2})
-
-
-def parts_of(fragment: Any) -> Sequence[Fragment]:
-    """The fragments that it is made of: one, or one of each part of the agents."""
-    return fragment.parts if isinstance(fragment, MultiAgentFragment) else [fragment]
-
-
-def arrays_of(fragment: Any) -> list[NDArray[Any]]:
-    parts = parts_of(fragment)
-    columns = [leaf for part in parts for column in part.columns.values() for leaf in leaves_of(column.tree)]
-    more = [array for part in parts if isinstance(part, AgentFragment) for array in (part.clock, part.module_of)]
-    return [array for array in [*columns, *more] if array.nbytes]
 
 
 class Keep:
@@ -71,39 +51,24 @@ class Keep:
             self.fragments.append(fragment)
 
 
-@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
-@given(drawn=drawn_agents.drawn_settings)
-def test_fragments_of_several_agents_are_those_of_the_rollout(drawn: drawn_agents.Drawn) -> None:
-    here = drawn_agents.fragments_of(drawn)
-    with shared_address() as address, trainer(address, yields="fragments", prefetch=8) as stream:
-        _, rollout = drawn_agents.made(drawn, env=drawn_agents.makers_of(drawn), num_fragments=3)
-        with running(*graph_over(rollout, stream.address)):
-            there = list(stream)
-        assert all(file_of(leaf) is not None for fragment in there for leaf in arrays_of(fragment))
-    drawn_agents.assert_alike(in_lanes_order(there), here)
-
-
 @pytest.mark.slow
 @PLACES
 def test_arrays_lie_where_the_rollout_has_them(where: str, agents: int, address: str) -> None:
     with trainer(address, yields="fragments") as stream:
         graph, rollout, sink = graph_of(address, range(4), agents=agents, num_fragments=3, **placed(where))
         keep = Keep()
-        graph.add(keep=keep)
-        graph.connect("rollout.fragments", "keep")
+        graph.connect("rollout.fragments", keep)
         with running(graph, rollout, sink):
             there = in_lanes_order(list(stream))
     kept = [part for fragment in in_lanes_order(keep.fragments) for part in parts_of(fragment)]
     for mine, theirs in zip(kept, [part for fragment in there for part in parts_of(fragment)], strict=True):
+        # What no worker writes; of several agents all.
+        is_copied = mine.sequence == 0 and (where == "processes" or agents > 0)
         for name, column in mine.columns.items():
-            pairs = zip(leaves_of(column.tree), leaves_of(theirs.columns[name].tree), strict=True)
-            # What no worker writes; of several agents all.
-            is_copied = mine.sequence == 0 and (where == "processes" or agents > 0)
-            for leaf, other in pairs:
-                if is_copied and file_of(leaf) is None:
-                    assert file_of(other) is not None
-                else:
-                    assert file_of(leaf) == file_of(other) is not None, (name, mine.sequence)
+            for leaf, other in zip(leaves_of(column.tree), leaves_of(theirs.columns[name].tree), strict=True):
+                place = file_of(leaf)
+                assert file_of(other) is not None
+                assert place == file_of(other) or (is_copied and place is None), (name, mine.sequence)
 
 
 @pytest.mark.slow
@@ -116,17 +81,8 @@ def test_what_a_trainer_keeps_stays_as_it_was_while_the_rollout_goes_on(where: s
                 if number % 5 < 2:
                     kept.append(fragment)
                     copies.append([leaf.copy() for leaf in arrays_of(fragment)])
-                    places = [file_of(leaf) for leaf in arrays_of(fragment)]
-                    assert None not in places
-    for fragment, copied in zip(kept, copies, strict=True):
-        for leaf, copy in zip(arrays_of(fragment), copied, strict=True):
-            np.testing.assert_array_equal(leaf, copy)
-    assert len({rewards_at(fragment) for fragment in kept}) == len(kept)
-
-
-def rewards_at(fragment: Any) -> Any:
-    """The memory that rewards of a fragment lie in."""
-    return file_of(parts_of(fragment)[0].columns["rewards"].tree)
+    check_same(kept, copies)
+    assert len({file_of(parts_of(fragment)[0].columns["rewards"].tree) for fragment in kept}) == len(kept)
 
 
 # Whoever is killed
@@ -191,34 +147,33 @@ def test_a_trainer_that_is_killed_loses_nothing_and_leaves_nothing(where: str, a
 @pytest.mark.parametrize("agents", [0, 2])
 def test_a_rollout_that_is_killed_takes_nothing_with_it(agents: int, address: str) -> None:
     gc.collect()
-    others, kept, copies = files_mapped(), [], []
+    others = files_mapped()
     with trainer(address, yields="fragments") as stream:
-        feed = FeedProcess(address, (0, 1, 2, 3), lanes=2, agents=agents)
-        for fragment in stream:
-            kept.append(fragment)
-            copies.append([leaf.copy() for leaf in arrays_of(fragment)])
-            if len(kept) == 10:
-                break
+        feed = FeedChild(address, [0, 1, 2, 3], lanes=2, agents=agents)
+        kept = list(islice(stream, 10))
+        copies = [[leaf.copy() for leaf in arrays_of(fragment)] for fragment in kept]
         feed.kill()
     assert sequences_of(kept) == {lane: list(range(len(numbers))) for lane, numbers in sequences_of(kept).items()}
-    for fragment, copied in zip(kept, copies, strict=True):
-        for leaf, copy in zip(arrays_of(fragment), copied, strict=True):
-            assert file_of(leaf) is not None
-            np.testing.assert_array_equal(leaf, copy)
-    del fragment, leaf, kept, stream  # which has others that came
+    check_same(kept, copies)
+    del kept, stream  # which has others that came
     gc.collect()
     assert files_mapped() <= others
 
 
+def check_same(kept: Sequence[Any], copies: Sequence[list[NDArray[Any]]]) -> None:
+    """The arrays of fragments are in shared memory, and as they were when they were copied."""
+    for fragment, copied in zip(kept, copies, strict=True):
+        for leaf, copy in zip(arrays_of(fragment), copied, strict=True):
+            assert file_of(leaf) is not None
+            np.testing.assert_array_equal(leaf, copy)
+
+
 @pytest.mark.slow
 def test_the_socket_of_a_trainer_that_was_killed_is_replaced(address: str) -> None:
-    process = trainer_process(address, "")
     path = Path(address.removeprefix("shm:"))
-    while not path.exists():
-        assert process.poll() is None
-        os.sched_yield()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with trainer_process(address, "") as process:
+        await_that(path.exists)
+        process.kill()
     assert path.exists()
     with trainer(address, yields="fragments") as stream, feeding(address, num_fragments=2, lanes=1):
         assert len(list(stream)) == 2
@@ -230,10 +185,9 @@ def test_the_socket_of_a_trainer_that_was_killed_is_replaced(address: str) -> No
 
 def test_wrong_uses_are_refused() -> None:
     tls = ssl.create_default_context()
-    rollout = Rollout("CartPole-v1", num_envs=1)
-    for make in (lambda **more: TrainerStream("shm:/x", **more), lambda **more: TrainerSink("shm:/x", rollout, **more)):
+    for kind in (TrainerStream, TrainerSink):
         with pytest.raises(WireError, match=r"address 'shm:/x' with tls: memory is not encrypted, expected tls=None"):
-            make(tls=tls)
+            kind("shm:/x", tls=tls)
     for address in ("shm:x", "shm:/" + "x" * 103, "shm:/\0"):
         with pytest.raises(WireError, match="expected an absolute path of at most 103 bytes behind 'shm:'"):
             TrainerStream(address)

@@ -1,20 +1,38 @@
 """No fragment is older than the bound: held back, dropped, masked or refused, as the trainer wants it."""
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from feeding_rollouts import feeding, graph_over, running, sequences_of, trainer, weights
+import torch
+from drawn_agents import Drawn, made
+from feeding_rollouts import (
+    SHORT,
+    fed,
+    feeding,
+    graph_over,
+    learner_of,
+    rollout_of,
+    running,
+    sequences_of,
+    trainer,
+    weights,
+    weights_of_agents,
+)
 from held_envs import Held, await_held, let_go
 from hypothesis import Phase, given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 from remote_rollouts import await_that
 
-from rollflow import Columns, Rollout, TrainerStream
-from rollflow.stream import LagError
+from rollflow import Columns, Graph, Rollout, TrainerStream
+from rollflow.sinks import TrainerSink
+from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
+from rollflow.sinks.trainer.pace_gate import BatchCredits
+from rollflow.stream import LagError, WireError
 
 
 def arrived_at(stream: TrainerStream) -> int:
@@ -53,17 +71,10 @@ def test_under_pace_every_action_is_as_new_as_it_must_be_and_nothing_is_lost(
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2])
 def test_a_lane_that_is_slow_makes_no_other_run_ahead(max_lag: int, tmp_path: Path) -> None:
-    slow = partial(Held, 0, tmp_path, steps=[20], lengths=(100, 100))
+    envs = [partial(Held, 0, tmp_path, steps=[20], lengths=(100, 100)), partial(NumberedEnv, 1)]
+    options: dict[str, Any] = {"module": NumberedModule(), "lanes": 2, "where": "threads", "fragment_length": 8}
     with trainer(max_lag=max_lag, on_excess="pace") as stream:
-        rollout = Rollout(
-            [slow, partial(NumberedEnv, 1)],
-            module=NumberedModule(),
-            lanes=2,
-            where="threads",
-            fragment_length=8,
-            num_fragments=8,
-        )
-        with running(*graph_over(rollout, stream.address)) as feed:
+        with running(*graph_over(Rollout(envs, num_fragments=8, **options), stream.address)) as feed:
             batches = iter(stream)
             for _ in range(2):
                 next(batches)
@@ -78,26 +89,18 @@ def test_a_lane_that_is_slow_makes_no_other_run_ahead(max_lag: int, tmp_path: Pa
     assert stream.lost == {}
 
 
-def test_where_weights_are_published_too_often_pace_says_so() -> None:
-    with trainer(max_lag=0, on_excess="pace") as stream, feeding(stream.address):
+@pytest.mark.parametrize("agents", [0, 2])
+def test_where_weights_are_published_too_often_pace_says_so(agents: int) -> None:
+    is_old = r"is 2 policy versions old, expected at most max_lag=0: publish at most once per batch, before the next is"
+    with trainer(max_lag=0, on_excess="pace") as stream, feeding(stream.address, agents=agents):
         batches = iter(stream)
         next(batches)
-        next(batches)
-        with pytest.raises(
-            LagError,
-            match=r"fragment \d of lane 0 of rollout feed .* is 2 policy versions old, expected at most max_lag=0: "
-            "publish at most once per batch, before the next is asked for",
-        ):
-            publish_behind_its_back(stream, batches)
-
-
-def publish_behind_its_back(stream: Any, batches: Any) -> None:
-    """Publish twice when the next fragment has begun."""
-    stream._begin_next()
-    await_that(lambda: arrived_at(stream) == 3)
-    stream.publish(weights(1.0))
-    stream.publish(weights(2.0))
-    next(batches)
+        stream._begin_next()
+        await_that(lambda: arrived_at(stream) == 2)  # the next has begun
+        for version in (1.0, 2.0):
+            stream.publish(weights_of_agents(version) if agents else weights(version))
+        with pytest.raises(LagError, match=rf"fragment 1 of lane 0 of rollout feed .* {is_old}"):
+            next(batches)
 
 
 def test_what_is_too_old_is_dropped_and_counted() -> None:
@@ -140,12 +143,135 @@ def test_older_steps_are_masked() -> None:
     assert masked + young == feed.rollout.num_steps
 
 
-def test_wrong_choices_are_refused() -> None:
-    with pytest.raises(ValueError, match="on_excess is 'wait', expected one of 'drop', 'pace', 'mask', 'raise'"):
-        trainer(on_excess="wait")
-    with pytest.raises(ValueError, match="is for batches, expected another one with yields='fragments'"):
-        trainer(on_excess="mask", yields="fragments")
-    with pytest.raises(ValueError, match="a batch is one fragment of every lane, expected no fragments_per_batch"):
-        trainer(on_excess="pace", fragments_per_batch=3)
-    with pytest.raises(ValueError, match="max_lag is -1, expected a whole number from 0 on"):
-        trainer(max_lag=-1)
+@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
+@given(max_lag=st.integers(0, 2), lanes=st.integers(1, 2), at_once=st.booleans(), seed=st.integers(0, 99))
+def test_so_it_is_with_several_agents_but_for_actions_that_were_pending(
+    max_lag: int, lanes: int, at_once: bool, seed: int
+) -> None:
+    _, rollout = made(Drawn(3, lanes, 4, 1, 9, at_once, 8, 1, True, seed), num_fragments=8)
+    stream = trainer(max_lag=max_lag, on_excess="pace")
+    with fed(stream, rollout):
+        steps = masked = 0
+        for batches in stream:
+            for batch in batches.values():
+                is_young = batch[Columns.POLICY_VERSION] >= stream.version - max_lag
+                assert torch.equal(batch[Columns.LOSS_MASK], is_young)
+                masked += int((~is_young).sum())
+                steps += len(is_young)
+            stream.publish({module_id: weights(stream.version + 1.0) for module_id in rollout.module})
+    assert steps == rollout.num_steps
+    assert stream.lost == ({"masked": masked} if masked else {})
+    assert not (at_once and masked)
+
+
+@pytest.mark.parametrize(
+    ("sends", "told"),
+    [
+        ("fragments", "expected no edge that drops"),
+        ("batches", "a LearnerPipeline alone between the rollout and a sink that sends batches"),
+    ],
+)
+def test_a_rollout_that_can_not_be_held_back_is_refused(sends: Any, told: str) -> None:
+    """Its fragments may be dropped, or somebody else makes batches of them."""
+    rollout = rollout_of([0], num_fragments=4)
+    with trainer(max_lag=0, on_excess="pace", join_timeout=20.0) as stream:
+        sink, graph = TrainerSink(str(stream.address), sends=sends, limits=SHORT), Graph("feed")
+        if sends == "batches":
+            graph.add(rollout=rollout, learner=learner_of(rollout), mine=lambda batches: batches)
+            graph.connect("rollout.fragments", "learner")
+            graph.connect("learner", "mine")
+            graph.connect("mine", sink)
+        else:
+            graph.connect(rollout.fragments, sink, capacity=1, overflow="drop_oldest")
+        with pytest.raises(WireError, match=told), running(graph, rollout, sink) as feed:
+            stream._begin_next()
+            feed.ended.result(60)
+
+
+BATCHES = 8
+
+
+class Counted(FragmentGatherer[Any]):
+    """Makes batches of numbers."""
+
+    def __call__(self, fragments: Any) -> Any:
+        return self._take(fragments).batches
+
+    def _batch_of(self, fragments: Any) -> dict[str, Any]:
+        return {} if all(fragment.is_in_vain for fragment in fragments) else {"of": fragments}
+
+
+class Begun:
+    """A fragment that was begun when so many batches were done with."""
+
+    def __init__(self, lane: int, sequence: int, done: int, num_steps: int, is_in_vain: bool) -> None:
+        self.lane, self.sequence, self.done = lane, sequence, done
+        self.num_steps, self.is_in_vain = num_steps, is_in_vain
+
+
+@settings(max_examples=examples(60))
+@given(
+    data=st.data(),
+    lanes=st.integers(1, 4),
+    fragments_per_batch=st.integers(1, 5),
+    ahead=st.integers(1, 4),
+    may_be_empty=st.booleans(),
+)
+def test_whatever_is_late_no_fragment_is_in_a_batch_beyond_its_bound_and_all_goes_on(
+    data: Any, lanes: int, fragments_per_batch: int, ahead: int, may_be_empty: bool
+) -> None:
+    gathering = Counted(fragments_per_batch, None)
+    credits = BatchCredits(gathering)
+    making: dict[int, Begun] = {}
+    sequences, going = [0] * lanes, list(range(lanes))
+    coming: deque[Begun] = deque()  # on their way to where batches are made
+    batches: list[Any] = []
+    done = 0
+    while done < BATCHES:
+        free = [lane for lane in going if lane not in making]
+        moves: list[Any] = [("begin", lane) for lane in free if credits.admits(done, ahead)]
+        moves += [("leave", lane) for lane in making]
+        moves += [("leave for good", lane) for lane in making] if len(going) > 1 else []
+        moves += [("gather", 0)] if coming else []
+        moves += [("move on", 0)] if done < len(batches) else []
+        assert moves, "it stands still"
+        move, lane = data.draw(st.sampled_from(moves))
+        if move == "begin":
+            steps, in_vain = data.draw(st.tuples(st.integers(0, 1), st.booleans())) if may_be_empty else (1, False)
+            making[lane] = Begun(lane, sequences[lane], done, steps, in_vain)
+            credits.begin(lane, sequences[lane], done)
+            sequences[lane] += 1
+        elif move == "leave":
+            coming.append(making.pop(lane))
+            credits.come(lane, coming[-1].sequence)
+        elif move == "leave for good":
+            going.remove(lane)
+            del making[lane]
+            credits.leave(lane)
+        elif move == "gather":
+            batch = gathering(coming.popleft())
+            if batch is not None:
+                batches.append(batch["of"])
+                assert all(len(batches) <= fragment.done + ahead for fragment in batches[-1])
+        else:
+            done += 1
+
+
+def test_a_fragment_that_was_lost_is_waited_for_no_more() -> None:
+    gathering = Counted(1, None)
+    credits = BatchCredits(gathering)
+    for sequence in range(2):
+        assert credits.admits(0, 2)
+        credits.begin(0, sequence, 0)
+    assert not credits.admits(0, 2)
+    credits.come(0, 1)
+    assert credits.admits(0, 2)
+
+
+def test_what_is_left_out_is_told() -> None:
+    told: list[int] = []
+    gathering = Counted(2, None)
+    gathering.watch(lambda: told.append(gathering.left_out))
+    for steps, is_in_vain in [(0, False), (1, True), (1, True), (1, False), (1, True)]:
+        gathering(Begun(0, 0, 0, steps, is_in_vain))
+    assert told == [1, 3]

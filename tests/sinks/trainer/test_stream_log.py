@@ -1,34 +1,30 @@
-"""What a trainer's stream logs."""
+"""What a trainer's stream logs, and the trace of its loop."""
 
 import json
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding_rollouts import SHORT, trainer
-from numbered_module import NumberedEnv, NumberedModule
+from feeding_rollouts import fed, rollout_of, trainer
+from numbered_module import NumberedModule
+from traces import arrows, assert_valid, events_of, processes, tracks
 
-from rollflow import Rollout, TrainerStream, feed
+from rollflow import TrainerStream, feed
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.observe.run_socket import snapshots
 
 
 def fed_rows(path: Path, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
     """A stream that has ended, and what it logged."""
-    module = NumberedModule()
-    rollout = Rollout([partial(NumberedEnv, 0)], module=module, fragment_length=8, num_fragments=3, seed=0)
-    with ThreadPoolExecutor() as threads, trainer(log=f"jsonl:{path}", log_every=3600.0, **options) as stream:
-        fed = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+    rollout = rollout_of([0], num_fragments=3)
+    with fed(trainer(log=f"jsonl:{path}", log_every=3600.0, **options), rollout) as (stream, _):
         for number, _ in enumerate(stream):
             stream.log("train/loss", number)
             if not number:
-                stream.publish(module.state_dict())
+                stream.publish(rollout.module.state_dict())
                 [snapshot] = [each for each in snapshots() if each["kind"] == "TrainerStream"]
-        assert fed.result() is None
     assert (snapshot["name"], snapshot["figures"]["policy/version"]) == (str(stream.address), 1)
     assert snapshot["figures"]["time/iterations"] == 1
     return stream, [json.loads(line) for line in path.read_text().splitlines()]
@@ -83,3 +79,32 @@ def test_a_trace_that_cannot_be_opened_leaves_no_log_behind(tmp_path: Path) -> N
 def test_what_cannot_be_logged_to_is_refused_when_it_is_made() -> None:
     with pytest.raises(MetricsError, match="kinds: csv, jsonl"):
         TrainerStream("tcp://127.0.0.1:0", log="nowhere")
+
+
+def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Path) -> None:
+    rollout = rollout_of(range(4), lanes=2, num_fragments=3)
+    stream = trainer(module=NumberedModule(), fragments_per_batch=2, trace=str(tmp_path / "trainer.trace"))
+    with fed(stream, rollout, name="sim", trace=str(tmp_path / "feed.trace.gz")):
+        assert sum(1 for _ in stream) == 3
+    of_trainer, of_feed = events_of(tmp_path / "trainer.trace"), events_of(tmp_path / "feed.trace.gz")
+    for events in (of_trainer, of_feed):
+        assert_valid(events)
+    assert processes(of_trainer) == [f"rollflow TrainerStream {stream.address}"]
+    here = tracks(of_trainer)
+    (arrivals,) = [name for name in here if name.startswith("from sim (tcp://")]
+    names = [each["name"] for _, _, each in here["loop"]]
+    assert [name for name in names if name.startswith("update")] == ["update 0", "update 1", "update 2"]
+    assert names.count("makes its batch") == 3
+    assert {each["args"]["steps"] for _, _, each in here[arrivals]} == {16}
+    expected = [(arrivals, ("loop", f"update {number // 2}")) for number in range(6)]
+    assert [(begins[0], ends) for begins, ends in arrows(of_trainer)] == expected
+    assert processes(of_feed) == ["rollflow feed"]
+    assert {f"rollout/lane {lane}" for lane in range(2)} <= tracks(of_feed).keys()
+
+
+def test_a_trace_that_can_not_be_written_is_told_at_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "none" / "run.trace")
+    with pytest.raises(ValueError, match="expected a file in a folder that is there"):
+        feed(rollout_of([0]), "unix:/nowhere", trace=path)
+    with pytest.raises(ValueError, match="expected a file in a folder that is there"):
+        trainer(trace=path)

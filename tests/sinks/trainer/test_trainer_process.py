@@ -1,31 +1,33 @@
 """A trainer that the rollout's process starts, and what is left of it."""
 
+import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import feeding_rollouts
 import pytest
 from feeding_rollouts import SHORT
-from numbered_module import NumberedEnv, NumberedModule
+from remote_rollouts import await_that
 
 from rollflow import Graph, Rollout, feed
 from rollflow.sinks import TrainerProcess, TrainerSink
+from rollflow.sinks.trainer.process import OwnFolder
 from rollflow.stream.data.errors import RunError
-
-pytestmark = pytest.mark.slow  # processes that import torch, in every test
+from rollflow.stream.observe.run_socket import FOLDER
 
 FRAGMENTS: dict[str, Any] = {"yields": "fragments"}
 
 
-def rollout_of(**options: Any) -> Rollout:
-    return Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, seed=0, **options)
+def rollout_of(**options: Any) -> Any:
+    return feeding_rollouts.rollout_of([0], **options)
 
 
 def fed(rollout: Rollout, trainer: TrainerProcess) -> str | None:
@@ -48,26 +50,27 @@ def counting(path: Path) -> Callable[[Any], None]:
     return train
 
 
-def test_it_gets_what_the_rollout_makes_and_ends_after_it(tmp_path: Path) -> None:
-    with TrainerProcess(counting(tmp_path / "told"), stream=FRAGMENTS) as trainer:
-        fed(rollout_of(num_fragments=3), trainer)
-    assert (tmp_path / "told").read_text() == f"{trainer.pid} [0, 1, 2]"
+@pytest.mark.slow
+@pytest.mark.parametrize("fragments", [0, 3], ids=["nobody feeds it", "it is fed"])
+def test_it_gets_what_the_rollout_makes_and_ends_after_it(fragments: int, tmp_path: Path) -> None:
+    with TrainerProcess(counting(tmp_path / "told"), stream={**FRAGMENTS, "join_timeout": None}) as trainer:
+        if fragments:
+            fed(rollout_of(num_fragments=fragments), trainer)
+    assert (tmp_path / "told").read_text() == f"{trainer.pid} {list(range(fragments))}"
     assert trainer.pid != os.getpid()
     assert is_gone(trainer)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_has_enough_ends_the_rollout() -> None:
     def train(stream: Any, count: int) -> int:
+        import torch
+
         for number, _ in enumerate(stream, start=1):
-            stream.publish({"weight": stream_weight(number)})
+            stream.publish({"weight": torch.tensor(float(number))})
             if number == count:
                 return number
         return 0
-
-    def stream_weight(number: int) -> Any:
-        import torch
-
-        return torch.tensor(float(number))
 
     rollout = rollout_of()
     with TrainerProcess(train, 3, stream=FRAGMENTS) as trainer:
@@ -77,36 +80,34 @@ def test_a_trainer_that_has_enough_ends_the_rollout() -> None:
     assert is_gone(trainer)
 
 
-def test_what_it_raises_is_raised_here_with_its_traceback() -> None:
-    def train(stream: Any) -> None:
-        for _ in stream:
-            raise ArithmeticError("it broke")
-
-    with pytest.raises(RunError, match="the trainer train has failed: ArithmeticError: it broke") as raised:
-        with TrainerProcess(train) as trainer:
-            fed(rollout_of(), trainer)
-    assert any('raise ArithmeticError("it broke")' in note for note in raised.value.__notes__)
-    assert is_gone(trainer)
+def broken(stream: Any) -> None:
+    for _ in stream:
+        raise ArithmeticError("it broke")
 
 
-def test_one_that_is_killed_is_named_at_once() -> None:
-    def train(stream: Any) -> None:
-        for _ in stream:
-            os.kill(os.getpid(), signal.SIGKILL)
+def killed(stream: Any) -> None:
+    for _ in stream:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(RunError, match=r"the trainer train, process \d+, was killed by SIGKILL"):
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("train", "told", "notes"),
+    [
+        (broken, "the trainer broken has failed: ArithmeticError: it broke", 'raise ArithmeticError("it broke")'),
+        (killed, r"the trainer killed, process \d+, was killed by SIGKILL", ""),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_how_it_has_failed_is_raised_here_at_once(train: Any, told: str, notes: str) -> None:
+    with pytest.raises(RunError, match=told) as raised:
         with TrainerProcess(train) as trainer:
             fed(rollout_of(), trainer)  # which would wait for another one
+    assert notes in "".join(getattr(raised.value, "__notes__", ()))
     assert is_gone(trainer)
 
 
-def test_one_that_nobody_feeds_ends_with_the_block(tmp_path: Path) -> None:
-    with TrainerProcess(counting(tmp_path / "told"), stream={"join_timeout": None}) as trainer:
-        pass
-    assert (tmp_path / "told").read_text() == f"{trainer.pid} []"
-    assert is_gone(trainer)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("is_deaf", [False, True])
 def test_one_that_does_not_end_is_made_to(is_deaf: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_deaf:
@@ -128,6 +129,7 @@ def test_one_that_does_not_end_is_made_to(is_deaf: bool, tmp_path: Path, monkeyp
     assert (tmp_path / "left").exists() == (not is_deaf)
 
 
+@pytest.mark.slow
 def test_an_error_in_the_block_ends_it_and_is_the_one_that_is_raised() -> None:
     def train(stream: Any) -> None:
         signal.pause()
@@ -142,21 +144,20 @@ def test_an_error_in_the_block_ends_it_and_is_the_one_that_is_raised() -> None:
     ("given", "told"),
     [
         ({"train": None}, r"train is None, expected a function that is called as train\(stream, \*args\)"),
-        ({"transport": "tcp"}, "transport is 'tcp', expected 'shm' or 'unix'"),
+        ({"linger": -1}, "linger is -1"),
         ({"stream": ["max_lag"]}, r"stream is \['max_lag'\], expected the arguments of a TrainerStream by their names"),
+        ({"stream": {"foo": 1}}, r"stream has \['foo'\], expected arguments of a TrainerStream among"),
+        ({"stream": {"address": 1}}, r"stream has \['address'\], expected arguments of a TrainerStream among"),
     ],
 )
 def test_what_can_not_be_run_is_refused_when_it_is_made(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        TrainerProcess(**{"train": counting(Path("nowhere")), **given})
+        TrainerProcess(**{"train": broken, **given})
 
 
-def test_it_runs_once() -> None:
-    trainer = TrainerProcess(counting(Path("nowhere")))
+def test_one_that_was_not_started_can_not_be_asked() -> None:
     with pytest.raises(RunError, match="has not been started"):
-        trainer.check()
-    with pytest.raises(ValueError, match="linger is -1"):
-        TrainerProcess(counting(Path("nowhere")), linger=-1)
+        TrainerProcess(broken).check()
 
 
 _PARENT = """
@@ -170,6 +171,7 @@ with TrainerProcess(train) as trainer:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="nothing tells when another's child has ended")
 def test_it_ends_with_its_parent_even_where_that_is_killed() -> None:
     program = _PARENT.format(path=sys.path)
@@ -181,23 +183,21 @@ def test_it_ends_with_its_parent_even_where_that_is_killed() -> None:
         os.close(child)
 
 
+@pytest.mark.slow
 def test_a_graph_of_ones_own_ends_with_its_trainer() -> None:
-    def train(stream: Any) -> None:
-        raise ArithmeticError("it broke")
-
     async def main(trainer: TrainerProcess) -> None:
-        rollout = rollout_of()
         graph = Graph("mine")
-        graph.connect(rollout.fragments, TrainerSink(trainer.address, watch=trainer.watch))
+        graph.connect(rollout_of().fragments, TrainerSink(trainer.address, watch=trainer.watch))
         async with graph.run() as run:
             await run.wait()
 
     with pytest.raises(RunError, match="it broke") as raised:
-        with TrainerProcess(train) as trainer:
+        with TrainerProcess(broken) as trainer:
             anyio.run(main, trainer)
     assert "in node 'trainer_sink'" in raised.value.__notes__
 
 
+@pytest.mark.slow
 def test_a_trainer_that_ends_before_a_rollout_has_come_ends_it_as_well() -> None:
     def train(stream: Any) -> int:
         return 7  # it was at its last step when it was saved
@@ -207,9 +207,51 @@ def test_a_trainer_that_ends_before_a_rollout_has_come_ends_it_as_well() -> None
     assert trainer.result == 7
 
 
-def test_arguments_that_a_stream_has_not_are_refused_before_there_is_a_process() -> None:
-    for unknown in ("foo", "address"):
-        with pytest.raises(
-            ValueError, match=rf"stream has \['{unknown}'\], expected arguments of a TrainerStream among"
-        ):
-            TrainerProcess(print, stream={unknown: 1})
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(FOLDER, "")  # runs have no sockets in it
+    return tmp_path
+
+
+def left(told: Any, *, forks: bool) -> None:
+    """Make a folder, and be gone at once; a child may go on."""
+    folder = OwnFolder()
+    (folder.path / "socket").touch()
+    if forks and not os.fork():
+        told.recv()
+        os._exit(0)
+    told.send(str(folder.path))
+    os._exit(1)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_folder_is_removed_once_nobody_is_left_who_has_it(folders: Path, forks: bool) -> None:
+    mine, theirs = FORK.Pipe()
+    process = FORK.Process(target=left, args=(theirs,), kwargs={"forks": forks})
+    process.start()
+    path = Path(mine.recv())
+    process.join()
+    others = OwnFolder()
+    assert path.exists() == forks
+    if forks:
+        mine.send("go")
+        theirs.close()
+        with pytest.raises(EOFError):
+            mine.recv()  # the child is going: what it has open is closed one by one
+        await_that(lambda: OwnFolder().close() or not path.exists())
+    assert others.path.exists()
+    others.close()
+    others.close()
+    assert list(folders.iterdir()) == []
+
+
+def test_what_is_not_one_is_left_alone(folders: Path) -> None:
+    (folders / "rollflow-mine").mkdir()
+    (folders / "rollflow-mine" / "lock").touch()
+    (folders / "rollflow-notes").touch()
+    OwnFolder().close()
+    assert sorted(path.name for path in folders.iterdir()) == ["rollflow-mine", "rollflow-notes"]

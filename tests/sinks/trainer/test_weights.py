@@ -1,6 +1,8 @@
-"""A trainer's weights: which rollouts act with them, and how it gets to know."""
+"""A trainer's weights: which rollouts and followers act with them, and how it gets to know."""
 
 import logging
+import queue
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -8,14 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from feeding_rollouts import SHORT, await_come, feeding, graph_over, running, trainer, weights
+import trustme
+from feeding_rollouts import (
+    SHORT,
+    await_come,
+    failing,
+    feeding,
+    graph_of,
+    graph_over,
+    running,
+    trainer,
+    weights,
+    weights_of_agents,
+)
 from numbered_module import NumberedModule
 from remote_rollouts import await_that
 
-from rollflow import Columns, Graph, Rollout, TrainerStream
-from rollflow.sinks import TrainerSink
-from rollflow.stream import GraphError, ModuleError, RunError, WireError
-from rollflow.stream.wire import Limits
+from rollflow import Columns, Rollout, TrainerStream
+from rollflow.sinks import TrainerSink, WeightsFollower
+from rollflow.stream import ModuleError, RunError, WireError
+from rollflow.stream.wire import Fragment, Limits, SourceConnection
 
 
 class Large(NumberedModule):
@@ -26,30 +40,28 @@ class Large(NumberedModule):
         self.more = torch.nn.Parameter(torch.zeros(1 << 17))
 
 
-def trainer_at(address: str) -> TrainerStream:
-    return TrainerStream(address, limits=SHORT)
-
-
-def test_a_rollout_begins_with_the_trainers_newest_weights() -> None:
+@pytest.mark.parametrize(("agents", "sends"), [(0, "fragments"), (2, "fragments"), (2, "batches")])
+def test_a_rollout_begins_with_the_trainers_newest_weights(agents: int, sends: str) -> None:
+    weights_for = weights_of_agents if agents else weights
     with trainer() as stream:
-        stream.publish(weights(5.0))
-        assert stream.publish(weights(7.0)) == 2
-        with feeding(stream.address, num_fragments=2):
+        stream.publish(weights_for(5.0))
+        assert stream.publish(weights_for(7.0)) == 2
+        with feeding(stream.address, agents=agents, num_fragments=2, sink={"sends": sends}):
             for batch in stream:
-                assert (batch[Columns.POLICY_VERSION] == 2).all()
-                assert (batch["weight"] == 7.0).all()
+                for part in batch.values() if agents else [batch]:
+                    assert (part[Columns.POLICY_VERSION] == 2).all()
+                    assert (part["weight"] == 7.0).all()
 
 
 def test_a_trainer_that_begins_anew_has_its_weights_used_all_the_same(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, num_fragments=12, lanes=1) as feed:
-        with pytest.raises(KeyError), trainer_at(address) as stream:
+        with failing(address) as stream:
             for value in range(3):
                 stream.publish(weights(float(value)))
             next(iter(stream))
             assert feed.rollout.policy_version == 3
-            raise KeyError
-        with trainer_at(address) as stream:
+        with trainer(address) as stream:
             assert stream.publish(weights(77.0)) == 1
             batches = list(stream)
             assert stream.version == 4
@@ -75,10 +87,7 @@ def test_weights_of_another_module_are_refused_before_they_are_sent() -> None:
 
 @pytest.mark.slow
 def test_weights_that_are_larger_than_a_rollout_takes_are_refused_where_they_are_published() -> None:
-    large, told = (
-        Large().state_dict(),
-        r"weights of \d+ bytes, and rollout feed .* at most 65536: give its sink",
-    )
+    large, told = Large().state_dict(), r"weights of \d+ bytes, and rollout feed .* at most 65536: give its sink"
     options: dict[str, Any] = {"module": Large(), "num_fragments": 1, "sink": {"limits": Limits(max_frame=1 << 16)}}
     with trainer() as stream:
         with feeding(stream.address, **options):
@@ -119,31 +128,116 @@ def test_weights_of_another_module_that_are_published_too_early_end_the_rollout(
 
 
 def test_a_rollout_may_feed_two_trainers(caplog: pytest.LogCaptureFixture) -> None:
-    with trainer(yields="fragments") as first, trainer(yields="fragments") as second:
-        rollout = Rollout("CartPole-v1", num_envs=2, fragment_length=8, num_fragments=5)
-        sinks = [TrainerSink(str(stream.address), name="both") for stream in (first, second)]
-        graph = Graph("two")
-        for sink in sinks:
-            graph.connect(rollout.fragments, sink, capacity=1)
-        with running(graph, rollout, sinks[0]):
-            with ThreadPoolExecutor() as pool:
-                others = pool.submit(lambda: [fragment.sequence for fragment in second])
-                taken = []
-                for fragment in first:
-                    taken.append(fragment.sequence)
-                    if len(taken) == 2:
-                        first.publish(rollout.module.state_dict())
-                        first.publish(rollout.module.state_dict())
-                        await_that(lambda: rollout.policy_version == 2)
-                        with caplog.at_level(logging.WARNING):
-                            second.publish(rollout.module.state_dict())
-                            await_that(lambda: "of another trainer" in caplog.text)
+    with trainer(yields="fragments") as first, trainer(yields="fragments") as second, ThreadPoolExecutor() as pool:
+        graph, rollout, sink = graph_of(first.address, (0, 1), num_fragments=5)
+        graph.connect("rollout.fragments", TrainerSink(str(second.address)), capacity=1)
+        with running(graph, rollout, sink):
+            others = pool.submit(lambda: [fragment.sequence for fragment in second])
+            taken = []
+            for fragment in first:
+                taken.append(fragment.sequence)
+                if len(taken) == 2:
+                    first.publish(rollout.module.state_dict())
+                    first.publish(rollout.module.state_dict())
+                    await_that(lambda: rollout.policy_version == 2)
+                    with caplog.at_level(logging.WARNING):
+                        second.publish(rollout.module.state_dict())
+                        await_that(lambda: "of another trainer" in caplog.text)
             assert taken == others.result() == [0, 1, 2, 3, 4]
     assert rollout.policy_version == 2
 
 
-def test_a_sink_comes_before_its_rollout_is_in_the_graph() -> None:
-    rollout = Rollout("CartPole-v1")
-    Graph("g").add(rollout=rollout)
-    with pytest.raises(GraphError, match="the rollout is in a graph already, expected what holds it back to come"):
-        TrainerSink("tcp://127.0.0.1:1", rollout)
+Taken = queue.Queue[tuple[int, float]]
+
+
+def taking() -> tuple[Taken, Any]:
+    """A queue of versions and weights, and what puts them there."""
+    taken: Taken = queue.Queue()
+    return taken, lambda version, came: taken.put((version, float(came["weight"])))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_lag": 0, "on_excess": "pace"}], ids=["free", "paced"])
+@pytest.mark.parametrize("shares", [False, True], ids=["sent", "shared"])
+def test_a_trainer_learns_as_without_its_followers(shares: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    taken, take = taking()
+    address = f"shm:{tmp_path}/trainer" if shares else "tcp://127.0.0.1:0"
+    with (
+        trainer(address, **options) as stream,
+        feeding(stream.address, num_fragments=6, lanes=2),
+        WeightsFollower(stream.address, take),
+    ):
+        counts = []
+        for batch in stream:
+            counts.append(len(batch[Columns.REWARDS]))
+            version = stream.publish(weights(float(len(counts))))
+            while taken.get(timeout=30) != (version, float(len(counts))):
+                pass
+            assert len(stream.sources) <= 1
+    assert len(set(counts)) == 1
+    assert len(counts) == 6
+
+
+@pytest.mark.parametrize("scheme", ["unix", "shm"])
+def test_a_follower_begins_with_the_newest_weights_and_follows_the_next_trainer(scheme: str, tmp_path: Path) -> None:
+    address, (taken, take) = f"{scheme}:{tmp_path}/trainer", taking()
+    with WeightsFollower(address, take) as follower:
+        assert follower.problem
+        for value in (7.0, 9.0):  # the second one counts anew
+            with TrainerStream(address) as stream:
+                stream.publish(weights(value - 1.0))
+                stream.publish(weights(value))
+                stream._listener.open()
+                assert taken.get(timeout=30) == (2, value)
+                await_that(lambda: not follower.problem)
+            await_that(lambda: "said goodbye" in follower.problem)
+    assert taken.empty()
+
+
+def test_a_follower_speaks_tls_and_proves_the_secret(tmp_path: Path) -> None:
+    authority, (taken, take) = trustme.CA(), taking()
+    server, client = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(server)
+    authority.configure_trust(client)
+    with TrainerStream("tcp://127.0.0.1:0", secret="one", tls=server) as stream:
+        stream.publish(weights(3.0))
+        stream._listener.open()
+        with WeightsFollower(stream.address, take, secret="one", tls=client):
+            assert taken.get(timeout=30) == (1, 3.0)
+        with WeightsFollower(stream.address, take, secret="another", tls=client) as follower:
+            await_that(lambda: follower.error is not None)
+            assert "secret" in follower.problem
+    with pytest.raises(WireError, match="memory is not encrypted, expected tls=None"):
+        WeightsFollower("shm:/memory", take, tls=client)
+    with pytest.raises(WireError, match=r"expected 'tcp:.*'unix:/path' or 'shm:/path'"):
+        WeightsFollower("/memory", take)
+
+
+def test_what_a_follower_raises_ends_its_following_alone() -> None:
+    def take(version: int, came: Any) -> None:
+        raise ValueError("not these")
+
+    taken, other = taking()
+    with trainer() as stream:
+        stream._listener.open()
+        with WeightsFollower(stream.address, take) as follower, WeightsFollower(stream.address, other):
+            stream.publish({"weight": torch.tensor(1.0)})
+            await_that(lambda: follower.error is not None)
+            assert follower.problem == "not these"
+            stream.publish(weights(2.0))
+            while taken.get(timeout=30) != (2, 2.0):
+                pass
+
+
+def test_fragments_of_a_follower_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_one(self: Any, peer: Any) -> None:
+        connection: SourceConnection = peer.connection
+        if connection.next == 1 and connection.phase.name == "RUNNING":
+            self.session.given = 1
+            connection.send(Fragment(0, 1, {}, {}))
+
+    monkeypatch.setattr("rollflow.sinks.trainer.uplink.TrainerUplink._send", send_one)
+    with trainer() as stream:
+        stream._listener.open()
+        with WeightsFollower(stream.address, taking()[1]) as follower:
+            await_that(lambda: follower.error is not None)
+            assert "fragment 1, expected at most 0" in follower.problem

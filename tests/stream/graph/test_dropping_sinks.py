@@ -14,7 +14,6 @@ from rollflow.stream.graph.meter import NodeMeter
 from rollflow.stream.graph.report import report_of
 
 LONGEST_S = 60.0
-DROPS: list[Any] = ["drop_oldest", "latest"]
 
 pytestmark = pytest.mark.anyio
 
@@ -57,10 +56,9 @@ def graph_with(slow: Any, overflow: Any, where: Any = None) -> Graph:
     return graph
 
 
-@pytest.mark.parametrize("overflow", DROPS)
-async def test_a_sink_behind_an_edge_that_drops_holds_nobody_up(overflow: Any) -> None:
+async def test_a_sink_behind_an_edge_that_drops_holds_nobody_up() -> None:
     sink = Held()
-    graph = graph_with(sink, overflow)
+    graph = graph_with(sink, "drop_oldest")
     assert "slow.number   worker thread" in graph.explain()
     async with graph.run() as run:
         try:
@@ -72,21 +70,20 @@ async def test_a_sink_behind_an_edge_that_drops_holds_nobody_up(overflow: Any) -
     assert run.report().nodes[2].name == "slow"
 
 
-@pytest.mark.parametrize("overflow", DROPS)
-def test_only_sinks_whose_every_edge_drops_get_a_thread(overflow: Any) -> None:
-    assert graph_with(HeldOn(), overflow).place_of("slow") == "inline"
-    graph = graph_with(Held(), overflow)
+def test_only_sinks_whose_every_edge_drops_get_a_thread() -> None:
+    assert graph_with(HeldOn(), "drop_oldest").place_of("slow") == "inline"
+    graph = graph_with(Held(), "drop_oldest")
     assert graph.place_of("slow") == "thread"
     graph.connect("learner", "slow", capacity=1)
     assert graph.place_of("slow") == "inline"
     assert graph_with(Held(), "block").place_of("slow") == "inline"
-    assert graph_with(HeldInline(), overflow).place_of("slow") == "inline"
-    assert graph_with(Held(), overflow, where="inline").place_of("slow") == "inline"
-    assert graph_with(HeldInline(), overflow, where="thread").place_of("slow") == "thread"
+    assert graph_with(HeldInline(), "drop_oldest").place_of("slow") == "inline"
+    assert graph_with(Held(), "drop_oldest", where="inline").place_of("slow") == "inline"
+    assert graph_with(HeldInline(), "drop_oldest", where="thread").place_of("slow") == "thread"
 
 
 @pytest.mark.parametrize("gives", [False, True], ids=["sink", "outlet"])
-@pytest.mark.parametrize("overflow", ["block", *DROPS])
+@pytest.mark.parametrize("overflow", ["block", "drop_oldest"])
 @pytest.mark.parametrize("where", ["inline", "thread"])
 def test_the_report_names_a_slow_node_if_and_only_if_it_holds_others_back(
     where: Any, overflow: Any, gives: bool
@@ -102,7 +99,7 @@ def test_the_report_names_a_slow_node_if_and_only_if_it_holds_others_back(
 
 
 def test_a_node_that_a_slow_thread_feeds_is_harmless_only_off_the_event_loop() -> None:
-    graph = graph_with(HeldOn(), "latest", "thread")
+    graph = graph_with(HeldOn(), "drop_oldest", "thread")
     graph.add(inline=lambda number: None, task=collect)
     graph.connect("slow", "inline", capacity=1)
     graph.connect("slow", "task", capacity=1)

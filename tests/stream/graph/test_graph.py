@@ -214,14 +214,9 @@ def test_a_mistake_in_a_drawing_is_named(mistake: Callable[[Graph], object], tol
         ("show", "double", {}, r"'show': node 'show' has not one outlet but these: none"),
         ("source", "show", {}, r"source.out gives int, but show.text takes str"),
         ("source", "double", {"capacity": 0}, r"source → double: capacity is 0, expected at least 1, or None"),
-        (
-            "source",
-            "double",
-            {"overflow": "spill"},
-            r"overflow is 'spill', expected 'block', 'drop_oldest' or 'latest'",
-        ),
-        ("source", "double", {"overflow": "latest"}, r"an edge without a capacity can't have overflow='latest'"),
-        ("double", "double", {"capacity": 1, "overflow": "latest", "feedback": True}, r"a feedback edge can't have"),
+        ("source", "double", {"overflow": "spill"}, r"overflow is 'spill', expected 'block' or 'drop_oldest'"),
+        ("source", "double", {"overflow": "drop_oldest"}, r"without a capacity can't have overflow='drop_oldest'"),
+        ("double", "double", {"capacity": 1, "overflow": "drop_oldest", "feedback": True}, "a feedback edge can't"),
         ("source", "double", {"gate": object()}, r"a gate stands only between synchronous, inline nodes"),
     ],
 )

@@ -1,9 +1,13 @@
-"""Lender: a rollout's memory, lent to a trainer on the same host.
+"""Lending: a rollout's memory, lent to a trainer on the same host, and how the trainer sees it.
 
 A fragment's arrays stay where the environments wrote them, where that is shared memory; others are copied into blocks
 of the lender's own. What is lent is written again only once the trainer has said that nobody there reads it any more,
 or once nobody is left who could: each connection has a pipe, `life`, the other end of which the trainer and its
 children hold for as long as they have anything that was lent through it.
+
+At the trainer each fragment has an array of its own over every block that it lies in. Once that has gone, with all that
+was derived from it, the rollout is told that it may write there again. A process that is forked off is not asked: it is
+to copy what it goes on to read.
 """
 
 import logging
@@ -11,7 +15,7 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +25,11 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.trainer.messages import is_batch
 from rollflow.stream import wire
-from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, block_under, root_of
+from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, block_under, never_shrinks, root_of
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.net.descriptor_transport import Descriptor, DescriptorTransport
+from rollflow.stream.wire import Block, Forget, Fragment, Lent, lent_columns
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +80,7 @@ class FragmentLender:
     @property
     def nbytes(self) -> int:
         """Bytes that are lent."""
-        return sum(loans.nbytes for loans in self._all())
+        return sum(loans.nbytes for loans in (*self._left, self._loans) if loans is not None)
 
     def look_at(self, message: wire.Fragment) -> None:
         """Take down which blocks a fragment lies in, while whoever made them still has their descriptors."""
@@ -83,8 +88,8 @@ class FragmentLender:
             return  # which is copied
         roots = {id(root): root for tree in message.columns.values() for root in map(root_of, leaves_of(tree))}
         for block in map(block_under, roots.values()):
-            if block is not None and block not in self._descriptors and not block.is_closed:
-                self._descriptors[block] = Descriptor(os.dup(block.fd))
+            if block is not None and not block.is_closed:
+                self._keep_descriptor(block)
 
     def begin(self, connection: wire.SourceConnection, transport: DescriptorTransport) -> None:
         """Lend through this connection from now on."""
@@ -99,9 +104,10 @@ class FragmentLender:
 
     def send(self, message: wire.Fragment) -> None:
         """Send a fragment, or a train batch, with its arrays lent; with copies if they may not be lent as well."""
-        self._connected.tell_of_gone()
-        lent = self._lent(message)
-        self._connected.connection.send(message if lent is None else lent)
+        assert self._loans is not None
+        self._loans.tell_of_gone()
+        lent = self._lent(message, self._loans)
+        self._loans.connection.send(message if lent is None else lent)
 
     def take_back(self, message: wire.BlocksReleased) -> None:
         """Take back blocks that nobody reads any more. Raises WireError for one that was not lent."""
@@ -109,20 +115,12 @@ class FragmentLender:
         for number in message.blocks:
             self._loans.take_back(number)
 
-    @property
-    def _connected(self) -> "_Loans":
-        assert self._loans is not None
-        return self._loans
-
-    def _loans_for(self, size: int) -> "_Loans | None":
-        """The loans that so many bytes are to be added to; None: so many more may not be lent."""
+    def _has_room(self, size: int) -> bool:
+        """True if so many more bytes may be lent; logs once that they may not."""
         self._left = [left for left in self._left if not left.are_over()]
-        if (lent := self.nbytes) and lent + size > self._most:
-            self._warn(lent)
-            return None
-        return self._connected
-
-    def _warn(self, lent: int) -> None:
+        lent = self.nbytes
+        if not lent or lent + size <= self._most:
+            return True
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -131,29 +129,22 @@ class FragmentLender:
                 lent,
                 self._most,
             )
+        return False
 
-    def _all(self) -> Iterator["_Loans"]:
-        yield from self._left
-        if self._loans is not None:
-            yield self._loans
+    def _keep_descriptor(self, block: SharedBlock) -> None:
+        if block not in self._descriptors:
+            self._descriptors[block] = Descriptor(os.dup(block.fd))
 
-    def _descriptor_of(self, block: SharedBlock) -> Descriptor:
-        descriptor = self._descriptors.get(block)
-        if descriptor is None:  # one of ours
-            descriptor = self._descriptors[block] = Descriptor(os.dup(block.fd))
-        return descriptor
-
-    def _lent(self, message: wire.Fragment) -> wire.Lent | None:
+    def _lent(self, message: wire.Fragment, loans: "_Loans") -> wire.Lent | None:
         """The message of a fragment that is lent from now on; None: it may not be lent as well."""
         columns: Any = message.columns
         leaves, spec = optree.tree_flatten(columns, none_is_leaf=True)
         size = sum([leaf.nbytes for leaf in leaves])
-        loans = self._loans_for(size)
-        if loans is None:
+        if not self._has_room(size):
             return None
         places, shared, roots = self._placed(leaves, is_batch=is_batch(message))
         columns_at = _packed(spec, tuple(places))
-        blocks = tuple([loans.number_of(block, self._descriptor_of(block)) for block in shared])
+        blocks = tuple([loans.number_of(block, self._descriptors[block]) for block in shared])
         loans.lend(blocks, roots, size)
         return wire.Lent(message.lane, message.number, blocks, columns_at, message.rest)
 
@@ -168,7 +159,9 @@ class FragmentLender:
         index, root = self._pools[size].take()
         for array, leaf in zip(arrays, leaves, strict=True):
             np.copyto(np.ndarray(leaf.shape, leaf.dtype, root, leaf.offset), array)
-        return self._pools[size].blocks[index], root, leaves
+        block = self._pools[size].blocks[index]
+        self._keep_descriptor(block)
+        return block, root, leaves
 
     def _placed(
         self, leaves: list[NDArray[Any]], *, is_batch: bool
@@ -275,3 +268,79 @@ class _Loans:
 
 def _is_plain(array: NDArray[Any]) -> bool:
     return array.flags.c_contiguous and wire.can_be_lent(array.dtype)
+
+
+_MOST_BLOCKS = 1 << 16  # of one connection's
+_MOST_FREED = 1024  # that are told at a time
+
+
+class FragmentBorrower:
+    """Makes fragments of what a source lends through one connection.
+
+    transport    where the descriptors come
+    """
+
+    def __init__(self, transport: DescriptorTransport) -> None:
+        self._transport = transport
+        self._blocks: dict[int, SharedBlock] = {}
+        # Shows the source that somebody has something of it, as long as it is open: whatever was lent holds it.
+        self._life: Descriptor | None = None
+        self._freed: deque[int] = deque()  # blocks, once for each array that has gone
+
+    def take(self, message: Block | Forget) -> None:
+        """Take a block, or forget some. Raises WireError where it is none, or one that could be taken away again."""
+        if isinstance(message, Block):
+            self._map(message)
+            return
+        for number in message.blocks:
+            if self._blocks.pop(number, None) is None:
+                raise WireError(f"forget: block {number}, expected one that there is", "memory")
+
+    def fragment(self, message: Lent) -> Fragment:
+        """The fragment of a message, its arrays where they lie. Raises WireError if they lie nowhere."""
+        blocks = [self._array_over(number) for number in message.blocks]
+        return Fragment(message.lane, message.number, lent_columns(message.columns).tree(blocks), message.rest)
+
+    def freed(self) -> tuple[int, ...]:
+        """Blocks, once for each time that they were lent, that nobody reads any more: to be told to the source."""
+        return tuple([self._freed.popleft() for _ in range(min(len(self._freed), _MOST_FREED))])
+
+    def _map(self, message: Block) -> None:
+        if self._life is None:
+            self._life = self._transport.claim()
+        descriptor = self._transport.claim()
+        if message.number in self._blocks or len(self._blocks) >= _MOST_BLOCKS:
+            raise WireError(f"block {message.number}, expected a new one, of at most {_MOST_BLOCKS}", "memory")
+        size = os.fstat(descriptor.fd).st_size
+        if size < message.size or not never_shrinks(descriptor.fd):
+            raise WireError(
+                f"block {message.number} of {message.size} bytes: its file has {size}, expected as many for good",
+                "memory",
+            )
+        block = self._blocks[message.number] = SharedBlock(message.size, descriptor.taken())
+        block.close()
+
+    def _array_over(self, number: int) -> NDArray[np.uint8]:
+        block = self._blocks.get(number)
+        if block is None or self._life is None:
+            raise WireError(f"lent: block {number}, expected one that there is", "memory")
+        array = block.array()
+        weakref.finalize(array, _give_back, self._life, self._freed, number).atexit = False
+        return array
+
+
+def _give_back(life: Descriptor, freed: deque[int], number: int) -> None:
+    """Note that an array over a block has gone. Whoever is to call this holds the connection's life open."""
+    freed.append(number)
+
+
+def checked(borrower: FragmentBorrower | None, message: Block | Forget | Lent) -> FragmentBorrower:
+    """The borrower of a connection. Raises WireError where a message of this kind has none."""
+    if borrower is None:
+        raise WireError(f"{message.kind} through a socket that no memory is shared by, expected none", "order")
+    return borrower
+
+
+def fragment_in(message: Fragment | Lent, borrower: FragmentBorrower | None) -> Fragment:
+    """The fragment of a message. Raises WireError if arrays lie in no block."""
+    return message if isinstance(message, Fragment) else checked(borrower, message).fragment(message)
