@@ -5,7 +5,7 @@ import importlib
 import os
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,18 @@ def _module_of(named: Sequence[str]) -> Any:
             raise ValueError(f"--module {each}: expected another ID= before each of several")
         modules[module_id] = object_of(name or None, f"--module {module_id}=")
     return modules
+
+
+def print_checks(checks: Iterable[tuple[Any, str | None]]) -> int:
+    """Print what was checked, with what is wrong with it, if anything is; the exit status."""
+    wrong = 0
+    for name, fault in checks:
+        print(f"{'ok   ' if fault is None else 'WRONG'}  {name}", flush=True)
+        if fault is not None:
+            wrong += 1
+            print(f"       {fault}", flush=True)
+    print("all is well" if not wrong else f"{wrong} wrong")
+    return min(wrong, 1)
 
 
 def environment_of(name: str) -> Any:

@@ -28,14 +28,8 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit status, 0 where nothing is wrong."""
     secret, tls = secret_bytes(arguments.secret_of(args)), arguments.tls_of(args, listens=False)
-    wrong = 0
-    for name, fault in check_host(_opener(args.address, secret, tls), secret=secret, patience_s=args.timeout):
-        print(f"{'ok   ' if fault is None else 'WRONG'}  {name}", flush=True)
-        if fault is not None:
-            wrong += 1
-            print(f"       it {fault}", flush=True)
-    print("all is well" if not wrong else f"{wrong} wrong")
-    return min(wrong, 1)
+    checks = check_host(_opener(args.address, secret, tls), secret=secret, patience_s=args.timeout)
+    return arguments.print_checks((name, fault and f"it {fault}") for name, fault in checks)
 
 
 def _opener(text: str, secret: bytes | None, tls: ssl.SSLContext | None) -> Callable[[], socket.socket]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow import DatasetSink, DatasetSource
+from rollflow.cli import arguments
 from rollflow.sinks.datasets.dataset_check import check_dataset
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of, whole_folder
 from rollflow.sinks.datasets.episode_block import EpisodeSummary, histogram
@@ -112,14 +113,7 @@ def _facts_of(run: dict[str, Any]) -> Iterator[str]:
 def _check(args: argparse.Namespace) -> int:
     if minari_data_of(args.path) is not None:
         raise DatasetError(f"{args.path} is Minari's, expected a dataset of rollflow's own").see("dataset")
-    wrong = 0
-    for path, fault in check_dataset(DatasetFolder(args.path)):
-        print(f"{'ok   ' if fault is None else 'WRONG'}  {path}", flush=True)
-        if fault is not None:
-            wrong += 1
-            print(f"       {fault}", flush=True)
-    print("all is well" if not wrong else f"{wrong} wrong")
-    return min(wrong, 1)
+    return arguments.print_checks(check_dataset(DatasetFolder(args.path)))
 
 
 def _merge(args: argparse.Namespace) -> int:

@@ -17,8 +17,7 @@ from rollflow import DatasetSink, Policy
 from rollflow.cli import arguments
 from rollflow.nodes.env.filmed_env import FilmedEnv, import_av
 from rollflow.nodes.rollout.rollout import Rollout, rollout_of
-from rollflow.stream.data.tree import map_tree
-from rollflow.stream.fragments.fragment import ChunkIndex, Final, Fragment
+from rollflow.stream.fragments.fragment import ChunkIndex, Fragment
 
 
 def add_to(commands: Any) -> None:
@@ -114,7 +113,7 @@ def shares_of(episodes: int, slots: int) -> NDArray[np.int64]:
 
 
 def _with_chunks(fragment: Fragment, kept: NDArray[np.bool_]) -> Fragment:
-    """A fragment with some of another's chunks, and with its columns.
+    """A fragment with some of another's chunks, and with all of its columns and last observations.
 
     kept    bool[C]
     """
@@ -123,11 +122,4 @@ def _with_chunks(fragment: Fragment, kept: NDArray[np.bool_]) -> Fragment:
     chosen = copy.copy(fragment)
     vars(chosen).pop("row_order", None)
     chosen.chunks = ChunkIndex(**{each.name: getattr(fragment.chunks, each.name)[kept] for each in fields(ChunkIndex)})
-    ends = set(zip(chosen.chunks.stop.tolist(), chosen.chunks.slot.tolist(), strict=True))
-    chosen.finals = []
-    for final in fragment.finals:
-        at = np.array([(final.row + 1, slot) in ends for slot in final.slots.tolist()], np.bool_)
-        if at.any():
-            observations = map_tree(lambda leaf, at=at: leaf[at], final.observations)
-            chosen.finals.append(Final(final.row, final.slots[at], observations, final.infos))
     return chosen

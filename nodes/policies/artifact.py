@@ -34,7 +34,6 @@ from rollflow.nodes.policies.artifact_files import (
 from rollflow.nodes.policies.onnx_policy import difference
 from rollflow.nodes.policies.part_records import (
     MODULE_FIELDS,
-    array_names,
     check_fields,
     from_plain,
     is_known,
@@ -257,10 +256,8 @@ def _program_module(
 ) -> ProgramModule:
     if PROGRAMS not in files or PROGRAM_ARRAYS not in files:
         raise PolicyError(f"the policy has no program, expected {PROGRAMS} and {PROGRAM_ARRAYS}")
-    own = {name: states[name] for name in array_names(record) if name in states}
-    initial = from_plain(record["initial_state"], "module/initial_state", states)
-    for name in array_names(record["config"]):
-        states.pop(name, None)
+    own = {name: states.pop(name) for name in list(states) if name.startswith("module/")}
+    initial = from_plain(record["initial_state"], "module/initial_state", dict(own))
     return ProgramModule(
         json_of(files[PROGRAMS], PROGRAMS),
         weights,

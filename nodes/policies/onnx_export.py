@@ -232,11 +232,10 @@ def _made_leaf(rule: LeafRule, items: Tree) -> Tensor:
     if rule.bounds is not None:
         low, high = map(torch.from_numpy, rule.bounds)
         rows = torch.minimum(torch.maximum(rows.double(), low), high)
-    if rule.target.is_whole and rows.is_floating_point():
-        space = rule.target.space
-        rows = nearest_whole(rows, whole_bounds_of(space)) if isinstance(space, spaces.Box) else rows.round()
-    like = torch.from_numpy(np.zeros(0, rule.target.space.dtype))
-    return rows.to(like.dtype).reshape(count, *rule.target.shape)
+    rows, space = rows.reshape(count, *rule.target.shape), rule.target.space
+    if rule.target.is_whole and rows.is_floating_point() and not isinstance(space, spaces.Box):
+        rows = rows.round()
+    return _in_type(space, rows)
 
 
 # Piece -> what adds its form to a plan; None: it changes only where numbers lie.
@@ -318,7 +317,8 @@ def _in_type(space: gym.Space[Any], actions: Tensor) -> Tensor:
     """Actions of a space without parts in its dtype: `items_in` of tensors."""
     like = torch.from_numpy(np.zeros(0, space.dtype))
     if isinstance(space, spaces.Box) and actions.is_floating_point() and not like.is_floating_point():
-        actions = nearest_whole(actions.flatten(1), whole_bounds_of(space)).reshape(actions.shape)
+        numbers = actions.reshape(actions.shape[0], -1)
+        actions = nearest_whole(numbers, whole_bounds_of(space)).reshape(actions.shape)
     return actions.to(like.dtype)
 
 

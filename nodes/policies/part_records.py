@@ -29,7 +29,6 @@ _OF_THE_DEVICE = {"device", "pin_memory"}  # arguments of `NumpyToTensor` that a
 _PIECE = {"name", "version", "label", "config", "state"}
 _PIPELINE = {"name", "version", "label", "config", "pieces"}
 MODULE_FIELDS = {"name", "version", "observation_space", "action_space", "config", "initial_state"}
-_OF_ARRAYS = ("$array", "$tensor", "$scalar")
 _RECORDS: dict[str, Any] = {"$linear": Linear, "$model_config": DefaultModelConfig}
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DTYPES = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"} | {
@@ -228,16 +227,6 @@ def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[s
         raise
     except Exception as error:
         raise PolicyError(f"{where}: no {mark} can be made of {str(value[mark])[:80]}: {error}") from None
-
-
-def array_names(value: Any) -> list[str]:
-    """The names of the arrays that a value in plain form uses, without anything of it being made."""
-    if isinstance(value, list):
-        return [name for each in value for name in array_names(each)]
-    if not isinstance(value, dict):
-        return []
-    names = [each for mark, each in value.items() if mark in _OF_ARRAYS and isinstance(each, str)]
-    return names + [name for each in value.values() for name in array_names(each)]
 
 
 def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:

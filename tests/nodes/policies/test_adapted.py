@@ -175,7 +175,7 @@ def test_an_adapted_policy_plays_as_it_did_and_is_saved_as_any_other(lstm: bool,
     adapted = old.adapted(NewCartPole(), fields=POLE)
     adapted.save(tmp_path / "a", program=True)
     loaded = Policy.load(tmp_path / "a")
-    loaded.save(tmp_path / "b")
+    loaded.save(tmp_path / "b", program=True)
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
     assert loaded.trained_on == old.trained_on
