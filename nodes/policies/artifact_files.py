@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from rollflow.stream.data.errors import PolicyError, noted
+from rollflow.stream.data.errors import PolicyError, noted, refused
 
 MANIFEST, CARD = "policy.json", "README.md"
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors")
@@ -45,10 +45,9 @@ def array_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 def arrays_of(data: bytes, name: str) -> dict[str, NDArray[Any]]:
     """The arrays of a safetensors file. Raises PolicyError, with the file's name, for what is none."""
-    try:
-        return {key: np.array(array) for key, array in safetensors.numpy.load(data).items()}
-    except Exception as error:  # the format's own errors have no common base
-        raise PolicyError(f"{name} can't be read: {error}") from None
+    with refused(f"{name} can't be read"):
+        arrays = {key: np.array(array) for key, array in safetensors.numpy.load(data).items()}
+    return arrays
 
 
 def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -172,14 +171,10 @@ def _contents(path: Path) -> dict[str, bytes]:
         return {name: each.read_bytes() for name, each in places.items() if each.is_file() and not each.is_symlink()}
     if not path.is_file():
         raise PolicyError(f"there is no policy at {path}, expected a folder or a .zip file")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            _check_zip(path, archive.infolist())
-            return {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    except PolicyError:
-        raise
-    except Exception as error:
-        raise PolicyError(f"{path} can't be read as a zip: {error}") from None
+    with refused(f"{path} can't be read as a zip"), zipfile.ZipFile(path) as archive:
+        _check_zip(path, archive.infolist())
+        contents = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    return contents
 
 
 def _check_zip(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
@@ -213,10 +208,9 @@ def _checked(data: bytes, name: str, entry: Any) -> bytes:
 
 def json_of(data: bytes, name: str) -> Any:
     """The value of a JSON file. Raises PolicyError, with the file's name, for what is none."""
-    try:
-        return json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{name} can't be read: {error}; it was truncated or altered") from None
+    with refused(f"{name} can't be read", "; it was truncated or altered"):
+        value = json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
+    return value
 
 
 def _manifest(data: bytes) -> dict[str, Any]:

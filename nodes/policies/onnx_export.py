@@ -51,7 +51,7 @@ from rollflow.nodes.policies.onnx_policy import MEMORY, METADATA, NEXT, OnnxPoli
 from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.errors import PolicyError, refused
 from rollflow.stream.data.space import flat_size, item_of, map_items, row_of, tree_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
 
@@ -469,7 +469,11 @@ def _onnx_model(made: TensorPolicy, facts: str) -> bytes:
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            refused("the policy has no ONNX program"),
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")  # torch's, about itself
             program = torch.onnx.export(
                 exported(made, made.example),
@@ -480,11 +484,6 @@ def _onnx_model(made: TensorPolicy, facts: str) -> bytes:
             )
             assert program is not None
             model = program.model_proto
-    except PolicyError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise PolicyError(f"the policy has no ONNX program: {type(error).__name__}: {reason}") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.policies.artifact_files import ONNX, arrays_of, json_of, read_files
 from rollflow.stream.data.columns import RULED_OUT, Columns
-from rollflow.stream.data.errors import ColumnError, PolicyError
+from rollflow.stream.data.errors import ColumnError, PolicyError, refused
 from rollflow.stream.data.ranges import check_range
 
 METADATA = "rollflow"
@@ -96,12 +96,8 @@ class OnnxPolicy:
         for name in ("observation_space", "action_space"):
             if getattr(policy, name) != manifest.get(name):
                 raise PolicyError(f"{ONNX} and policy.json have different {name}s, expected those of one policy")
-        try:
+        with refused("the examples can't be played"):
             policy.check(arrays_of(files["examples.safetensors"], "examples.safetensors"))
-        except PolicyError:
-            raise
-        except Exception as error:
-            raise PolicyError(f"the examples can't be played: {type(error).__name__}: {error}") from error
         return policy
 
     # Acting
@@ -185,10 +181,8 @@ class OnnxPolicy:
         if self._takes_begins:
             given["begins"] = begins
             given |= self._remembered(ids)
-        try:
+        with refused("the ONNX program fails"):
             made = dict(zip(self._outputs, self._session.run(None, given), strict=True))
-        except Exception as error:  # onnxruntime's errors have no common base
-            raise PolicyError(f"the ONNX program fails: {str(error)[:200]}") from None
         for name, column in made.items():
             if column.dtype.kind == "f" and not name.startswith(NEXT) and np.isnan(column).any():
                 raise PolicyError(f"'{name}' is NaN, expected numbers: are the observations finite?")
@@ -248,21 +242,16 @@ def _session(model: bytes, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = threads
     options.log_severity_level = 4
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it raises
-            return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors have no common base
-        raise PolicyError(f"the ONNX program can't be read: {str(error)[:200]}") from None
+    with refused("the ONNX program can't be read"), contextlib.redirect_stdout(io.StringIO()):  # it prints errors
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _described(session: Any) -> tuple[dict[str, Any], dict[str, tuple[str, list[Any]]], list[str]]:
     """What a program says of itself, the types and shapes of its inputs by name, and the names of its outputs."""
-    try:
+    with refused("the ONNX program can't be read"):  # names that are no text, and others of onnxruntime's
         text = session.get_modelmeta().custom_metadata_map.get(METADATA, "")
         inputs = {each.name: (each.type, each.shape) for each in session.get_inputs()}
         outputs = [each.name for each in session.get_outputs()]
-    except Exception as error:  # names that are no text, and others of onnxruntime's
-        raise PolicyError(f"the ONNX program can't be read: {str(error)[:200]}") from None
     if not text:
         raise PolicyError("the ONNX program says nothing of its spaces, expected one that rollflow wrote")
     facts = json_of(text.encode(), "the ONNX program")

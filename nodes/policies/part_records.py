@@ -21,7 +21,7 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorP
 from rollflow.nodes.modules.default_module import DefaultModelConfig
 from rollflow.nodes.modules.rl_module import RLModule
 from rollflow.nodes.policies.space_text import described, space_of
-from rollflow.stream.data.errors import PolicyError, located, shown
+from rollflow.stream.data.errors import PolicyError, located, refused, shown
 
 ArraysByName = dict[str, NDArray[Any]]
 
@@ -221,12 +221,9 @@ def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[s
     mark = marks[0]
     if len(value) != 1 or mark not in _READERS:
         raise PolicyError(f"{where}: a value with {sorted(value)}, expected one of {', '.join(sorted(_READERS))}")
-    try:
-        return _READERS[mark](value[mark], where, arrays, allow)
-    except PolicyError:
-        raise
-    except Exception as error:
-        raise PolicyError(f"{where}: no {mark} can be made of {str(value[mark])[:80]}: {error}") from None
+    with refused(f"{where}: no {mark} can be made of {str(value[mark])[:80]}"):
+        made = _READERS[mark](value[mark], where, arrays, allow)
+    return made
 
 
 def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:
@@ -362,10 +359,8 @@ def piece_of(record: Any, where: str, arrays: ArraysByName, allow: Collection[st
             raise PolicyError(f"{where} is {str(records)[:80]!r}, expected a list of pieces")
         state = [piece_of(each, f"{where}/{place}", arrays, allow) for place, each in enumerate(records)]
         config = {**config, "connectors": [piece for piece, _ in state]}
-    try:
+    with refused(f"{where}: {cls.__name__} can't be made of {sorted(config)}"):
         piece: ConnectorV2 = cls(**config)
-    except Exception as error:
-        raise PolicyError(f"{where}: {cls.__name__} can't be made of {sorted(config)}: {error}") from error
     if record["label"] is not None:
         piece.name = str(record["label"])
     return piece, state
@@ -380,10 +375,8 @@ def set_states(pairs: list[tuple[ConnectorV2, Any]], where: str) -> None:
         if not isinstance(state, dict):
             raise PolicyError(f"{where}/{piece.name}: the state is {str(state)[:80]!r}, expected a dict")
         if state:
-            try:
+            with refused(f"{where}/{piece.name}: the state can't be set"):
                 piece.set_state(state)
-            except Exception as error:
-                raise PolicyError(f"{where}/{piece.name}: the state can't be set: {error}") from error
 
 
 def _config_of(piece: ConnectorV2, where: str) -> dict[str, Any]:
@@ -480,20 +473,18 @@ def _made(cls: type, arguments: dict[str, Any], weights: Mapping[str, Any], wher
 
     One of rollflow's own is refused where it would be larger than they are, and has no memory for weights before.
     """
-    try:
-        if not cls.__module__.startswith("rollflow."):
-            return cls(**arguments)
-        with torch.device("meta"):
-            module: torch.nn.Module = cls(**arguments)
-        state = module.state_dict()
-        _check_weights(state, weights, where)
-        tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        # A tensor of two names would become two, and one that is in no state would stay empty.
-        return module if tensors == state.keys() else cls(**arguments)
-    except PolicyError:
-        raise
-    except Exception as error:
-        raise PolicyError(f"{where}: {cls.__name__} can't be made of {sorted(arguments)}: {error}") from error
+    with refused(f"{where}: {cls.__name__} can't be made of {sorted(arguments)}"):
+        if cls.__module__.startswith("rollflow."):
+            with torch.device("meta"):
+                module: torch.nn.Module = cls(**arguments)
+            state = module.state_dict()
+            _check_weights(state, weights, where)
+            tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+            if tensors == state.keys():
+                return module
+            # A tensor of two names would become two, and one that is in no state would stay empty.
+        made = cls(**arguments)
+    return made
 
 
 # Versions

@@ -59,7 +59,7 @@ from rollflow.nodes.stages.module_forward import ModuleForward, note_batch
 from rollflow.nodes.stages.module_to_env import ModuleToEnv, convert_actions
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ColumnError, PolicyError
+from rollflow.stream.data.errors import ColumnError, PolicyError, refused
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import check_columnar, row_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, tree_at
@@ -654,13 +654,11 @@ class Policy:
         if isinstance(allow, str):
             raise PolicyError(f"allow is {allow!r}, expected a list of packages: allow=[{allow!r}]")
         manifest, files = read_files(Path(path))
-        try:
+        with refused(f"no policy can be made of {path}"):
             parts = parts_of(manifest, files, allow)
-            return cls._loaded(parts, device, parts.explore if explore is None else explore, learns=learns, seed=seed)
-        except PolicyError:
-            raise
-        except Exception as error:
-            raise PolicyError(f"no policy can be made of {path}: {type(error).__name__}: {error}") from error
+            explores = parts.explore if explore is None else explore
+            policy = cls._loaded(parts, device, explores, learns=learns, seed=seed)
+        return policy
 
     @classmethod
     def _loaded(cls, parts: Parts, device: Any, explore: bool, **options: Any) -> Self:

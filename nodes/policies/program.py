@@ -30,7 +30,7 @@ from torch import Tensor
 from rollflow.nodes.modules.distribution import DistributionType
 from rollflow.nodes.modules.rl_module import Batch, RLModule
 from rollflow.nodes.policies.part_records import from_plain, to_plain
-from rollflow.stream.data.errors import ModuleError, PolicyError, shown
+from rollflow.stream.data.errors import ModuleError, PolicyError, refused, shown
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, part_at
 
 PASSES = ("forward_exploration", "forward_inference")
@@ -125,18 +125,12 @@ def exported(module: torch.nn.Module, leaves: Iterable[torch.Tensor]) -> torch.e
 
 def _program(module: Any, name: str, batch: Mapping[str, Any], constants: Constants) -> dict[str, Any]:
     wrapped = _Pass(module, name, batch)
-    try:
+    expected = "; expected torch operations alone, that do not depend on elements of tensors or on the number of rows"
+    with refused(f"module: {type(module).__name__}.{name} has no program", expected):
         with torch.no_grad():
             output = getattr(module, name)(dict(batch))
-        return _recorded(exported(wrapped, leaves_of(dict(batch))), batch, output, constants)
-    except PolicyError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise PolicyError(
-            f"module: {type(module).__name__}.{name} has no program: {type(error).__name__}: {reason}; expected torch "
-            "operations alone, that do not depend on elements of tensors or on the number of rows"
-        ) from error
+        program = _recorded(exported(wrapped, leaves_of(dict(batch))), batch, output, constants)
+    return program
 
 
 def _recorded(
@@ -295,13 +289,8 @@ class ProgramModule(RLModule):
     def check(self, batch: Batch) -> None:
         """Raise PolicyError where a pass over a batch like this one would fail, or take too much memory."""
         for key in PASSES:
-            try:
+            with refused(f"programs: {key} can't be run"):
                 self._run(key, map_tree(lambda leaf: leaf.to("meta"), batch), checks=True)
-            except PolicyError:
-                raise
-            except Exception as error:
-                reason = str(error).strip().split("\n")[0]
-                raise PolicyError(f"programs: {key} can't be run: {type(error).__name__}: {reason}") from None
 
     def _run(self, key: str, batch: Batch, *, checks: bool = False) -> Batch:
         program = self._programs[key]

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.errors import PolicyError, refused
 
 MOST_NUMBERS = 1 << 24  # in an item of one space
 
@@ -43,12 +43,9 @@ def space_of(description: Any, where: str) -> gym.Space[Any]:
     expected = {"type", *_FIELDS[kind]}
     if description.keys() != expected:
         raise PolicyError(f"{where}: a {kind} with {sorted(description)}, expected {sorted(expected)}")
-    try:
-        return _made(kind, description, where)
-    except PolicyError:
-        raise
-    except Exception as error:  # gymnasium raises assertions and more
-        raise PolicyError(f"{where}: no {kind} can be made of this description: {error}") from None
+    with refused(f"{where}: no {kind} can be made of this description"):
+        space = _made(kind, description, where)
+    return space
 
 
 def _made(kind: str, fields: Mapping[str, Any], where: str) -> gym.Space[Any]:

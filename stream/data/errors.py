@@ -219,6 +219,18 @@ def noted(where: str) -> Iterator[None]:
 
 
 @contextmanager
+def refused(text: str, expected: str = "") -> Iterator[None]:
+    """Raise PolicyError with a text and the first line of any other exception raised in the block."""
+    try:
+        yield
+    except PolicyError:
+        raise
+    except Exception as error:  # safetensors', torch's and onnxruntime's have no common base
+        reason = str(error).strip().split("\n")[0][:200]
+        raise PolicyError(f"{text}: {type(error).__name__}: {reason}{expected}") from error
+
+
+@contextmanager
 def located(where: str) -> Iterator[None]:
     """Put `where` before the text of any RollflowError raised in the block."""
     try:
