@@ -95,6 +95,10 @@ class HostRollouts(HostedNode, OffloadedRollouts):
             counted.append([*count.stages, ["rollouts", count.turns, seconds]])
         return counted
 
+    def describe(self) -> str:
+        """Lanes, slots and where they are, for `explain()`."""
+        return f"{super().describe()}, each with connectors and a copy of the module"
+
     def close(self) -> None:
         """Say goodbye to the hosts."""
         with self._publishing:

@@ -147,10 +147,6 @@ class OffloadedRollouts(LaneSource):
         """Have the connectors of every lane take over states before its next turn: one for each pipeline."""
         raise NotImplementedError
 
-    def describe(self) -> str:
-        """Lanes, slots and where they are, for `explain()`."""
-        return f"{super().describe()}, each with connectors and a copy of the module"
-
     def _token(self, index: int, num_slots: int) -> TurnToken:
         """The token of a lane that begins: at the step that the run has come to."""
         token = TurnToken(index, num_slots, max(self.vector_steps, self._first_step))

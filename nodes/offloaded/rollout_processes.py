@@ -75,10 +75,9 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
                 self._newest, self.states = {}, None
                 self._bell.close()
 
-    def _release(self) -> None:
-        super()._release()
-        for link in self._links:
-            link.release()
+    def describe(self) -> str:
+        """Lanes, slots and where they are, for `explain()`."""
+        return f"{super().describe()}, each with connectors and a copy of the module"
 
     def replica_for(self, token: TurnToken, starts: int) -> tuple[Replica, LanePlan]:
         """The replica that acts in a lane's rollout that begins with its next fragment, and its plan."""

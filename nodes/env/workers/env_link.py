@@ -109,11 +109,8 @@ class AgentLink(LaneLink):
         self._memory: SharedBlock | None = None
         self._block: StepBlock | None = None
 
-    def close(self) -> None:
-        """Give the memory back."""
-        if self._memory is not None:
-            self._memory.close()
-        self._block = None
+    def release(self) -> None:
+        self._memory = self._block = None
 
     def _reset(self) -> None:
         if self._memory is None:

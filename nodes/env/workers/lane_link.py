@@ -201,6 +201,9 @@ class LaneLink(abc.ABC):
         """End what is open in a lane that was lost while it was somewhere else: how many transitions are lost."""
         return int(self.lane.lose(reason, is_under_way=False))
 
+    def release(self) -> None:  # noqa: B027
+        """Release the memory that the worker wrote to."""
+
     # The socket
 
     def connect(self, sock: socket.socket, selector: selectors.BaseSelector, handler: Callable[..., Any]) -> None:

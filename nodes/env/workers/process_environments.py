@@ -58,15 +58,6 @@ class AgentProcesses(WorkerNode, AgentEnvironments):
         """Have the lane's worker step its environments with the actions that it brings."""
         return self.hand_over(actions)
 
-    def close(self) -> None:
-        """End the worker processes and give back the shared memory."""
-        try:
-            super().close()
-        finally:
-            for link in self.links:
-                assert isinstance(link, AgentLink)
-                link.close()
-
     # What AgentEnvironments does otherwise
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:

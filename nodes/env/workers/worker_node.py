@@ -200,6 +200,11 @@ class WorkerNode(SupervisedSource):
         finally:
             self._release()
 
+    def _release(self) -> None:
+        super()._release()
+        for link in self.links:
+            link.release()
+
     def _end_workers(self) -> None:
         for link in self.links:
             link.disconnect(self._selector)
