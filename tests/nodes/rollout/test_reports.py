@@ -19,8 +19,10 @@ from rollflow.stream.graph.meter import CallTimes
 class Slow(ConnectorV2):
     """A piece that takes longer than all others, and changes nothing."""
 
+    size = 100_000
+
     def __call__(self, *, batch: dict[str, Any], **_: Any) -> dict[str, Any]:
-        sum(range(100_000))
+        sum(range(self.size))
         return batch
 
 
@@ -36,8 +38,9 @@ def test_a_report_has_the_calls_of_each_stage_and_the_slowest_piece(place: str) 
     pieces: dict[str, Any] = {
         name: lambda *spaces: Slow() for name in ("env_to_module_connector", "module_to_env_connector")
     }
-    envs = [partial(NumberedEnv, number) for number in range(4)]
-    with Rollout(envs, learner_connector=lambda *spaces: Slow(), **options, **pieces, **PLACES[place]) as rollout:
+    envs, learnt = [partial(NumberedEnv, number) for number in range(4)], Slow()
+    learnt.size = 3_000_000  # it is called three times: what another piece does at first must not outlast it
+    with Rollout(envs, learner_connector=lambda *spaces: learnt, **options, **pieces, **PLACES[place]) as rollout:
         assert len(list(rollout.batches())) == 3
         report = rollout.report()
     nodes = {node.name: node for node in report.nodes}
