@@ -21,7 +21,7 @@ def add_env_host(commands: Any) -> None:
         "says goodbye.",
     )
     _add_hosting(parser, lanes=2, lanes_help="some step while others wait for their actions")
-    parser.set_defaults(run=_run_env_host)
+    parser.set_defaults(run=_serve, host_of=lambda args: EnvHost(**_options_of(args)))
 
 
 def add_rollout_host(commands: Any) -> None:
@@ -40,17 +40,7 @@ def add_rollout_host(commands: Any) -> None:
         otherwise="the default module, as the rollout has it",
         several=", or is a dict of those; several by id: ID= alone is a default one",
     )
-    parser.set_defaults(run=_run_rollout_host)
-
-
-def _run_env_host(args: argparse.Namespace) -> int:
-    with EnvHost(**_options_of(args)) as host:
-        return _serve(host, args)
-
-
-def _run_rollout_host(args: argparse.Namespace) -> int:
-    with RolloutHost(**_options_of(args), **arguments.acting_of(args)) as host:
-        return _serve(host, args)
+    parser.set_defaults(run=_serve, host_of=lambda args: RolloutHost(**_options_of(args), **arguments.acting_of(args)))
 
 
 def _add_hosting(parser: argparse.ArgumentParser, *, lanes: int, lanes_help: str) -> None:
@@ -97,18 +87,20 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _serve(host: Host, args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> int:
     """Serve the rollout that dials, or is dialled, until it ends or SIGTERM comes; the exit status."""
-    if not 0 <= args.grace < math.inf:
-        raise ValueError(f"--grace is {args.grace:g}, expected seconds from 0 on")
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: host.drain(0.0 if host.is_draining else args.grace))
-    if args.connect is not None:
-        reason = host.connect(args.connect, retry_s=args.retry)
-        if not host.is_draining:
-            print(f"the rollout said goodbye: {reason}", file=sys.stderr)
-    else:
-        with host.listening(args.listen) as address:
-            print(f"listening on {address}", file=sys.stderr, flush=True)
-            host.serve()
-    return 128 + signal.SIGTERM if host.is_draining else 0
+    made: Host = args.host_of(args)
+    with made as host:
+        if not 0 <= args.grace < math.inf:
+            raise ValueError(f"--grace is {args.grace:g}, expected seconds from 0 on")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: host.drain(0.0 if host.is_draining else args.grace))
+        if args.connect is not None:
+            reason = host.connect(args.connect, retry_s=args.retry)
+            if not host.is_draining:
+                print(f"the rollout said goodbye: {reason}", file=sys.stderr)
+        else:
+            with host.listening(args.listen) as address:
+                print(f"listening on {address}", file=sys.stderr, flush=True)
+                host.serve()
+        return 128 + signal.SIGTERM if host.is_draining else 0
