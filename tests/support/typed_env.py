@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
+from small_env import SmallEnv
 
 from rollflow.stream.data.tree import leaves_of, map_tree
 
@@ -132,30 +133,23 @@ class TypedEnv(gym.Env[Any, Any]):
         return {"slot": self._slot, "episode": self._episode, "step": self._step}
 
 
-class MaskedEnv(gym.Env[Any, Any]):
+class MaskedEnv(SmallEnv):
     """Says in its observations which of four actions are ruled out in a step, and slot, episode and step."""
 
     observation_space = gym.spaces.Dict(
         {"action_mask": gym.spaces.MultiBinary(4), "at": gym.spaces.Box(0, 2**31 - 1, (3,), np.int32)}
     )
     action_space = gym.spaces.Discrete(4)
+    truncates = True
 
     def __init__(self, slot: int, longest: int) -> None:
         self._slot, self._longest, self._episode = slot, longest, -1
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._episode += 1
-        self._step = 0
-        self._length = int(np.random.default_rng([self._slot, self._episode]).integers(1, self._longest + 1))
-        return self._observation(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._step += 1
-        return self._observation(), 0.0, False, self._step == self._length, {}
-
-    def _observation(self) -> Any:
-        at = np.array([self._slot, self._episode, self._step], np.int32)
+    def look(self) -> Any:
+        if not self.t:
+            self._episode += 1
+            self.length = int(np.random.default_rng([self._slot, self._episode]).integers(1, self._longest + 1))
+        at = np.array([self._slot, self._episode, self.t], np.int32)
         return {"action_mask": mask_at(at), "at": at}
 
 

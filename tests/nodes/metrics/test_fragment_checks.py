@@ -12,6 +12,7 @@ import torch
 from doctor_clock import Looking
 from held_envs import await_that
 from numbered_agents import NumberedAgents
+from small_env import SmallEnv
 
 from rollflow import Graph, MultiAgentRollout, RLModule, Rollout, Watch
 from rollflow.nodes.metrics import fragment_checks
@@ -23,7 +24,7 @@ ROUNDS = 45  # more than the looks after which values are said never to change
 NAN = "observations are NaN in fragment after fragment"
 
 
-class RandomEnv(gym.Env[Any, Any]):
+class RandomEnv(SmallEnv):
     """Random observations and rewards, or the given ones; episodes of `length` steps, at random 5 to 15."""
 
     metadata: dict[str, Any] = {}  # noqa: RUF012
@@ -38,20 +39,15 @@ class RandomEnv(gym.Env[Any, Any]):
         action_space: gym.Space[Any] | None = None,
     ) -> None:
         self.action_space = gym.spaces.Discrete(3) if action_space is None else action_space
-        self._obs, self._reward, self._length, self._left = obs, reward, length, 0
+        self._obs, self._reward, self._length = obs, reward, length
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._left = self._length or int(self.np_random.integers(5, 16))
-        return self._seen(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._left -= 1
-        reward = float(self.np_random.random()) if self._reward is None else self._reward
-        return self._seen(), reward, self._left == 0, False, {}
-
-    def _seen(self) -> Any:
+    def look(self) -> Any:
+        if not self.t:
+            self.length = self._length or int(self.np_random.integers(5, 16))
         return self.np_random.random(2, np.float32) if self._obs is None else np.full(2, self._obs, np.float32)
+
+    def pay(self, action: Any) -> float:
+        return float(self.np_random.random()) if self._reward is None else self._reward
 
 
 class Logits(RLModule):
@@ -108,9 +104,9 @@ class Once(RandomEnv):
 
     steps = 0
 
-    def _seen(self) -> Any:
+    def look(self) -> Any:
         self.steps += 1
-        return super()._seen() * (np.nan if self.steps == 50 else np.float32(1))
+        return super().look() * (np.nan if self.steps == 50 else np.float32(1))
 
 
 class Wild(RLModule):

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -25,11 +24,12 @@ LEAST = torch.finfo(torch.float32).min
 SMALL = {"fcnet_hiddens": (8,)}
 
 
-class Masked(gym.Env[Any, Any]):
+class Masked(SmallEnv):
     """Allows one action of three in each step, none in step `idle`; pays 1 for one that is not allowed."""
 
     observation_space = spaces.Dict({"seen": spaces.Box(0, 1, (2,)), "action_mask": spaces.MultiBinary(3)})
     action_space: Any = spaces.Discrete(3, start=2)
+    length, truncates = 10, True
 
     def __init__(self, idle: int = -1) -> None:
         self.idle, self.steps = idle, 0
@@ -38,15 +38,10 @@ class Masked(gym.Env[Any, Any]):
         self.mask = np.eye(3, dtype=np.int8)[self.np_random.integers(3)] * (self.steps != self.idle)
         return {"seen": np.ones(2, np.float32), "action_mask": self.mask.copy()}
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self.look(), {}
-
-    def step(self, action: Any) -> Any:
+    def pay(self, action: Any) -> float:
         assert self.action_space.contains(action)
-        reward = float(self.mask[action - 2] == 0)
         self.steps += 1
-        return self.look(), reward, False, self.steps % 10 == 0, {}
+        return float(self.mask[action - 2] == 0)
 
 
 class Own(RLModule):

@@ -93,11 +93,9 @@ def steps_of_lane(fragments: list[Any], lane: int = 0) -> list[int]:
     ("place", "fate"), [("inline", ""), ("processes", "kill"), ("rollouts", "kill"), ("hosted rollouts", "raise")]
 )
 def test_a_lane_that_begins_anew_goes_on_where_the_run_is(place: str, fate: str, tmp_path: Path) -> None:
-    with rollout_at(
-        place, [partial(Ends, tmp_path, fate)], acts=ACTS, fragment_length=10, num_fragments=5, seed=0
-    ) as rollout:
-        with rollout:
-            fragments = list(rollout.fragments())
+    makers = [partial(Ends, tmp_path, fate)]
+    with rollout_at(place, makers, acts=ACTS, fragment_length=10, num_fragments=5, seed=0) as rollout, rollout:
+        fragments = list(rollout.fragments())
     assert bool(fate) == any(fragment.losses for fragment in fragments)
     steps = steps_of_lane(fragments)
     assert steps == list(range(sum(fragment.num_rows for fragment in fragments)))

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 from replayed import Played, insert_all
+from small_env import SmallEnv
 
 from rollflow import (
     ConnectorV2,
@@ -62,7 +63,7 @@ class Coin(RLModule):
         return {"action_dist_inputs": torch.zeros(len(batch["obs"]["observation"]), 2)}
 
 
-class Walk(gym.Env[Any, Any]):
+class Walk(SmallEnv):
     """A goal environment on a line: one further each step, from 0 to an end that is drawn, terminated or truncated.
 
     The "observation" is [slot, episode, at]. Rewards are -2, which no function of the tests computes.
@@ -75,27 +76,22 @@ class Walk(gym.Env[Any, Any]):
             "desired_goal": gym.spaces.Box(-1, 999, (1,), np.float64),
         }
     )
-    action_space = gym.spaces.Discrete(2)
 
     def __init__(self, slot: int = 0) -> None:
         self.slot, self.episode = slot, -1
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.at, self.end, self.episode = 0, int(self.np_random.integers(1, 9)), self.episode + 1
-        return self._seen(), {}
-
-    def step(self, action: Any) -> Any:
-        self.at += 1
-        ends = self.at == self.end
-        return self._seen(), -2.0, ends and self.end % 2 == 0, ends and self.end % 2 == 1, {}
-
-    def _seen(self) -> Any:
+    def look(self) -> Any:
+        if not self.t:
+            self.length, self.episode = int(self.np_random.integers(1, 9)), self.episode + 1
+            self.truncates = self.length % 2 == 1
         return {
-            "observation": np.array([self.slot, self.episode, self.at], np.float32),
-            "achieved_goal": np.array([self.at], np.int32),
+            "observation": np.array([self.slot, self.episode, self.t], np.float32),
+            "achieved_goal": np.array([self.t], np.int32),
             "desired_goal": np.array([500.0]),
         }
+
+    def pay(self, action: Any) -> float:
+        return -2.0
 
 
 def walked(slots: int = 2, **options: Any) -> list[Any]:
@@ -283,8 +279,8 @@ class Unlike(Walk):
         self.observation_space = gym.spaces.Dict({**Walk.observation_space, "desired_goal": desired})
         self.desired = np.zeros(desired.shape, desired.dtype)
 
-    def _seen(self) -> Any:
-        return super()._seen() | {"desired_goal": self.desired}
+    def look(self) -> Any:
+        return super().look() | {"desired_goal": self.desired}
 
 
 @pytest.mark.parametrize(
