@@ -11,6 +11,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import SlotInfos, info_of
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Start
 
 _NO_REASON = "its environment was lost"
@@ -37,19 +38,19 @@ class EpisodeCollector:
         """Take the next fragment of a lane; return the episodes that end in it, slot by slot, or None."""
         ended: list[_OpenEpisode] = []
         seen: set[int] = set()
-        for chunk in _chunks_of(fragment):
-            place = fragment.lane, chunk.slot
-            seen.add(chunk.slot)
+        for index, slot in enumerate(fragment.chunks.slot.tolist()):
+            chunk, place = fragment.chunk(index), (fragment.lane, slot)
+            seen.add(slot)
             episode = self._open.pop(place, None)
             if episode is not None and not episode.is_followed_by(chunk):
-                ended.append(episode.truncated(_loss_of(fragment, chunk.slot) or _NO_REASON))
+                ended.append(episode.truncated(_loss_of(fragment, slot) or _NO_REASON))
                 episode = None
             if episode is None:
                 if chunk.t_started:
-                    self.headless_steps += chunk.stop - chunk.start
+                    self.headless_steps += len(chunk)
                     continue
-                episode = _OpenEpisode(chunk.id_, chunk.slot)
-            episode.add(fragment, chunk)
+                episode = _OpenEpisode(chunk.id_, slot)
+            episode.add(chunk, _part_of(fragment, index, is_copied=not chunk.is_done))
             if chunk.is_done:
                 ended.append(episode)
             else:
@@ -108,18 +109,6 @@ class WholeEpisodes(Fragment):
         return f"<WholeEpisodes {self.sequence} of lane {self.lane}: {held}>"
 
 
-class _Chunk(NamedTuple):
-    """One entry of a fragment's `ChunkIndex`, with the episode's id."""
-
-    id_: str
-    slot: int
-    number: int
-    start: int
-    stop: int
-    t_started: int
-    is_done: bool
-
-
 class _Part(NamedTuple):
     """The n rows of one chunk, and the observation after its last step."""
 
@@ -139,17 +128,17 @@ class _OpenEpisode:
         self.initial_state: Tree = None
         self.custom_data: dict[Any, Any] = {}
 
-    def is_followed_by(self, chunk: _Chunk) -> bool:
+    def is_followed_by(self, chunk: SingleAgentEpisode) -> bool:
         """True if the chunk follows the last one."""
         return chunk.id_ == self.id_ and chunk.t_started == self.num_steps
 
-    def add(self, fragment: Fragment, chunk: _Chunk) -> None:
-        """Add the chunk's rows: copies, if the episode goes on, since the fragment's memory will be reused."""
-        self.parts.append(_part_of(fragment, chunk))
+    def add(self, chunk: SingleAgentEpisode, part: _Part) -> None:
+        """Add a chunk, and its rows."""
+        self.parts.append(part)
         if not chunk.t_started:
-            self.initial_state = fragment.initial_state(chunk.start, chunk.slot)
-        self.num_steps += chunk.stop - chunk.start
-        self.custom_data |= fragment.custom_data.get((chunk.slot, chunk.number), {})
+            self.initial_state = chunk.initial_state
+        self.num_steps += len(chunk)
+        self.custom_data |= chunk.custom_data
 
     def truncated(self, reason: str) -> Self:
         """End the episode, which goes on, as truncated, since its environment was lost; return it."""
@@ -162,17 +151,10 @@ def _id_of(ids: Sequence[str], slot: int, number: int) -> str:
     return ids[number]
 
 
-def _chunks_of(fragment: Fragment) -> Iterator[_Chunk]:
-    chunks = fragment.chunks
-    fields = chunks.slot, chunks.number, chunks.start, chunks.stop, chunks.t_started
-    done = (chunks.terminated | chunks.truncated).tolist()
-    for slot, number, start, stop, t_started, is_done in zip(*(each.tolist() for each in fields), done, strict=True):
-        yield _Chunk(fragment.layout.episode_id(slot, number), slot, number, start, stop, t_started, is_done)
-
-
-def _part_of(fragment: Fragment, chunk: _Chunk) -> _Part:
-    start, stop, slot = chunk.start, chunk.stop, chunk.slot
-    kept = np.asarray if chunk.is_done else np.array
+def _part_of(fragment: Fragment, index: int, *, is_copied: bool) -> _Part:
+    """The rows of a chunk: copies where its episode goes on, since the fragment's memory will be reused."""
+    chunks, kept = fragment.chunks, np.array if is_copied else np.asarray
+    start, stop, slot = (int(each[index]) for each in (chunks.start, chunks.stop, chunks.slot))
     columns = {
         name: map_tree(lambda leaf: kept(leaf[start:stop, slot]), column.tree)
         for name, column in fragment.columns.items()
