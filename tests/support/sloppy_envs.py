@@ -9,6 +9,7 @@ from small_env import SmallEnv
 from together import Together
 
 from rollflow import RLModule
+from rollflow.stream.data.tree import leaves_of
 
 SPACE = spaces.Dict({"near": spaces.Box(-1, 1, (3,), np.float32), "door": spaces.Discrete(2)})
 
@@ -17,7 +18,7 @@ class Zeros(RLModule):
     """Always acts by 0."""
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"actions": torch.zeros(len(batch["obs"]["door"]), dtype=torch.int64)}
+        return {"actions": torch.zeros(len(leaves_of(batch["obs"])[0]), dtype=torch.int64)}
 
 
 def observation(step: int, late: bool) -> dict[str, Any]:

@@ -5,21 +5,15 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
+from sloppy_envs import Zeros
 from small_env import SmallEnv
 
-from rollflow import Fragment, RLModule, Rollout
+from rollflow import Fragment, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.testing import check
-
-
-class Zeros(RLModule):
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        count = len(next(iter(batch["obs"].values())) if isinstance(batch["obs"], dict) else batch["obs"])
-        return {"actions": torch.zeros(count, dtype=torch.int64)}
 
 
 class Scripted(SmallEnv):

@@ -12,18 +12,14 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from sloppy_envs import Zeros
 from small_env import SmallEnv
 
-from rollflow import RLModule, Rollout
+from rollflow import Rollout
 from rollflow.nodes import RandomModule
 from rollflow.stream import ColumnError, EnvError
 
 PLACES = ["inline", "threads", "processes", "rollouts"]
-
-
-class Zeros(RLModule):
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64)}
 
 
 class Odd(SmallEnv):
