@@ -33,7 +33,7 @@ from rollflow.nodes import OnRay
 from rollflow.nodes.launch.ray_launcher import RayHost, RayLauncher
 from rollflow.stream import EnvError
 
-STRIKES = int(os.environ.get("STRIKES", "4"))  # how often hosts are struck; twice at least
+STRIKES = int(os.environ.get("STRIKES", "3"))  # how often hosts are struck; twice at least
 
 
 @pytest.fixture(scope="module")
