@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollflow import Graph
 from rollflow.stream import Outlet
@@ -15,6 +15,19 @@ def double(number: int) -> int:
 
 def keep(number: int) -> None:
     """Nothing leads on from here."""
+
+
+def show(text: str) -> None:
+    """Nothing leads on from here either."""
+
+
+class Halves(NamedTuple):
+    low: int | None
+    high: str | None
+
+
+def split(number: int) -> Halves:
+    return Halves(number, None)
 
 
 async def once(out: Outlet[int]) -> None:

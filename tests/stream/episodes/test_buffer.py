@@ -28,29 +28,16 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("indices", "options", "expected"),
+    ("indices", "expected"),
     [
-        (None, {}, [12, 13, 14, 15, 16]),
-        (np.int32(-1), {}, 16),
-        (-7, {}, 10),
-        (np.array([0, -7]), {}, [12, 10]),
-        ([], {}, []),
-        (slice(-7, -4), {}, [10, 11, 12]),
-        (slice(-1, -8, -3), {}, [16, 13, 10]),
-        (slice(-100, 1), {}, [10, 11, 12]),
-        (slice(7, 9), {}, []),
-        (5, {"fill": 0}, 0),
-        ([-9, 1, 7], {"fill": 0}, [0, 13, 0]),
-        (slice(-9, -5), {"fill": 0}, [0, 0, 10, 11]),
-        (slice(9, 6), {"fill": 0}, [0, 0, 0]),
-        (slice(-4, 1), {"fill": 0, "neg_index_as_lookback": True}, [0, 0, 10, 11, 12]),
+        (np.int32(-1), 16),
+        (np.array([0, -7]), [12, 10]),
+        (slice(-7, -4), [10, 11, 12]),
+        (slice(-1, -8, -3), [16, 13, 10]),
     ],
 )
-def test_indices_are_read_from_the_end_and_into_the_lookback_and_fill_stands_for_what_lies_outside(
-    form: str, indices: Any, options: dict[str, Any], expected: Any
-) -> None:
-    assert plain(letters(form).get(indices, **options)) == expected
-    assert options or plain(letters(form)[indices]) == expected
+def test_indices_are_read_from_the_end_and_into_the_lookback(form: str, indices: Any, expected: Any) -> None:
+    assert plain(letters(form).get(indices)) == plain(letters(form)[indices]) == expected
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,10 +1,10 @@
 """Graphs as they are drawn: nodes and edges, also of nodes themselves, and what is refused."""
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from graph_rows import Ring, double, drawn, keep, once as numbers
+from graph_rows import Ring, double, drawn, keep, once as numbers, show, split
 
 from rollflow import Graph
 from rollflow.stream import GraphError
@@ -12,19 +12,6 @@ from rollflow.stream import GraphError
 
 def to_text(number: int) -> str:
     return str(number)
-
-
-def show(text: str) -> None:
-    del text
-
-
-class Halves(NamedTuple):
-    low: int | None
-    high: str | None
-
-
-def split(number: int) -> Halves:
-    return Halves(number, None)
 
 
 def chained() -> Graph:

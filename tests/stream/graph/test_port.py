@@ -1,28 +1,16 @@
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from graph_rows import Halves, show, split
 
 from rollflow.stream import Inlet, Outlet
 from rollflow.stream.graph.port import meet, read_node
 
 
-class Halves(NamedTuple):
-    low: int | None
-    high: str | None
-
-
-def split(number: int) -> Halves:
-    return Halves(number, None)
-
-
 def split_or_nothing(number: int) -> Halves | None:
     return Halves(number, None) if number else None
-
-
-def show(text: str) -> None:
-    del text
 
 
 def maybe(number: int) -> float | None:
