@@ -77,25 +77,27 @@ PIECES: dict[str, Callable[[], list[ConnectorV2]]] = {
 }
 
 
+def rollout_of(*pieces: ConnectorV2, env: Any = Masked, module: Any = None, **options: Any) -> Rollout:
+    """A rollout with a small default network, or with a module, and pieces behind the choice of an action."""
+    config = {} if module else {"model_config": SMALL}
+    connector = lambda envs: list(pieces)  # noqa: E731
+    return Rollout(env, module=module, seed=0, module_to_env_connector=connector, **config, **options)
+
+
+def assert_nothing_was_chosen(batch: dict[str, Any]) -> None:
+    """Each action was the one that its mask allows."""
+    assert batch["rewards"].sum() == 0
+    assert batch["action_logp"].unique().tolist() == [0.0]
+
+
 @pytest.mark.parametrize("explore", [True, False])
 @pytest.mark.parametrize("pieces", PIECES)
 @pytest.mark.parametrize("module", MODULES)
 def test_nobody_chooses_what_is_ruled_out(module: str, pieces: str, explore: bool) -> None:
-    options: Any = {} if MODULES[module] else {"model_config": SMALL}
-    with Rollout(
-        Masked,
-        module=MODULES[module],
-        num_envs=4,
-        fragment_length=25,
-        num_fragments=1,
-        seed=0,
-        explore=explore,
-        module_to_env_connector=lambda env: PIECES[pieces](),
-        **options,
-    ) as rollout:
+    options: Any = {"num_envs": 4, "fragment_length": 25, "num_fragments": 1, "explore": explore}
+    with rollout_of(*PIECES[pieces](), module=MODULES[module], **options) as rollout:
         [batch] = rollout.batches()
-    assert batch["rewards"].sum() == 0
-    assert batch["action_logp"].unique().tolist() == [0.0]  # there was no choice
+    assert_nothing_was_chosen(batch)
     assert not torch.isnan(batch["action_dist_inputs"]).any()
 
 
@@ -109,8 +111,7 @@ def test_nor_in_any_other_place(place: str, pieces: str, tmp_path: Path) -> None
         with MultiAgentRollout(lambda: Together({"a": Masked(), "b": Masked()}), **options) as agents:
             [batches] = agents.batches()
         [batch] = batches.values()
-        assert batch["rewards"].sum() == 0
-        assert batch["action_logp"].unique().tolist() == [0.0]
+        assert_nothing_was_chosen(batch)
         return
     with Rollout(Masked, where="rollouts" if place == "rollouts" else "inline", **options) as rollout:
         [batch] = rollout.batches()
@@ -156,42 +157,21 @@ def test_masks_of_several_numbers_have_the_parts_end_to_end(module_class: Any, a
         def pay(self, action: Any) -> float:
             return float(action.tolist() != [1, self.place])
 
-    options: Any = {} if module_class else {"model_config": SMALL}
-    with Rollout(
-        Several,
-        module=module_class,
-        num_envs=2,
-        fragment_length=30,
-        num_fragments=1,
-        seed=0,
-        module_to_env_connector=lambda env: Temperature(schedule=5.0),
-        **options,
-    ) as rollout:
+    options: Any = {"num_envs": 2, "fragment_length": 30, "num_fragments": 1}
+    with rollout_of(Temperature(schedule=5.0), env=Several, module=module_class, **options) as rollout:
         [batch] = rollout.batches()
-    assert batch["rewards"].sum() == 0
-    assert batch["action_logp"].unique().tolist() == [0.0]
+    assert_nothing_was_chosen(batch)
 
 
 @pytest.mark.parametrize("pieces", ["none", "random", "hot"])
 @pytest.mark.parametrize("explore", [True, False])
 @pytest.mark.parametrize("module", MODULES)
 def test_a_mask_that_allows_nothing_is_refused(module: str, explore: bool, pieces: str) -> None:
-    options: Any = {} if MODULES[module] else {"model_config": SMALL}
+    options: Any = {"lanes": 1, "fragment_length": 25, "explore": explore}
     envs: Any = [Masked, partial(Masked, idle=3)]
     wanted = "'action_dist_inputs' rules out every action in lane 0, vector step 3, slot 1"
-    with (
-        pytest.raises(ModuleError, match=wanted),
-        Rollout(
-            envs,
-            lanes=1,
-            module=MODULES[module],
-            fragment_length=25,
-            seed=0,
-            explore=explore,
-            module_to_env_connector=lambda env: PIECES[pieces](),
-            **options,
-        ) as rollout,
-    ):
+    rollout = rollout_of(*PIECES[pieces](), env=envs, module=MODULES[module], **options)
+    with pytest.raises(ModuleError, match=wanted), rollout:
         next(rollout.fragments())
 
 
@@ -229,7 +209,7 @@ def test_padded_rows_may_be_learnt_from() -> None:
 @pytest.mark.slow
 def test_an_onnx_program_refuses_what_the_policy_does(tmp_path: Path) -> None:
     needs("onnx", "onnxruntime", "onnxscript")
-    with Rollout(Masked, num_envs=1, model_config=SMALL, fragment_length=5, num_fragments=1, seed=0) as rollout:
+    with rollout_of(num_envs=1) as rollout:
         policy = rollout.policy()
     policy.export_onnx(tmp_path / "policy.onnx")
     program = OnnxPolicy.load(tmp_path / "policy.onnx")
@@ -256,16 +236,8 @@ class AllowsNothing(ConnectorV2):
 
 @pytest.mark.parametrize("explores", [EpsilonGreedy, Temperature])
 def test_what_a_piece_before_rules_out_counts(explores: Any) -> None:
-    with (
-        pytest.raises(ModuleError, match="rules out every action in lane 0, vector step 0, slot 0"),
-        Rollout(
-            Masked,
-            num_envs=1,
-            model_config=SMALL,
-            seed=0,
-            module_to_env_connector=lambda env: [AllowsNothing(), explores(schedule=1.0)],
-        ) as rollout,
-    ):
+    rollout = rollout_of(AllowsNothing(), explores(schedule=1.0), num_envs=1)
+    with pytest.raises(ModuleError, match="rules out every action in lane 0, vector step 0, slot 0"), rollout:
         next(rollout.fragments())
 
 
@@ -275,13 +247,6 @@ def test_exploration_behind_what_the_environments_get_is_refused() -> None:
             batch["actions_for_env"] = batch["actions"]
             return batch
 
-    with (
-        pytest.raises(ConnectorError, match="EpsilonGreedy stands behind a piece that made 'actions_for_env'"),
-        Rollout(
-            Masked,
-            num_envs=1,
-            model_config=SMALL,
-            module_to_env_connector=lambda env: [ForEnv(), EpsilonGreedy(schedule=1.0)],
-        ) as rollout,
-    ):
+    rollout = rollout_of(ForEnv(), EpsilonGreedy(schedule=1.0), num_envs=1)
+    with pytest.raises(ConnectorError, match="EpsilonGreedy stands behind a piece that made 'actions_f"), rollout:
         next(rollout.fragments())
