@@ -143,6 +143,11 @@ def test_noise_is_for_numbers_in_a_box() -> None:
         piece(rl_module=None, batch={"actions": np.zeros(1)}, episodes=[], explore=True)
 
 
+each_place = pytest.mark.parametrize(
+    ("where", "pieces"), [("inline", []), ("inline", [OneByOne()]), ("processes", []), ("rollouts", [])]
+)
+
+
 class Still(RLModule):
     """Chooses 0."""
 
@@ -155,9 +160,7 @@ def one_push(step: int) -> float:
     return float(step == 0)
 
 
-@pytest.mark.parametrize(
-    ("where", "pieces"), [("inline", []), ("inline", [OneByOne()]), ("processes", []), ("rollouts", [])]
-)
+@each_place
 def test_every_place_follows_the_schedule_by_itself(where: Any, pieces: list[ConnectorV2]) -> None:
     _, makers = numbered_envs(4, lengths=(3, 8))
     explores = EpsilonGreedy(schedule=Linear(1.0, 0.0, 10))
@@ -174,9 +177,7 @@ def test_every_place_follows_the_schedule_by_itself(where: Any, pieces: list[Con
     assert ((0 <= actions) & (actions < 7)).all()
 
 
-@pytest.mark.parametrize(
-    ("where", "pieces"), [("inline", []), ("inline", [OneByOne()]), ("processes", []), ("rollouts", [])]
-)
+@each_place
 def test_noise_decays_by_theta_until_the_episode_ends(where: Any, pieces: list[ConnectorV2]) -> None:
     lengths = (5, 9)
     makers: Any = [lambda n=n: gym.make("Pendulum-v1", max_episode_steps=n) for n in lengths]

@@ -123,28 +123,20 @@ def called(piece: Any, times: int = 3) -> ConnectorPipelineV2:
     return pipeline
 
 
-@pytest.mark.parametrize("times", [1, 2, 5])
-def test_a_piece_that_changes_and_declares_no_state_is_not_saved(times: int) -> None:
-    pipeline = called(Normalizer(), times)
-    with pytest.raises(ConnectorError, match=r"changes 'count'.* while it runs but declares no state"):
-        pipeline.get_state()
-    with pytest.raises(ConnectorError, match=r"changes 'count'.* while it runs but declares no state"):
-        pipeline["Normalizer"].get_state()
-
-
 @pytest.mark.parametrize(
     ("piece", "told"),
     [
-        (Normalizer(), UNDECLARED),
-        (ConnectorPipelineV2(connectors=[Normalizer()]), UNDECLARED),
+        (Normalizer(), "Normalizer changes 'count'.* while it runs but declares no state"),
+        (ConnectorPipelineV2(connectors=[Normalizer()]), "Normalizer changes 'count'.* while it runs"),
         (Holds(), "Holds changes 'held' while it runs"),
         (LambdaConnector(Held()), "Held changes 'function' while it runs"),
         (Saves(), r"Saves has a state but no set_state of its own, .*; expected a set_state\(state\) beside its get_s"),
     ],
 )
 def test_state_that_could_not_be_taken_over_again_is_refused(piece: Any, told: str) -> None:
-    with pytest.raises(ConnectorError, match=told):
-        called(piece).get_state()
+    for times in (1, 3):
+        with pytest.raises(ConnectorError, match=told):
+            called(piece, times).get_state()
 
 
 @pytest.mark.parametrize("piece", [Restores, Merges])

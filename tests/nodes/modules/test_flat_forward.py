@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import fragment_equality
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -183,40 +184,25 @@ def test_a_pass_that_depends_on_numbers_is_done_as_it_is(way: Any, told: str) ->
 
 
 def test_a_rollout_gives_the_same_either_way_and_tells_which() -> None:
-    fragments = []
-    for flat in (False, True, None):
-        options: Any = {"fragment_length": 5, "num_fragments": 3, "seed": 0, "forward": Forward(flat=flat)}
-        with Rollout(numbered_envs(3)[1], module=NumberedModule(), **options) as rollout:
-            assert ("forward pass flat" in rollout.explain()) is bool(flat)
-            fragments.append([fragment.column("action_logp").tolist() for fragment in rollout.fragments()])
-    assert fragments[0] == fragments[1] == fragments[2]
-
-
-def test_default_modules_go_flat_unless_told_not_to() -> None:
-    assert "forward pass flat" in Rollout("CartPole-v1").explain()
-    assert "forward pass flat" not in Rollout("CartPole-v1", forward=Forward(flat=False)).explain()
-    assert "forward pass flat" not in Rollout("CartPole-v1", debug=True).explain()
+    expected = fragments()
+    for flat in (False, True):
+        fragment_equality.assert_alike(fragments(forward=Forward(flat=flat)), expected)
+        explained = Rollout(numbered_envs(3)[1], module=NumberedModule(), forward=Forward(flat=flat)).explain()
+        assert ("forward pass flat" in explained) is flat
 
 
 # Forward passes by torch.compile, and on another device
 
 
-def fragments(**options: Any) -> list[dict[str, Any]]:
+def fragments(**options: Any) -> list[Any]:
     made: Any = {"module": NumberedModule(), "fragment_length": 6, "num_fragments": 3, "seed": 0, **options}
     with Rollout(numbered_envs(3)[1], **made) as rollout:
-        return [
-            {name: np.array(fragment.column(name)) for name in fragment.columns} for fragment in rollout.fragments()
-        ]
-
-
-def same(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
-    pairs = [(one[name], other[name]) for one, other in zip(ours, others, strict=True) for name in one]
-    return all(np.array_equal(one, other) for one, other in pairs)
+        return list(rollout.fragments())
 
 
 def test_a_compiled_pass_gives_the_same() -> None:
     # torch's eager backend goes through all of torch.compile but the making of machine code.
-    assert same(fragments(forward=Forward(compile={"backend": "eager"})), fragments())
+    fragment_equality.assert_alike(fragments(forward=Forward(compile={"backend": "eager"})), fragments())
 
 
 @pytest.mark.slow
@@ -242,13 +228,14 @@ def test_it_is_shown_and_refused_beside_a_flat_one(several: bool) -> None:
     assert "forward pass compiled" in explained(forward=Forward(compile={"backend": "eager"}))
     assert "forward pass flat" in explained()
     assert "forward pass" not in explained(forward=Forward(flat=False))
+    assert "forward pass flat" not in explained(debug=True)
     if several:
         shown = explained(module={"default_policy": None, "agent 0": RandomModule})
         assert "'default_policy' forward pass flat" in shown
 
 
 def test_main_memory_as_a_device_is_no_other_device() -> None:
-    assert same(fragments(device="cpu"), fragments())
+    fragment_equality.assert_alike(fragments(device="cpu"), fragments())
     with Rollout("CartPole-v1", device="cpu") as rollout:
         [piece] = rollout.env_to_module[NumpyToTensor]
         assert not piece.is_elsewhere

@@ -11,7 +11,7 @@ from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
 
 from rollflow import ConnectorV2, GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode
-from rollflow.nodes import EnvToModulePipeline, LearnerConnectorPipeline, ModuleToEnvPipeline
+from rollflow.nodes import LearnerConnectorPipeline
 from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
 from rollflow.nodes.connectors.module_to_env.individual_items import RemoveSingleTsTimeRankFromBatch
 from rollflow.stream import ConnectorError, ModuleError
@@ -157,39 +157,6 @@ class Two(RLModule):
 
     def get_initial_state(self) -> Any:
         return np.array([-1.0])
-
-
-def test_a_train_batch_has_rows_of_max_seq_len_and_the_state_before_each() -> None:
-    episodes = [chunk(3), chunk(4, t_started=5, lookback=1)]
-    batch = LearnerConnectorPipeline.default(stateful=True)(rl_module=Two(), episodes=episodes)
-    assert batch["obs"].tolist() == [[0, 1], [2, 0], [5, 6], [7, 8]]
-    assert batch["loss_mask"].tolist() == [[True, True], [True, False], [True, True], [True, True]]
-    assert batch["seq_lens"].tolist() == [2, 1, 2, 2]
-    assert batch["state_in"].tolist() == [[-1], [10], [40], [60]]
-
-
-def test_a_forward_batch_has_a_time_axis_of_one_step_and_the_latest_state() -> None:
-    begun = SingleAgentEpisode("begun", observations=[0.5], len_lookback_buffer=0)
-    batch = EnvToModulePipeline.default(stateful=True)(rl_module=Two(), episodes=[begun, chunk(3)], explore=True)
-    assert batch["obs"].tolist() == [[0.5], [3.0]]
-    assert batch["state_in"].tolist() == [[-1], [20]]
-
-
-def test_the_time_axis_is_taken_from_the_output_again_but_for_the_state() -> None:
-    shared: dict[str, Any] = {}
-    episodes = [chunk(1), chunk(2)]
-    EnvToModulePipeline.default(stateful=True)(rl_module=Two(), episodes=episodes, explore=True, shared_data=shared)
-    for number, episode in enumerate(episodes):
-        episode.id_ = str(number)
-    output = {
-        "actions": torch.tensor([[3], [4]]),
-        "state_out": torch.tensor([[1.0], [2.0]]),
-    }
-    batch = ModuleToEnvPipeline.default(stateful=True)(
-        rl_module=Two(), batch=output, episodes=episodes, shared_data=shared
-    )
-    assert batch["actions"].tolist() == [3, 4]
-    assert [item.tolist() for item in batch["state_out"]] == [[1.0], [2.0]]
 
 
 def test_stateless_modules_get_no_time_axis() -> None:

@@ -172,25 +172,6 @@ def test_each_module_has_a_file_with_its_id_behind_the_name(tmp_path: Path) -> N
     assert (tmp_path / "steps.b").read_text() == "mine"
 
 
-def test_a_checkpoint_goes_on_with_every_modules_steps_and_draws(tmp_path: Path) -> None:
-    fragments = fragments_of()
-
-    def new(name: str) -> Replay:
-        return Replay(400, sampler=Prioritized(), seed=1, storage=Storage(path=tmp_path / name, extra=("weight",)))
-
-    one, other = new("one"), new("other")
-    insert_all(one, fragments[:3])
-    one.sample(8)
-    one.save(tmp_path / "saved")
-    other.load(tmp_path / "saved")
-    for replay in (one, other):
-        insert_all(replay, fragments[3:])
-    drawn, again = one.sample(8), other.sample(8)
-    assert drawn.keys() == again.keys()
-    for module_id in drawn:
-        torch.testing.assert_close(drawn[module_id], again[module_id], rtol=0, atol=0)
-
-
 def test_a_state_that_cant_be_taken_leaves_the_steps_that_are_there() -> None:
     fragments = of_two_modules()
     plain, replay = Replay(400, seed=0), Replay(400, sampler=Prioritized(), seed=0)
@@ -212,10 +193,6 @@ def test_a_state_that_cant_be_taken_leaves_the_steps_that_are_there() -> None:
         replay.set_state(Replay(400, sampler=Prioritized()).get_state())
     with pytest.raises(ReplayError, match=r"of a replay with capacity=None, expected 400"):
         replay.set_state({})
-    other = Replay(400, sampler=Prioritized(), seed=0)
-    with pytest.raises(ReplayError, match=of_another):
-        other.set_state(Replay(400).get_state())
-    assert len(other) == 0
 
 
 def test_one_agent_and_several_are_kept_apart() -> None:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from small_env import SmallEnv
+from together import Together
 
 from rollflow import ConnectorV2, DefaultModelConfig, MeanStdFilter, MultiAgentRollout, Rollout
-from rollflow.nodes import DefaultModule, MultiAgentEnv
+from rollflow.nodes import DefaultModule
 from rollflow.nodes.connectors.alpha import (
     ActionConnectorDataType,
     ActionConnectorPipeline,
@@ -289,25 +290,19 @@ def test_a_pipeline_that_leaves_out_an_agent_is_refused() -> None:
 SPACE, CHOICES = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32), gym.spaces.Discrete(2)
 
 
-class Three(MultiAgentEnv):
-    """Agents 1, 2 and 3, each of which sees its number plus ten times the step's; 4 steps an episode."""
+class Counting(SmallEnv):
+    """Shows its number plus ten times the step's, and pays five times the action; 4 steps an episode."""
 
-    def __init__(self) -> None:
-        self.agents = self.possible_agents = ["1", "2", "3"]
-        self.observation_spaces = dict.fromkeys(self.agents, SPACE)
-        self.action_spaces = dict.fromkeys(self.agents, CHOICES)
+    observation_space, action_space, length = SPACE, CHOICES, 4
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
-        self.t = 0
-        return self._seen(), {}
+    def __init__(self, number: int) -> None:
+        self.number = number
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Any]:
-        self.t += 1
-        rewards = {agent: 5.0 * actions[agent] for agent in self.agents}
-        return self._seen(), rewards, {"__all__": self.t == 4}, {"__all__": False}, {}
+    def look(self) -> Any:
+        return np.full(1, self.number + 10 * self.t, np.float32)
 
-    def _seen(self) -> Any:
-        return {agent: np.array([float(agent) + 10 * self.t], np.float32) for agent in self.agents}
+    def pay(self, action: Any) -> float:
+        return 5.0 * action
 
 
 class SumOfAgents(AgentConnector):
@@ -322,7 +317,7 @@ class SumOfAgents(AgentConnector):
 
 def test_agents_of_one_module_in_one_environment_are_one_list() -> None:
     with MultiAgentRollout(
-        Three,
+        lambda: Together({str(number): Counting(number) for number in (1, 2, 3)}),
         num_envs=2,
         fragment_length=6,
         seed=0,
