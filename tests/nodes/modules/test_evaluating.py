@@ -7,13 +7,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from replayed import write_dataset
 from small_env import SmallEnv
 from together import Together
 from torch import nn
 
 from rollflow import (
     ConnectorV2,
-    DatasetSink,
     DatasetSource,
     GeneralAdvantageEstimation,
     MultiAgentRollout,
@@ -106,9 +106,7 @@ def test_train_batches_leave_no_trace_in_the_module(piece: Any, place: str, tmp_
             return
         fragments = list(rollout.fragments())
         if place == "dataset":
-            with DatasetSink(tmp_path / "set", rollout=rollout) as sink:
-                for fragment in fragments:
-                    sink(fragment)
+            write_dataset(fragments, tmp_path / "set", rollout=rollout)
         before = trace_of(module)
         if place == "pipeline":
             rollout.learner_pipeline.of_fragments(fragments, module)

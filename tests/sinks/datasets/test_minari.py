@@ -11,7 +11,7 @@ from minari.data_collector import EpisodeBuffer
 from replayed import Played, write_dataset
 from shapes_env import FixedModule, Shapes
 
-from rollflow import DatasetSink, DatasetSource, Rollout
+from rollflow import DatasetSource, Rollout
 from rollflow.nodes import RandomModule
 from rollflow.sinks.datasets.dataset_folder import environment_of
 from rollflow.sinks.datasets.minari_episodes import write_minari
@@ -27,12 +27,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def recorded(path: Path, env: Any, module: Any, **options: Any) -> DatasetSource:
     """A dataset of a rollout."""
-    with (
-        Rollout(env, module=module, num_fragments=3, fragment_length=16, seed=0, **options) as rollout,
-        DatasetSink(path, rollout=rollout) as sink,
-    ):
-        for fragment in rollout.fragments():
-            sink(fragment)
+    with Rollout(env, module=module, num_fragments=3, fragment_length=16, seed=0, **options) as rollout:
+        write_dataset(rollout.fragments(), path, rollout=rollout)
     return whole_episodes(path)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from replayed import Played
+from replayed import Played, write_dataset
 
-from rollflow import DatasetSink, DatasetSource, Graph
+from rollflow import DatasetSource, Graph
 from rollflow.sinks.datasets.episode_block import check_wanted, in_pairs
 from rollflow.sinks.datasets.parquet_episodes import ParquetEpisodes
 from rollflow.stream import ColumnError, DatasetError
@@ -21,9 +21,8 @@ IN_TIME_S = 60.0
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    with DatasetSink(tmp_path, max_file_s=0) as sink:  # a file for each fragment
-        for fragment in Played(slots=3, fragments=12, seed=5, fragment_length=8).fragments:
-            sink(fragment)
+    fragments = Played(slots=3, fragments=12, seed=5, fragment_length=8).fragments
+    write_dataset(fragments, tmp_path, max_file_s=0)  # a file for each of them
     return tmp_path
 
 

@@ -155,13 +155,9 @@ def test_every_step_is_read_once(
 
 
 def test_nested_observations_actions_and_outputs_come_back_with_their_types(tmp_path: Path) -> None:
-    with (
-        Rollout([Shapes, Shapes], module=FixedModule(), fragment_length=8, num_fragments=3, seed=0) as rollout,
-        DatasetSink(tmp_path) as sink,
-    ):
+    with Rollout([Shapes, Shapes], module=FixedModule(), fragment_length=8, num_fragments=3, seed=0) as rollout:
         fragments = list(rollout.fragments())
-        for fragment in fragments:
-            sink(fragment)
+    write_dataset(fragments, tmp_path)
     source = DatasetSource(tmp_path)
     assert source.observation_space == Shapes.observation_space
     assert source.action_space == Shapes.action_space
@@ -216,9 +212,7 @@ async def test_sink_and_source_stand_in_graphs(tmp_path: Path, anyio_backend: st
     async with graph.run() as run:
         await run.wait()
     assert sink.num_steps == DatasetSource(tmp_path).num_steps > 0
-    with DatasetSink(tmp_path) as other:  # the first one is closed
-        for fragment in DatasetSource(tmp_path).fragments():
-            other(fragment)
+    write_dataset(DatasetSource(tmp_path).fragments(), tmp_path)  # the first sink is closed
     assert DatasetSource(tmp_path).num_steps == 2 * sink.num_steps
     source = DatasetSource(tmp_path, batch_size=32, passes=2)
     (first, second) = source.description["runs"]

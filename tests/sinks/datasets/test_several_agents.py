@@ -80,10 +80,9 @@ def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     _, rollout = made(TURNS, num_fragments=4)
-    with rollout, DatasetSink(tmp_path, rollout=rollout) as sink:
+    with rollout:
         fragments = list(rollout.fragments())
-        for fragment in fragments:
-            sink(fragment)
+        sink = write_dataset(fragments, tmp_path, rollout=rollout)
     text = json.loads((tmp_path / "dataset.json").read_text())
     assert sorted(text["agents"]) == [f"agent {number}" for number in range(4)]
     assert text["modules"] == {name: name for name in text["modules"]}
@@ -109,9 +108,7 @@ def test_agents_of_one_kind_and_their_mistakes_are_refused(tmp_path: Path) -> No
     write_dataset([fragment], tmp_path)
     envs = [lambda: NumberedAgents(0, agents=1, nested=0)]
     with MultiAgentRollout(envs, module=DefaultModule, num_fragments=1, fragment_length=4, seed=0) as other:
-        with DatasetSink(tmp_path) as sink:
-            for each in other.fragments():
-                sink(each)  # another module, which is added
+        write_dataset(other.fragments(), tmp_path)  # another module, which is added
     assert "default_policy" in DatasetSource(tmp_path).columns
     part = next(iter(fragment.parts)).of_module(fragment.module_ids[0])
     with DatasetSink(tmp_path) as sink, pytest.raises(DatasetError, match="a fragment of one agent does not fit"):

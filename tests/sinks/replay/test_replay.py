@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
-from replayed import Played, insert_all, plays, rows_of
+from replayed import Played, insert_all, plays, rows_of, write_dataset
 from replayed_agents import fragments_of
 from shapes_env import FixedModule, Shapes
 
-from rollflow import DatasetSink, DatasetSource, Replay, RLModule, Rollout
+from rollflow import DatasetSource, Replay, RLModule, Rollout
 from rollflow.sinks import (
     Draw,
     Episodes,
@@ -456,9 +456,7 @@ def test_a_sequence_has_the_state_before_its_first_step(played: Played) -> None:
 
 
 def test_steps_of_a_dataset_have_it_with_lookback_and_are_refused_without(played: Played, tmp_path: Path) -> None:
-    with DatasetSink(tmp_path) as sink:
-        for fragment in played.fragments:
-            sink(fragment)
+    write_dataset(played.fragments, tmp_path)
     batch = filled(DatasetSource(tmp_path, batch_size=4).fragments(), sampler=Newest()).sample(80)
     assert batch["state_in"]["steps"][:, 0].tolist() == batch["obs"][:, 2].tolist()
     with pytest.raises(ReplayError, match="expected a lookback of 1 or more"):
