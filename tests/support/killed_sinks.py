@@ -1,12 +1,28 @@
-"""Sinks of datasets that are killed while they write."""
+"""Sinks of datasets that are held, or killed, while they write."""
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollflow import DatasetSink
+from rollflow.sinks.datasets.dataset_sink import FileSet
+
+
+def held_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let sinks write from the moment on at which the event is set."""
+    may_write, write = threading.Event(), FileSet.write
+
+    def held_back(*args: Any) -> None:
+        assert may_write.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(FileSet, "write", held_back)
+    return may_write
 
 
 def write_and_be_killed(fragments: Sequence[Any], path: Path, max_file_bytes: int, calls: int) -> None:

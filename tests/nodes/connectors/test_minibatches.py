@@ -9,6 +9,7 @@ import pytest
 import torch
 from feeding_rollouts import module_of, modules_of_agents
 from numbered_agents import NumberedAgents
+from small_env import SmallEnv
 
 from rollflow import DefaultModelConfig, GeneralAdvantageEstimation, MultiAgentRollout, Rollout, minibatches
 from rollflow.stream import ColumnError
@@ -99,17 +100,13 @@ def test_mistakes_are_named_at_once(batch: Any, size: int, error: Any, text: str
         minibatches(batch, size)
 
 
-class Nested(gym.Env[Any, Any]):
+class Nested(SmallEnv):
     observation_space = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (2,)), "b": gym.spaces.Discrete(3)})
     action_space = gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Box(-1, 1, (1,))])
+    length = 10
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> Any:
-        ended = self.np_random.random() < 0.1
-        return self.observation_space.sample(), 1.0, bool(ended), False, {}
+    def look(self) -> Any:
+        return self.observation_space.sample()
 
 
 ENVS: list[Any] = ["CartPole-v1", Nested]

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from killed_sinks import write_and_be_killed
+from killed_sinks import held_writes, write_and_be_killed
 from replayed import Played, write_dataset
 from replayed_agents import TURNS, fragments_of
 from stored_steps import env_steps_of, steps_in
 
 from rollflow import DatasetSink, DatasetSource, MultiAgentEpisode
-from rollflow.sinks.datasets.dataset_sink import FileSet
 from rollflow.stream import DatasetError
 
 FRAGMENTS: dict[str, Any] = {
@@ -123,13 +121,7 @@ def test_two_sinks_on_one_folder_are_refused(fragments: Any, tmp_path: Path) -> 
 def test_a_sink_whose_end_was_broken_off_is_ended_by_the_next_call(
     fragments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write, write = threading.Event(), FileSet.write
-
-    def held_back(*args: Any) -> None:
-        assert may_write.wait(30)
-        write(*args)
-
-    monkeypatch.setattr(FileSet, "write", held_back)
+    may_write = held_writes(monkeypatch)
     sink = DatasetSink(tmp_path)
     sink(fragments[0])
     with monkeypatch.context() as patched:  # as Ctrl-C does while the thread writes

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from killed_sinks import held_writes
 from numbered_module import NumberedModule
 from replayed import Played, write_dataset
 from replayed_agents import fragments_of
@@ -24,7 +25,6 @@ from torch.utils.data import DataLoader
 
 from rollflow import DatasetSink, DatasetSource
 from rollflow.sinks.datasets import dataset_source
-from rollflow.sinks.datasets.dataset_sink import FileSet
 from rollflow.stream import DatasetError
 from rollflow.stream.data.tree import leaves_of
 
@@ -378,13 +378,7 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
 
 
 def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, write = threading.Event(), FileSet.write
-
-    def held_back(*args: Any) -> None:
-        assert may_write.wait(30)
-        write(*args)
-
-    monkeypatch.setattr(FileSet, "write", held_back)
+    may_write = held_writes(monkeypatch)
     with DatasetSink(tmp_path, queue_size=2) as sink:
         sink(played.fragments[0])
         sink(played.fragments[1])

@@ -20,6 +20,7 @@ from replayed import Played, plays, write_dataset
 from replayed_agents import fragments_of
 from serial_module import at_of
 from shapes_env import FixedModule, Shapes
+from small_env import SmallEnv
 from stored_steps import chunks_of, env_steps_of, steps_in
 
 from rollflow import (
@@ -250,7 +251,7 @@ def test_a_file_says_that_there_are_no_nulls_and_has_whole_numbers_as_deltas(tmp
     }
 
 
-class Dotted(gym.Env[Any, Any]):
+class Dotted(SmallEnv):
     """Has parts whose paths in a Parquet file are those of others."""
 
     whole, real = gym.spaces.Discrete(5), gym.spaces.Box(-1, 1, (), np.float32)
@@ -262,14 +263,9 @@ class Dotted(gym.Env[Any, Any]):
             "x.list": gym.spaces.Dict({"element": real}),
         }
     )
-    action_space = gym.spaces.Discrete(2)
 
-    def reset(self, **kwargs: Any) -> Any:
-        super().reset(seed=kwargs.get("seed"))
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> Any:
-        return self.observation_space.sample(), 1.0, False, False, {}
+    def look(self) -> Any:
+        return self.observation_space.sample()
 
 
 def test_parts_that_share_a_path_are_written_and_read(tmp_path: Path) -> None:

@@ -150,11 +150,16 @@ def in_graph(replay: Replay, envs: int = 4, **options: Any) -> tuple[Rollout, Gr
     return rollout, graph
 
 
+async def batches_of(graph: Graph) -> list[Any]:
+    with anyio.fail_after(60):
+        async with graph.run() as run:
+            return [batch async for batch in run["batches"]]
+
+
 async def test_a_graph_ends_with_the_ratio_that_was_asked_for() -> None:
     replay = Replay(2000, rate=SamplesPerInsert(2.0, min_size=100), batch_size=32, seed=0)
     rollout, graph = in_graph(replay, num_fragments=30)
-    async with graph.run() as run:
-        batches = [batch async for batch in run["batches"]]
+    batches = await batches_of(graph)
     report = replay.report()
     assert report.inserted == rollout.num_steps - sum(rollout.lost.values())
     assert report.sampled == 32 * len(batches)
@@ -183,8 +188,7 @@ async def test_a_stalled_reader_stops_the_environments_within_the_buffer() -> No
 async def test_whole_episodes_come_from_a_graph_as_soon_as_there_are_some() -> None:
     replay = Replay(5000, sampler=Episodes(), rate=SamplesPerInsert(0.5, min_size=1), batch_size=2, seed=0)
     rollout, graph = in_graph(replay, num_fragments=20)
-    async with graph.run() as run:
-        batches = [batch async for batch in run["batches"]]
+    batches = await batches_of(graph)
     assert batches
     assert replay.report().inserted == rollout.num_steps
     assert all(batch["seq_lens"].min() > 0 for batch in batches)
@@ -207,17 +211,12 @@ async def test_an_error_in_a_replay_ends_the_run_by_name() -> None:
     replay = Replay(10, batch_size=16)
     _, graph = in_graph(replay)
     with pytest.raises(ReplayError, match="expected a capacity of several fragments") as raised:
-        async with graph.run() as run:
-            async for _ in run["batches"]:
-                pass
+        await batches_of(graph)
     assert "in node 'replay'" in raised.value.__notes__
 
 
 async def test_without_a_rate_batches_come_until_the_rollout_ends() -> None:
     replay = Replay(500, batch_size=16, seed=0)
     rollout, graph = in_graph(replay, num_fragments=5)
-    async with graph.run() as run:
-        with anyio.fail_after(60):
-            sizes = [len(batch["ids"]) async for batch in run["batches"]]
-    assert set(sizes) == {16}
+    assert {len(batch["ids"]) for batch in await batches_of(graph)} == {16}
     assert replay.report().inserted == rollout.num_steps

@@ -134,13 +134,6 @@ def test_getters_of_all_quantities_follow_one_set_of_rules() -> None:
         episode.get_actions(5)
 
 
-def test_filled_observations_have_the_spaces_structure() -> None:
-    space = gym.spaces.Dict({"a": gym.spaces.Box(0, 1, (2,), np.float32)})
-    episode = SingleAgentEpisode(observation_space=space)
-    episode.add_env_reset({"a": np.ones(2, np.float32)})
-    assert episode.get_observations(-2, fill=0.0)["a"].tolist() == [0.0, 0.0]
-
-
 def test_older_names_work() -> None:
     episode = filled(2)
     assert (episode.get_observation(-1), episode.get_action(-1), episode.get_reward(-1, fill=0.0)) == (2, 101, 1.5)
