@@ -59,14 +59,16 @@ class _RingDriver(abc.ABC):
         if self._stalled is not None:
             raise self._stalled
         counters = self.run.counters
-        fragment = self._fragments[0] if self._fragments else None
+        fragments = self._fragments  # which `close` may replace
+        fragment = fragments[0] if fragments else None
         if fragment is None:
             if self.run.has_ended:
                 counters.end()
             self._raise()
             return None
-        counters.caller.begin_life()
-        self._fragments.popleft()
+        if counters.ended_at is None:  # by `close`, in another thread
+            counters.caller.begin_life()
+        fragments.popleft()
         counters.caller.items += 1
         return fragment
 
@@ -103,14 +105,17 @@ class InlineDriver(_RingDriver):
         if self._is_closed:
             raise RunError("the rollout was closed while its environments were being reset")
 
-    def _await(self) -> None:
+    def next(self) -> Any:
         with self._at_work:
-            try:
-                if not self._fragments and not self._is_closed:
-                    self._fragments.extend(fragment for _, fragment in self._drive(self.run.next_outputs))
-            finally:
-                if self._is_left:
-                    self._end()
+            return super().next()
+
+    def _await(self) -> None:
+        try:
+            if not self._fragments and not self._is_closed:
+                self._fragments.extend(fragment for _, fragment in self._drive(self.run.next_outputs))
+        finally:
+            if self._is_left:
+                self._end()
 
     async def next_async(self) -> Any:
         """The next fragment; it holds up the event loop while the ring works."""

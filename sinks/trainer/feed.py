@@ -59,10 +59,10 @@ def feed(
         on_end     called with the run's report when it has ended, unless it raised an error
         trace      file for a trace, as for `Rollout`: of the stages here; compressed if its name ends in .gz
 
-    All other parameters are those of `TrainerSink`; `stall_after`, `on_stall` and `log` are the rollout's. Returns the
-    trainer's reason to leave, None if it has not left. Raises ValueError if fragments are sent of a rollout with
-    learner_connector or max_lag, which the `TrainerStream` takes instead, and errors of the rollout, its environments
-    or the connection.
+    All other parameters are those of `TrainerSink`; `log`, and `stall_after` and `on_stall` of `watch`, are the
+    rollout's. Returns the trainer's reason to leave, None if it has not left. Raises ValueError if fragments are sent
+    of a rollout with learner_connector or max_lag, which the `TrainerStream` takes instead, and errors of the rollout,
+    its environments or the connection.
 
     In a program's main thread, Ctrl-C or SIGTERM stops the environments. Then the trainer is waited for until it has
     what was under way, or has not been there for `linger` seconds; a second signal ends that. After that the signal has

@@ -187,15 +187,8 @@ class RunCounters:
         limit: Limit | None = None if spec.outlets else "sink"
         is_in_thread = self.graph.place_of(name) == "thread"
         doing = "is in its call" if is_in_thread else "is at work, and neither sends nor receives"
-        stack = partial(self._stack, name)
+        stack = partial(_stack_at, self.at.get(name), self.thread)
         return [Wait(name, "call", doing, mark=mark, calls=meter.items, limit=limit, stack=stack)]
-
-    def _stack(self, name: str) -> tuple[StackFrame, ...]:
-        """The stack of a node's thread or coroutine; of the event loop's thread while the coroutine runs."""
-        where = self.at.get(name)
-        if isinstance(where, int):
-            return stack_of_thread(where)
-        return stack_of_coroutine(where) or stack_of_thread(self.thread)
 
     def _asked(self, name: str) -> Iterable[Wait]:
         """What a node says itself that it is at."""
@@ -217,6 +210,13 @@ class RunCounters:
     def _task(self, name: str) -> str:
         """The task of a node, as a party: by the node, or as its chain."""
         return next((_name_of(chain) for chain in self.chains if name in chain.names), name)
+
+
+def _stack_at(where: Any, loop: int) -> tuple[StackFrame, ...]:
+    """The stack of a node's thread or coroutine; of the event loop's thread while the coroutine runs."""
+    if isinstance(where, int):
+        return stack_of_thread(where)
+    return stack_of_coroutine(where) or stack_of_thread(loop)
 
 
 def _without_room(name: str, full: "Sequence[tuple[str, Edge]]", mark: Any) -> Wait:

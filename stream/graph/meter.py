@@ -11,7 +11,6 @@ from rollflow.stream.observe.trace import Record, Trace
 
 clock: Final = perf_counter_ns
 _RECENT = 1024  # calls
-_WORK: Final = {"busy": "busy", "works": "busy"}  # span of a meter -> span in a trace
 
 
 class CallStats(NamedTuple):
@@ -76,6 +75,7 @@ class NodeMeter:
         calls         how long each call took, or each span of an asynchronous node's own work
         trace         records the same times as spans; None: nothing is traced
         counts_itself whether the node counts all of its work itself
+        works_since   time at which background work began that the thread waits for, in ns; None: there is none
 
     The rest of the elapsed time is idle: waiting for items, or for other nodes of the same task. A synchronous node
     adds up its calls. An asynchronous one lives from `begin_life` to `end_life`, and is busy whenever it neither waits
@@ -90,10 +90,11 @@ class NodeMeter:
     calls: CallTimes = field(default_factory=CallTimes)
     trace: NodeTrace | None = None
     counts_itself: bool = False
+    works_since: int | None = None
     _is_alive: bool = False
     _waiting: int = 0
     _blocked: int = 0
-    _span: tuple[str, int] = ("", 0)  # "busy", "works", "waits", "blocked" or "", and since when
+    _span: tuple[str, int] = ("", 0)  # "busy", "waits", "blocked" or "", and since when
 
     def take_trace(self, trace: NodeTrace | None) -> None:
         """Have the times that begin from now on be recorded; None: no more, and work under way as far as it has come.
@@ -102,8 +103,9 @@ class NodeMeter:
         """
         before, self.trace = self.trace, trace
         at, since = self._span
-        if before is not None and at in _WORK:
-            before.busy(since, clock())
+        for began in self.works_since, since if at == "busy" else None:
+            if before is not None and began is not None:
+                before.busy(began, clock())
 
     @property
     def is_waiting(self) -> bool:
@@ -115,20 +117,18 @@ class NodeMeter:
         """True while a task of the node waits for room, or for somebody outside of the graph."""
         return self._blocked > 0
 
-    @property
-    def works_since(self) -> int | None:
-        """Time at which background work began that the thread waits for, in ns; None: there is none."""
-        at, since = self._span
-        return since if at == "works" else None
-
     def begin_work(self, now: int) -> None:
         """Begin to count background work that the thread now waits for."""
-        self._span = "works", now
+        self.works_since = now
 
     def end_work(self, now: int) -> None:
         """End the count of background work."""
-        if self._span[0] == "works":
-            self._begin("", now)
+        since, self.works_since = self.works_since, None
+        if since is not None:
+            self.busy_ns += now - since
+            trace = self.trace
+            if trace is not None:
+                trace.busy(since, now)
 
     def begin_life(self) -> None:
         """Begin to count the time between waits as busy; a second call changes nothing."""
@@ -140,52 +140,59 @@ class NodeMeter:
         self._is_alive = False
         self._turn()
 
-    @contextmanager
-    def waits(self) -> Iterator[None]:
+    def waits(self) -> "TaskWait":
         """Block in which a task of the node waits for an item."""
-        self._waiting += 1
-        self._turn()
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            self._turn()
+        return TaskWait(self, 1, 0)
 
-    @contextmanager
-    def blocks(self) -> Iterator[None]:
+    def blocks(self) -> "TaskWait":
         """Block in which a task of the node waits for room."""
-        self._blocked += 1
-        self._turn()
-        try:
-            yield
-        finally:
-            self._blocked -= 1
-            self._turn()
+        return TaskWait(self, 0, 1)
 
-    def _turn(self) -> None:
-        """Begin the span of what the node is at now, unless that is under way."""
+    def _turn(self, waiting: int = 0, blocked: int = 0) -> None:
+        """Begin the span of what the node is at now, and count the one that ends, unless that goes on.
+
+        waiting, blocked    tasks that begin to wait; negative: that no longer do
+        """
+        self._waiting += waiting
+        self._blocked += blocked
         at = "blocked" if self._blocked else "waits" if self._waiting else "busy" if self._is_alive else ""
-        if at != self._span[0]:
-            self._begin(at, clock())
-
-    def _begin(self, at: str, now: int) -> None:
-        """Begin a span, and count the one that ends."""
         was, since = self._span
+        if at == was:
+            return
+        now = clock()
         self._span = at, now
-        if was in _WORK:
+        if was == "busy":
             self.busy_ns += now - since
+            self.calls.add(now - since)
         elif was == "blocked":
             self.blocked_ns += now - since
-        if was == "busy":
-            self.calls.add(now - since)
-        if was and self.trace is not None:
-            getattr(self.trace, _WORK.get(was, was))(since, now)
+        trace = self.trace
+        if was and trace is not None:
+            getattr(trace, was)(since, now)
 
     def read(self) -> tuple[int, int]:
-        """busy_ns and blocked_ns as of now, with the span under way."""
-        at, since = self._span
-        passed = clock() - since
-        return self.busy_ns + passed * (at in _WORK), self.blocked_ns + passed * (at == "blocked")
+        """busy_ns and blocked_ns as of now, with what is under way. From any thread."""
+        now = clock()  # first: a span that ends after it is counted as far as it has come
+        # In one statement without a call, within which no other thread has its turn.
+        busy, blocked, works, (at, since) = self.busy_ns, self.blocked_ns, self.works_since, self._span
+        passed = max(now - since, 0)
+        busy += passed * (at == "busy") + (0 if works is None else max(now - works, 0))
+        return busy, blocked + passed * (at == "blocked")
+
+
+class TaskWait:
+    """Block in which a task of a node waits for an item, or for room: a generator's would cost 1 µs more."""
+
+    __slots__ = ("_blocked", "_meter", "_waiting")
+
+    def __init__(self, meter: NodeMeter, waiting: int, blocked: int) -> None:
+        self._meter, self._waiting, self._blocked = meter, waiting, blocked
+
+    def __enter__(self) -> None:
+        self._meter._turn(self._waiting, self._blocked)
+
+    def __exit__(self, *error: object) -> None:
+        self._meter._turn(-self._waiting, -self._blocked)
 
 
 class WaitAttribution:

@@ -254,12 +254,13 @@ class Edge:
         return f"{'.'.join(self.source)} → {'.'.join(self.target)}"
 
 
-def check_room(name: str, capacity: int | None, overflow: Overflow, *, feedback: bool) -> None:
+def check_room(name: str, capacity: int | None, overflow: str, *, feedback: bool) -> None:
     """Raise GraphError where an edge can't have this capacity and overflow policy."""
     if capacity is not None and capacity < 1:
         raise GraphError(f"{name}: capacity is {capacity}, expected at least 1, or None")
     if overflow not in ("block", "drop_oldest"):
-        raise GraphError(f"{name}: overflow is {overflow!r}, expected 'block' or 'drop_oldest'")
+        also = ", which does the same" if overflow == "latest" else ""
+        raise GraphError(f"{name}: overflow is {overflow!r}, expected 'block' or 'drop_oldest'{also}")
     if overflow != "block" and (feedback or capacity is None):
         kind = "a feedback edge" if feedback else "an edge without a capacity"
         raise GraphError(f"{name}: {kind} can't have overflow='{overflow}', expected 'block'")

@@ -311,7 +311,8 @@ class Run:
             if stop is not None:
                 self._on_stop(stop.request)
                 await anyio.lowlevel.checkpoint_if_cancelled()
-            meter.begin_life()
+            if spec.is_async:
+                meter.begin_life()
             try:
                 if spec.run is None:
                     running: Any = self._run_with_items(spec, inlets[0], outlets)
@@ -332,7 +333,7 @@ class Run:
         """Call a node with one item after the other."""
         unsent = Unsent(outlets, has_fields=spec.has_fields)
         self._hold(spec.name, unsent)
-        in_thread = partial(self._call_in_thread, spec.name, anyio.CapacityLimiter(1))
+        in_thread = partial(self._call_in_thread, spec, anyio.CapacityLimiter(1))
         call = spec.node if spec.is_async else partial(in_thread, spec.node)
         start, finish = spec.methods.start, spec.methods.finish
         if start is not None:
@@ -344,16 +345,23 @@ class Run:
             await unsent.send(await in_thread(lambda: list(finish() or ())))
 
     async def _call_in_thread(
-        self, name: str, limiter: anyio.CapacityLimiter, function: Callable[..., Any], *args: Any
+        self, spec: NodeSpec, limiter: anyio.CapacityLimiter, function: Callable[..., Any], *args: Any
     ) -> Any:
         def here() -> tuple[Any, Exception | None]:
-            self.counters.at[name] = get_ident()
+            self.counters.at[spec.name] = get_ident()
             return next(_outcome(function, *args))
 
-        output, error = await anyio.to_thread.run_sync(here, limiter=limiter)
+        meter = self.counters.nodes[spec.name]
+        if not spec.is_async:  # which lives all the time
+            meter.begin_life()
+        try:
+            output, error = await anyio.to_thread.run_sync(here, limiter=limiter)
+        finally:
+            if not spec.is_async:
+                meter.end_life()
         try:
             if error is not None:
-                note_node(error, name)
+                note_node(error, spec.name)
                 raise error
         finally:
             del error  # whose traceback refers to this frame

@@ -1,7 +1,7 @@
 """Diagnosis: what a run waits for, as fields and as text."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollflow.stream.data.errors import HELP_PAGES
 from rollflow.stream.observe.stacks import StackFrame, stack_lines
@@ -43,7 +43,7 @@ class Diagnosis:
     stack: tuple[StackFrame, ...] = ()
     caller_s: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
-    parties: tuple[Wait, ...] = ()
+    parties: tuple[Wait, ...] = field(default=(), repr=False)
 
     @property
     def blocker(self) -> Wait | None:

@@ -1,11 +1,15 @@
 """Meters of nodes and edges, and the report that is made of them."""
 
 import json
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from graph_rows import drawn, row, three
+from held_envs import LONGEST_S
+from traces import events_of, tracks
 
 from rollflow.stream import Outlet
 from rollflow.stream.graph.inline_run import InlineRun
@@ -67,6 +71,22 @@ def test_a_wait_before_a_life_is_not_taken_off_it(clock: Clock) -> None:
         clock.now += 20
     clock.now += 3
     assert node.read() == (3, 0)
+
+
+def test_background_work_goes_on_while_a_task_of_the_node_is_blocked(clock: Clock) -> None:
+    node = NodeMeter("n")
+    node.begin_work(clock.now)
+    began = node.works_since
+    clock.now += 5
+    with node.blocks():
+        clock.now += 10
+    clock.now += 20
+    assert node.works_since == began
+    assert node.read() == (35, 10)
+    node.end_work(clock.now)
+    clock.now += 1000
+    assert node.works_since is None
+    assert node.read() == (35, 10)
 
 
 def test_an_edge_knows_its_mean_and_for_how_long_it_was_full(clock: Clock) -> None:
@@ -134,6 +154,25 @@ async def test_a_reader_that_waits_for_one_output_is_not_at_work_on_another() ->
             assert await run["b"].receive() == number
         report = run.report()
     assert report.bottleneck == "both"
+
+
+@pytest.mark.anyio
+async def test_each_call_of_a_node_in_a_thread_counts_by_itself(tmp_path: Path) -> None:
+    are_sent = threading.Event()  # so that each call but the first finds its item there
+
+    async def source(out: Outlet[int]) -> None:
+        for number in range(5):
+            await out.send(number)
+        are_sent.set()
+
+    def sink(number: int) -> None:
+        assert are_sent.wait(LONGEST_S)
+
+    graph = row(capacity=5, thread="sink", source=source, sink=sink)
+    async with graph.run(trace=tmp_path / "run.trace") as run:
+        await run.wait()
+    assert len(run.counters.nodes["sink"].calls.recent) == 5
+    assert [event["name"] for _, _, event in tracks(events_of(tmp_path / "run.trace"))["sink"]].count("sink") == 5
 
 
 @pytest.mark.anyio

@@ -1,11 +1,13 @@
 """Faults in graphs on an event loop, which the stall doctor names from another thread."""
 
 import contextlib
+import gc
 import logging
 import queue
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,27 @@ async def test_a_lock_that_a_node_in_a_thread_takes_is_named_with_its_line() -> 
     assert ": locked is in its call since 5." in text
     assert "caller waits for it" in text
     assert f"  at {line_of(locked, 'with lock:')}" in text
+
+
+async def test_a_diagnosis_that_is_kept_does_not_keep_the_graph() -> None:
+    class Source:
+        async def run(self, out: Outlet[int]) -> None:
+            await out.send(1)
+            await anyio.sleep_forever()
+
+    source = Source()
+    kept = weakref.ref(source)
+    graph = row(output="out", source=source)
+    async with graph.run() as run:
+        await run["out"].receive()
+        await anyio.lowlevel.checkpoint()
+        diagnosis = run.diagnose()
+    assert [wait.party for wait in diagnosis.parties] == ["source", "caller"]
+    assert "parties" not in repr(diagnosis)
+    del graph, run, source
+    await anyio.lowlevel.checkpoint()
+    gc.collect()
+    assert kept() is None
 
 
 async def test_two_nodes_that_wait_for_room_at_each_other_are_a_deadlock_named_edge_by_edge() -> None:
