@@ -1,7 +1,7 @@
 """Graphs that are drawn as ways from node to node, and nodes for them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rollflow import Graph
@@ -47,6 +47,34 @@ class Ring:
 
     def __call__(self, number: int) -> int:
         return number
+
+
+class Round(NamedTuple):
+    """What a node of a ring sends round and lets out."""
+
+    on: int | None
+    out: int | None
+
+
+class Gate:
+    """Admits as many items as it is told to."""
+
+    def __init__(self, left: int = 0) -> None:
+        self.left = left
+        self.changed: Callable[[], None] = lambda: None
+
+    def admits(self, item: Any) -> bool:
+        if not self.left:
+            return False
+        self.left -= 1
+        return True
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
+    def let(self, count: int) -> None:
+        self.left += count
+        self.changed()
 
 
 class Collect:

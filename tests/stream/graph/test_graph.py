@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from graph_rows import Ring, double, drawn, keep, once as numbers, show, split
+from graph_rows import Gate, Ring, double, drawn, keep, once as numbers, show, split
 
 from rollflow import Graph
 from rollflow.stream import GraphError
@@ -213,17 +213,9 @@ def test_what_can_not_be_connected_is_refused(source: str, target: str, options:
         chained().connect(source, target, **options)
 
 
-class Open:
-    def admits(self, item: Any) -> bool:
-        return True
-
-    def watch(self, changed: Any) -> None:
-        del changed
-
-
 def test_a_gate_where_another_way_leads_through_a_channel_is_refused() -> None:
     nodes = {"source": numbers, "a": double, "away": double, "b": to_text, "show": show}
-    graph = drawn("source > a > away > b > show", "a >gate b", thread="away", gate=Open(), **nodes)
+    graph = drawn("source > a > away > b > show", "a >gate b", thread="away", gate=Gate(), **nodes)
     with pytest.raises(GraphError, match=r"a.out → b.number: a gate can't stand where another way from 'a' to 'b'"):
         graph.validate()
 

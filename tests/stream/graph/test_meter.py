@@ -4,10 +4,9 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from graph_rows import drawn, row, three
+from graph_rows import Round, drawn, row, three
 from held_envs import LONGEST_S
 from traces import events_of, tracks
 
@@ -101,11 +100,6 @@ def test_an_edge_knows_its_mean_and_for_how_long_it_was_full(clock: Clock) -> No
     clock.now += 40
     assert edge.read() == (80, 30)
     assert edge.peak == 2
-
-
-class Round(NamedTuple):
-    on: int | None
-    out: int | None
 
 
 def spin(times: int = 200_000) -> int:

@@ -1,10 +1,9 @@
 """What a node and a gate may have beside: looked up once, with defaults, and refused where it can't be called."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from graph_rows import Ring, drawn
+from graph_rows import Gate, Ring, drawn
 
 from rollflow import Graph
 from rollflow.stream import GraphError
@@ -94,15 +93,6 @@ def test_what_changes_is_read_when_it_is_asked_for() -> None:
     assert graph.report_notes() == ("one", "two")
 
 
-class Shut:
-    """A gate that admits nothing."""
-
-    def admits(self, item: int) -> bool:
-        return False
-
-    def watch(self, changed: Callable[[], None]) -> None: ...
-
-
 def gated(gate: Any) -> Graph:
     return drawn("source >gate target >> source", gate=gate, source=Ring(), target=Node())
 
@@ -117,18 +107,18 @@ def gated(gate: Any) -> Graph:
 )
 def test_a_gate_that_is_none_is_refused_when_its_edge_is_drawn(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(GraphError, match=told):
-        gated(type("Wrong", (Shut,), wrong)())
+        gated(type("Wrong", (Gate,), wrong)())
 
 
 @pytest.mark.parametrize("holder", [None, "trainer"])
 def test_the_holder_of_a_gate_is_asked_for_when_items_are_parked(holder: str | None) -> None:
-    gate: Any = Shut()
+    gate: Any = Gate()
     with InlineRun(gated(gate)) as run:
         gate_of_its_own = run.chain.parked[0][0] if run.chain.parked else None
         assert run.next_outputs() == []
         assert gate_of_its_own is not None
         assert run.chain.holder is None
-    named = type("Named", (Shut,), {"holder": holder})()
+    named = type("Named", (Gate,), {"holder": holder})()
     with InlineRun(gated(named)) as run:
         run.next_outputs()
         assert run.chain.holder == holder

@@ -10,7 +10,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
-from graph_rows import Collect, double, drawn, ended, row, three
+from graph_rows import Collect, Gate, Round, double, drawn, ended, row, three
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
@@ -33,11 +33,6 @@ class Numbers:
         while self.count is None or self.sent < self.count:
             await out.send(self.sent)
             self.sent += 1
-
-
-class Round(NamedTuple):
-    on: int | None
-    out: int | None
 
 
 async def test_a_run_that_is_not_entered_says_so() -> None:
@@ -274,29 +269,8 @@ async def test_a_ring_ends_when_nothing_goes_round_any_more() -> None:
         assert [item async for item in run["thirds"]] == [3, 6, 9, -10]
 
 
-class Every:
-    """Admits an item only as often as it is told."""
-
-    def __init__(self) -> None:
-        self.left = 0
-        self.changed: Callable[[], None] = lambda: None
-
-    def admits(self, item: Any) -> bool:
-        if not self.left:
-            return False
-        self.left -= 1
-        return True
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        self.changed = changed
-
-    def let(self, count: int) -> None:
-        self.left += count
-        self.changed()
-
-
 async def test_a_gate_holds_items_until_it_lets_them_pass() -> None:
-    ring, gate = Ring(), Every()
+    ring, gate = Ring(), Gate()
     async with ring_graph(ring, gate).run() as run:
         await anyio.wait_all_tasks_blocked()
         assert ring.last == 0
@@ -306,7 +280,7 @@ async def test_a_gate_holds_items_until_it_lets_them_pass() -> None:
         assert await run["thirds"].receive() == 3
 
 
-class Kept(Every):
+class Kept(Gate):
     """A gate that somebody holds."""
 
     holder: str | None = "the keeper"
@@ -334,7 +308,7 @@ async def test_whoever_holds_a_gate_is_a_stage_while_items_are_parked_there() ->
 
 
 async def test_a_gate_without_a_holder_is_no_stage() -> None:
-    async with ring_graph(Ring(), Every()).run() as run:
+    async with ring_graph(Ring(), Gate()).run() as run:
         await until(lambda: run.report().bottleneck is None)
         assert [node.name for node in run.report().nodes] == [*run.graph.nodes, "caller"]
 
@@ -353,7 +327,7 @@ def test_inline_and_asynchronous_runs_give_the_same_items(anyio_backend: Any) ->
 
 
 def test_an_inline_run_gives_nothing_while_all_is_parked() -> None:
-    gate, ring = Every(), Ring()
+    gate, ring = Gate(), Ring()
     with InlineRun(ring_graph(ring, gate)) as run:
         assert run.next_outputs() == []
         gate.let(3)
@@ -499,7 +473,7 @@ async def test_drain_delivers_what_comes_into_a_ring_from_elsewhere() -> None:
             await out.send(letter)
         sent.set()
 
-    sink, gate = Collect(), Every()
+    sink, gate = Collect(), Gate()
     ways = "letters >8 ring", "ring.on >gate same >> ring", "ring.out >1 sink"
     graph = drawn(*ways, gate=gate, letters=letters, ring=Sorter(), same=lambda number: number, sink=sink)
     with anyio.fail_after(10):
@@ -532,7 +506,7 @@ async def test_a_gate_that_opens_lets_the_oldest_pass_first() -> None:
         for number in range(3, 6):
             await out.send(number)
 
-    sink, gate = Collect(), Every()
+    sink, gate = Collect(), Gate()
     graph = drawn("source >8 same >gate sink", gate=gate, source=source, same=lambda number: number, sink=sink)
     async with graph.run() as run:
         await anyio.wait_all_tasks_blocked()
