@@ -72,11 +72,6 @@ def batch_of(piece: ConnectorV2, *episodes: Any, module: Any = None, batch: Any 
 # Next observations and infos
 
 
-def test_next_observations_begin_with_the_second_and_end_with_the_last() -> None:
-    batch = batch_of(AddNextObservationsFromEpisodesToTrainBatch(), episode([1, 1, 1]), episode([1], terminated=True))
-    assert batch["new_obs"].tolist() == [1, 2, 3, 1]
-
-
 def test_empty_infos_of_two_chunks_of_one_episode_are_batched() -> None:
     whole = SingleAgentEpisode(observations=[0, 1, 2], actions=[0, 0], rewards=[1, 1], len_lookback_buffer=0)
     assert batch_of(AddInfosFromEpisodesToTrainBatch(), whole[:1], whole[1:])["infos"] == [{}, {}]

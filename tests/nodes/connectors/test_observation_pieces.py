@@ -63,16 +63,6 @@ def test_a_preprocessor_rewrites_each_last_observation_and_leaves_the_batch() ->
     assert episodes[0].observation_space == spaces.Box(0.0, 1.0, (3,), np.float32)
 
 
-def test_a_preprocessor_may_look_at_the_episode() -> None:
-    class Numbered(SingleAgentObservationPreprocessor):
-        def preprocess(self, observation: Any, episode: SingleAgentEpisode) -> Any:
-            return observation + 100 * len(episode)
-
-    episode = SingleAgentEpisode(observations=[5, 6], actions=[0], rewards=[0.0], len_lookback_buffer=0)
-    call(Numbered(), [episode])
-    assert episode.get_observations() == [5, 106]
-
-
 def test_a_preprocessors_parameters_may_have_other_names() -> None:
     class Counts(ObservationPreprocessor):
         def preprocess(self, obs: Any, ep: Any) -> Any:

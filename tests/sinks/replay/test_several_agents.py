@@ -14,13 +14,12 @@ from feeding_rollouts import SHORT, feeding, weights_of_agents
 from held_envs import await_that
 from hypothesis import given, settings, strategies as st
 from lost_agents import numbers
-from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
-from replayed import insert_all
+from replayed import Played, insert_all
 from replayed_agents import TURNS, fragments_of, of_two_modules, rows_in, steps_by_module
 from serial_module import at_of
 
-from rollflow import Replay, Rollout
+from rollflow import Replay
 from rollflow.sinks import Newest, Prioritized, ReplayClient, ReplayHost, SampledNStepReturns, SamplesPerInsert, Storage
 from rollflow.stream import ReplayError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -186,9 +185,7 @@ def test_a_state_that_cant_be_taken_leaves_the_steps_that_are_there() -> None:
 
 def test_one_agent_and_several_are_kept_apart() -> None:
     fragment = fragments_of(count=1)[0]
-    _, makers = numbered_envs(1, lengths=(1, 4), nested=False)
-    with Rollout(makers, module=NumberedModule(), fragment_length=4, num_fragments=1, seed=0) as rollout:
-        (single,) = rollout.fragments()
+    (single,) = Played(1, 1).fragments
     replay = Replay(400)
     replay(single)
     with pytest.raises(ReplayError, match="has steps of one agent, got a fragment of several"):

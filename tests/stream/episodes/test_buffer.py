@@ -58,16 +58,6 @@ def test_a_filled_item_has_the_structure_of_the_space() -> None:
     assert (int(item["b"]), item["b"].dtype) == (5, np.int64)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_discrete_items_may_come_as_one_hot_vectors(form: str) -> None:
-    data: Any = [2, 0, 1]
-    buffer = LookbackBuffer(data if form == "list" else np.array(data), 1, gym.spaces.Discrete(3))
-    assert plain(buffer.get(0, one_hot_discrete=True)) == [1.0, 0.0, 0.0]
-    assert np.asarray(buffer.get(one_hot_discrete=True)).tolist() == [[1, 0, 0], [0, 1, 0]]
-    filled = buffer.get([-4, -3], fill=0, one_hot_discrete=True)
-    assert np.asarray(filled).tolist() == [[0, 0, 0], [0, 0, 1]]
-
-
 @pytest.mark.parametrize(("fill", "dtype"), [(0, np.uint8), (7.0, np.float64), (0.5, np.float64), (-1, np.int64)])
 def test_arrays_without_a_space_are_filled_by_the_value_itself(fill: float, dtype: type) -> None:
     buffer = LookbackBuffer(np.array([[1, 2]], np.uint8))
@@ -104,11 +94,6 @@ def test_one_hot_goes_leaf_by_leaf_and_a_filled_item_is_full_of_the_fill(form: s
         LookbackBuffer(buffer.get(slice(-2, 2), fill=0, one_hot_discrete=True)).get(-1),
     ):
         assert {key: plain(leaf) for key, leaf in filler.items()} == {"d": [0, 0, 0], "m": [0] * 5, "b": [0, 0]}
-
-
-def test_one_hot_without_a_space_is_refused() -> None:
-    with pytest.raises(ValueError, match="one_hot_discrete on 'actions' needs a space"):
-        letters("list").get(0, one_hot_discrete=True)
 
 
 def pair() -> dict[str, Any]:

