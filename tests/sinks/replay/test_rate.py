@@ -67,23 +67,6 @@ def test_to_ask_changes_nothing() -> None:
     assert replay.get_state()["tables"][0][1]["rate"] == before
 
 
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda: SamplesPerInsert(0.0), "ratio is 0.0, expected a number above 0"),
-        (lambda: SamplesPerInsert(1.0, 0), "min_size is 0, expected a whole number from 1 on"),
-        (lambda: Replay(10, rate=SamplesPerInsert(1.0, 11)), "min_size is 11, but the capacity is 10"),
-        (
-            lambda: Replay(1000, rate=SamplesPerInsert(2.5), max_samples=2),
-            r"before they have been sampled 2.5 times, as the rate asks; expected max_samples=3 at least",
-        ),
-    ],
-)
-def test_ranges_that_could_stand_still_are_refused_with_the_remedy(make: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        make()
-
-
 def test_a_minimum_that_last_observations_leave_no_room_for_is_refused() -> None:
     played = Played(2, 20, lengths=(1, 1), fragment_length=4)
     replay = Replay(40, rate=SamplesPerInsert(1.0, min_size=30), batch_size=2)

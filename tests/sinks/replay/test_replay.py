@@ -24,6 +24,7 @@ from rollflow.sinks import (
     Newest,
     Prioritized,
     Sampler,
+    SamplesPerInsert,
     Sequences,
     Storage,
     Uniform,
@@ -335,6 +336,13 @@ def test_a_sampler_of_ones_own_needs_one_method() -> None:
         (lambda: Replay(10, sampler="prioritized"), "sampler is 'prioritized', expected a sampler such as Prioritized"),  # type: ignore[arg-type]
         (lambda: Replay(10, sampler=Prioritized), "sampler is <class .*, expected a sampler such as Prioritized"),  # type: ignore[arg-type]
         (lambda: Replay(10, rate=4.0), "rate is 4.0, expected a SamplesPerInsert"),  # type: ignore[arg-type]
+        (lambda: SamplesPerInsert(0.0), "ratio is 0.0, expected a number above 0"),
+        (lambda: SamplesPerInsert(1.0, 0), "min_size is 0, expected a whole number from 1 on"),
+        (lambda: Replay(10, rate=SamplesPerInsert(1.0, 11)), "min_size is 11, but the capacity is 10"),
+        (
+            lambda: Replay(1000, rate=SamplesPerInsert(2.5), max_samples=2),
+            r"before they have been sampled 2.5 times, as the rate asks; expected max_samples=3 at least",
+        ),
         (lambda: Replay(10, pieces=[3]), "pieces is 3, expected connector pieces"),  # type: ignore[list-item]
         (lambda: Replay(10, sampler=Sequences(2), max_samples=1), "max_samples removes single steps, which"),
         (lambda: Mixture([(Uniform(), 0.5)]), r"shares are \[0.5\], expected numbers above 0 that add up to 1"),
