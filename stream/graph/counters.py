@@ -32,7 +32,7 @@ class RunCounters:
     nodes       node -> its meter
     caller      meter of the code that reads the outputs
     learner     meter of the learner pipeline in the caller's thread; None: there is none
-    outputs     by name; one that is missing is awaited whenever the caller waits
+    outputs     by name; none where the caller takes the items of all of them together
     holders     meters of those outside of the graph whom nodes wait for
     chains      chains that have begun
     live        first nodes of the tasks that have begun, and have not ended
@@ -102,7 +102,8 @@ class RunCounters:
                 if not spec.outlets:
                     exits.append(Exit(found[0].name, self.nodes[name].items, waits=True))
         if graph.outputs:
-            waits.append(self._reader())
+            reader = self._reader()
+            waits = [*waits, reader] if self.outputs else [reader, *waits]
             exits.append(Exit(CALLER, self.caller.items, self.caller.is_waiting))
         return Look(tuple(exits), by_name(waits))
 
@@ -113,11 +114,10 @@ class RunCounters:
             doing = "works on what it was given" if caller.items else "has not asked for an item yet"
             return Wait(CALLER, "works", doing, mark=mark, calls=caller.items)
         awaited = {
-            name: edge
-            for name, edge in graph.outputs.items()
-            if name not in self.outputs or self.outputs[name].is_awaited
+            name: edge for name, edge in graph.outputs.items() if not self.outputs or self.outputs[name].is_awaited
         }
-        doing = f"waits for an item of {', '.join(f'{graph.name}.{name}' for name in awaited)}"
+        names = ", ".join(f"{graph.name}.{name}" for name in awaited)
+        doing = f"waits for an item of {names}" if self.outputs else "waits"
         on = tuple(self._task(edge.source[0]) for edge in awaited.values())
         return Wait(CALLER, "waits", doing, on=on, mark=mark, calls=caller.items)
 

@@ -96,6 +96,25 @@ def test_what_a_reader_does_after_the_last_batch_is_not_the_runs(place: str) -> 
         assert told.startswith(("it is not running", "the caller works: it has had its fragment for 0.0 s"))
 
 
+@pytest.mark.parametrize("place", ["inline", "ahead"])
+def test_a_reader_that_finds_the_counts_ended_meanwhile_is_not_busy(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rollout([partial(NumberedEnv, 0)], fragment_length=4, module=NumberedModule(), **PLACES[place]) as rollout:
+        drive: Any = rollout._drive
+        awaited, counters = drive._await, drive.run.counters
+
+        def await_and_end() -> None:
+            awaited()
+            counters.end()  # as `close` does in another thread
+
+        monkeypatch.setattr(drive, "_await", await_and_end)
+        next(rollout.fragments())
+        assert counters.caller.items == 1
+        before = counters.caller.read()
+        assert counters.caller.read() == before
+
+
 @pytest.mark.anyio
 async def test_what_a_reader_does_after_the_last_item_is_not_the_graphs() -> None:
     async def source(numbers: Outlet[int]) -> None:
