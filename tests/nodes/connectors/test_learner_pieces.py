@@ -613,11 +613,6 @@ def check_columns_and_episodes(name: str, fragments: list[Fragment], module: Any
     ):
         pipeline = LearnerConnectorPipeline.default(custom_pieces=pieces)
         batches.append(pipeline(rl_module=module, episodes=episodes))
-    for episodes in (columns, list(columns)) if name != "infos" else ():  # which no piece makes tensors of
-        behind_tensors = LearnerConnectorPipeline.default()
-        for piece in PIECES[name]():
-            behind_tensors.append(piece)
-        batches.append(behind_tensors(rl_module=module, episodes=episodes))
     for batch in batches[1:]:
         equal_batches(dict(batches[0]), dict(batch))
     lengths = {len(column) for column in batches[0].values() if not isinstance(column, dict)}
@@ -630,6 +625,21 @@ def test_columns_and_episodes_give_the_same(options: dict[str, Any]) -> None:
     for name in PIECES:
         note(f"piece: {name}")
         check_columns_and_episodes(name, fragments, module)
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_pieces_may_stand_after_the_tensors_too(name: str, nested: bool) -> None:
+    fragments, module = fragments_of(slots=3, nested=nested, module=Off(), fragment_length=9, num_fragments=2)
+    columns = FragmentEpisodes(fragments)
+    first = LearnerConnectorPipeline.default(custom_pieces=PIECES[name]())(rl_module=module, episodes=columns)
+    for episodes in (columns, list(columns)):
+        pipeline = LearnerConnectorPipeline.default()
+        for piece in PIECES[name]():
+            pipeline.append(piece)
+        last = pipeline(rl_module=module, episodes=episodes)
+        if name != "infos":  # those are a list before and after
+            equal_batches(dict(first), dict(last))
 
 
 @given(options=settings_drawn)
