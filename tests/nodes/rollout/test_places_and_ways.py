@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import drawn_agents
@@ -11,6 +12,7 @@ import fragment_equality
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, given, settings, strategies as st
 from leftovers import processes_of, shared_mappings
 from lost_agents import in_time
@@ -67,6 +69,10 @@ class OneAgent:
     def makers(drawn: Any) -> Any:
         return drawn_rollouts.makers_of(drawn[0])
 
+    @staticmethod
+    def publish(rollout: Any, number: int) -> None:
+        rollout.publish({"weight": torch.tensor(float(number))})
+
     @classmethod
     def rollout(cls, drawn: Any, env: Any, **options: Any) -> Any:
         return drawn_rollouts.rollout_of(drawn[0], env, **{**cls.acting(drawn), "lanes": drawn[0].lanes, **options})
@@ -79,6 +85,7 @@ class SeveralAgents:
     example = drawn_agents.Drawn(3, 2, 3, 1, 9, False, 5, 1, False, 1)
     alike = staticmethod(drawn_agents.assert_alike)
     makers = staticmethod(drawn_agents.makers_of)
+    publish = staticmethod(drawn_agents.publish_next)
 
     @staticmethod
     def acting(drawn: Any) -> dict[str, Any]:
@@ -123,6 +130,7 @@ def fragments_at(place: str, kind: Kind, drawn: Any, **options: Any) -> list[Any
     return in_time(fragments)
 
 
+@pytest.mark.hypothesis  # which are drawn within
 @pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_place_gives_the_fragments_that_are_made_inline(kind: Kind, place: str) -> None:
@@ -138,6 +146,7 @@ def test_every_place_gives_the_fragments_that_are_made_inline(kind: Kind, place:
     holds()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.slow
 @pytest.mark.parametrize("place", HOSTS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +176,7 @@ def test_a_drained_rollout_gives_every_step_that_was_made(kind: Kind, place: str
     gc.collect()  # of what other tests have left
     before, mapped = processes_of(), shared_mappings()
     with rollout_at(place, kind, kind.example, num_fragments=None) as rollout:
-        fragments = WAYS[way](rollout, 3, lambda number: None)
+        fragments = WAYS[way](rollout, 3, partial(kind.publish, rollout))
     assert sum(fragment.num_steps for fragment in fragments) == rollout.num_steps
     assert rollout.lost == {}
     assert processes_of() <= before

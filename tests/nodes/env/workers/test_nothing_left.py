@@ -128,7 +128,9 @@ def started(where: str, prefetch: int, folder: Path) -> Program:
     return Program(process, folder, workers, named_memory([process.pid, *(worker.pid for worker in workers)]))
 
 
-@pytest.mark.parametrize(("where", "prefetch"), [*((where, 0) for where in PLACES), ("inline", 2), ("rollouts", 2)])
+@pytest.mark.parametrize(
+    ("where", "prefetch"), [*((where, 0) for where in PLACES), ("inline", 2), ("processes", 2), ("rollouts", 2)]
+)
 def test_an_interrupt_ends_everything(where: str, prefetch: int, tmp_path: Path) -> None:
     program = started(where, prefetch, tmp_path)
     program.process.send_signal(signal.SIGINT)

@@ -177,6 +177,7 @@ def struck(drawn: Setting, where: Any, log: Path) -> tuple[list[Fragment], int]:
     return fragments, lost
 
 
+@pytest.mark.hypothesis  # which are drawn within
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_workers_may_be_struck_at_any_moment(where: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     @given(drawn=drawn_settings)
