@@ -32,7 +32,10 @@ class RowForm:
 
     @classmethod
     def of(cls, hello: Hello) -> "RowForm":
-        """As a Hello says. Raises WireError for spaces that are none."""
+        """As a Hello says. Raises WireError for spaces that are none, and for agents."""
+        if hello.agents is not None or hello.parts is not None:
+            told = f"hello.agents is {shown(hello.agents)} and hello.parts {shown(hello.parts)}"
+            raise _wrong(told, f"neither with the role '{hello.role}'")
         return cls(
             read_space(hello.observation_space, "hello.observation_space"),
             read_space(hello.action_space, "hello.action_space"),

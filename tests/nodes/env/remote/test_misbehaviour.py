@@ -193,12 +193,20 @@ def test_what_a_stranger_says_is_no_line_of_ours(caplog: pytest.LogCaptureFixtur
     assert len(line) < 500
 
 
-def test_another_version_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"versions": (2, 3)}, "hello.versions is 2 to 3, expected some with 1"),
+        ({"agents": ("a",), "parts": (0,)}, r"hello.agents is \('a',\) and .*, expected neither with the role 'env'"),
+    ],
+    ids=["another version", "agents"],
+)
+def test_a_wrong_hello_is_refused_by_name(said: dict[str, Any], told: str) -> None:
     envs = listening()
     with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
         next(iter(rollout.fragments()))
-        with pytest.raises(WireError, match=r"hello.versions is 2 to 3, expected some with 1"):
-            raise RawHost(envs.addresses[0], versions=(2, 3)).refusal()
+        with pytest.raises(WireError, match=told):
+            raise RawHost(envs.addresses[0], **said).refusal()
 
 
 class Enumerated(NumberedAgents):
