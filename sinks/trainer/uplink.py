@@ -179,7 +179,8 @@ class TrainerUplink:
                 self._loop.serve(ready, now)
                 self._loop.tick(now)
                 if not self._is_welcomed:
-                    self._wait.check(self._loop.dialler.problems, gives_up=self.goodbye is None)
+                    gives_up = self.goodbye is None and not self._loop.peers
+                    self._wait.check(self._loop.dialler.problems, gives_up=gives_up)
         except Exception as error:
             self.error = error
         self._loop.dial([], self)
@@ -194,6 +195,10 @@ class TrainerUplink:
         """Note that the trainer could not be reached, or that its connection has ended."""
         if self._lender is not None:
             self._lender.end()
+        if self._is_closing:  # nobody waits for the trainer any more
+            if problem and self.goodbye is None:
+                self.problem = f"trainer {self.address}: {problem}"
+            return
         if not self._is_welcomed or self.goodbye is None:
             problem = f"trainer {self.address}: {problem}"
         if self._is_welcomed:

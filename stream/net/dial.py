@@ -92,12 +92,10 @@ class Lookup(Generic[Asker]):
         """Descriptor that can be read once `answers` has any."""
         return self._answered.fileno()
 
-    def ask(self, asker: Asker, address: Address) -> threading.Thread:
-        """Look an address up for somebody, in the thread that is returned."""
+    def ask(self, asker: Asker, address: Address) -> None:
+        """Look an address up for somebody, in a thread."""
         work = asker, address, self._answers, self._answered
-        thread = threading.Thread(target=_look_up, args=work, name=f"rollflow lookup {address}", daemon=True)
-        thread.start()
-        return thread
+        threading.Thread(target=_look_up, args=work, name=f"rollflow lookup {address}", daemon=True).start()
 
     def answers(self) -> Iterator[tuple[Asker, list[DialTarget] | OSError]]:
         """Answers since the last call: the asker, and the targets or the error."""

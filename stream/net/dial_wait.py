@@ -64,7 +64,10 @@ class DialWait:
         """Log that the connection is awaited, where that is due. Raises WireError where it is given up.
 
         problems    that a dialler tells of, where nothing has failed yet
+        gives_up    False while there is a reason to wait longer, such as a handshake that is going on
         """
+        if self._is_connected:
+            return  # the connection has come to an orderly end, and nothing has failed since
         if problems and not self._logged:
             self._problem = f"{self._role} {problems[0]}"
         has_tried = self._has_failed or monotonic() >= self._attempt_began + REACH_S

@@ -256,7 +256,7 @@ class Host:
         while self._parting is None and not self._is_over():
             self._turn()
             if self._welcomed_peer is None:
-                wait.check(self._loop.dialler.problems)
+                wait.check(self._loop.dialler.problems, gives_up=not self._loop.peers)
         return _ENDING[self.is_draining] if self._parting is None else self._parting
 
     def _is_over(self) -> bool:

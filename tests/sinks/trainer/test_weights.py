@@ -193,6 +193,15 @@ def test_a_follower_begins_with_the_newest_weights_and_follows_the_next_trainer(
     assert taken.empty()
 
 
+def test_an_orderly_end_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with trainer() as stream:
+        stream._listener.open()
+        with WeightsFollower(stream.address, taking()[1]) as follower, feeding(stream.address, num_fragments=1):
+            await_that(lambda: not follower.problem)
+            assert len(list(stream)) == 1
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 def test_a_follower_speaks_tls_and_proves_the_secret(tmp_path: Path) -> None:
     authority, (taken, take) = trustme.CA(), taking()
     server, client = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()

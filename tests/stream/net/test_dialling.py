@@ -20,6 +20,8 @@ from rollflow.nodes import EnvHost
 from rollflow.nodes.env.remote.remote_host import HostWait
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.net.dial_wait import DialWait
+from rollflow.stream.wire import Limits, parse_address
 
 Answer = Callable[[], list[tuple[str, int]]]
 
@@ -132,14 +134,14 @@ def given_up(retry_s: float, dial: Callable[..., Any], caplog: pytest.LogCapture
     assert any(line.startswith("waiting for ") for line in said[:3])
 
 
-def dialled_by_a_host(address: str, retry_s: float) -> None:
-    with EnvHost(makers(0), secret="s") as host:
+def dialled_by_a_host(address: str, retry_s: float, limits: Limits | None = None) -> None:
+    with EnvHost(makers(0), secret="s", limits=limits) as host:
         host.connect(address, retry_s=retry_s)
 
 
-def dialled_by_a_rollout(address: str, retry_s: float) -> None:
+def dialled_by_a_rollout(address: str, retry_s: float, limits: Limits | None = None) -> None:
     rollout = Rollout(makers(0), module=NumberedModule())
-    feed(rollout, address, secret="s", retry_s=retry_s)
+    feed(rollout, address, secret="s", retry_s=retry_s, limits=limits)
 
 
 @pytest.mark.wait_times(first_word_s=0.02)
@@ -165,6 +167,27 @@ def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
         given_up(0.5, dial, caplog, "no (answer yet|name server has said yet where this is)")
     finally:
         hang.released.set()
+
+
+@pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
+def test_a_handshake_that_is_going_on_is_not_cut_off(dial: Callable[..., Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr("rollflow.stream.net.dial_wait.REACH_S", 0.0)
+    monkeypatch.setattr("rollflow.stream.net.dial_wait._LOOK_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(WireError, match=r"not reached for 0.2 s: .*the handshake is not over after 0.4 s"):
+            dial(address, retry_s=0.2, limits=Limits(handshake_s=0.4))
+
+
+@pytest.mark.wait_times(first_word_s=0.0)
+def test_behind_an_orderly_end_nothing_is_awaited_before_an_attempt_fails(caplog: pytest.LogCaptureFixture) -> None:
+    wait = DialWait("trainer", parse_address("tcp://name.test:1"), 60.0)
+    wait.connected()
+    wait.check(["tcp://name.test:1: trainer tcp://name.test:1 said goodbye"])
+    assert caplog.records == []
+    wait.failed("it is gone")
+    wait.check([])
+    assert "waiting: it is gone; it is dialled again for 60 s more" in caplog.text
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["for a name", "for an answer"])
