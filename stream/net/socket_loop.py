@@ -229,7 +229,7 @@ class SocketLoop(Generic[P]):
             elif fd in self.dialler and (reached := self.dialler.serve(fd, now)) is not None:
                 sock, dialled = reached
                 assert self._caller is not None
-                self.add(self._caller.greet(sock, str(dialled.address), now, dialled))
+                self._greet(self._caller, sock, str(dialled.address), now, dialled)
 
     def tick(self, now: float) -> None:
         """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling.
@@ -298,7 +298,16 @@ class SocketLoop(Generic[P]):
             assert strangers[0].connection.error is not None
             self.fail(strangers[0], strangers[0].connection.error, now)
         name = str(wire.TcpAddress(where[0], where[1])) if isinstance(where, tuple) else "a Unix socket"
-        self.add(self._greeters[fd].greet(sock, name, now, None))
+        self._greet(self._greeters[fd], sock, name, now, None)
+
+    def _greet(self, greeter: Greeter[P], sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
+        """Add the peer that a greeter makes of a socket, which is closed where that raises."""
+        try:
+            peer = greeter.greet(sock, where, now, dialled)
+        except BaseException:
+            sock.close()
+            raise
+        self.add(peer)
 
     def _in_handshake(self) -> list[P]:
         """Peers that have not proved themselves, the oldest first."""

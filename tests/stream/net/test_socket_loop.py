@@ -153,6 +153,21 @@ def test_the_oldest_stranger_fails_where_too_many_come(looped: Looped) -> None:
         assert looped.loop.wait(0) == []
 
 
+def test_a_socket_that_nobody_can_greet_is_closed(looped: Looped) -> None:
+    class Rude(Owner):
+        def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> EndPeer:
+            raise KeyError(where)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        looped.loop.listen([listener], Rude())
+        with socket.create_connection(listener.getsockname(), timeout=30) as other:
+            with pytest.raises(KeyError) as raised:  # whose frames hold the socket
+                looped.serve()
+            assert other.recv(1) == b""
+            assert raised.tb
+
+
 class Exhausted(socket.socket):
     is_exhausted = True
 
