@@ -88,12 +88,14 @@ class TrainerProcess:
             job = cloudpickle.dumps((function, args, self.address, options, threads))
             self._worker = WorkerProcess("rollflow.sinks.trainer.process", 1)
             self._link = Connection(self._worker.sockets[0].detach())
+            self.pid = self._worker.pid
+            with suppress(OSError):  # the child is gone, which `watch` and `__exit__` notice
+                self._link.send_bytes(job)
         except BaseException:
+            if self._worker is not None:
+                self._worker.kill()
             self._folder.close()
             raise
-        self.pid = self._worker.pid
-        with suppress(OSError):  # the child is gone, which `watch` and `__exit__` notice
-            self._link.send_bytes(job)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -109,6 +111,7 @@ class TrainerProcess:
             worker.has_ended(CLOSE_TIMEOUT_S)
         finally:
             worker.kill()
+            self._has_ended = True
             self._link.close()
             self._folder.close()
         if error is None and self._error is not None:

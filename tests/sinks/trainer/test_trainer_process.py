@@ -127,6 +127,19 @@ def test_one_that_does_not_end_is_made_to(is_deaf: bool, tmp_path: Path, monkeyp
             trainer.check()
     assert is_gone(trainer)
     assert (tmp_path / "left").exists() == (not is_deaf)
+    trainer.check()
+
+
+@pytest.mark.slow
+def test_one_that_can_not_be_given_its_work_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollflow.sinks.trainer.process.Connection.send_bytes", interrupt)
+    trainer = TrainerProcess(broken)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.__enter__()
+    assert is_gone(trainer)
 
 
 @pytest.mark.slow
