@@ -21,7 +21,7 @@ from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPe
 from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.wire import TrainerSession
+from rollflow.stream.wire import Fragment, TrainerSession
 
 ACTIONS = gym.spaces.Discrete(2)
 
@@ -60,6 +60,16 @@ def test_what_is_none_is_refused_behind_a_good_one_as_well(told: Any, why: str) 
     for before in (None, layout_told(TOLD, ACTIONS)):
         with pytest.raises(WireError, match=why):
             layout_told(told, ACTIONS, before)
+
+
+def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
+    source = RolloutPeer(TrainerSession(bytes(16)))
+    source.action_space, source.lanes = ACTIONS, {0, 1, 2}
+    source.set_aside(1, 4)
+    with pytest.raises(WireError, match="fragment 5 of lane 1, which is set aside behind 4, expected another lane"):
+        source.read(Fragment(1, 5, {}, {}))
+    with pytest.raises(WireError, match="lane 3 is set aside, expected one of 3"):
+        source.set_aside(3, 0)
 
 
 def test_of_lanes_that_come_and_go_those_that_there_are_are_remembered() -> None:
