@@ -35,8 +35,18 @@ def add_connection(parser: argparse.ArgumentParser, *, connect: str, listen: str
 def add_allow(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names packages whose classes a saved policy may have."""
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="PACKAGE", help="import classes of this package"
+        "--allow",
+        action="append",
+        default=[],
+        type=_allowed,
+        metavar="PACKAGE",
+        help="import classes of this package, also from the current folder",
     )
+
+
+def _allowed(package: str) -> str:
+    _look_here()
+    return package
 
 
 def add_protection(parser: argparse.ArgumentParser, prefix: str = "") -> None:
@@ -224,10 +234,15 @@ def object_of(name: str | None, option: str) -> Any:
     return made
 
 
-def _imported(module: str, where: str) -> Any:
+def _look_here() -> None:
+    """Have modules of the current folder be found, as `python -m` does."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+
+
+def _imported(module: str, where: str) -> Any:
+    _look_here()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

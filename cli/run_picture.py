@@ -83,7 +83,7 @@ def _body(run: Snapshot) -> Iterator[RenderableType]:
 
 def figures_line(run: Snapshot) -> str:
     """The main figures of a run, in words."""
-    return "   ".join(f"{name} {value:,.{4 if abs(value) < 1e4 else 12}g}" for name, value in main_figures(run))
+    return "   ".join(f"{name} {value:,{'.4g' if abs(value) < 1e4 else '.0f'}}" for name, value in main_figures(run))
 
 
 def _stages(run: Snapshot) -> Table:

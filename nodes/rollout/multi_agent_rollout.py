@@ -46,7 +46,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                  with copies of the modules. "auto": where it goes fastest, measured on copies.
                                  `OnProcesses`, `OnRay`: whole rollouts on hosts it starts, `num_envs` on each.
         workers        None      Worker processes. None: one for each core.
-        timeouts       ()        `Timeouts`: seconds after which environments in threads, in processes or on hosts are
+        timeouts       Timeouts  `Timeouts`: seconds after which environments in threads, in processes or on hosts are
                                  taken for hung. A `MultiAgentVectorEnv`'s step has both times together.
         seed           None      Of environments and sampling. None: a fresh one, to be read from `seed`. A list has one
                                  for each environment; the rest then follows from all of them.
@@ -68,7 +68,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         device                      None     Where forward passes are done while acting. None: where the modules are.
 
         FORWARD PASSES  default  meaning
-        forward         ()       `Forward`. With `max_batch`, as many agents act in one round of passes over several
+        forward         Forward  `Forward`. With `max_batch`, as many agents act in one round of passes over several
                                  ready lanes, at most: each module does one pass over its agents in all of them.
 
         CONNECTORS               default  meaning
@@ -90,7 +90,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                   beside its own.
         on_excess        "drop"   What is done with older ones: see `LagBound`.
         log              None     Where its figures are written: see `Rollout`.
-        watch            ()       `Watch`: the stall doctor, a trace, what pieces log into.
+        watch            Watch    `Watch`: the stall doctor, a trace, what pieces log into.
         debug            False    Everything inline, in the loop's thread, piece by piece, whatever else is asked for: a
                                   breakpoint stops right there. In a graph the graph says what runs where.
 

@@ -58,13 +58,15 @@ class Forward:
         check_flags(in_thread=self.in_thread, flat=self.flat is not None and self.flat)
         if not isinstance(self.compile, bool | Mapping):
             raise ValueError(f"compile is {self.compile!r}, expected True, False or a dict of torch.compile's options")
+        if self.max_wait and self.max_batch is None:
+            raise ValueError(f"max_wait={self.max_wait} is for a pass over several lanes, expected max_batch as well")
         if self.flat and self.compile is not False:
             raise ValueError("flat and compile are two ways of doing a pass, expected one of them")
 
     @property
     def joins_lanes(self) -> bool:
         """True if a pass may be over several lanes, or beside the lanes' steps."""
-        return self.max_batch is not None or self.max_wait > 0 or self.in_thread
+        return self.max_batch is not None or self.in_thread
 
     def of_module(self, module: Any) -> dict[str, Any]:
         """Keywords of `ModuleForward` for a module, but for `explore`."""
@@ -235,7 +237,7 @@ class RolloutOptions:
         for name, kind in (("forward", Forward), ("timeouts", Timeouts), ("watch", Watch)):
             given = getattr(self, name)
             if not isinstance(given, kind):
-                raise TypeError(f"{name} is {given!r}, expected {kind.__name__}(...)")
+                raise TypeError(f"{name} is {given!r}, expected {kind.__name__}(...), which help() explains")
         check_staleness(self.max_lag, self.on_excess)
 
     def check_offloaded(self, *, is_remote: bool) -> None:
@@ -298,11 +300,9 @@ def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> Rollou
 
     Raises TypeError for a keyword that there is not, and ValueError.
     """
-    for name in given.keys() - keywords.__annotations__.keys():
-        if name in _MOVED:
-            raise TypeError(f"{rollout} has no keyword {name!r}, expected {_MOVED[name]}")
-        alike = get_close_matches(name, keywords.__annotations__, 1)
-        raise TypeError(f"{rollout} has no keyword {name!r}" + (f", expected {alike[0]!r}?" if alike else ""))
+    if wrong := [name for name in given if name not in keywords.__annotations__]:
+        told = "; ".join(f"{name!r}, expected {_instead(name, keywords, rollout)}" for name in wrong)
+        raise TypeError(f"{rollout} has no keyword {told}")
     seed, slot_seeds = seeds_of(given.get("seed"))
     options = RolloutOptions(**dict(given, seed=seed, slot_seeds=slot_seeds))
     watch = options.watch
@@ -312,6 +312,14 @@ def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> Rollou
         return options
     one_by_one = Forward(flat=False, threads=options.forward.threads)
     return replace(options, where="inline", workers=None, prefetch=0, forward=one_by_one)
+
+
+def _instead(name: str, keywords: type, rollout: str) -> str:
+    """What is to be written instead of a keyword that there is not."""
+    if name in _MOVED:
+        return _MOVED[name]
+    alike = get_close_matches(name, keywords.__annotations__, 1)
+    return repr(alike[0]) if alike else f"one of those in help({rollout})"
 
 
 def signature_of(keywords: type) -> inspect.Signature:

@@ -1,6 +1,7 @@
 """Placement: where the environments of a rollout step, and all the rest with them."""
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,9 +23,11 @@ from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts, import_path
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
-from rollflow.nodes.rollout.options import RolloutOptions, Where
+from rollflow.nodes.rollout.options import RolloutOptions, Timeouts, Where
 from rollflow.nodes.rollout.race import Trial, race, trial_of, workers_in
 from rollflow.stream.data.errors import EnvError, ModuleError
+
+logger = logging.getLogger(__name__)
 
 
 class Places(NamedTuple):
@@ -118,6 +121,8 @@ def _environments_for(env: Any, asked: RolloutOptions, places: Places) -> Any:
     if where == "rollouts":
         return places.rollouts(env, workers=workers, **asked.timeouts.keywords(), **options)
     environments = places.inline(env, **options)
+    if where == "inline" and asked.timeouts != Timeouts() and not asked.debug:
+        logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)
     return environments if where == "inline" else ThreadEnvironments(environments, **asked.timeouts.keywords())
 
 

@@ -63,7 +63,7 @@ class Rollout(RolloutLoop[Fragment]):
     autoreset_mode           None      Of vector environments made here of plain ones, as gymnasium takes it; None:
                                        SAME_STEP. An id's vectorized form and ready vector environments have their own
     workers                  None      Worker processes; None: one for each core
-    timeouts                 ()        `Timeouts`: seconds after which a step or a reset hangs, in threads, in processes
+    timeouts                 Timeouts  `Timeouts`: seconds after which a step or a reset hangs, in threads, in processes
                                        or on hosts
 
     Policy
@@ -91,7 +91,7 @@ class Rollout(RolloutLoop[Fragment]):
     on_excess                "drop"    "drop" leaves out what is older; "pace" holds the rollout back
 
     Speed of forward passes while acting
-    forward                  ()        `Forward`: passes over several lanes, in a thread, flat or compiled
+    forward                  Forward   `Forward`: passes over several lanes, in a thread, flat or compiled
     device                   None      Where passes are done; None: where the module is
 
     Other
@@ -99,7 +99,7 @@ class Rollout(RolloutLoop[Fragment]):
                                        has one for each slot's environment; the rest follows from all of them
     log                      None      Where its figures are written, such as "tensorboard:runs/1"; or a list of them.
                                        Kinds: csv, jsonl, mlflow, otlp, progress, prometheus, tensorboard, wandb
-    watch                    ()        `Watch`: the stall doctor, a trace, how often rows of the log are written
+    watch                    Watch     `Watch`: the stall doctor, a trace, how often rows of the log are written
     debug                    False     Run everything in the loop's thread, whatever else is asked for: a breakpoint in
                                        a piece stops right there. In a graph the graph says what runs where
     ======================== ========= ================================================================================

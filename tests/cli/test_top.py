@@ -103,9 +103,9 @@ def test_a_panel_has_stages_edges_parties_and_the_diagnosis() -> None:
 
 
 def test_figures_in_words() -> None:
-    run = {"figures": FIGURES, "steps_per_s": 300.0}
+    run = {"figures": FIGURES, "steps_per_s": 14983.7406}
     assert figures_line(run).split("   ") == [
-        "steps/s 300",
+        "steps/s 14,984",
         "steps 1,200",
         "updates 3",
         "return 20.25",

@@ -325,10 +325,6 @@ def test_hosts_of_another_kind_are_refused(
             "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs",
         ),
         (
-            {"forward": Forward(max_wait=0.01)},
-            "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs",
-        ),
-        (
             {"forward": Forward(in_thread=True)},
             "max_wait and in_thread of Forward are for a pass over several lanes",
         ),

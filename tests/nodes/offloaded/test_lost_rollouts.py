@@ -98,10 +98,9 @@ def test_the_report_tells_of_the_stages_in_the_workers() -> None:
             "max_batch, max_wait and in_thread of Forward are for a pass over several lanes, but",
         ),
         (
-            {"forward": Forward(max_wait=0.01)},
+            {"forward": Forward(in_thread=True)},
             "but where='rollouts' has one for each; expected where='threads' or where='processes'",
         ),
-        ({"forward": Forward(in_thread=True)}, "but where='rollouts' has one for each; expected"),
         ({"watch": Watch(metrics={})}, "metrics is dict, expected a MetricsLogger"),
     ],
 )

@@ -554,11 +554,12 @@ class WithoutMode(SyncVectorEnv):
         ({"debug": 1}, ValueError, "debug is 1, expected True or False"),
         ({"forward": True}, TypeError, r"forward is True, expected Forward\(...\)"),
         (
-            {"flat_forward": True},
+            {"flat_forward": True, "fragment_lenght": 4},
             TypeError,
-            r"Rollout has no keyword 'flat_forward', expected forward=Forward\(flat=…\)",
+            r"Rollout has no keyword 'flat_forward', expected forward=Forward\(flat=…\); "
+            "'fragment_lenght', expected 'fragment_length'",
         ),
-        ({"fragment_lenght": 4}, TypeError, "Rollout has no keyword 'fragment_lenght', expected 'fragment_length'"),
+        ({"policy": None}, TypeError, r"Rollout has no keyword 'policy', expected one of those in help\(Rollout\)"),
         ({"joint_connector": None}, TypeError, "Rollout has no keyword 'joint_connector'"),
         ({"lanes": 0}, EnvError, "lanes is 0, expected at least 1"),
         ({"lanes": 0, "where": "threads"}, EnvError, "lanes is 0, expected at least 1"),
@@ -592,6 +593,7 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error
     [
         (lambda: Forward(max_batch=0), "max_batch is 0, expected a whole number from 1 on"),
         (lambda: Forward(max_wait=-1.0), r"max_wait is -1\.0, expected seconds from 0 on"),
+        (lambda: Forward(max_wait=0.1), r"max_wait=0\.1 is for a pass over several lanes, expected max_batch as well"),
         (lambda: Forward(in_thread="no"), "in_thread is 'no', expected True or False"),
         (lambda: Forward(flat=2), "flat is 2, expected True or False"),
         (lambda: Forward(compile="max"), "compile is 'max', expected True, False or a dict of torch"),

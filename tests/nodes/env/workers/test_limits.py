@@ -16,7 +16,7 @@ from held_envs import await_that
 from numbered_module import NumberedEnv, NumberedModule
 from small_env import SmallEnv
 
-from rollflow import RLModule, Rollout
+from rollflow import RLModule, Rollout, Timeouts
 from rollflow.stream import EnvError, ModuleError
 
 
@@ -157,3 +157,9 @@ def test_numbers_that_are_none_are_refused_by_name(given: dict[str, Any], told: 
 def test_a_worker_that_only_steps_environments_needs_no_torch(module: str) -> None:
     program = f"import sys; sys.path[:] = {sys.path!r}; import rollflow.nodes.env.workers.{module}"
     subprocess.run([sys.executable, "-c", f"{program}; assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize(("where", "is_told"), [("inline", True), ("threads", False)])
+def test_timeouts_that_can_not_be_kept_are_told_of(where: Any, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    Rollout("CartPole-v1", where=where, timeouts=Timeouts(step=1.0)).close()
+    assert ("Timeouts(step=1.0, reset=120.0) is not used with where='inline'" in caplog.text) == is_told
