@@ -34,6 +34,7 @@ from rollflow.nodes.policies.artifact_files import (
 from rollflow.nodes.policies.onnx_policy import difference
 from rollflow.nodes.policies.part_records import (
     MODULE_FIELDS,
+    array_names,
     check_fields,
     from_plain,
     is_known,
@@ -256,7 +257,8 @@ def _program_module(
 ) -> ProgramModule:
     if PROGRAMS not in files or PROGRAM_ARRAYS not in files:
         raise PolicyError(f"the policy has no program, expected {PROGRAMS} and {PROGRAM_ARRAYS}")
-    own = {name: states.pop(name) for name in list(states) if name.startswith("module/")}
+    named = array_names([record["config"], record["initial_state"]])
+    own = {name: states.pop(name) for name in named if name in states}
     initial = from_plain(record["initial_state"], "module/initial_state", dict(own))
     return ProgramModule(
         json_of(files[PROGRAMS], PROGRAMS),

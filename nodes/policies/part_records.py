@@ -36,6 +36,7 @@ _DTYPES = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32
     "float32",
     "float64",
 }
+_OF_ARRAYS = ("$array", "$tensor", "$scalar")
 _OWN = "rollflow."
 _UNNAMED = ("ActionConnectorPiece", "AgentConnectorPiece")  # rollflow's own classes that users don't name
 _registered: dict[str, dict[str, Any]] = {"connector": {}, "module": {}, "function": {}}
@@ -224,6 +225,16 @@ def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[s
     with refused(f"{where}: no {mark} can be made of {str(value[mark])[:80]}"):
         made = _READERS[mark](value[mark], where, arrays, allow)
     return made
+
+
+def array_names(value: Any) -> list[str]:
+    """The names of the arrays that a value in plain form uses, without anything of it being made."""
+    if isinstance(value, list):
+        return [name for each in value for name in array_names(each)]
+    if not isinstance(value, dict):
+        return []
+    names = [each for mark, each in value.items() if mark in _OF_ARRAYS and isinstance(each, str)]
+    return names + array_names(list(value.values()))
 
 
 def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:

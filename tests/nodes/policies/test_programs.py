@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from altered_policies import no_change, sign
+from altered_policies import change_arrays, no_change, sign
 from drawn_policies import ACTIONS, BOX, SPACES, assert_plays_the_same, drawn_policy, logged_rollout
 from own_policy_parts import Bare, Choosy, Frozen, Gated, OwnModule, Unnamed
 
@@ -183,6 +184,13 @@ def test_a_program_that_was_changed_is_refused(
     (folder / "programs.json").write_text(json.dumps(programs))
     sign(folder, no_change)
     with pytest.raises(PolicyError, match=text):
+        Policy.load(folder)
+
+
+def test_arrays_that_a_program_does_not_name_are_refused(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "p"))
+    change_arrays(folder, "state.safetensors", lambda arrays: arrays.update({"module/more": np.zeros(2, np.float32)}))
+    with pytest.raises(PolicyError, match=r"arrays that nothing uses: \['module/more'\]"):
         Policy.load(folder)
 
 
