@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,8 @@ OPTIONAL = (PROGRAMS, PROGRAM_ARRAYS, ONNX)
 _MOST_MANIFEST_BYTES = 16 << 20
 _NO_DIGEST = "0" * 64
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
+
+_Read = Callable[[str, int], bytes]
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
@@ -55,18 +58,16 @@ def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
     Raises PolicyError, with the file's name, where one is missing, altered, truncated or another's.
     """
-    contents = _contents(path)
-    text = _found(contents, MANIFEST, path)
-    if len(text) > _MOST_MANIFEST_BYTES:
-        raise PolicyError(f"{MANIFEST} has {len(text)} bytes, expected {_MOST_MANIFEST_BYTES} at most")
-    manifest = _manifest(text)
-    listed = manifest.get("files")
-    if not isinstance(listed, dict) or not set(ARRAYS) <= set(listed) <= {*ARRAYS, *OPTIONAL}:
-        raise PolicyError(
-            f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}, and maybe {', '.join(OPTIONAL)}"
-        )
-    names = [name for name in (*ARRAYS, *OPTIONAL) if name in listed]
-    return manifest, {name: _checked(_found(contents, name, path), name, listed[name]) for name in names}
+    with _reading(path) as read:
+        manifest = _manifest(read(MANIFEST, _MOST_MANIFEST_BYTES))
+        listed = manifest.get("files")
+        if not isinstance(listed, dict) or not set(ARRAYS) <= set(listed) <= {*ARRAYS, *OPTIONAL}:
+            raise PolicyError(
+                f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}, and maybe "
+                f"{', '.join(OPTIONAL)}"
+            )
+        files = {name: _checked(read, name, listed[name]) for name in (*ARRAYS, *OPTIONAL) if name in listed}
+    return manifest, files
 
 
 def read_manifest(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -164,17 +165,42 @@ def _remove(path: Path) -> None:
 # Reading
 
 
-def _contents(path: Path) -> dict[str, bytes]:
-    """The files of a policy, in a folder or in a zip that is read where it lies: no file in it may be compressed."""
+@contextmanager
+def _reading(path: Path) -> Iterator[_Read]:
+    """What reads a file of a policy by its name, with at most so many bytes: none is read before its size is known.
+
+    A zip is read where it lies: no file in it may be compressed.
+    """
     if path.is_dir():
-        places = {name: path / name for name in (MANIFEST, *ARRAYS, *OPTIONAL)}
-        return {name: each.read_bytes() for name, each in places.items() if each.is_file() and not each.is_symlink()}
+        yield partial(_read_in_folder, path)
+        return
     if not path.is_file():
         raise PolicyError(f"there is no policy at {path}, expected a folder or a .zip file")
     with refused(f"{path} can't be read as a zip"), zipfile.ZipFile(path) as archive:
         _check_zip(path, archive.infolist())
-        contents = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    return contents
+        yield partial(_read_in_zip, path, archive)
+
+
+def _read_in_folder(folder: Path, name: str, most: int) -> bytes:
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        raise PolicyError(f"{name} is missing in {folder}, expected a file")
+    size = path.stat().st_size
+    _check_size(name, size, most)
+    with path.open("rb") as file:
+        return file.read(size + 1)
+
+
+def _read_in_zip(path: Path, archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    if name not in archive.namelist():
+        raise PolicyError(f"{name} is missing in {path}, expected a file")
+    _check_size(name, archive.getinfo(name).file_size, most)
+    return archive.read(name)
+
+
+def _check_size(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
 
 
 def _check_zip(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
@@ -189,16 +215,11 @@ def _check_zip(path: Path, entries: Sequence[zipfile.ZipInfo]) -> None:
             raise PolicyError(f"{path}: {entry.filename} is compressed, expected files as they are")
 
 
-def _found(contents: Mapping[str, bytes], name: str, path: Path) -> bytes:
-    if name not in contents:
-        raise PolicyError(f"{name} is missing in {path}, expected a file")
-    return contents[name]
-
-
-def _checked(data: bytes, name: str, entry: Any) -> bytes:
+def _checked(read: _Read, name: str, entry: Any) -> bytes:
     size = entry.get("bytes") if isinstance(entry, dict) else None
     if type(size) is not int or not isinstance(entry.get("sha256"), str):
         raise PolicyError(f"{MANIFEST}: the entry of {name} is {str(entry)[:80]}, expected bytes and sha256")
+    data = read(name, size)
     if len(data) != size:
         raise PolicyError(f"{name} has {len(data)} bytes, expected {size}: it was truncated, or is another policy's")
     if _digest(data) != entry["sha256"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from altered_policies import FORBIDDEN, bounded_memory, change_arrays, no_change, sign, write_zip
+from altered_policies import FORBIDDEN, MOST_MEMORY, bounded_memory, change_arrays, no_change, sign, write_zip
 from drawn_policies import drawn_policy
 
 from rollflow import Policy
@@ -157,6 +157,18 @@ TEXTS = [
 def test_hostile_json_is_refused(copied: Path, text: str) -> None:
     (copied / "policy.json").write_text(text)
     with pytest.raises(PolicyError, match=r"policy.json"):
+        Policy.load(copied)
+
+
+@pytest.mark.parametrize("name", ["policy.json", "module.safetensors", "programs.json"])
+def test_a_file_larger_than_it_may_be_is_not_read(copied: Path, name: str) -> None:
+    with (copied / name).open("ab") as file:
+        file.truncate(MOST_MEMORY)
+    if name == "programs.json":  # that the manifest does not list
+        with bounded_memory():
+            Policy.load(copied)
+        return
+    with bounded_memory(), pytest.raises(PolicyError, match=f"{name} has {MOST_MEMORY} bytes, expected"):
         Policy.load(copied)
 
 
