@@ -218,15 +218,24 @@ def noted(where: str) -> Iterator[None]:
         raise
 
 
+_LONG = ("torch", "safetensors", "onnxruntime")
+
+
 @contextmanager
 def refused(text: str, expected: str = "") -> Iterator[None]:
-    """Raise PolicyError with a text and the first line of any other exception raised in the block."""
+    """Raise PolicyError with a text and that of any other exception raised in the block.
+
+    Of torch's, safetensors' and onnxruntime's, which are long, the first line is taken.
+    """
     try:
         yield
     except PolicyError:
         raise
-    except Exception as error:  # safetensors', torch's and onnxruntime's have no common base
-        reason = str(error).strip().split("\n")[0][:200]
+    except Exception as error:  # theirs have no common base; many of torch's are a RuntimeError
+        reason = str(error).strip()
+        is_long = isinstance(error, RuntimeError) or type(error).__module__.startswith(_LONG)
+        if is_long and not isinstance(error, RollflowError):
+            reason = reason.split("\n")[0][:200]
         raise PolicyError(f"{text}: {type(error).__name__}: {reason}{expected}") from error
 
 

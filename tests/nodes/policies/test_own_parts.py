@@ -11,8 +11,8 @@ from own_policy_parts import Doubled, Forgetful, OwnModule, Plain, Versioned
 from rollflow import ConnectorV2, Policy
 from rollflow.nodes import LambdaConnector
 from rollflow.policy import register_connector, register_function, register_module
-from rollflow.stream import PolicyError
-from rollflow.stream.data.errors import StateError
+from rollflow.stream import ConnectorError, PolicyError
+from rollflow.stream.data.errors import StateError, refused
 
 
 def own_policy(*pieces: ConnectorV2) -> Policy:
@@ -93,3 +93,14 @@ def test_an_older_piece_is_upgraded_and_a_newer_one_refused(tmp_path: Path, monk
     monkeypatch.setattr(Versioned, "version", 1)
     with pytest.raises(PolicyError, match="saved in version 2, and this program has version 1"):
         Policy.load(tmp_path / "q", allow=["own_policy_parts"])
+
+
+def test_a_refusal_of_several_lines_is_told_in_full() -> None:
+    faults = "n is 1, expected one of these:\n  observation['speed'] is missing\n  observation['x'] has shape [2]"
+    for error in (ConnectorError(faults), ValueError(faults)):
+        with pytest.raises(PolicyError) as refusal, refused("the piece"):
+            raise error
+        assert str(refusal.value).startswith(f"the piece: {type(error).__name__}: {faults}")
+    with pytest.raises(PolicyError) as refusal, refused("the piece"):
+        raise RuntimeError("torch's own\nDeclaration: …")
+    assert "Declaration" not in str(refusal.value)
