@@ -121,9 +121,9 @@ class SessionBook:
             for session in [each for each in self._records if getattr(each, "client", None) == client]:
                 self._drop(session)
 
-    def expire(self) -> None:
-        """Forget the sessions that have been idle for too long."""
-        idle_since = monotonic() - self._idle_after
+    def expire(self, now: float) -> None:
+        """Forget the sessions that have been idle for too long at a time of `monotonic`."""
+        idle_since = now - self._idle_after
         with self._lock:
             while self._records and next(iter(self._records.values())).used < idle_since:
                 self._drop(next(iter(self._records)))
@@ -240,9 +240,9 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name=f"rollflow batches of {version}", daemon=True)
         self._thread.start()
 
-    def has_sessions(self) -> bool:
-        """True while a session has a memory here that it can go on with, or a request waits."""
-        self.book.expire()
+    def has_sessions(self, now: float) -> bool:
+        """Forget the idle sessions; True while another has a memory here that it can go on with, or a request waits."""
+        self.book.expire(now)
         return bool(self._waiting) or len(self.book) > 0
 
     def submit(self, request: ActRequest) -> None:
@@ -445,13 +445,18 @@ class Shelf:
             for batcher in self.versions(name).values():
                 batcher.book.leave_all_of(client)
 
-    def tidy(self) -> None:
-        """Forget idle sessions, and close older versions that have none any more; to be called now and then."""
+    def tidy(self, now: float | None = None) -> None:
+        """Forget idle sessions, and close older versions that have none any more; to be called now and then.
+
+        now    time of `monotonic`; None: the present one
+        """
+        now = monotonic() if now is None else now
         over: list[tuple[str, Batcher]] = []
         with self._lock:
             for name, versions in self._versions.items():
-                for version, batcher in list(versions.items())[:-1]:
-                    if not batcher.has_sessions():
+                *_, newest = versions
+                for version, batcher in list(versions.items()):
+                    if not batcher.has_sessions(now) and version != newest:
                         over.append((name, versions.pop(version)))
         for name, batcher in over:
             batcher.close()

@@ -1,12 +1,13 @@
 """Several policies and versions: which of them acts, and when an older one is over."""
 
+from time import monotonic
 from typing import Any
 
 import pytest
 from served_policies import Echo, Sums, Taking, policy_of
 
 from rollflow.policy.serving import BatchOptions
-from rollflow.policy.serving.request import Acted, Outcome, UnknownPolicyError
+from rollflow.policy.serving.request import Acted, Outcome, SessionLostError, UnknownPolicyError
 from rollflow.policy.serving.shelf import Shelf
 
 
@@ -45,6 +46,19 @@ def test_a_version_without_memory_is_over_at_once() -> None:
     shelf.tidy()
     assert asked(shelf, front, "a") == "2"
     assert list(shelf.versions("pole")) == ["2"]
+    shelf.close()
+
+
+def test_an_idle_session_of_the_newest_version_is_forgotten() -> None:
+    shelf, front = Shelf(BatchOptions(idle_after=60.0)), Taking()
+    shelf.put("pole", policy_of(Sums), "1")
+    assert asked(shelf, front, "a", begins=True) == "1"
+    shelf.tidy(monotonic() + 50.0)
+    assert asked(shelf, front, "a") == "1"
+    shelf.tidy(monotonic() + 70.0)
+    assert list(shelf.versions("pole")) == ["1"]
+    shelf.submit("pole", front.request(1.0, "a"))
+    assert isinstance(front.take()["a"], SessionLostError)
     shelf.close()
 
 
