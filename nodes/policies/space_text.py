@@ -24,9 +24,12 @@ _FIELDS = {
 
 
 def described(space: gym.Space[Any]) -> dict[str, Any]:
-    """A space as a dict of JSON's types. Raises PolicyError for a space that has no description."""
-    kind = type(space).__name__
-    if kind not in _FIELDS:
+    """A space as a dict of JSON's types. Raises PolicyError for a space that has no description.
+
+    One of a subclass is described as its base.
+    """
+    kind = next((name for name in _FIELDS if isinstance(space, getattr(spaces, name))), None)
+    if kind is None:
         raise PolicyError(f"space {space} can't be saved, expected {', '.join(_FIELDS)}")
     if isinstance(space, spaces.Dict):
         return {"type": kind, "spaces": [[key, described(part)] for key, part in space.items()]}

@@ -255,6 +255,14 @@ def test_a_space_comes_back_from_its_description(space: spaces.Space[Any]) -> No
     assert str(space_of(described(space), "space")) == str(space)
 
 
+def test_a_space_of_a_subclass_comes_back_as_its_base() -> None:
+    class Bounded(spaces.Box):
+        """A user's own."""
+
+    space = spaces.Dict({"a": Bounded(-1, 1, (2,), np.float32)})
+    assert type(space_of(described(space), "space")["a"]) is spaces.Box  # type: ignore[index]
+
+
 def test_bounds_that_differ_and_have_no_end_come_back() -> None:
     space = spaces.Box(np.array([-np.inf, 0.1], np.float32), np.array([1e30, np.inf], np.float32))
     assert space_of(described(space), "space") == space
