@@ -326,7 +326,7 @@ class SlotLane:
         """
         column = self.columns.type_of(space)
         assert column is not None
-        shown.show(column.cast(fitting, len(shown)), is_settled=False)
+        shown.show(column.cast(fitting, len(shown)), is_settled=False, dtypes_of=space)
 
     def try_record(self, slot: int, observation: Tree) -> bool:
         """Record an observation, any[...], in the place of a newest one that is settled; False: it can't be."""

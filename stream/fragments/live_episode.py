@@ -1,6 +1,7 @@
 """Live episodes: the ongoing episodes of a lane, as views of its columns that move on with it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
@@ -90,17 +91,27 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
     A connector piece that loops over the sequence gets episodes. One that asks for columns gets all slots at once.
 
-    slots         i64[K] ascending: slots of the lane that are shown
-    is_settled    whether the latest observations are recorded as they are
-    space         that the last piece that has written leaves observations in; None: not known
+    slots           i64[K] ascending: slots of the lane that are shown
+    is_settled      whether the latest observations are recorded as they are
+    is_rewritten    whether a piece has written any since these episodes were made
+    space           that the last piece that has written leaves observations in; None: not known
     """
 
-    def __init__(self, lane: "SlotLane", slots: NDArray[np.int64], observations: Tree, *, is_settled: bool) -> None:
+    def __init__(
+        self,
+        lane: "SlotLane",
+        slots: NDArray[np.int64],
+        observations: Tree,
+        *,
+        is_settled: bool,
+        dtypes_of: gym.Space[Any] | None = None,
+    ) -> None:
         self.lane, self.slots = lane, slots
         self.space: gym.Space[Any] | None = None
+        self.is_rewritten = False
         self._made: list[SingleAgentEpisode] | None = None
         self._is_written = False  # by a piece whose turn is not over
-        self.show(observations, is_settled=is_settled)
+        self.show(observations, is_settled=is_settled, dtypes_of=dtypes_of)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -114,9 +125,12 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         """i64[K]: the number in the lane of each episode's environment."""
         return self.lane.envs_of(self.slots)
 
-    def show(self, observations: Tree, *, is_settled: bool) -> None:
-        """Set the latest observations, a tree of arrays `any[K, ...]` that is not written to."""
-        self._latest, self.is_settled = observations, is_settled
+    def show(self, observations: Tree, *, is_settled: bool, dtypes_of: gym.Space[Any] | None = None) -> None:
+        """Set the latest observations, a tree of arrays `any[K, ...]` that is not written to.
+
+        dtypes_of    space that they need no conversion to; None: not known
+        """
+        self._latest, self.is_settled, self._dtypes_of = observations, is_settled, dtypes_of
         self._items: list[Tree] | None = None  # the same slot by slot, while pieces write single ones
 
     def observations(self) -> Tree:
@@ -137,7 +151,8 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
     def set_observations(self, observations: Tree) -> None:
         """Replace the latest observation of every slot by a tree of arrays `any[K, ...]`."""
-        self._latest, self._items, self.is_settled, self._is_written = observations, None, False, True
+        self._latest, self._items, self.is_settled = observations, None, False
+        self._is_written = self.is_rewritten = True
 
     def observation(self, slot: int) -> Tree:
         """The latest observation of one slot, any[...]; if its episode has just ended, the last one."""
@@ -151,7 +166,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
                 return
             self._items = [map_tree(lambda leaf, i=i: leaf[i], self._latest) for i in range(len(self))]
         self._items[self._places[slot]] = observation
-        self.is_settled, self._is_written = False, True
+        self.is_settled, self._is_written, self.is_rewritten = False, True, True
 
     def shows(self, slot: int) -> bool:
         """True if `slot` is one of the slots."""
@@ -168,8 +183,10 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
             return
         is_written, self._is_written = self._is_written, False
         if is_written:
-            self.space = space
-        if space is None or not (is_written or space is self.lane.observation_space):
+            self.space, self._dtypes_of = space, None
+        elif space is not self.lane.observation_space or space is self._dtypes_of:
+            return
+        if space is None:
             return
         fitting = self.lane.columns.fitting(space, self.newest(), len(self))
         if fitting is not None:
@@ -197,12 +214,18 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
         Steps before the episode's first, or before the lookback, are zeros.
         """
-        rows = self._rows_before(count)
+        rows, row = self._rows_before(count), self._row
         before = rows < np.maximum(self.lane.starts_of(self.slots), 0)[:, None]
         rows, slots = np.maximum(rows, 0), self.slots[:, None]
 
         def window(leaf: NDArray[Any]) -> NDArray[Any]:
-            taken: NDArray[Any] = leaf[rows, slots]
+            taken: NDArray[Any]
+            if row is None:
+                taken = leaf[rows, slots]
+            else:
+                there = leaf[max(row - count, 0) : row].swapaxes(0, 1)
+                taken = np.zeros((len(there), count, *leaf.shape[2:]), leaf.dtype)
+                taken[:, count - there.shape[1] :] = there
             taken[before] = 0
             return taken
 
@@ -223,12 +246,12 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
     def values_before(self, name: str) -> Tree | None:
         """As `previous`, not read-only, and None for a column that there is not: for the engine's own pieces."""
-        column, rows = self._columns.get(name), self.lane.rows_of(self.slots)
+        column, row = self._columns.get(name), self._row
         if column is None:
             return None
-        if type(rows) is int and len(self) == self.lane.layout.num_slots:
-            return column.row(rows - 1) if rows else None
-        return column.items(np.maximum(rows - 1, 0), self.slots)
+        if row is not None:
+            return column.row(row - 1) if row else None
+        return column.items(np.maximum(self.lane.rows_of(self.slots) - 1, 0), self.slots)
 
     def just_begun(self) -> NDArray[np.bool_]:
         """bool[K]: whether the slot's latest observation is its episode's first."""
@@ -240,6 +263,14 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         begin = np.maximum(self.lane.starts_of(self.slots), 0)
         there: NDArray[np.bool_] = self._rows_before(count) >= begin[:, None]
         return there
+
+    @property
+    def _row(self) -> int | None:
+        """The row of the latest observations, where all slots of the lane are shown and stand in one; else None."""
+        if len(self) != self.lane.layout.num_slots:
+            return None
+        rows = self.lane.rows_of(self.slots)
+        return rows if isinstance(rows, int) else None
 
     def _rows_before(self, count: int) -> NDArray[np.int64]:
         """Rows of the last `count` steps: i64[K, count], or i64[count] where they are the same for all slots."""
@@ -297,6 +328,10 @@ class EndedEpisodes(LaneEpisodes):
     def shows(self, slot: int) -> bool:
         """True if the slot is shown as ended."""
         return slot in self.shown
+
+    def settle(self, space: gym.Space[Any] | None) -> None:
+        with suppress(ColumnError):  # different shapes: the next piece may make them equal, or `finals` refuses them
+            super().settle(space)
 
     def take(self, shown: LaneEpisodes) -> None:
         """Take the last observations as pieces have left them in `shown`, which may have ongoing episodes as well."""

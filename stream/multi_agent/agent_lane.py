@@ -268,13 +268,11 @@ class AgentLane(SlotLane):
     def show(self, slots: Slots) -> LaneEpisodes:
         """The episodes of some acting slots, for pieces; `commit` records the observations that they leave."""
         is_settled = self._edited is None and self.raw is None
-        self.shown = LaneEpisodes(self, slots, self._newest(slots), is_settled=is_settled)
-        return self.shown
+        return self._show(slots, self._newest(slots), is_settled=is_settled)
 
     def show_ended(self, slots: Slots) -> LaneEpisodes:
         """The episodes of some of the slots that ended with the last step, for pieces; see `EndedEpisodes.take`."""
-        self.shown = LaneEpisodes(self, slots, self._last(slots), is_settled=False)
-        return self.shown
+        return self._show(slots, self._last(slots), is_settled=False)
 
     def reveal_ended(self, envs: Slots | None, *, of_these: bool = True) -> None:
         """Show pieces only the ended agents of `envs`, i64[E], or (`of_these` False) only the others; None: all."""
@@ -294,8 +292,7 @@ class AgentLane(SlotLane):
         slots = np.concatenate([each for each, _ in shown])
         order = np.argsort(slots)
         joined = map_tree(lambda leaf: leaf[order], concatenate_trees([observations for _, observations in shown]))
-        self.shown = LaneEpisodes(self, slots[order], joined, is_settled=False)
-        return self.shown
+        return self._show(slots[order], joined, is_settled=False)
 
     def take_jointly(self, shown: LaneEpisodes) -> None:
         """Take the observations as joint pieces have left them: the modules' own pieces see them next."""
@@ -304,7 +301,7 @@ class AgentLane(SlotLane):
         if self.ended is not None:
             self.ended.take(shown)
             acts &= ~np.isin(shown.slots, list(self.ended.shown))
-        if acts.any():
+        if shown.is_rewritten and acts.any():
             self._edited = shown.slots[acts], map_tree(lambda leaf: leaf[acts], shown.newest())
 
     def commit(self, shown: LaneEpisodes) -> None:
@@ -494,6 +491,12 @@ class AgentLane(SlotLane):
         if self._row is not None and len(slots) == self.layout.num_slots:
             return column.row(self._row)
         return column.items(self.rows_of(slots), slots)
+
+    def _show(self, slots: Slots, observations: Tree, *, is_settled: bool) -> LaneEpisodes:
+        """Begin the pieces' work on K slots, i64[K], with their observations, `any[K, ...]`."""
+        dtypes_of = self.observation_space if self.raw is None else None
+        self.shown = LaneEpisodes(self, slots, observations, is_settled=is_settled, dtypes_of=dtypes_of)
+        return self.shown
 
     def _last(self, slots: Slots) -> Tree:
         """The last observations of slots whose episodes have ended, `any[K, ...]`."""

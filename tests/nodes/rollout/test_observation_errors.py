@@ -1,10 +1,12 @@
 """Errors about observations that pieces write: they name the leaf and both shapes, and print no data."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
+from numbered_env import numbered_envs
 from small_env import SmallEnv
 from together import Together
 
@@ -39,6 +41,34 @@ class Adds(ConnectorV2):
             seen = {**episode.get_observations(-1), **self.added}
             episode.set_observations(new_data=seen, at_indices=-1)
         return batch
+
+
+class Cuts(ConnectorV2):
+    """Leaves the last observations of ended episodes with `length(place of the episode)` numbers."""
+
+    def __init__(self, length: Callable[[int], int]) -> None:
+        super().__init__()
+        self.length = length
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for place, episode in enumerate(self.single_agent_episode_iterator(episodes)):
+            if episode.is_done:
+                episode.set_observations(new_data=np.zeros(self.length(place), np.int64), at_indices=-1)
+        return batch
+
+
+def ended_after(*pieces: ConnectorV2) -> list[int]:
+    envs = numbered_envs(2, lengths=(3, 3))[1]
+    options = {"module": RandomModule, "fragment_length": 8, "num_fragments": 1, "seed": 0}
+    with Rollout(envs, **options, env_to_module_connector=lambda env: list(pieces)) as rollout:
+        return [len(episode.observations) for fragment in rollout.fragments() for episode in fragment.episodes()]
+
+
+def test_a_piece_may_make_last_observations_equal_that_the_one_before_left_in_different_shapes() -> None:
+    uneven, even = Cuts(lambda place: 3 + place), Cuts(lambda place: 3)
+    assert ended_after(uneven, even) == ended_after(even)
+    with pytest.raises(ColumnError, match=r"observations of different shapes: .*slot 0"):
+        ended_after(uneven)
 
 
 @pytest.mark.parametrize("agents", ["one", "several"])

@@ -100,6 +100,27 @@ def test_a_batch_that_is_not_left_empty_is_refused() -> None:
     assert any("lane 0, vector step 0" in note for note in refused.value.__notes__)
 
 
+def test_joint_pieces_that_write_nothing_leave_the_columns_type_as_it_is() -> None:
+    class Looks(ConnectorV2):
+        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+            return batch
+
+    class Floats(Looks):
+        def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
+            return gym.spaces.Box(0, 2**31, (5,), np.float32)
+
+    makers = [partial(NumberedAgents, env, nested=0) for env in range(2)]
+    options: Any = {"module": Counting(), "seed": 3, "fragment_length": 8, "num_fragments": 2}
+    types = []
+    for joint in (None, lambda env: Looks()):
+        with MultiAgentRollout(
+            makers, joint_connector=joint, env_to_module_connector=lambda part: Floats(), **options
+        ) as rollout:
+            types.append([each.columns["obs"].tree.dtype for made in rollout.fragments() for each in made.parts])
+    assert set(types[0]) == {np.dtype(np.int64)}  # what they declare, they have not written
+    assert types[1] == types[0]
+
+
 def test_agents_with_the_same_spaces_are_left_with_the_same() -> None:
     class Uneven(Together):
         def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
