@@ -7,7 +7,15 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, DatasetFolder
-from rollflow.sinks.datasets.episode_block import EpisodeRows, EpisodeSummary, Ints, mark_end, step_bytes, summary_of
+from rollflow.sinks.datasets.episode_block import (
+    STEPS_AT_ONCE,
+    EpisodeRows,
+    EpisodeSummary,
+    Ints,
+    mark_end,
+    step_bytes,
+    windows_of,
+)
 from rollflow.sinks.datasets.fragment_tables import ids_by_text
 from rollflow.sinks.datasets.parquet_episodes import EpisodeIndex, ParquetEpisodes, damaged, numbers_in, ranges
 from rollflow.stream.data.column import Column
@@ -18,7 +26,7 @@ from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
 
-_STOPPED, _AGENT_STEPS = "env_t_stopped", "agent_steps"
+_STOPPED, _AGENT_STEPS, _RETURN = "env_t_stopped", "agent_steps", "return"
 
 
 class ModuleEpisodes(ParquetEpisodes):
@@ -28,12 +36,13 @@ class ModuleEpisodes(ParquetEpisodes):
     agent      i64[A]    place in `agents`
     piece      i64[A]    number of the environment's episode
     last_t     i64[A]    steps of the environment's episode before the agent's last observation
+    returns    f64[A]
 
     Raises DatasetError where one is of no environment's episode.
     """
 
     def __init__(self, module_id: Any, folder: DatasetFolder, envs: "EnvEpisodes") -> None:
-        more = [Columns.AGENT_ID, _STOPPED, ENV_EPS_ID]
+        more = [Columns.AGENT_ID, _RETURN, _STOPPED, ENV_EPS_ID]
         super().__init__(folder, more, lambda table: envs.pieces_of(folder, table))
         self.module_id = module_id
         head = self.order[self.first]
@@ -48,6 +57,7 @@ class ModuleEpisodes(ParquetEpisodes):
         self.agent: Ints = agent[head]
         self.piece: Ints = self.pieces[head]
         self.last_t: Ints = self.more[_STOPPED].to_numpy()[self.last]
+        self.returns: NDArray[np.float64] = np.add.reduceat(self.more[_RETURN].to_numpy()[self.order], self.first)
 
 
 class EnvEpisodes(EpisodeIndex):
@@ -90,10 +100,15 @@ class EnvEpisodes(EpisodeIndex):
         count = len(self.num_steps)
         returns, oldest, newest = np.zeros(count), np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
         for each in self.modules:
-            own = summary_of(each)
-            np.add.at(returns, each.piece, own.returns)
-            np.minimum.at(oldest, each.piece, own.oldest_version)
-            np.maximum.at(newest, each.piece, own.newest_version)
+            np.add.at(returns, each.piece, each.returns)
+            if Columns.POLICY_VERSION not in each.columns:
+                continue
+            for episodes in windows_of(each.num_steps, np.arange(len(each.piece)), STEPS_AT_ONCE):
+                steps = each.read(episodes, [Columns.POLICY_VERSION], with_last=False)
+                versions = steps.taken(Columns.POLICY_VERSION)
+                pieces = np.repeat(each.piece[episodes], each.num_steps[episodes])
+                np.minimum.at(oldest, pieces, versions)
+                np.maximum.at(newest, pieces, versions)
         is_whole = (self.t_started == 0) & (self.terminated | self.truncated)
         return EpisodeSummary(returns, self.num_steps, self.runs, is_whole, np.minimum(oldest, newest), newest)
 
