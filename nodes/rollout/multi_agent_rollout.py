@@ -13,7 +13,7 @@ from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
 from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
 from rollflow.nodes.policies.policy import Policy
 from rollflow.nodes.rollout.execution import AgentsPolicy
-from rollflow.nodes.rollout.options import MultiAgentKeywords, metrics_of, options_of, signature_of
+from rollflow.nodes.rollout.options import MultiAgentKeywords, metrics_of, options_of, with_keywords
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import sampling_data
@@ -115,8 +115,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
 
-    __signature__ = signature_of(MultiAgentKeywords)
-
+    @with_keywords(MultiAgentKeywords)
     def __init__(self, env: Any, **keywords: Unpack[MultiAgentKeywords]) -> None:
         options = options_of(keywords, MultiAgentKeywords, "MultiAgentRollout")
         check_numbers(num_envs=(options.num_envs, 1), lanes=(options.lanes, 1))

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import gymnasium as gym
 
@@ -23,6 +23,7 @@ from rollflow.nodes.stages.staleness import OnExcess, check_staleness
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.observe.watch import OnStall, StallRules
 
+Init = TypeVar("Init", bound=Callable[..., None])
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
 JOINT_PASSES = "max_batch, max_wait and in_thread of Forward are for a pass over several lanes"
 Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
@@ -130,6 +131,7 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.stall_rules()
+        LogOptions(every=self.log_every, axis=self.log_x)
 
     def stall_rules(self) -> StallRules:
         """The rules of the stall doctor."""
@@ -322,11 +324,18 @@ def _instead(name: str, keywords: type, rollout: str) -> str:
     return repr(alike[0]) if alike else f"one of those in help({rollout})"
 
 
-def signature_of(keywords: type) -> inspect.Signature:
-    """The signature of a rollout with these keywords, for `help()` and editors."""
+def with_keywords(keywords: type) -> Callable[[Init], Init]:
+    """Give a rollout's `__init__` the signature with each of these keywords, for `help()` and editors."""
     defaults = {each.name: each.default for each in fields(RolloutOptions)}
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
         for name, annotation in keywords.__annotations__.items()
     ]
-    return inspect.Signature([inspect.Parameter("env", inspect.Parameter.POSITIONAL_OR_KEYWORD), *parameters])
+
+    def described(init: Init) -> Init:
+        signature = inspect.signature(init)
+        others = list(signature.parameters.values())[:-1]
+        init.__signature__ = signature.replace(parameters=[*others, *parameters])  # type: ignore[attr-defined]
+        return init
+
+    return described

@@ -21,7 +21,7 @@ from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.rollout.execution import OnePolicy
-from rollflow.nodes.rollout.options import RolloutKeywords, metrics_of, options_of, signature_of
+from rollflow.nodes.rollout.options import RolloutKeywords, metrics_of, options_of, with_keywords
 from rollflow.nodes.rollout.placement import ONE_AGENT, place
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import acting_for, seed_lane
@@ -131,8 +131,7 @@ class Rollout(RolloutLoop[Fragment]):
     a keyword that there is not.
     """
 
-    __signature__ = signature_of(RolloutKeywords)
-
+    @with_keywords(RolloutKeywords)
     def __init__(self, env: EnvSource | RemoteHosts, **keywords: Unpack[RolloutKeywords]) -> None:
         options = options_of(keywords, RolloutKeywords, "Rollout")
         check_flags(explore=options.explore)

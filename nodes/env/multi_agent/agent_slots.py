@@ -65,9 +65,11 @@ class AgentSlots:
         everybody = np.arange(self.bounds[part + 1] - self.bounds[part])
         acting, must_act = (everybody if each is None else each for each in (given, expected))
         if not np.array_equal(acting, must_act):
+            wrong = np.flatnonzero(np.isin(everybody, acting) != np.isin(everybody, must_act)).tolist()
+            who = self.named(self.bounds[part] + wrong[0]) if wrong else f"agents {list(self.parts[part].agents)}"
             raise EnvError(
-                f"agents {list(self.parts[part].agents)}: actions of slots {shown(acting.tolist())}, expected those "
-                f"that have an observation to act on, {shown(must_act.tolist())}"
+                f"{who}: actions of slots {shown(acting.tolist())}, expected those that have an observation to act on, "
+                f"{shown(must_act.tolist())}"
             )
 
     # Words for errors

@@ -43,3 +43,21 @@ def test_help_names_every_public_attribute_and_says_what_every_method_does(make:
 def test_help_explains_every_argument(kind: Any) -> None:
     named = set(re.findall(r"\w+", inspect.getdoc(kind) or ""))
     assert set(inspect.signature(kind).parameters) <= named
+
+
+@pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
+def test_a_subclass_has_the_signature_of_its_own_arguments_or_of_those_it_inherits(kind: Any) -> None:
+    class Inherits(kind):
+        """With nothing of its own."""
+
+    class Renames(kind):
+        def __init__(self, name: str) -> None:
+            """Take a name."""
+
+    given = inspect.signature(kind).parameters
+    assert next(iter(given)) == "env"
+    assert given["env"].annotation is not inspect.Parameter.empty
+    assert {"num_envs", "watch"} <= set(given)
+    assert inspect.signature(Inherits) == inspect.signature(kind)
+    assert list(inspect.signature(Renames).parameters) == ["name"]
+    assert list(inspect.signature(kind.__init__).parameters) == ["self", *given]

@@ -602,6 +602,8 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error
         (lambda: Timeouts(step=float("nan")), "step of Timeouts is nan, expected seconds"),
         (lambda: Timeouts(reset=float("inf")), "reset of Timeouts is inf, expected seconds"),
         (lambda: Watch(stall_after=0), "stall_after is 0, expected a number of seconds above 0, or None"),
+        (lambda: Watch(log_every=0), "log_every is 0, expected a number of seconds above 0"),
+        (lambda: Watch(log_x="epochs"), "log_x is 'epochs', expected 'steps', 'updates', 'time'"),
     ],
 )
 def test_records_of_options_refuse_what_makes_no_sense(make: Any, told: str) -> None:

@@ -187,8 +187,11 @@ def test_the_step_that_is_named_is_that_of_the_episode() -> None:
 def test_actions_that_are_not_everybodys_are_refused() -> None:
     envs = ArrayEnvs(HideAndSeek(2))
     envs.reset()
-    with pytest.raises(EnvError, match=r"agents \['hider 0', 'hider 1'\]: actions of slots .*, expected those that"):
+    told = "environment {}, env step 0, agent '{}': actions of slots .*, expected those that"
+    with pytest.raises(EnvError, match=told.format(1, "hider 0")):
         envs.step([(np.array([0, 1, 3]), np.zeros(3)), (None, np.zeros(6))])
+    with pytest.raises(EnvError, match=told.format(0, "seeker 1")):
+        envs.step([(None, np.zeros(4)), (np.array([0, 2, 3, 4, 5]), np.zeros(5))])
 
 
 class Loose(HideAndSeek):

@@ -152,12 +152,21 @@ def test_a_reset_after_an_end_is_checked_as_well() -> None:
         envs.step([(np.array([0]), np.zeros(1, np.int64))])
 
 
-@pytest.mark.parametrize("slots", [None, [], [1], [0, 5], [0, 0]])
-def test_actions_of_others_than_those_that_must_act_are_refused(slots: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("slots", "who"),
+    [
+        (None, "environment 0, env step 0, agent 'b'"),
+        ([], "environment 0, env step 0, agent 'a'"),
+        ([1], "environment 0, env step 0, agent 'a'"),
+        ([0, 5], r"agents \['a', 'b'\]"),
+        ([0, 0], r"agents \['a', 'b'\]"),
+    ],
+)
+def test_actions_of_others_than_those_that_must_act_are_refused(slots: list[int] | None, who: str) -> None:
     envs = MultiAgentEnvs([lambda: Scripted(GOOD)])
     envs.reset()
     given = None if slots is None else np.array(slots, np.int64)
-    with pytest.raises(EnvError, match=r"agents \['a', 'b'\]: actions of slots .*, expected those that .*, \[0\]"):
+    with pytest.raises(EnvError, match=rf"{who}: actions of slots .*, expected those that .*, \[0\]"):
         envs.step([(given, np.zeros(2 if given is None else len(given), np.int64))])
 
 
