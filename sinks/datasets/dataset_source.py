@@ -177,7 +177,8 @@ class DatasetSource(IterableDataset[Any]):
     def summary(self) -> EpisodeSummary:
         """Returns, lengths and policy versions of all episodes of the dataset, to choose `episodes` by.
 
-        Reads the rewards of every step. Raises DatasetError for a damaged file.
+        Reads the rewards of every step, and of several agents the policy versions alone. Raises DatasetError for a
+        damaged file.
         """
         return self._store.summary() if isinstance(self._store, EnvEpisodes) else summary_of(self._store)
 

@@ -32,6 +32,7 @@ from rollflow import (
 from rollflow.nodes import DefaultModule, RandomModule
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.stream import DatasetError
+from rollflow.stream.data.column import Column
 
 
 @settings(max_examples=examples(6), deadline=None)
@@ -159,6 +160,24 @@ def test_a_first_sink_whose_agents_have_ended_no_step_is_added_to(tmp_path: Path
     source = DatasetSource(tmp_path)
     assert source.num_steps == sum(map(env_steps_of, fragments))
     assert sum(each.num_steps for each in source.fragments()) == sum(each.num_steps for each in fragments)
+
+
+def test_a_summary_takes_no_versions_from_a_module_without_them(tmp_path: Path) -> None:
+    fragments = of_two_modules()
+    for fragment in fragments:
+        for part in fragment.parts:
+            versions = part.columns["policy_version"].tree
+            part.columns["policy_version"] = Column("policy_version", np.full_like(versions, 3))
+    write_dataset(fragments, tmp_path)
+    returns = [sum(float(np.sum(each.get_rewards())) for each in episode.agent_episodes.values())
+               for episode in DatasetSource(tmp_path).episodes()]  # fmt: skip
+    path = tmp_path / "modules/b/dataset.json"
+    description = json.loads(path.read_text())
+    del description["columns"]["policy_version"]
+    path.write_text(json.dumps(description))
+    summary = DatasetSource(tmp_path).summary()
+    assert set(summary.oldest_version.tolist()) == set(summary.newest_version.tolist()) == {3}
+    assert summary.returns == pytest.approx(returns)
 
 
 SAME = r"the modules 1 and '1' have one text as their ids, expected another text for each module"
