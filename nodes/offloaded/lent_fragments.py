@@ -7,7 +7,7 @@ killed, what there is of it can be rescued.
 import math
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.env.workers.frames import FrameKind
 from rollflow.nodes.offloaded.agent_fragment_message import message_of_lane
+from rollflow.nodes.offloaded.fragment_message import described, index_of
 from rollflow.stream import wire
 from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, block_under, root_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 from rollflow.stream.fragments.lane import FINAL_OBS, Lane
-from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 Plain = dict[str, Any]
@@ -56,9 +57,12 @@ class FragmentWriter:
         if place is None:
             return None
         self._begun, self._finals = lane.sequence, 0
+        if (known := self._known(lane.fragment, FrameKind.FILLING)) is not None:
+            index, _, fields = known
+            return index, {"rest": _in_the_making(fields["rest"])}
         message = message_of_lane(lane, 0, lane.fragment, {})
         columns = dict(message.columns)
-        rest = {name: message.rest[name] for name in _OF_ONE_IN_THE_MAKING if name in message.rest}
+        rest = _in_the_making(message.rest)
         if place.final_obs is not None:
             columns[FINAL_OBS] = place.final_obs.tree
             rest["forms"] = {FINAL_OBS: rest["forms"].get(Columns.OBS), **rest["forms"]}
@@ -92,14 +96,35 @@ class FragmentWriter:
 
     def write(self, fragment: AnyFragment) -> tuple[int, Plain]:
         """The block that a fragment lies in, where it is put if it does not, and what else there is to say of it."""
-        message = message_of_lane(self._lane, 0, fragment, {})
-        index, root, fields = self._placed(message.columns, FrameKind.FRAGMENT)
+        if (known := self._known(fragment, FrameKind.FRAGMENT)) is not None:
+            index, root, fields = known
+        else:
+            message = message_of_lane(self._lane, 0, fragment, {})
+            index, root, fields = self._placed(message.columns, FrameKind.FRAGMENT)
+            fields |= {"rest": message.rest}
         self._lent[index] = root
-        return index, fields | {"rest": message.rest}
+        return index, fields
 
     def free(self, index: int) -> None:
         """The other process has no more use for a block."""
         self._lent.pop(index, None)
+
+    def _known(self, fragment: AnyFragment, kind: FrameKind) -> tuple[int, NDArray[np.uint8], Plain] | None:
+        """Block of a fragment, its root, and all that is to be said where the rest was said last; None: it was not.
+
+        Its columns are not looked at one by one: it takes a while, in the worker's thread.
+        """
+        lane = self._lane
+        if isinstance(lane, MultiAgentLane) or isinstance(fragment, MultiAgentFragment):
+            return None
+        if self._rows.get(kind) != fragment.last_row:
+            return None
+        root = root_of(leaves_of(fragment.columns[min(fragment.columns)].tree)[0])
+        block = block_under(root)
+        if block not in self.blocks:
+            return None
+        rest = described(fragment) | {"space": index_of(fragment.observation_space, lane.observation_spaces)}
+        return self.blocks.index(block), root, {"rest": rest}
 
     def _placed(self, columns: Tree, kind: FrameKind) -> tuple[int, NDArray[np.uint8], Plain]:
         """The block that arrays lie in, what keeps it from being written again, and the places in it.
@@ -107,7 +132,7 @@ class FragmentWriter:
         The places are left out where they are those of the last frame of this kind: all blocks of a lane are alike.
         """
         leaves = leaves_of(columns)
-        rows, root = len(leaves[0]), root_of(leaves[0])
+        rows, root = min(map(len, leaves)), root_of(leaves[0])
         block = block_under(root)
         if block is None:
             leaves, block, root = self._copied(leaves)
@@ -151,7 +176,7 @@ class FragmentReader:
         self._lane, self._hands_on = lane, hands_on
         self._blocks: dict[int, SharedBlock] = {}
         self._begun: tuple[int, Plain] | None = None  # block, and rest of the message
-        self._layouts: dict[FrameKind, tuple[list[tuple[Any, ...]], Tree]] = {}
+        self._layouts: dict[FrameKind, tuple[list[tuple[Any, ...]], Tree, Plain]] = {}
         self.initial_state: Tree = None  # of an episode, as recorded last
 
     def map(self, index: int, block: SharedBlock) -> None:
@@ -177,23 +202,28 @@ class FragmentReader:
         return self._message(*self._begun, FrameKind.FILLING)
 
     def _message(self, index: int, rest: Plain, kind: FrameKind) -> wire.Fragment:
-        arrays, places = self._layouts[kind]
+        arrays, places, forms = self._layouts[kind]
         memory = self._blocks[index].array()
         weakref.finalize(memory, self.freed.append, index).atexit = False
         leaves = [_view(memory, *place) for place in arrays]
         columns: Any = map_tree(lambda number: leaves[number], places)
-        return wire.Fragment(self._lane, 1, columns, rest)
+        return wire.Fragment(self._lane, 1, columns, forms | rest)
 
     def _learn(self, kind: FrameKind, fields: Plain) -> None:
         if "arrays" in fields:
             arrays = [(np.dtype(name), tuple(shape), offset) for name, shape, offset in fields["arrays"]]
-            self._layouts[kind] = arrays, fields["places"]
+            forms = fields["rest"].get("forms")
+            self._layouts[kind] = arrays, fields["places"], {} if forms is None else {"forms": forms}
         for _, _, states in fields["rest"].get("starts", ()):
             self.initial_state = map_tree(lambda leaf: np.array(leaf[-1]), states)
 
 
 def _view(memory: NDArray[np.uint8], dtype: np.dtype[Any], shape: Sequence[int], offset: int) -> NDArray[Any]:
     return memory[offset : offset + dtype.itemsize * math.prod(shape)].view(dtype).reshape(shape)
+
+
+def _in_the_making(rest: Mapping[str, Any]) -> Plain:
+    return {name: rest[name] for name in _OF_ONE_IN_THE_MAKING if name in rest}
 
 
 def _put(row: int, slots: NDArray[np.int64], leaf: NDArray[Any], values: NDArray[Any]) -> None:
