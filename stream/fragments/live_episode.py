@@ -220,12 +220,10 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
         def window(leaf: NDArray[Any]) -> NDArray[Any]:
             taken: NDArray[Any]
-            if row is None:
+            if row is None or row < count:
                 taken = leaf[rows, slots]
             else:
-                there = leaf[max(row - count, 0) : row].swapaxes(0, 1)
-                taken = np.zeros((len(there), count, *leaf.shape[2:]), leaf.dtype)
-                taken[:, count - there.shape[1] :] = there
+                taken = leaf[row - count : row].swapaxes(0, 1).copy()
             taken[before] = 0
             return taken
 
