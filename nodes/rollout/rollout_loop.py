@@ -311,7 +311,8 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """
         if self._drive is not None and self._doctor is not None:
             report, learner = self._drive.run.report(), self._learner_meter
-            part = node_report(int(report.elapsed_s * 1e9), learner, slowest_piece=self._slowest_learner_piece())
+            elapsed_ns, piece = int(report.elapsed_s * 1e9), self._slowest_learner_piece()
+            part = node_report(elapsed_ns, learner, learner.read(), slowest_piece=piece)
             return self._execution.with_stages(report.moved(CALLER, part, self._doctor.reader_times.read()))
         if self._is_in_graph:
             raise RunError(

@@ -65,12 +65,13 @@ class RunCounters:
         graph, holders = self.graph, self.holders.meters.copy()
         nodes = [*self.nodes.values(), *holders.values(), *([self.caller] if graph.outputs else [])]
         return report_of(
-            (clock() if self.ended_at is None else self.ended_at) - self.began,
+            self.began,
+            self.ended_at,
             nodes,
             [channel.meter for channel in self._channels.values()],
             graph.harmless(),
             frozenset(holders),
-            self.under_way,
+            lambda: self.under_way,
             graph.slowest_pieces(),
             graph.report_notes(),
         )

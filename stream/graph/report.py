@@ -1,15 +1,15 @@
 """Report of a run: the counts of its nodes and edges, and the stage that holds the others back."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rollflow.stream.graph.meter import CallStats, CallTimes, EdgeMeter, NodeMeter
+from rollflow.stream.graph.meter import CallStats, EdgeMeter, NodeMeter, clock
 from rollflow.stream.observe.svg import preformatted, table
 from rollflow.stream.observe.waits import CALLER
 
 LEARNER = "learner_pipeline"
-NOTHING: Mapping[str, Any] = {}
+_NO_PIECES: Mapping[str, str] = {}
 _WIDTHS = 10, 7, 7, 8, 7, 8, 8  # of a table's columns behind the names; the last one is as wide as it is
 MOSTLY_IDLE = 0.1  # share of the time, of all stages together, below which none is what the others wait for
 
@@ -188,17 +188,16 @@ def duration_text(seconds: float | str) -> str:
 
 
 def node_report(
-    elapsed_ns: int, node: NodeMeter, under_way: int = 0, slowest_piece: str = "", calls: CallTimes | None = None
+    elapsed_ns: int, node: NodeMeter, counts: tuple[int, int], under_way: int = 0, slowest_piece: str = ""
 ) -> NodeReport:
-    """A report of a meter's current values.
+    """A report of a meter.
 
+    counts       busy and blocked time in ns, as `NodeMeter.read` gave them
     under_way    nanoseconds since its current call began
-    calls        those to be reported; None: those of the meter
     """
-    busy, blocked = node.read()
-    busy = min(busy + under_way, elapsed_ns)
-    blocked = min(blocked, elapsed_ns - busy)
-    stats = (node.calls if calls is None else calls).read()
+    busy = min(counts[0] + under_way, elapsed_ns)
+    blocked = min(counts[1], elapsed_ns - busy)
+    stats = node.calls.read()
     if stats is not None and under_way / 1e9 > stats.longest_s:
         stats = stats._replace(longest_s=under_way / 1e9)
     idle_s = (elapsed_ns - busy - blocked) / 1e9
@@ -206,27 +205,33 @@ def node_report(
 
 
 def report_of(
-    elapsed_ns: int,
+    began_ns: int,
+    ended_ns: int | None,
     nodes: Iterable[NodeMeter],
     edges: Iterable[EdgeMeter],
     harmless: frozenset[str] = frozenset(),
     holders: frozenset[str] = frozenset(),
-    under_way: Mapping[str, int] = NOTHING,
-    pieces: Mapping[str, str] = NOTHING,
+    under_way: Callable[[], Mapping[str, int]] = dict,
+    pieces: Mapping[str, str] = _NO_PIECES,
     notes: tuple[str, ...] = (),
 ) -> Report:
     """Make a report of the meters' current values.
 
-    under_way    node -> nanoseconds since its current call began
+    ended_ns     None: the run goes on
+    under_way    gives node -> nanoseconds since its current call began
     pieces       node -> its slowest connector piece
     """
-    elapsed_ns = max(elapsed_ns, 1)
+    read = [(node, node.read()) for node in nodes]
+    edges_read = [(edge, edge.read()) for edge in edges]
+    # In this order, calls that end meanwhile are not counted twice, and no time is counted that has not elapsed.
+    current = under_way()
+    elapsed_ns = max((clock() if ended_ns is None else ended_ns) - began_ns, 1)
     node_reports = [
-        node_report(elapsed_ns, node, under_way.get(node.name, 0), pieces.get(node.name, "")) for node in nodes
+        node_report(elapsed_ns, node, counts, current.get(node.name, 0), pieces.get(node.name, ""))
+        for node, counts in read
     ]
     edge_reports = []
-    for edge in edges:
-        item_ns, full_ns = edge.read()
+    for edge, (item_ns, full_ns) in edges_read:
         edge_reports.append(
             EdgeReport(
                 name=edge.name,

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter_ns
 
 import pytest
 from graph_rows import Round, drawn, row, three
@@ -191,7 +192,7 @@ def test_a_report_is_a_table_that_ends_in_a_sentence() -> None:
     stage = meter("a", 100, 250, 2000)
     for took in (4, *[1, 2, 3] * 40):
         stage.calls.add(took * 10**6)
-    report = report_of(10**9, [stage, meter("b", 900)], [edge], pieces={"a": "NumpyToTensor"})
+    report = report_of(0, 10**9, [stage, meter("b", 900)], [edge], pieces={"a": "NumpyToTensor"})
     lines = str(report).splitlines()
     assert lines[0].split() == "node items busy idle blocked p50 p99 longest slowest piece".split()
     assert lines[1].split() == "a 2,000 10.0% 65.0% 25.0% 2 ms 3 ms 4 ms NumpyToTensor".split()
@@ -203,7 +204,7 @@ def test_a_report_is_a_table_that_ends_in_a_sentence() -> None:
 def test_a_report_as_a_dict_has_every_figure_of_the_table_as_plain_numbers() -> None:
     edge = EdgeMeter("a.out → b.items", 4)
     edge.items, edge.dropped, edge.peak, edge.blocked_count = 1234, 5, 4, 7
-    report = report_of(2 * 10**9, [meter("a", 200, 500, 2000), meter("b", 1800)], [edge])
+    report = report_of(0, 2 * 10**9, [meter("a", 200, 500, 2000), meter("b", 1800)], [edge])
     figures = json.loads(json.dumps(report.as_dict()))
     assert figures["elapsed_s"] == 2.0
     assert figures["bottleneck"] == "b"
@@ -233,17 +234,35 @@ def test_a_report_as_a_dict_has_every_figure_of_the_table_as_plain_numbers() -> 
 
 def test_where_none_is_at_work_none_holds_the_others_back() -> None:
     waiting = [meter("a", 20), meter("b", 50)]
-    report = report_of(10**9, waiting, [])
+    report = report_of(0, 10**9, waiting, [])
     assert report.bottleneck is None
     assert str(report).splitlines()[-1] == "all of them wait: none is busy for long (b, the busiest, for 5% of 1.0 s)"
-    assert report_of(10**9, [*waiting, meter("c", 0, 200)], []).bottleneck == "b"
-    assert report_of(10**9, [meter(name, 30) for name in "abcd"], []).bottleneck == "a"  # that have no time left over
-    harmless = report_of(10**9, [*waiting, meter("log", 900)], [], frozenset({"log"}))
+    assert report_of(0, 10**9, [*waiting, meter("c", 0, 200)], []).bottleneck == "b"
+    assert (
+        report_of(0, 10**9, [meter(name, 30) for name in "abcd"], []).bottleneck == "a"
+    )  # that have no time left over
+    harmless = report_of(0, 10**9, [*waiting, meter("log", 900)], [], frozenset({"log"}))
     assert harmless.bottleneck is None
 
 
+def test_no_time_is_reported_that_had_not_elapsed() -> None:
+    began, first, second = perf_counter_ns(), NodeMeter("a"), NodeMeter("b")
+
+    def read_late() -> Iterator[NodeMeter]:
+        for node in (first, second):
+            node.begin_life()
+            since = perf_counter_ns()
+            while perf_counter_ns() < since + 1000:
+                pass
+            node.end_life()
+            yield node
+
+    report = report_of(began, None, read_late(), [])
+    assert 2e-6 <= sum(node.busy_s for node in report.nodes) <= report.elapsed_s
+
+
 def test_of_those_who_hold_gates_it_is_said_how_long_they_were_waited_for() -> None:
-    report = report_of(10**9, [meter("a", 20), meter("the trainer", 900)], [], holders=frozenset({"the trainer"}))
+    report = report_of(0, 10**9, [meter("a", 20), meter("the trainer", 900)], [], holders=frozenset({"the trainer"}))
     assert report.bottleneck == "the trainer"
     assert str(report).splitlines()[-1] == "held back by the trainer (waited for 90% of 1.0 s)"
 
@@ -263,8 +282,9 @@ def test_chains_that_wait_for_one_holder_at_once_are_one_wait() -> None:
 
 
 def test_a_part_of_a_stage_may_be_shown_by_itself() -> None:
-    report = report_of(10**9, [meter("env", 200), meter("caller", 700)], [])
-    part = node_report(10**9, meter("learner_pipeline", 500))
+    report = report_of(0, 10**9, [meter("env", 200), meter("caller", 700)], [])
+    learner, none = meter("learner_pipeline", 500), meter("learner_pipeline", 0, items=0)
+    part, idle = (node_report(10**9, each, each.read()) for each in (learner, none))
     shown = {node.name: (node.busy_s, node.idle_s) for node in report.moved("caller", part, None).nodes}
     assert shown == {
         "env": (0.2, 0.8),
@@ -272,5 +292,4 @@ def test_a_part_of_a_stage_may_be_shown_by_itself() -> None:
         "caller": (pytest.approx(0.2), pytest.approx(0.8)),
     }
     assert report.moved("caller", part, None).bottleneck == "learner_pipeline"
-    idle = node_report(10**9, meter("learner_pipeline", 0, items=0))
     assert [node.name for node in report.moved("caller", idle, None).nodes] == ["env", "caller"]
