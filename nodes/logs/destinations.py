@@ -154,7 +154,7 @@ class Progress:
         self._task: Any = None
         self._stop: Callable[[], object] = bool
         self._next = 0.0  # time for the next line
-        self._last: Row | None = None  # that was not written
+        self._last: Row | None = None  # that is shown, or was not written
 
     def open(self) -> None:
         """Begin the line."""
@@ -179,34 +179,30 @@ class Progress:
 
     def write(self, row: Row) -> None:
         """Show a row: at once, or, where lines can't be written over, after a minute."""
-        if self._bar is not None:
-            self._bar.update(
-                self._task, completed=row.updates, total=row.of_updates, description=text_of(row), refresh=True
-            )
-            return
         self._last = row
-        if time.monotonic() >= self._next:
-            self._write_line()
+        if self._bar is not None or time.monotonic() >= self._next:
+            self._show(row, text_of(row))
 
     def close(self) -> None:
-        """End with the last row."""
-        if self._bar is not None:
-            self._stop()
-        elif self._last is not None:
-            self._write_line()
+        """End with the last row, and the steps per second of the whole run."""
+        if self._last is not None:
+            self._show(self._last, text_of(self._last, "time/fps"))
+        self._stop()
 
-    def _write_line(self) -> None:
-        assert self._last is not None
-        row, self._last = self._last, None
+    def _show(self, row: Row, text: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row.updates, total=row.of_updates, description=text, refresh=True)
+            return
+        self._last = None
         of = "" if row.of_updates is None else f" of {row.of_updates:,}"
-        self._console.print(f"{row.updates:,}{of} updates in {row.elapsed_s:,.0f} s: {text_of(row)}", soft_wrap=True)
+        self._console.print(f"{row.updates:,}{of} updates in {row.elapsed_s:,.0f} s: {text}", soft_wrap=True)
         self._next = time.monotonic() + _LINE_S
 
 
-def text_of(row: Row) -> str:
-    """What is worth a person's look in a row, in words."""
+def text_of(row: Row, rate: str = "time/fps_now") -> str:
+    """What is worth a person's look in a row, in words; `rate` is the figure of steps per second."""
     values = row.values
-    parts = [f"{values.get('time/fps_now', 0.0):,.0f} steps/s"]
+    parts = [f"{values.get(rate, 0.0):,.0f} steps/s"]
     if "rollout/ep_rew_mean" in values:
         parts.append(f"return {values['rollout/ep_rew_mean']:,.4g}")
     versions = sorted({int(value) for name, value in values.items() if name.startswith("policy/version")})

@@ -90,7 +90,7 @@ class Timeouts:
     reset    of a reset; the first one includes the start of a process. Vectorized environments that reset within a
              step have both times together
 
-    Raises ValueError for anything but numbers from 0 on.
+    Raises ValueError for anything but numbers above 0.
     """
 
     step: float | None = 60.0
@@ -99,7 +99,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name, seconds in (("step", self.step), ("reset", self.reset)):
             if seconds is not None:
-                checked_number(f"{name} of Timeouts", seconds, least=0, noun="seconds")
+                checked_number(f"{name} of Timeouts", seconds, above=0, noun="seconds")
 
     def keywords(self) -> dict[str, Any]:
         """The times as keywords of nodes that step environments."""

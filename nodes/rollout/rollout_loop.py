@@ -37,6 +37,7 @@ from rollflow.stream.graph.report import LEARNER, Report, node_report
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.observe.diagnosis import Diagnosis
 from rollflow.stream.observe.graph_picture import run_html
+from rollflow.stream.observe.stacks import outside_of_rollflow
 from rollflow.stream.observe.trace import FragmentTrace
 from rollflow.stream.observe.waits import CALLER, Sign
 
@@ -437,10 +438,14 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self.log.end()
 
     def interrupt(self, error: BaseException) -> None:
-        """End the run, which KeyboardInterrupt or the like has broken off, and note on it what is lost."""
+        """End the run, which KeyboardInterrupt or the like has broken off, and note on it what is lost.
+
+        Its traceback keeps the frames of the program, such as its environment's, and none of rollflow's.
+        """
         self._interrupted_by = type(error).__name__
         self.__exit__(type(error), error, error.__traceback__)
         error.add_note(self._told_interrupt())
+        error.__traceback__ = outside_of_rollflow(error.__traceback__)
 
     def _told_interrupt(self) -> str:
         lost, handed = self.lost, self._rounds.handed_steps

@@ -54,20 +54,16 @@ class Chain:
         self.reopened = False
         self.on_gate: Callable[[], None] = _nothing
         self.graph = graph
-        self._methods = [graph.nodes[name].methods for name in names]
-        for name, methods in zip(names, self._methods, strict=True):
-            if methods.take_meter is not None:
-                meters[name].counts_itself = True
-                methods.take_meter(meters[name])
+        for name, take_meter in graph.having("take_meter", names):
+            meters[name].counts_itself = True
+            take_meter(meters[name])
         self._meters = meters
         self._raised_on: list[Any] = []  # items whose call raised
         # In the order of the flow: later nodes may then take the outputs of earlier ones in the same `collect`.
         self.background: list[tuple[Background, NodeMeter]] = [
-            (methods.background, meters[name])
-            for name, methods in zip(names, self._methods, strict=True)
-            if methods.background is not None
+            (node, meters[name]) for name in names if (node := graph.nodes[name].background) is not None
         ]
-        self._going_on = [methods.go_on for methods in self._methods if methods.go_on is not None]
+        self._going_on = [go_on for _, go_on in graph.having("go_on", names)]
         self.mark = self._mark = [0, -1] if mark is None else mark
         self._mark[1] = -1
         self.thread = 0
@@ -88,7 +84,7 @@ class Chain:
     @property
     def can_start(self) -> bool:
         """True if a node has a `start()`, which sends the first items."""
-        return any(methods.start is not None for methods in self._methods)
+        return bool(self.graph.having("start", self.names))
 
     @property
     def is_done(self) -> bool:
@@ -97,7 +93,7 @@ class Chain:
 
     def start(self) -> Iterator[None]:
         """Carry the outputs of the nodes' `start()` through the chain, one at each step of the iterator."""
-        return self._carry_all([methods.start for methods in self._methods])
+        return self._carry_all("start")
 
     def pump(self) -> None:
         """Carry the oldest runnable item through the chain. Raises what a node raises, with the node's name noted."""
@@ -170,9 +166,8 @@ class Chain:
 
     def hasten(self) -> None:
         """Tell background nodes to return unfinished work as it is: no more items will be asked for."""
-        for methods in self._methods:
-            if methods.hasten is not None:
-                methods.hasten()
+        for _, hasten in self.graph.having("hasten", self.names):
+            hasten()
 
     def unpark(self) -> bool:
         """Make parked items runnable that their gates admit now; return True if there were any."""
@@ -188,7 +183,7 @@ class Chain:
     def finish(self) -> Iterator[None]:
         """Discard runnable and parked items, then carry the outputs of the nodes' `finish()`, one at each step."""
         self.give_up()
-        yield from self._carry_all([methods.finish for methods in self._methods])
+        yield from self._carry_all("finish")
         self.give_up()
 
     def held(self) -> list[Any]:
@@ -213,12 +208,11 @@ class Chain:
         self.reopened = True
         self.on_gate()
 
-    def _carry_all(self, functions: Sequence[Callable[[], Iterable[Any] | None] | None]) -> Iterator[None]:
-        for name, function in zip(self.names, functions, strict=True):
-            if function is not None:
-                for output in self._outputs_of(name, function):
-                    self._call(self._routes[name], output)
-                    yield
+    def _carry_all(self, method: str) -> Iterator[None]:
+        for name, function in self.graph.having(method, self.names):
+            for output in self._outputs_of(name, function):
+                self._call(self._routes[name], output)
+                yield
 
     def _outputs_of(self, name: str, function: Callable[[], Iterable[Any] | None]) -> Iterator[Any]:
         """The outputs of a node's `start` or `finish`; the time counts for the node."""
@@ -246,7 +240,7 @@ class Chain:
         meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
         busy = NodeMeter(name) if meter.counts_itself else meter
         calls = (
-            CallTimes() if spec.methods.background is not None else meter.calls
+            CallTimes() if spec.background is not None else meter.calls
         )  # to hand an item over is no call of its own
         recent = calls.recent.append
 

@@ -193,8 +193,7 @@ class RunCounters:
 
     def _asked(self, name: str) -> Iterable[Wait]:
         """What a node says itself that it is at."""
-        at_work = self.graph.nodes[name].methods.at_work
-        return () if at_work is None else at_work(name)
+        return [wait for _, at_work in self.graph.having("at_work", [name]) for wait in at_work(name)]
 
     def _sources(self, names: Sequence[str]) -> dict[str, str]:
         """Nodes that some nodes get items from -> their tasks."""

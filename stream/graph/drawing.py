@@ -65,8 +65,7 @@ def _task_line(graph: "Graph", group: list[str]) -> str:
     names = " → ".join(name.removeprefix(prefix) for name in group)
     shown = f"[{names}{' ↺' if loops else ''}]" if len(group) > 1 or loops else names
     where = "worker thread" if graph.place_of(group[0]) == "thread" else "inline"
-    describing = [describe for name in group if (describe := graph.nodes[name].methods.describe) is not None]
-    details = [text for describe in describing if (text := describe())]
+    details = [text for _, describe in graph.having("describe", group) if (text := describe())]
     return f"{prefix.rstrip('/') + '   ' if prefix else ''}{shown}   {', '.join(['one task', *details, where])}"
 
 

@@ -241,6 +241,14 @@ class Graph:
                 found |= {id(node): node for node in wholes or [self.nodes[each].node]}
         return list(found.values())
 
+    def having(self, method: str, names: Iterable[str] | None = None) -> list[tuple[str, Callable[..., Any]]]:
+        """(node, its method) of all nodes, or of some, that have an optional method of this name."""
+        return [
+            (name, methods[method])
+            for name in (self.nodes if names is None else names)
+            if method in (methods := self.nodes[name].methods)
+        ]
+
     def report_notes(self) -> tuple[str, ...]:
         """Sentences of rollflow's nodes for a report."""
         return tuple(note for spec in self.nodes.values() for note in getattr(spec.node, "report_notes", ()))
@@ -265,7 +273,7 @@ class Graph:
         spec = self.nodes[name]
         if spec.where is not None:
             return spec.where
-        is_sink = not (spec.is_async or spec.outlets or spec.methods.background is not None)
+        is_sink = not (spec.is_async or spec.outlets or spec.background is not None)
         into = [edge for edge in self.edges if edge.target[0] == name]
         is_fed_by_drops = bool(into) and all(edge.overflow != "block" for edge in into)
         return "thread" if is_sink and is_fed_by_drops else "inline"
@@ -354,8 +362,7 @@ class Graph:
 
     def _tell_sources(self, names: Iterable[str], *, is_all: bool) -> None:
         """Call `take_sources` of the nodes that have it, and expand composite nodes again where they ask for it."""
-        asking = [(name, take) for name in names if (take := self.nodes[name].methods.take_sources) is not None]
-        for name, take_sources in asking:
+        for name, take_sources in self.having("take_sources", names):
             try:
                 drops = may_drop_before(name, self.edges)
                 changed = list(take_sources(self.sources_of(name), drops=drops, is_all=is_all))

@@ -8,7 +8,6 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -191,45 +190,21 @@ class ObservableGate(Protocol):
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMethods:
-    """The optional methods of a node, which has none of the name where there is None.
+def node_methods(name: str, node: Any) -> dict[str, Callable[..., Any]]:
+    """The optional methods of a node, by name; those of `Background` only of a node that works in the background.
 
-    background    the node, if it works in the background
+    Raises GraphError for one that can't be called as its protocol says.
     """
-
-    background: Background | None = None
-    start: Callable[[], Iterable[Any] | None] | None = None
-    take_drain: Callable[[], None] | None = None
-    finish: Callable[[], Iterable[Any] | None] | None = None
-    origins_of: Callable[[Any], Iterable[Any]] | None = None
-    take_sources: Callable[..., Iterable[Any]] | None = None
-    held: Callable[[], Iterable[Any]] | None = None
-    take_ending: Callable[[str], None] | None = None
-    take_failure: Callable[[Exception], None] | None = None
-    close: Callable[[], None] | None = None
-    take_meter: "Callable[[NodeMeter], None] | None" = None
-    go_on: Callable[[], None] | None = None
-    hasten: Callable[[], None] | None = None
-    describe: Callable[[], str] | None = None
-    at_work: "Callable[[str], Iterable[Wait]] | None" = None
-    take_report: Callable[[Any], None] | None = None
-    take_trace: Callable[[str, Any], None] | None = None
-
-
-def node_methods(name: str, node: Any) -> NodeMethods:
-    """Look up the optional methods of a node. Raises GraphError for one that can't be called as its protocol says."""
     owner = f"node '{name}'"
-    found: dict[str, Any] = {}
+    found: dict[str, Callable[..., Any]] = {}
     for protocol in (Source, Processor, Sink, Observable):
         found |= methods_of(owner, node, protocol)
-    if not (hasattr(node, "completed") and hasattr(node, "in_flight")):
-        return NodeMethods(**found)
-    there = methods_of(owner, node, Background)
-    optional: dict[str, Any] = {each: there.get(each) for each in ("take_meter", "go_on", "hasten")}
-    missing = [each for each in ("completed", "fileno") if each not in there]
-    _check_there(owner, node, Background, missing + ([] if hasattr(node, "patience") else ["patience"]))
-    return NodeMethods(background=node, **optional, **found)
+    if hasattr(node, "completed") and hasattr(node, "in_flight"):
+        there = methods_of(owner, node, Background)
+        missing = [each for each in ("completed", "fileno") if each not in there]
+        _check_there(owner, node, Background, missing + ([] if hasattr(node, "patience") else ["patience"]))
+        found |= there
+    return found
 
 
 def check_gate(owner: str, gate: Any) -> None:
@@ -321,11 +296,9 @@ def note_node(error: BaseException, name: str) -> None:
 def close_nodes(graph: "Graph") -> None:
     """Call `close()` of every node that has it, even if one raises; then raise the error, or a group of several."""
     errors: list[Exception] = []
-    for name, spec in graph.nodes.items():
-        if spec.methods.close is None:
-            continue
+    for name, close in graph.having("close"):
         try:
-            spec.methods.close()
+            close()
         except Exception as error:
             note_node(error, name)
             errors.append(error)

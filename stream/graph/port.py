@@ -13,7 +13,7 @@ import numpy as np
 
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.graph.channel import Inlet, Outlet, Overflow
-from rollflow.stream.graph.node import Gate, NodeMethods, node_methods
+from rollflow.stream.graph.node import Background, Gate, node_methods
 
 Where = Literal["inline", "thread"]
 
@@ -25,7 +25,7 @@ class NodeSpec:
     where              place that was asked for; None: `Graph.place_of` decides
     inlets, outlets    name -> type of the items
     has_fields         whether a synchronous node returns a NamedTuple, one field per outlet
-    methods            optional methods of the node, looked up once
+    methods            optional methods of the node by name, looked up once
     run                asynchronous function of the inlets and outlets; None: the node is called with each item
     generator          parameter of an asynchronous node that takes a random generator; None: there is none
     """
@@ -37,14 +37,19 @@ class NodeSpec:
     inlets: Mapping[str, Any]
     outlets: Mapping[str, Any]
     has_fields: bool
-    methods: NodeMethods
+    methods: Mapping[str, Callable[..., Any]]
     run: Callable[..., Awaitable[None]] | None = None
     generator: str | None = None
 
     @property
     def starts(self) -> bool:
         """True if the node can send items before it has got any."""
-        return self.is_async or not self.inlets or self.methods.start is not None
+        return self.is_async or not self.inlets or "start" in self.methods
+
+    @property
+    def background(self) -> Background | None:
+        """The node, if it works in the background."""
+        return self.node if "completed" in self.methods else None
 
 
 def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:

@@ -54,12 +54,11 @@ class Run:
     ) -> None:
         self.graph = graph
         self.seed = fresh_seed() if seed is None else seed
-        specs = graph.nodes.values()
-        self._losses = Losses(
-            makers=[spec.node for spec in specs if spec.methods.origins_of is not None],
-            holders=[spec.node for spec in specs if spec.methods.held is not None],
-            counting=[spec.node for spec in specs if spec.methods.take_ending is not None],
+        makers, holders, counting = (
+            [spec.node for spec in graph.nodes.values() if method in spec.methods]
+            for method in ("origins_of", "held", "take_ending")
         )
+        self._losses = Losses(makers=makers, holders=holders, counting=counting)
         self.channels: dict[Edge, Channel[Any]] = {
             edge: Channel(edge.name, edge.capacity or 1, edge.overflow, self._lose_at(edge))
             for edge in (*graph.edges, *graph.outputs.values())
@@ -121,9 +120,8 @@ class Run:
         self._draining = True
         for stop in self._stops:
             stop()
-        for spec in self.graph.nodes.values():
-            if spec.methods.take_drain is not None:
-                spec.methods.take_drain()
+        for _, take_drain in self.graph.having("take_drain"):
+            take_drain()
 
     def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start one task for every chain and every other node."""
@@ -140,9 +138,8 @@ class Run:
         for name, function in work:
             task = partial(self._counted, name, function)
             tasks.start_soon(ending_quietly, task, name=f"{self.graph.name}/{name}")
-        for spec in self.graph.nodes.values():
-            if spec.methods.take_report is not None:
-                spec.methods.take_report(self.report)
+        for _, take_report in self.graph.having("take_report"):
+            take_report(self.report)
         self.doctor.listen(tasks)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -157,9 +154,8 @@ class Run:
         self._end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
         self.counters.end()
         if failure is not None:
-            for spec in self.graph.nodes.values():
-                if spec.methods.take_failure is not None:
-                    spec.methods.take_failure(failure)
+            for _, take_failure in self.graph.having("take_failure"):
+                take_failure(failure)
         try:
             close_nodes(self.graph)
         finally:
@@ -335,7 +331,7 @@ class Run:
         self._hold(spec.name, unsent)
         in_thread = partial(self._call_in_thread, spec, anyio.CapacityLimiter(1))
         call = spec.node if spec.is_async else partial(in_thread, spec.node)
-        start, finish = spec.methods.start, spec.methods.finish
+        start, finish = spec.methods.get("start"), spec.methods.get("finish")
         if start is not None:
             await unsent.send(await in_thread(lambda: list(start() or ())))
             self._on_stop(partial(self._give_up_cycles, [spec.name]))

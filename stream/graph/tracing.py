@@ -64,9 +64,8 @@ class Tracing:
         self._end = weakref.finalize(self, trace.close)  # also where a run is forgotten, or the program ends
         self._rollouts = {}
         self.fragments = self._of("")
-        for name, spec in graph.nodes.items():
-            if spec.methods.take_trace is not None:
-                spec.methods.take_trace(name, self._of("".join(name.rpartition("/")[:2])))
+        for name, take_trace in graph.having("take_trace"):
+            take_trace(name, self._of("".join(name.rpartition("/")[:2])))
         for meter in self._counters.meters:
             meter.take_trace(NodeTrace.of(trace, meter.name))
 
@@ -93,9 +92,8 @@ class Tracing:
             meter.take_trace(None)
             if busy is not None and meter.name in under_way:
                 busy.busy(now - under_way[meter.name], now)
-        for name, spec in self._counters.graph.nodes.items():
-            if spec.methods.take_trace is not None:
-                spec.methods.take_trace(name, None)
+        for name, take_trace in self._counters.graph.having("take_trace"):
+            take_trace(name, None)
 
     def _of(self, prefix: str) -> FragmentTrace:
         assert self._trace is not None

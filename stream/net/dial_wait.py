@@ -107,4 +107,4 @@ class DialWait:
     def _prospect(self) -> str:
         if self._until is None:
             return "it is dialled again until it answers"
-        return f"it is dialled again for {max(0.0, self._until - monotonic()):.0f} s more (retry_s)"
+        return f"it is dialled again for {max(0.0, self._until - monotonic()):.0f} s more (retry_s, or --retry)"

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import IO, Any, NamedTuple
 
 from rollflow.stream.data.system import at_fork, system_module
@@ -94,6 +94,15 @@ def stack_lines(stack: Sequence[StackFrame]) -> list[str]:
     if not stack[0].is_own:
         lines.append(f"  which is now in {stack[0]}")
     return lines
+
+
+def outside_of_rollflow(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of rollflow's own code."""
+    if traceback is None:
+        return None
+    frame, rest = traceback.tb_frame, outside_of_rollflow(traceback.tb_next)
+    is_inside = frame.f_globals.get("__name__", "").startswith("rollflow.")
+    return rest if is_inside else TracebackType(rest, frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 def is_debugged_now() -> bool:

@@ -599,6 +599,7 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error
         (lambda: Forward(compile="max"), "compile is 'max', expected True, False or a dict of torch"),
         (lambda: Forward(compile=True, flat=True), "flat and compile are two ways of doing a pass"),
         (lambda: Timeouts(step="1"), "step of Timeouts is '1', expected seconds"),
+        (lambda: Timeouts(step=0), "step of Timeouts is 0, expected seconds above 0"),
         (lambda: Timeouts(step=float("nan")), "step of Timeouts is nan, expected seconds"),
         (lambda: Timeouts(reset=float("inf")), "reset of Timeouts is inf, expected seconds"),
         (lambda: Watch(stall_after=0), "stall_after is 0, expected a number of seconds above 0, or None"),

@@ -175,6 +175,7 @@ def test_ctrl_c_leaves_what_was_logged_before_it(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert "\nKeyboardInterrupt\n" in errors, errors  # a note may say which step it broke off
+    assert "chain.py" not in errors, errors  # nor any other frame of rollflow's inside
     with (tmp_path / "run.csv").open(newline="") as file:
         [row] = csv.DictReader(file)
     assert float(row["train/loss"]) == 0.5
