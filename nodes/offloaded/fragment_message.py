@@ -11,9 +11,8 @@ from rollflow.stream import wire
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree, tree_at
+from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
-from rollflow.stream.fragments.lane import FINAL_OBS
 from rollflow.stream.wire.codec import field
 
 Plain = dict[str, Any]
@@ -62,46 +61,6 @@ def fragment_of(
         if isinstance(error, WireError):
             raise
         raise WireError(f"it is no fragment: {type(error).__name__}: {error}", "fragment") from error
-
-
-def rescued(
-    message: wire.Fragment,
-    rows: int,
-    layout: FragmentLayout,
-    spaces: Sequence[gym.Space[Any]],
-    lost: str | None,
-    *,
-    reason: str,
-    initial_state: Tree,
-) -> Fragment:
-    """The first `rows` rows of a fragment whose maker has gone, of the message of it in the making.
-
-    lost             why the environments were lost before it; None: they were not
-    reason           why they are lost after it
-    initial_state    that episodes get which have begun after its first step; None: there is none
-
-    Its infos, and what pieces put into `custom_data`, are lost.
-    """
-    fragment: Fragment = begun(message, layout, spaces)
-    fragment.num_rows = rows
-    last = fragment.columns.pop(FINAL_OBS, None)
-    fragment.columns = {
-        name: Column(name, column.rows(0, fragment.last_row + (name == Columns.OBS)))
-        for name, column in fragment.columns.items()
-    }
-    if last is not None:
-        done = fragment.columns[Columns.TERMINATEDS].tree | fragment.columns[Columns.TRUNCATEDS].tree
-        for row in range(fragment.first_row, fragment.last_row):
-            if len(slots := np.flatnonzero(done[row])):
-                fragment.finals.append(Final(row, slots, tree_at(last.tree, (row, slots)), {}))
-    fragment.starts = [Start(*start) for start in message.rest.get("starts", ())]
-    fragment.end_with_loss(reason)
-    if initial_state is not None:
-        fragment.assume_initial_state(initial_state)
-    fragment.seal(rows)
-    if lost is not None:
-        fragment.begin_after_loss(lost)
-    return fragment
 
 
 def complete(fragment: Fragment, fields: Mapping[str, Any]) -> None:

@@ -32,7 +32,6 @@ class LaneRollout:
     replica     what acts, for this lane alone
     between     called before every forward pass; it may `put` weights, or raise
     began       called when the first reset and the first forward pass are done
-    hide        called before rows that other processes may have seen are changed
     mark        where is noted what is under way; None: nobody looks at it
 
     lane        the lane
@@ -46,10 +45,9 @@ class LaneRollout:
         *,
         between: Callable[[], None],
         began: Callable[[], None] = nothing,
-        hide: Callable[[], None] = nothing,
         mark: CallMark | None = None,
     ) -> None:
-        self._hide, self._site, self._replica = hide, site, replica
+        self._site, self._replica = site, replica
         self._metrics = MetricsLogger()
         self._turns = _Turns(between)
         self.lane, environments, prepare, forward, act = replica.stages(site, plan, self._metrics)
@@ -71,7 +69,6 @@ class LaneRollout:
         except Exception as error:
             if not is_of_environment(error):
                 raise
-            self._hide()
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
             return self.lane.cut(), error, lost
         # None where the gate has held the lane: it stands before its next forward pass.

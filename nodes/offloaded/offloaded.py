@@ -9,7 +9,7 @@ from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
-from rollflow.nodes.offloaded.fragment_message import fragment_of, rescued
+from rollflow.nodes.offloaded.fragment_message import fragment_of
 from rollflow.nodes.offloaded.replica import Published, Replica
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.nodes.stages.env_to_module import CuttingStage
@@ -191,11 +191,6 @@ class OneAgentRollouts(Environments):
         """
         layout = self._layout(message.lane, self.envs[message.lane], seed)
         return fragment_of(message, layout, self._spaces, lost, is_checked=is_checked)
-
-    def rescued(self, message: wire.Fragment, rows: int, seed: int, lost: str | None, **options: Any) -> Fragment:
-        """The first rows of a fragment whose maker has gone: see `fragment_message.rescued`."""
-        layout = self._layout(message.lane, self.envs[message.lane], seed)
-        return rescued(message, rows, layout, self._spaces, lost, **options)
 
     def _make_lanes(self) -> None:
         """Lanes are where the environments are."""

@@ -17,20 +17,17 @@ from rollflow.nodes.offloaded.replica import LanePlan, Replica
 from rollflow.nodes.stages.ring import STAGES
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import EnvError
-from rollflow.stream.data.packing import unpack
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.observe.waits import Wait
 
 # At the head of what a worker is set up with, i64 each:
 #   how many transitions it has made
 #   how often it has got on with something, which is what tells it from one that hangs
-#   the number of its fragment in the making, times one more than a fragment's rows, plus the rows that there are: one
-#   number, so that no half of it is ever seen. -1 where none can be seen
 #   two numbers of what is under way, as `CallMark` has them
 #   for how long each of its stages has been busy, in ns, when it got on with something last
 #   how many transitions the next vector step may end
 PROGRESS_BYTES = 128
-MARK, BUSY, UNDER_WAY = slice(3, 5), slice(5, 5 + len(STAGES)), 5 + len(STAGES)
+MARK, BUSY, UNDER_WAY = slice(2, 4), slice(4, 4 + len(STAGES)), 4 + len(STAGES)
 
 
 class RolloutLink(LaneLink):
@@ -110,7 +107,7 @@ class RolloutLink(LaneLink):
     # Answers
 
     def take(self, answer: Frame) -> bool:
-        """Take a fragment, or what the worker says of one in the making."""
+        """Take a fragment, or what the worker says beside it."""
         kind, fragments = answer.kind, self._fragments
         assert fragments is not None
         if kind is FrameKind.NEW_BLOCK:
@@ -118,8 +115,6 @@ class RolloutLink(LaneLink):
         elif kind is FrameKind.TAKEN:
             self.untaken -= 1
             self.offer()
-        elif kind is FrameKind.FILLING:
-            fragments.begin(answer.block, unpack(answer.payload))
         elif kind is FrameKind.FRAGMENT:
             self._take_fragment(fragments, answer)
             return True
@@ -141,7 +136,8 @@ class RolloutLink(LaneLink):
     def _take_fragment(self, fragments: FragmentReader, answer: Frame) -> None:
         fields = self._fields_of(answer)
         message = fragments.read(answer.block, fields)
-        self._take(self.node.fragment_in(message, self._seed, self.lost, is_checked=False))
+        self.lane.take(self.node.fragment_in(message, self._seed, self.lost, is_checked=False))
+        self.lost = None
         self.steps += fields["steps"] - self._reported
         self._reported, self.stages = fields["steps"], fields["nodes"]
         self.status.phase, self._failure = LanePhase.READY, None
@@ -182,18 +178,15 @@ class RolloutLink(LaneLink):
         return 0 if self._progress is None else max(0, int(self._progress[0]) - self._reported)
 
     def lose(self, reason: str, was: LanePhase) -> int:
-        """Give the worker up: how many transitions are lost with it, the step that was under way among them.
-
-        What it had made of its fragment is taken, where that can be seen.
-        """
-        if was is LanePhase.READY and not self._has_told:  # between two turns: no fragment could say what ends
+        """Give the worker up: how many transitions are lost with it, the step that was under way among them."""
+        is_making = self.status.is_waited and self._progress is not None
+        if is_making or (was is LanePhase.READY and not self._has_told):
             self.lost = reason
         self._has_told = False
-        if not self.status.is_waited or self._progress is None:
+        if self._progress is None or not is_making:
             return 0
-        if not self._rescue(reason):
-            self.lost = reason
         lost = self.unreported + int(self._progress[UNDER_WAY])
+        self.status.has_stepped |= self.has_stepped
         self.forget_progress()
         return lost
 
@@ -232,11 +225,6 @@ class RolloutLink(LaneLink):
         return self.steps + self.unreported > 0
 
     @property
-    def has_rescued(self) -> bool:
-        """True where the lane has a fragment though its worker was lost."""
-        return self.lane.fragment is not None
-
-    @property
     def has_no_step(self) -> bool:
         """True where the lane would have to be made or reset before it could come back with a step."""
         # A worker says that it gets on with something before it looks for what it has been told: one that has not said
@@ -253,24 +241,6 @@ class RolloutLink(LaneLink):
     def pulse(self) -> int:
         """Count by which the worker shows that it gets on: first when its environments have been reset."""
         return 0 if self._progress is None else int(self._progress[1])
-
-    def _rescue(self, reason: str) -> bool:
-        assert self._progress is not None
-        assert self._fragments is not None
-        sequence, rows = divmod(int(self._progress[2]), self.node.fragment_length + 1)
-        message = self._fragments.in_the_making(sequence)
-        if sequence != self.lane.sequence or message is None or not rows:
-            return False
-        state = self._fragments.initial_state
-        fragment = self.node.rescued(message, rows, self._seed, self.lost, reason=reason, initial_state=state)
-        self._take(fragment)
-        self.steps += fragment.num_steps
-        self._reported += fragment.num_steps
-        return True
-
-    def _take(self, fragment: Any) -> None:
-        self.lost = None
-        self.lane.take(fragment)
 
 
 def pickled_replica(replica: Replica, plan: LanePlan) -> bytes:

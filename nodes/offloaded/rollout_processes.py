@@ -22,8 +22,8 @@ from rollflow.stream.graph.wakeup import Wakeup
 class WorkerRollouts(WorkerNode, OffloadedRollouts):
     """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
 
-    What `replica` gives is pickled. A lost worker takes with it what its connectors had learnt and logged since its
-    last fragment.
+    What `replica` gives is pickled. A lost worker takes with it what it had made of its fragment, counted in
+    `lost_steps`, and what its connectors had learnt and logged since the one before.
     """
 
     program, link_of = "rollflow.nodes.offloaded.rollout_worker", RolloutLink
@@ -115,20 +115,14 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
 
 
 class RolloutProcesses(WorkerRollouts, OneAgentRollouts):  # type: ignore[misc]  # turns go round, and no lanes
-    """`WorkerRollouts` of environments with one agent each.
-
-    What a lost worker had made of its fragment lies in shared memory, and is given: only the step under way is missing.
-    """
+    """`WorkerRollouts` of environments with one agent each."""
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         return self.launch(lane_makers(env, num_envs, lanes, self._autoreset_mode))
 
 
 class AgentRolloutProcesses(WorkerRollouts, AgentRollouts):  # type: ignore[misc]  # as above
-    """`WorkerRollouts` of environments with several agents each.
-
-    What a lost worker had made of its fragment is lost with it, and counted in `lost_steps`.
-    """
+    """`WorkerRollouts` of environments with several agents each."""
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         return self.launch(agent_makers(env, num_envs, lanes))

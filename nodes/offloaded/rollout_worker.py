@@ -18,7 +18,7 @@ from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
 from rollflow.nodes.offloaded.replica import LaneSite
 from rollflow.nodes.offloaded.rollout_link import BUSY, MARK, PROGRESS_BYTES, UNDER_WAY
 from rollflow.stream.data.blocks import SharedBlock
-from rollflow.stream.data.packing import pack, unpack
+from rollflow.stream.data.packing import unpack
 
 
 class RolloutServer(EnvServer):
@@ -62,17 +62,11 @@ class RolloutServer(EnvServer):
     def _between(self) -> None:
         """Say how far the lane has come, and take what has come over the socket meanwhile."""
         assert self._rollout is not None
-        begun = self._fragments.begin()
-        if begun is not None:
-            self._send_blocks()
-            self._send(frame_with(FrameKind.FILLING, pack(begun[1]), begun[0]))
-        self._fragments.keep_finals()
         self._progress[0] = self._rollout.lane.num_steps
         self._progress[UNDER_WAY] = self._rollout.under_way
         self._progress[1] += 1
         for number, busy in enumerate(self._rollout.busy_ns()):
             self._busy[number] = busy
-        self._progress[2] = self._fragments.place
         while self._poll.poll(0):
             asked = self._receive()
             if asked.kind is FrameKind.DRAIN:
@@ -94,7 +88,6 @@ class RolloutServer(EnvServer):
             replica,
             between=self._between,
             began=lambda: self._send(frame(FrameKind.BEGUN)),
-            hide=self._hide,
             mark=self._progress[MARK].data,
         )
         self._fragments = FragmentWriter(self._rollout.lane)
@@ -126,19 +119,12 @@ class RolloutServer(EnvServer):
     def _send_fragment(self, fragment: Any, more: dict[str, Any]) -> None:
         """Send a fragment, and what there is to say beside it."""
         index, fields = self._fragments.write(fragment)
-        self._send_blocks()
-        self._send(frame_with(FrameKind.FRAGMENT, self._deviations.packed(fields | more, "fragment"), index))
-
-    def _hide(self) -> None:
-        """Have no row of the fragment in the making rescued any more."""
-        self._progress[2] = -1
-
-    def _send_blocks(self) -> None:
-        """Let the other process see the blocks that there are."""
         blocks = self._fragments.blocks
-        for index in range(self._blocks_sent, len(blocks)):
-            socket.send_fds(self.sock, [frame(FrameKind.NEW_BLOCK, index, blocks[index].size)], [blocks[index].fd])
+        for place in range(self._blocks_sent, len(blocks)):
+            header = frame(FrameKind.NEW_BLOCK, place, blocks[place].size)
+            socket.send_fds(self.sock, [header], [blocks[place].fd])
         self._blocks_sent = len(blocks)
+        self._send(frame_with(FrameKind.FRAGMENT, self._deviations.packed(fields | more, "fragment"), index))
 
 
 def main(life: int, lanes: Sequence[int]) -> None:

@@ -284,15 +284,6 @@ class Fragment:
         """The state before the first step of the episode that begins here, a tree of arrays `any[...]`, or None."""
         return self._initial_states.get((row, slot))
 
-    def assume_initial_state(self, state: Tree) -> None:
-        """Record a state, a tree of arrays `any[...]`, for episodes that begin here and have none."""
-        chunks = self.chunks
-        begins = np.flatnonzero((chunks.t_started == 0) & ~self.initial_states(state)[1])
-        if len(begins):
-            states = map_tree(lambda leaf: np.repeat(np.asarray(leaf)[None], len(begins), axis=0), state)
-            self.starts.append(Start(chunks.start[begins], chunks.slot[begins], states))
-            self.__dict__.pop("_initial_states", None)  # computed again with these
-
     def hand_on_starts(self, new: "Fragment", stops: NDArray[np.int64], back: NDArray[np.int64]) -> None:
         """Give the next fragment the states of episodes whose first step is yet to come.
 

@@ -15,7 +15,7 @@ environment, or the piece before it, gave, in that one's own type.
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -31,8 +31,6 @@ from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss, Start
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
 
-FINAL_OBS = "final_obs"
-
 
 class LaneMemory(Protocol):
     """Memory for columns of a lane that another process writes to."""
@@ -46,31 +44,14 @@ class LaneMemory(Protocol):
         ...
 
 
-class SharedRows(NamedTuple):
-    """Location of a fragment's columns in shared memory, valid from before its first step.
-
-    number, block    number of the pool's block, and the block, u8[n]
-    final_obs        last observations, in the rows in which their episodes ended; None: the `obs` column has them
-    """
-
-    layout: BlockLayout
-    pool: BlockPool[SharedBlock]
-    number: int
-    block: NDArray[np.uint8]
-    final_obs: Column | None
-
-
 class LaneColumns:
     """Makes the columns of one fragment after the other; their memory is reused once nothing refers to it.
 
     memory       memory of the columns that another process writes to; None: there are none
-    is_shared    whether columns lie in shared memory: see `SharedRows`
-
-    shared       location of the columns made last; None: they are not shared
+    is_shared    whether columns of all fragments but the first lie in shared memory
     """
 
     def __init__(self, layout: FragmentLayout, memory: LaneMemory | None, *, is_shared: bool = False) -> None:
-        self.shared: SharedRows | None = None
         self._layout = layout
         self._memory = memory
         self._is_shared = is_shared
@@ -162,16 +143,11 @@ class LaneColumns:
             kinds = {name: kind_of(row) for name, (row, _) in rows.items()}
             if self._blocks is None or self._in_blocks != kinds:
                 self._in_blocks = kinds
-                if self._is_shared and not self._layout.resets_next_step:
-                    rows[FINAL_OBS] = old[Columns.OBS].row(0), self._rows
                 layout = BlockLayout(rows)
                 self._blocks = layout, BlockPool(layout.size, SharedBlock if self._is_shared else PrivateBlock)
         assert self._blocks is not None
         layout, pool = self._blocks
-        index, block = pool.take()
-        made = layout.columns(block)
-        if self._is_shared:
-            self.shared = SharedRows(layout, pool, index, block, made.get(FINAL_OBS))
+        made = layout.columns(pool.take()[1])
         self._made = [made[name] for name in rest]
         columns |= made
         return {name: columns[name] for name in old}
@@ -395,7 +371,7 @@ class Lane(SlotLane):
     """The N slots of one lane of environments with one agent each, all in one row.
 
     memory           memory of columns that another process writes to; None: this lane writes all
-    is_shared        whether columns lie in shared memory, from the first step on: see `share`
+    is_shared        whether columns of all fragments but the first lie in shared memory
 
     row              row of the current observation, H … H+T
     policy_version   version of the weights that the last forward pass used
@@ -424,7 +400,6 @@ class Lane(SlotLane):
         self._last_row = layout.lookback + layout.num_rows  # the fragment is cut here
         self._dead: NDArray[np.bool_] | None = None  # slots whose next step only resets them
         self._extra: tuple[str, ...] | None = None
-        self._is_unseen = is_shared  # the first fragment is not yet in shared memory
         self.fragment = self._fragment(0, self.columns.first(observation_space))
         self.batch: Any = {}
         self.shared_data: dict[str, Any] = {}
@@ -461,11 +436,6 @@ class Lane(SlotLane):
     def steps_under_way(self) -> int:
         """Number of transitions that the next vector step makes."""
         return self.layout.num_slots - (0 if self._dead is None else int(np.count_nonzero(self._dead)))
-
-    @property
-    def shared(self) -> SharedRows | None:
-        """Location of the current fragment in shared memory; None: it is not shared."""
-        return self.columns.shared
 
     # Recording
 
@@ -520,8 +490,6 @@ class Lane(SlotLane):
             final = final[0], copied(final[1])
         self._advance(np.logical_or(terminateds, truncateds), copied(infos) if infos else infos, final)
         self._take_observations(observations)
-        if self._is_unseen:
-            self.share()
 
     def replace_action(self, slot: int, action: Tree) -> None:
         """Record that a slot's environment took another action, any[...], than the current row's.
@@ -661,18 +629,6 @@ class Lane(SlotLane):
         self.row = lookback
         self.episodes.show(self._column.row(self.row), is_settled=True)
         return old
-
-    def share(self) -> None:
-        """Move the first fragment to shared memory, as all others are; to be called after its first step."""
-        old = self.fragment
-        columns = self.columns.like(old.columns, are_written=True)
-        for name, column in columns.items():
-            column.copy_rows(old.columns[name], 0, self.row + (name == Columns.OBS))
-        columns[Columns.POLICY_VERSION].tree[self.row :] = self._version_written
-        old.columns = columns
-        self._is_unseen = False
-        if self.episodes.is_settled:
-            self.episodes.show(self._column.row(self.row), is_settled=True)
 
     def leave(self) -> Fragment:
         """Return the last fragment, and release all memory: no more steps are made."""

@@ -7,7 +7,7 @@ import numpy as np
 from rollflow.nodes.env.environments import actions_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
-from rollflow.nodes.env.workers.frames import SHARED_COLUMNS, Frame, FrameKind, frame, frame_with
+from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame, frame_with
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
@@ -15,7 +15,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.tree import Tree, map_tree
-from rollflow.stream.fragments.lane import FINAL_OBS, Lane
+from rollflow.stream.fragments.lane import Lane
 
 
 class LaneBlocks:

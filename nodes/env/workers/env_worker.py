@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.stepping import Stepped
-from rollflow.nodes.env.workers.frames import Frame, FrameKind, lane_block
+from rollflow.nodes.env.workers.frames import FINAL_OBS, Frame, FrameKind, lane_block
 from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import map_tree
-from rollflow.stream.fragments.lane import FINAL_OBS
 
 
 class EnvServer(LaneServer):

@@ -18,8 +18,8 @@ import numpy as np
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.space import row_of
-from rollflow.stream.fragments.lane import FINAL_OBS
 
+FINAL_OBS = "final_obs"
 _HEADER = struct.Struct("<BxHQ")
 SHARED_COLUMNS = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
@@ -41,7 +41,7 @@ class FrameKind(IntEnum):
     STATES = 11  # a descriptor, and the bytes behind it: what the connectors of all workers have learnt
     FREE = 12  # (the block) nobody reads it any more
     DRAIN = 13  # what there is of the fragment is wanted now
-    PHASE = 22  # a descriptor, and the bytes behind it: where the worker says what its environments are at
+    PHASE = 21  # a descriptor, and the bytes behind it: where the worker says what its environments are at
     # From the worker
     READY = 14  # length of a packed dict: spaces, slots, autoreset mode
     DONE = 15  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
@@ -49,8 +49,7 @@ class FrameKind(IntEnum):
     FRAGMENT = 17  # length of a packed dict: what there is to say of the fragment in the block
     NEW_BLOCK = 18  # a descriptor, and the bytes behind it: a block
     TAKEN = 19  # weights have been taken over
-    FILLING = 20  # length of a packed dict: what there is to say of the fragment being made in the block
-    BEGUN = 21  # the first step of a rollout is being made: its environments have been reset
+    BEGUN = 20  # the first step of a rollout is being made: its environments have been reset
 
 
 class Frame(NamedTuple):

@@ -144,11 +144,6 @@ class LaneLink(abc.ABC):
         return None
 
     @property
-    def has_rescued(self) -> bool:
-        """True where a lane that was lost comes back at once, with what its worker had made."""
-        return False
-
-    @property
     def has_stepped(self) -> bool:
         """True once its environments have made a step."""
         return self.lane is not None and self.lane.vector_steps > 0

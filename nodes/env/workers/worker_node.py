@@ -319,9 +319,6 @@ class WorkerNode(SupervisedSource):
             return
         if status.phase is LanePhase.ASIDE or self.supervisor.is_draining:
             yield from self._set_aside(link)
-        elif link.has_rescued:
-            self.supervisor.come_back(status)
-            yield link.lane
 
     def _set_aside(self, link: LaneLink) -> Iterator[Any]:
         link.lane.is_set_aside = True

@@ -72,8 +72,10 @@ def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, started: Any
     list(node.completed())
     assert node.lost_steps == 0  # it has made steps in this time
     forward(1.5)
-    assert list(node.completed()) == [lane]
-    assert (lane.fragment.num_rows, node.lost_steps) == (3, 1)
+    assert list(node.completed()) == []
+    assert node.lost_steps == 3 + 1  # of its unfinished fragment, and the one under way
+    assert come_back(node) == [lane]
+    assert (lane.fragment.sequence, lane.fragment.num_rows, node.lost_steps) == (1, 5, 4)
 
 
 def test_steps_that_are_made_while_a_turn_is_still_handed_over_count(

@@ -228,7 +228,7 @@ class Dies(Six):
 
 
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_fragments_after_a_lost_worker_and_what_was_rescued(where: str, tmp_path: Path) -> None:
+def test_fragments_after_a_lost_worker(where: str, tmp_path: Path) -> None:
     envs = [partial(Dies, str(tmp_path / "mark"))]
     with rollout(env=envs, num_envs=None, where=where, workers=1, fragment_length=7, num_fragments=4) as made:
         fragments = list(made.fragments())
