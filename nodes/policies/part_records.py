@@ -268,8 +268,6 @@ def _connector_record(connector: Connector, where: str, arrays: ArraysByName) ->
     with located(where):
         name, params = connector.to_state()
     ctx = connector.ctx or ConnectorContext()
-    if ctx.view_requirements is not None:
-        raise PolicyError(f"{where}: the context of {connector!r} has view_requirements, which can't be saved")
     facts = {each: getattr(ctx, each) for each in _CONTEXT}
     facts["initial_states"], facts["config"] = list(ctx.initial_states), dict(ctx.config)
     context = to_plain(facts, f"{where}/context", arrays)

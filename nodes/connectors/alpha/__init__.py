@@ -13,11 +13,9 @@ if TYPE_CHECKING:
         ClipRewardAgentConnector as ClipRewardAgentConnector,
         ConvertToNumpyConnector as ConvertToNumpyConnector,
         ImmutableActionsConnector as ImmutableActionsConnector,
-        MeanStdObservationFilterAgentConnector as MeanStdObservationFilterAgentConnector,
         NormalizeActionsConnector as NormalizeActionsConnector,
         ObsPreprocessorConnector as ObsPreprocessorConnector,
         StateBufferConnector as StateBufferConnector,
-        ViewRequirement as ViewRequirement,
         ViewRequirementAgentConnector as ViewRequirementAgentConnector,
     )
     from rollflow.nodes.connectors.alpha.connector import (

@@ -207,7 +207,6 @@ class ConnectorContext:
     initial_states         list of any[...]: the states of a recurrent policy at the start of an episode
     observation_space      of the environment's observations; one with an `original_space` stands for that
     action_space           of the environment's actions
-    view_requirements      column of the policy's input -> `ViewRequirement`; None: observations and states
     is_policy_recurrent    True if the policy has states
     """
 
@@ -215,7 +214,6 @@ class ConnectorContext:
     initial_states: Sequence[Any] = ()
     observation_space: Space | None = None
     action_space: Space | None = None
-    view_requirements: Mapping[str, Any] | None = None
     is_policy_recurrent: bool = False
 
     @classmethod
@@ -229,7 +227,6 @@ class ConnectorContext:
             initial_states=leaves,
             observation_space=getattr(policy, "observation_space", None),
             action_space=getattr(policy, "action_space", None),
-            view_requirements=getattr(policy, "view_requirements", None),
             is_policy_recurrent=bool(leaves),
         )
 

@@ -10,7 +10,6 @@ from rollflow.nodes.connectors.alpha.built_in import (
     ClipRewardAgentConnector,
     ConvertToNumpyConnector,
     ImmutableActionsConnector,
-    MeanStdObservationFilterAgentConnector,
     NormalizeActionsConnector,
     ObsPreprocessorConnector,
     StateBufferConnector,
@@ -38,26 +37,20 @@ from rollflow.stream.data.tree import leaves_of, map_tree
 
 
 def default_agent_connectors(ctx: ConnectorContext) -> AgentConnectorPipeline:
-    """Rewards clipped, observations preprocessed and filtered, states buffered, and the policy's input made.
+    """Rewards clipped, observations preprocessed, states buffered, and the policy's input made.
 
-    `ctx.config` says which:
-
-        clip_rewards          True: by their sign; a number: to -number … number; False or absent: not
-        observation_filter    "MeanStdFilter"; "NoFilter" or absent: none
-
-    Raises ConnectorError for another filter.
+    `ctx.config["clip_rewards"]` clips rewards by their sign if it is True, to -number … number if it is a number.
+    Raises ConnectorError for an `observation_filter` in `ctx.config`.
     """
     connectors: list[AgentConnector] = []
     clip = ctx.config.get("clip_rewards")
     if clip:
         connectors.append(ClipRewardAgentConnector(ctx, sign=clip is True, limit=None if clip is True else abs(clip)))
-    connectors.append(ObsPreprocessorConnector(ctx))
     name = ctx.config.get("observation_filter") or "NoFilter"
-    if name not in ("NoFilter", "MeanStdFilter"):
-        raise ConnectorError(f"observation_filter is {name!r}, expected NoFilter or MeanStdFilter")
-    if name == "MeanStdFilter":
-        connectors.append(MeanStdObservationFilterAgentConnector(ctx))
-    return AgentConnectorPipeline(ctx, [*connectors, StateBufferConnector(ctx), ViewRequirementAgentConnector(ctx)])
+    if name != "NoFilter":
+        raise ConnectorError(f"observation_filter is {name!r}, expected NoFilter; the piece MeanStdFilter filters")
+    makers = ObsPreprocessorConnector, StateBufferConnector, ViewRequirementAgentConnector
+    return AgentConnectorPipeline(ctx, [*connectors, *(make(ctx) for make in makers)])
 
 
 def default_action_connectors(ctx: ConnectorContext) -> ActionConnectorPipeline:

@@ -15,9 +15,9 @@ from rollflow.nodes.connectors.alpha import (
     AgentConnectorPipeline,
     ClipRewardAgentConnector,
     ConnectorContext,
-    MeanStdObservationFilterAgentConnector,
     default_action_connectors,
     default_agent_connectors,
+    register_connector,
     register_lambda_action_connector,
     register_lambda_agent_connector,
 )
@@ -29,11 +29,31 @@ Halved = register_lambda_agent_connector("HalvedForPolicies", lambda data: {**da
 Flipped = register_lambda_action_connector(
     "FlippedForPolicies", lambda actions, states, fetches: (1 - actions, states, fetches)
 )
+
+
+class Centered(AgentConnector):
+    """Subtracts the mean of what it has seen, and counts while it is in training."""
+
+    def __init__(self, ctx: Any = None, total: float = 0.0, count: int = 0) -> None:
+        super().__init__(ctx)
+        self.total, self.count = total, count
+
+    def transform(self, ac_data: Any) -> Any:
+        if self.is_training:
+            self.total, self.count = self.total + float(ac_data.data["new_obs"][0]), self.count + 1
+        ac_data.data["new_obs"] = ac_data.data["new_obs"] - np.float32(self.total / max(self.count, 1))
+        return ac_data
+
+    def to_state(self) -> tuple[str, Any]:
+        return "CenteredForPolicies", {"total": self.total, "count": self.count}
+
+
+register_connector("CenteredForPolicies", Centered)
 CONTEXT = ConnectorContext(observation_space=BOX, action_space=ACTIONS["box"])
 
 
 def trained(path: Path, *, lstm: bool = False) -> Policy:
-    """Save the policy of a rollout with Alpha pipelines on both sides, whose filter has learnt."""
+    """Save the policy of a rollout with Alpha pipelines on both sides, one of which has learnt."""
     with Rollout(
         "CartPole-v1",
         num_envs=2,
@@ -42,7 +62,7 @@ def trained(path: Path, *, lstm: bool = False) -> Policy:
         seed=0,
         model_config=DefaultModelConfig(fcnet_hiddens=(8,), use_lstm=lstm, lstm_cell_size=6),
         env_to_module_connector=lambda env: AgentConnectorPipeline(
-            None, [Halved(), MeanStdObservationFilterAgentConnector(None), ClipRewardAgentConnector(None, limit=1.0)]
+            None, [Halved(), Centered(), ClipRewardAgentConnector(None, limit=1.0)]
         ),
         module_to_env_connector=lambda env: ActionConnectorPipeline(None, [Flipped()]),
     ) as rollout:

@@ -1,6 +1,8 @@
 """Alpha pipelines in rollouts, beside ConnectorV2 pieces: what they see, what is recorded, what is saved and merged."""
 
+from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import gymnasium as gym
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from small_env import SmallEnv
 from together import Together
 
-from rollflow import DefaultModelConfig, MeanStdFilter, MultiAgentRollout, Rollout
+from rollflow import DefaultModelConfig, MultiAgentRollout, Rollout
 from rollflow.nodes import DefaultModule
 from rollflow.nodes.connectors.alpha import (
     ActionConnectorDataType,
@@ -17,12 +19,12 @@ from rollflow.nodes.connectors.alpha import (
     AgentConnector,
     AgentConnectorDataType,
     AgentConnectorPipeline,
+    AgentConnectorsOutput,
     ClipRewardAgentConnector,
     ConnectorContext,
     ConnectorPolicy,
     ImmutableActionsConnector,
-    MeanStdObservationFilterAgentConnector,
-    ViewRequirement,
+    SampleBatch,
     connected_inference,
     default_action_connectors,
     default_agent_connectors,
@@ -135,56 +137,6 @@ def test_connectors_are_reset_at_an_episodes_start_and_hear_each_choice_once() -
     assert logs.calls == expected
 
 
-def test_the_filter_gives_the_numbers_and_the_statistics_of_mean_std_filter() -> None:
-    made = []
-    for piece in (MeanStdFilter, lambda: AgentConnectorPipeline(None, [MeanStdObservationFilterAgentConnector()])):
-        rollout = Rollout(
-            "CartPole-v1",
-            num_envs=1,
-            fragment_length=40,
-            seed=3,
-            env_to_module_connector=lambda env, piece=piece: piece(),
-        )
-        made.append((chunks_of(rollout), rollout))
-    (one, of_one), (other, of_other) = made
-    assert len(one) == len(other)
-    for mine, theirs in zip(one, other, strict=True):
-        np.testing.assert_array_equal(mine.get_observations(), theirs.get_observations())
-    connector = of_other.env_to_module["AgentConnectorPipeline"].pipeline.connectors[0]
-    np.testing.assert_array_equal(connector.filter.mean, of_one.env_to_module["MeanStdFilter"].mean)
-    assert connector.filter.count == of_one.env_to_module["MeanStdFilter"].count == 41
-
-
-def filtered(env: Any) -> AgentConnectorPipeline:
-    return AgentConnectorPipeline(None, [MeanStdObservationFilterAgentConnector()])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
-def test_a_pipeline_runs_wherever_environments_do_and_its_state_comes_back(where: str) -> None:
-    rollout = Rollout(
-        Doubling,
-        num_envs=4,
-        lanes=2,
-        fragment_length=8,
-        seed=0,
-        where=where,
-        env_to_module_connector=lambda env: [AgentConnectorPipeline(None, [Pairs()]), filtered(env)],
-        module_to_env_connector=lambda env: ActionConnectorPipeline(None, [Ones()]),
-    )
-    chunks = chunks_of(rollout, 4)
-    assert {chunk.get_observations().shape[1] for chunk in chunks} == {2}
-    assert sum(map(len, chunks)) == 4 * 8 * 2
-    state = rollout.env_to_module.get_state()
-    fresh = Rollout(
-        Doubling, env_to_module_connector=lambda env: [AgentConnectorPipeline(None, [Pairs()]), filtered(env)]
-    )
-    fresh.env_to_module.set_state(state)
-    (connector,) = fresh.env_to_module["AgentConnectorPipeline_2"].pipeline.connectors
-    assert connector.filter.count >= sum(len(chunk) for chunk in chunks)
-    assert fingerprint(fresh.env_to_module.get_state()) == fingerprint(state)
-
-
 class Counts(AgentConnector):
     """Counts what it sees, and says so only where a subclass does."""
 
@@ -202,6 +154,56 @@ class SaysWhatItCounts(Counts):
 
     def to_state(self) -> tuple[str, Any]:
         return "SaysWhatItCounts", {"seen": self.seen}
+
+
+class CountsOnce(AgentConnector):
+    """Counts what all of its copies see, each copy under an id of its own."""
+
+    def __init__(self, ctx: Any = None, seen: dict[str, int] | None = None) -> None:
+        super().__init__(ctx)
+        self.seen, self.own = dict(seen or {}), uuid4().hex
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "own": uuid4().hex}
+
+    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
+        self.seen[self.own] = self.seen.get(self.own, 0) + 1
+        return ac_data
+
+    def to_state(self) -> tuple[str, Any]:
+        return "CountsOnce", {"seen": dict(self.seen)}
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        counts = [state["params"]["seen"] for state in states]
+        return {"params": {"seen": {own: max(each.get(own, 0) for each in counts) for own in set().union(*counts)}}}
+
+
+def pieces(env: Any) -> list[Any]:
+    return [AgentConnectorPipeline(None, [Pairs()]), AgentConnectorPipeline(None, [CountsOnce()])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_a_pipeline_runs_wherever_environments_do_and_its_state_comes_back(where: str) -> None:
+    rollout = Rollout(
+        Doubling,
+        num_envs=4,
+        lanes=2,
+        fragment_length=8,
+        seed=0,
+        where=where,
+        env_to_module_connector=pieces,
+        module_to_env_connector=lambda env: ActionConnectorPipeline(None, [Ones()]),
+    )
+    chunks = chunks_of(rollout, 4)
+    assert {chunk.get_observations().shape[1] for chunk in chunks} == {2}
+    assert sum(map(len, chunks)) == 4 * 8 * 2
+    state = rollout.env_to_module.get_state()
+    fresh = Rollout(Doubling, env_to_module_connector=pieces)
+    fresh.env_to_module.set_state(state)
+    (connector,) = fresh.env_to_module["AgentConnectorPipeline_2"].pipeline.connectors
+    assert sum(connector.seen.values()) >= sum(len(chunk) for chunk in chunks)
+    assert fingerprint(fresh.env_to_module.get_state()) == fingerprint(state)
 
 
 def test_undeclared_state_is_refused_where_it_is_saved() -> None:
@@ -223,12 +225,23 @@ def test_a_connectors_params_are_its_state_and_different_ones_do_not_merge() -> 
         piece.merge_states([state, piece.get_state()])
 
 
+class EarlierRewards(AgentConnector):
+    """Makes the policy's input of the observation and the two rewards before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rewards = [0.0, 0.0]
+
+    def reset(self, env_id: str) -> None:
+        self.rewards = [0.0, 0.0]
+
+    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
+        self.rewards = [self.rewards[1], ac_data.data["rewards"]]
+        batch = SampleBatch(obs=ac_data.data["new_obs"][None], prev_rewards=np.array([self.rewards], np.float32))
+        return replace(ac_data, data=AgentConnectorsOutput(ac_data.data, batch))
+
+
 def test_columns_for_the_policy_come_into_the_batch() -> None:
-    views = {"obs": ViewRequirement(), "prev_rewards": ViewRequirement("rewards", shift="-2:-1")}
-
-    def pieces(env: Any) -> Any:
-        return default_agent_connectors(ConnectorContext(view_requirements=views))
-
     seen: list[Any] = []
 
     class Module(torch.nn.Module):
@@ -240,7 +253,9 @@ def test_columns_for_the_policy_come_into_the_batch() -> None:
 
         forward_inference = forward_exploration
 
-    rollout = Rollout(Doubling, module=Module(), num_envs=1, fragment_length=4, env_to_module_connector=pieces)
+    rollout = Rollout(
+        Doubling, module=Module(), num_envs=1, fragment_length=4, env_to_module_connector=lambda env: EarlierRewards()
+    )
     chunks_of(rollout)
     assert [each.tolist() for each in seen[:4]] == [[[0.0, 0.0]], [[0.0, 3.0]], [[3.0, 6.0]], [[6.0, 9.0]]]
 
