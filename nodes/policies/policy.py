@@ -24,7 +24,6 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import (
     pieces_within,
 )
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
 from rollflow.nodes.policies.artifact import (
@@ -459,8 +458,7 @@ class Policy:
         self._chosen_space = chosen_space(self.module, self.action_space)
         self._weights = PolicyWeights(self.module)
         self._sampling = sampling_data(0, seeds_of(seed)[0], "module")
-        flat = type(self.module) is DefaultModule
-        self._forward = ModuleForward(self.module, self._weights, explore=explore, flat=flat, threads=1)
+        self._forward = ModuleForward(self.module, self._weights, explore=explore, threads=1)
         context = {"module": self.module, "explore": explore}
         self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
         self._needs_lane = has_memory(self.module, *pipelines)

@@ -37,7 +37,9 @@ class _RingDriver(abc.ABC):
     def __init__(self, credits: FragmentCredits, run: InlineRun) -> None:
         self.run, self._credits = run, credits
         self._fragments: deque[Any] = deque()  # the last is None once there are no more
-        self._error: BaseException | None = None
+        self._errors: list[
+            BaseException
+        ] = []  # what the ring's thread has raised; the reader raises it, and keeps none
         self._stalled: StallError | None = None
         self._is_closed = False
 
@@ -64,21 +66,14 @@ class _RingDriver(abc.ABC):
         if fragment is None:
             if self.run.has_ended:
                 counters.end()
-            self._raise()
+            if self._errors:
+                raise self._errors.pop()
             return None
         if counters.ended_at is None:  # by `close`, in another thread
             counters.caller.begin_life()
         fragments.popleft()
         counters.caller.items += 1
         return fragment
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # whose traceback refers to this frame
 
 
 class InlineDriver(_RingDriver):
@@ -280,9 +275,9 @@ class ThreadDriver(_RingDriver):
             return
         self._bell.close()
         self._fragments = deque([None])
-        if error is None:
-            self._raise()
-        self._error = None
+        if error is None and self._errors:
+            raise self._errors.pop()
+        self._errors.clear()
 
     def _command(self, command: Callable[[], None]) -> None:
         if not self._is_closed:
@@ -294,7 +289,7 @@ class ThreadDriver(_RingDriver):
             with self.run as run:
                 self._go_on(run)
         except BaseException as error:
-            self._error = error
+            self._errors.append(error)
         self._has_stopped.set()
         self._put(None)
 

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
 from rollflow.nodes.offloaded.replica import PIPELINES, OneReplica, Published, Replica, SeveralReplica
 from rollflow.nodes.rollout.options import RolloutOptions
-from rollflow.nodes.stages.acting import Acting, seed_lane
+from rollflow.nodes.stages.acting import acting_for, seed_lane
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
-from rollflow.nodes.stages.agents_acting import AgentsActing
+from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.credits import GateRelay, LaneGate
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.joint_forward import joint_forward
@@ -23,6 +24,7 @@ from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.nodes.stages.ring import ring_of
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
+from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import Report
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -31,29 +33,59 @@ from rollflow.stream.multi_agent.agent_part import AgentPart
 class OnePolicy:
     """One module and its connectors, which act in environments with one agent each.
 
-    acting     the copy of the module that acts, and the pipelines around it
-    weights    of that copy, as they are published
-    options    how forward passes are done
-    metrics    what pieces log into
+    environments    the node that steps them
+    options         of the rollout
+    metrics         what pieces log into
 
+    acting          the module as it was given, the copy that acts, and the pipelines around it
+    weights         of that copy, as they are published
+    returns         of the last episodes
+    collector       makes whole episodes of fragments
+    first_versions  None: modules neither come nor go
     emitter         node that parts fragments from turns, if whole rollouts are elsewhere
     pipelines       of connectors
     pass_options    how forward passes are done elsewhere: what `ModuleForward` takes beside module and weights
+
+    Raises ModuleError, ConnectorError or ValueError for a module or a connector that can't be used.
     """
 
     emitter: type[Emitter] = Emitter
     pipeline_names: Sequence[str] = PIPELINES
+    first_versions = None
 
-    def __init__(self, acting: Acting, weights: PolicyWeights, options: RolloutOptions, metrics: Any) -> None:
-        self._acting, self._weights, self._how, self.metrics = acting, weights, options, metrics
+    def __init__(self, environments: Any, options: RolloutOptions, metrics: Any) -> None:
+        self._how, self.metrics = options, metrics
+        self.acting = acting = acting_for(
+            environments.envs[0],
+            (environments.observation_space, environments.action_space),
+            module=options.module,
+            model_config=options.model_config,
+            env_to_module_connector=options.env_to_module_connector,
+            module_to_env_connector=options.module_to_env_connector,
+            device=options.device,
+            seed=options.seed,
+        )
+        environments.set_chosen_space(acting.spaces[1])
+        self.module, self.weights = acting.module, PolicyWeights(acting.copy)
+        self.returns, self.collector = EpisodeReturns(), EpisodeCollector()
         self.pipelines = acting.env_to_module, acting.module_to_env
-        self.pass_options = {"explore": options.explore, **options.forward.of_module(acting.copy)}
+        self.pass_options = {"explore": options.explore, **options.forward.options}
+
+    def versions(self) -> dict[str, int]:
+        """Module -> policy version published last; "" stands for the only module."""
+        return {"": self.weights.version}
+
+    def go_on_from(self, versions: Mapping[Any, int]) -> None:
+        """Begin with the policy versions of an earlier run. Raises ValueError, ModuleError or RunError."""
+        if versions.keys() != {""}:
+            raise ValueError(f"state has versions of {list(versions)}, expected that of one module, of a Rollout")
+        self.weights.go_on_from(versions[""])
 
     def stages(
         self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
     ) -> tuple[Any, Any, Any]:
         """The stages before the forward pass, of it, and behind it, if these are here."""
-        acting, how, passes = self._acting, self._how, self._how.forward
+        acting, how, passes = self.acting, self._how, self._how.forward
         context = {"module": acting.copy, "explore": how.explore, "metrics": self.metrics}
         prepare = EnvToModule(
             acting.env_to_module,
@@ -63,7 +95,7 @@ class OnePolicy:
             relay=relay,
             **context,
         )
-        forward = ModuleForward(acting.copy, self._weights, **self.pass_options)
+        forward = ModuleForward(acting.copy, self.weights, **self.pass_options)
         largest = max(env.num_envs for env in environments.envs)
         joint = joint_forward(forward, largest, passes.max_batch, passes.max_wait, in_thread=passes.in_thread)
         act = ModuleToEnv(acting.module_to_env, env_space=environments.action_space, threads=passes.threads, **context)
@@ -75,52 +107,68 @@ class OnePolicy:
 
     def replica(self) -> OneReplica:
         """Copy for a lane elsewhere that begins."""
-        version = self._weights.load_into(self._acting.copy)
-        return OneReplica(self._acting.copy, version, *self.pipelines)
+        version = self.weights.load_into(self.acting.copy)
+        return OneReplica(self.acting.copy, version, *self.pipelines)
 
     def publish(self, weights: Weights) -> tuple[int, Published]:
         """Have the next passes use weights: the version that they get, and what was published."""
-        version = self._weights.publish(weights)
+        version = self.weights.publish(weights)
         return version, {DEFAULT_MODULE_ID: (version, weights)}
 
     def published_as(self, version: int, weights: Weights) -> Published | None:
         """Weights that `publish_as` would publish; None: they are not newer. Raises ModuleError for wrong ones."""
-        if version <= self._weights.version:
+        if version <= self.weights.version:
             return None
-        self._weights.check(weights)
+        self.weights.check(weights)
         return {DEFAULT_MODULE_ID: (version, weights)}
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """Have the next passes use weights of this version; False: they are not newer."""
-        return self._weights.publish_as(version, weights)
+        return self.weights.publish_as(version, weights)
 
 
 class AgentsPolicy:
     """Several modules and their connectors, which act in environments with several agents each; see `OnePolicy`.
 
     acting     the modules that act, and their pipelines
-    options    how forward passes are done
-    metrics    what pieces log into
     """
 
     emitter: type[Emitter] = AgentEmitter
+    collector = None
 
-    def __init__(self, acting: AgentsActing, options: RolloutOptions, metrics: Any) -> None:
-        self._acting, self._modules, self._how, self.metrics = acting, acting.modules, options, metrics
-        self.pass_options = {"explore": options.explore, **options.forward.of_several()}
-
-    @property
-    def pipelines(self) -> Sequence[Any]:
-        return self._acting.pipelines
+    def __init__(self, environments: Any, options: RolloutOptions, metrics: Any) -> None:
+        self._how, self.metrics = options, metrics
+        self.acting = acting = agents_acting_for(
+            environments.parts,
+            environments.envs[0],
+            module=options.module,
+            mapping=options.agent_to_module_mapping_fn,
+            joint_connector=options.joint_connector,
+            env_to_module_connector=options.env_to_module_connector,
+            module_to_env_connector=options.module_to_env_connector,
+            model_config=options.model_config,
+            device=options.device,
+            seed=options.seed,
+            explore=options.explore,
+            may_be_stateful=options.lookback != 0,
+            acting=options.forward.options,
+        )
+        self._modules, self.module = acting.modules, acting.modules.modules
+        environments.set_chosen_spaces(self._modules.chosen_spaces())
+        self.versions, self.first_versions = self._modules.versions, self._modules.first_versions
+        self.go_on_from = self._modules.go_on_from
+        self.returns = AgentReturns(self.module.__contains__)
+        self.pipelines = acting.pipelines
+        self.pass_options = {"explore": options.explore, **options.forward.options}
 
     @property
     def pipeline_names(self) -> Sequence[str]:
-        return [name for name, _ in self._acting.named_pipelines]
+        return [name for name, _ in self.acting.named_pipelines]
 
     def stages(
         self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
     ) -> tuple[Any, Any, Any]:
-        acting, passes = self._acting, self._how.forward
+        acting, passes = self.acting, self._how.forward
         prepare = AgentsToModule(
             acting.env_to_module,
             self._modules,
@@ -143,11 +191,11 @@ class AgentsPolicy:
 
     def replica(self) -> SeveralReplica:
         modules = self._modules.acting
-        return SeveralReplica(self._acting, {each: act.weights.load_into(act.module) for each, act in modules.items()})
+        return SeveralReplica(self.acting, {each: act.weights.load_into(act.module) for each, act in modules.items()})
 
     def spaces_of(self, parts: Sequence[AgentPart]) -> list[PartSpaces]:
         """Spaces that observations of the agents may be in."""
-        return spaces_seen(parts, self._acting.env_to_module)
+        return spaces_seen(parts, self.acting.env_to_module)
 
     def publish(self, weights: Mapping[Any, Weights]) -> tuple[dict[Any, int], Published]:
         versions = self._modules.publish(weights)

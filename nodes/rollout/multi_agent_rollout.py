@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_numbers
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
@@ -13,15 +12,12 @@ from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
 from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
 from rollflow.nodes.policies.policy import Policy
 from rollflow.nodes.rollout.execution import AgentsPolicy
-from rollflow.nodes.rollout.options import MultiAgentKeywords, metrics_of, options_of, with_keywords
-from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
+from rollflow.nodes.rollout.options import MultiAgentKeywords, options_of, with_keywords
+from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.stages.acting import sampling_data
 from rollflow.nodes.stages.agent_learner import AgentLearner
-from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.connector_builders import lookback_for
-from rollflow.nodes.stages.rounds import FragmentRounds
-from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -115,55 +111,15 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
 
+    module: MultiRLModule
+    returns: AgentReturns
+    _policy: AgentsPolicy
+
     @with_keywords(MultiAgentKeywords)
     def __init__(self, env: Any, **keywords: Unpack[MultiAgentKeywords]) -> None:
         options = options_of(keywords, MultiAgentKeywords, "MultiAgentRollout")
         check_numbers(num_envs=(options.num_envs, 1), lanes=(options.lanes, 1))
-        self.seed = options.seed
-        self.metrics = metrics_of(options)
-        self.environments, self.placement, options = place(
-            env, options, rollout=MultiAgentRollout, places=SEVERAL_AGENTS
-        )
-        with closing_on_error(self.environments.close):
-            acting = agents_acting_for(
-                self.environments.parts,
-                self.environments.envs[0],
-                module=options.module,
-                mapping=options.agent_to_module_mapping_fn,
-                joint_connector=options.joint_connector,
-                env_to_module_connector=options.env_to_module_connector,
-                module_to_env_connector=options.module_to_env_connector,
-                model_config=options.model_config,
-                device=options.device,
-                seed=self.seed,
-                explore=options.explore,
-                may_be_stateful=options.lookback != 0,
-                acting=options.forward.of_several(),
-            )
-            self._modules, self.joint = acting.modules, acting.joint
-            self.environments.set_chosen_spaces(self._modules.chosen_spaces())
-            self.module: MultiRLModule = self._modules.modules
-            self.learner = AgentLearner(
-                self._modules, options.modules_to_train, options.learner_connector, self.metrics, self
-            )
-            self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
-            for pipeline in acting.pipelines:
-                pipeline.refuse_edits_while_run_by(self)
-                pipeline.fuses = pipeline.fuses and not options.debug
-            self._env, self._lookback_asked, self._pipelines = env, options.lookback, acting.pipelines
-            self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
-            self.returns = AgentReturns(self.module.__contains__)
-            modules, trained = self._modules, self.learner.to_train
-            lag = LagBound(
-                modules.versions,
-                options.max_lag,
-                options.on_excess,
-                trained=trained,
-                first=modules.first_versions,
-            )
-            rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
-            super().__init__(self.environments, lag, rounds, options)
-            self._act_by(AgentsPolicy(acting, options, self.metrics))
+        super().__init__(env, options, rollout=MultiAgentRollout, places=SEVERAL_AGENTS, policy=AgentsPolicy)
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; returns their versions.
@@ -258,9 +214,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     # Inside
 
-    def _begin_at(self, versions: Mapping[Any, int]) -> None:
-        self._modules.go_on_from(versions)
-
     def _check_may_change(self, module_id: Any) -> None:
         """Raise ModuleError where a module can't come or go: others have to know of it."""
         if self.learner.would_train(module_id):
@@ -271,14 +224,20 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 "modules that there were; expected that before the run, or where='processes' or RemoteEnvs"
             )
 
-    def _prepare_lanes(self) -> None:
-        """Have lanes for the pipelines as they are: they may have been edited."""
-        if self.environments.is_started:
-            return
+    def _make_learner(self) -> None:
+        acting, options = self._policy.acting, self._options
+        self._modules, self.joint = acting.modules, acting.joint
+        self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
+        self._policies = AgentPolicies(self.environments.parts, acting, self.environments)
+        self.learner = AgentLearner(
+            self._modules, options.modules_to_train, options.learner_connector, self.metrics, self
+        )
+
+    def _make_lanes(self) -> None:
         learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
-        seed = self.seed  # the lanes do not refer to this rollout
+        pipelines, seed = (*self._policy.pipelines, *learning), self.seed  # the lanes do not refer to this rollout
         self.environments.make_lanes(
-            lookback_for(self._lookback_asked, (*self._pipelines, *learning), stateful=self._modules.is_stateful),
+            lookback_for(self._options.lookback, pipelines, stateful=self._modules.is_stateful),
             self._modules,
             lambda lane, acting: sampling_data(lane, seed, acting.seed_name),
         )

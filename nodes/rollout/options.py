@@ -16,7 +16,6 @@ from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.stages.acting import compile_options
 from rollflow.nodes.stages.module_set import AgentToModule
 from rollflow.nodes.stages.staleness import OnExcess, check_staleness
@@ -69,16 +68,9 @@ class Forward:
         """True if a pass may be over several lanes, or beside the lanes' steps."""
         return self.max_batch is not None or self.in_thread
 
-    def of_module(self, module: Any) -> dict[str, Any]:
-        """Keywords of `ModuleForward` for a module, but for `explore`."""
-        compiled = compile_options(self.compile)
-        flat = self.flat
-        if flat is None:
-            flat = type(module) is DefaultModule and compiled is None
-        return {"flat": flat, "threads": self.threads, "compiled": compiled}
-
-    def of_several(self) -> dict[str, Any]:
-        """Keywords of forward passes for a `ModuleSet`, which sees to the rest of them module by module."""
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of `ModuleForward`, but for `explore`."""
         return {"flat": self.flat, "threads": self.threads, "compiled": compile_options(self.compile)}
 
 
@@ -136,6 +128,9 @@ class Watch:
     def stall_rules(self) -> StallRules:
         """The rules of the stall doctor."""
         return StallRules(self.stall_after, self.on_stall)
+
+
+_RECORDS: dict[str, type[Forward | Timeouts | Watch]] = {"forward": Forward, "timeouts": Timeouts, "watch": Watch}
 
 
 class CommonKeywords(TypedDict, total=False):
@@ -236,7 +231,7 @@ class RolloutOptions:
         )
         checked_count("prefetch", self.prefetch, 0)
         check_flags(debug=self.debug)
-        for name, kind in (("forward", Forward), ("timeouts", Timeouts), ("watch", Watch)):
+        for name, kind in _RECORDS.items():
             given = getattr(self, name)
             if not isinstance(given, kind):
                 raise TypeError(f"{name} is {given!r}, expected {kind.__name__}(...), which help() explains")
@@ -275,22 +270,12 @@ def metrics_of(options: RolloutOptions) -> Any:
     return MetricsLogger() if options.watch.metrics is None else options.watch.metrics
 
 
-# Keyword of earlier versions -> where it is now.
-_MOVED = {
-    "max_batch": "forward=Forward(max_batch=…)",
-    "max_wait": "forward=Forward(max_wait=…)",
-    "forward_in_thread": "forward=Forward(in_thread=…)",
-    "flat_forward": "forward=Forward(flat=…)",
-    "compile_forward": "forward=Forward(compile=…)",
-    "forward_threads": "forward=Forward(threads=…)",
-    "step_timeout": "timeouts=Timeouts(step=…)",
-    "reset_timeout": "timeouts=Timeouts(reset=…)",
-    "stall_after": "watch=Watch(stall_after=…)",
-    "on_stall": "watch=Watch(on_stall=…)",
-    "trace": "watch=Watch(trace=…)",
-    "log_every": "watch=Watch(log_every=…)",
-    "log_x": "watch=Watch(log_x=…)",
-    "metrics": "watch=Watch(metrics=…)",
+# Keyword -> the record's field that it stands for, also by its name in earlier versions, such as "step_timeout".
+_OF_RECORDS = {
+    name: f"{keyword}={record.__name__}({each.name}=…)"
+    for keyword, record in _RECORDS.items()
+    for each in fields(record)
+    for name in (each.name, f"{each.name}_{keyword.rstrip('s')}", f"{keyword}_{each.name}")
 }
 
 
@@ -318,8 +303,8 @@ def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> Rollou
 
 def _instead(name: str, keywords: type, rollout: str) -> str:
     """What is to be written instead of a keyword that there is not."""
-    if name in _MOVED:
-        return _MOVED[name]
+    if name in _OF_RECORDS:
+        return _OF_RECORDS[name]
     alike = get_close_matches(name, keywords.__annotations__, 1)
     return repr(alike[0]) if alike else f"one of those in help({rollout})"
 

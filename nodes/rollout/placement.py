@@ -116,10 +116,9 @@ def _environments_for(env: Any, asked: RolloutOptions, places: Places) -> Any:
         most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
         lanes = min(count_of(env, asked.num_envs), most.get(where, workers or core_count()))
     options["lanes"] = lanes
-    if where == "processes":
-        return places.processes(env, workers=workers, **asked.timeouts.keywords(), **options)
-    if where == "rollouts":
-        return places.rollouts(env, workers=workers, **asked.timeouts.keywords(), **options)
+    if where in ("processes", "rollouts"):
+        made = places.processes if where == "processes" else places.rollouts
+        return made(env, workers=workers, **asked.timeouts.keywords(), **options)
     environments = places.inline(env, **options)
     if where == "inline" and asked.timeouts != Timeouts() and not asked.debug:
         logger.warning("%s is not used with where='inline', where nothing can end a step", asked.timeouts)

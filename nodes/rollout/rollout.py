@@ -1,11 +1,10 @@
 """Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_flags
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import (
@@ -17,19 +16,16 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.env.env_source import EnvSource, with_kwargs
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
-from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.rollout.execution import OnePolicy
-from rollflow.nodes.rollout.options import RolloutKeywords, metrics_of, options_of, with_keywords
-from rollflow.nodes.rollout.placement import ONE_AGENT, place
+from rollflow.nodes.rollout.options import RolloutKeywords, options_of, with_keywords
+from rollflow.nodes.rollout.placement import ONE_AGENT
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
-from rollflow.nodes.stages.acting import acting_for, seed_lane
+from rollflow.nodes.stages.acting import seed_lane
 from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
-from rollflow.nodes.stages.rounds import FragmentRounds
-from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.observe.waits import Sign
 
@@ -131,47 +127,16 @@ class Rollout(RolloutLoop[Fragment]):
     a keyword that there is not.
     """
 
+    returns: EpisodeReturns
+    _policy: OnePolicy
+
     @with_keywords(RolloutKeywords)
     def __init__(self, env: EnvSource | RemoteHosts, **keywords: Unpack[RolloutKeywords]) -> None:
         options = options_of(keywords, RolloutKeywords, "Rollout")
         check_flags(explore=options.explore)
-        self.env_kwargs = dict(options.env_kwargs or {})
-        self._env = with_kwargs(env, options.env_kwargs)
-        self.seed = options.seed
-        self.environments, self.placement, options = place(self._env, options, rollout=Rollout, places=ONE_AGENT)
-        self.returns = EpisodeReturns()
-        self.metrics = metrics_of(options)
-        with closing_on_error(self.environments.close):
-            self._acting = acting = acting_for(
-                self.environments.envs[0],
-                (self.environments.observation_space, self.environments.action_space),
-                module=options.module,
-                model_config=options.model_config,
-                env_to_module_connector=options.env_to_module_connector,
-                module_to_env_connector=options.module_to_env_connector,
-                device=options.device,
-                seed=self.seed,
-            )
-            self.environments.set_chosen_space(acting.spaces[1])
-            self.module, self._makes_module = acting.module, options.module is None
-            self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
-            pieces = pieces_given(options.learner_connector, "learner_connector", *acting.spaces)
-            self.has_learner_pieces = bool(pieces)  # beside the default ones
-            is_stateful = acting.is_stateful
-            self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, stateful=is_stateful)
-            self._lookback = options.lookback
-            self._set_lookback()
-            for pipeline in self._pipelines():
-                pipeline.refuse_edits_while_run_by(self)
-            if options.debug:
-                self.env_to_module.fuses = self.module_to_env.fuses = False
-            self._weights = PolicyWeights(acting.copy)
-            weights = self._weights
-            lag = LagBound(lambda: {"": weights.version}, options.max_lag, options.on_excess)
-            rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
-            super().__init__(self.environments, lag, rounds, options)
-            self._act_by(OnePolicy(acting, self._weights, options, self.metrics))
-            self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
+        self.env_kwargs, env = dict(options.env_kwargs or {}), with_kwargs(env, options.env_kwargs)
+        super().__init__(env, options, rollout=Rollout, places=ONE_AGENT, policy=OnePolicy)
+        self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
@@ -190,16 +155,17 @@ class Rollout(RolloutLoop[Fragment]):
     @property
     def policy_version(self) -> int:
         """The version published last; 0 before any."""
-        return self._weights.version
+        return self._policy.weights.version
 
     def policy(self, **options: Any) -> Policy:
         """The policy that acts now, with the weights published last, to act without this rollout; see `Policy`.
 
         options    `explore`, `learns`, `device` and `seed` of it
         """
-        version, weights = self._weights.newest(self._acting.copy)
+        acting = self._policy.acting.copy
+        version, weights = self._policy.weights.newest(acting)
         made = Policy(
-            self._acting.copy,
+            acting,
             self.env_to_module,
             self.module_to_env,
             observation_space=self.environments.observation_space,
@@ -230,14 +196,9 @@ class Rollout(RolloutLoop[Fragment]):
 
     # What every rollout has
 
-    def _begin_at(self, versions: Mapping[Any, int]) -> None:
-        if versions.keys() != {""}:
-            raise ValueError(f"state has versions of {list(versions)}, expected that of one module, of a Rollout")
-        self._weights.go_on_from(versions[""])
-
     def _check_ready(self) -> None:
         observations = self.env_to_module.observation_space
-        if self._makes_module and observations is not None and observations != self.module.observation_space:
+        if self._options.module is None and observations is not None and observations != self.module.observation_space:
             raise ModuleError(
                 f"env_to_module was edited: it leaves observations in {observations}, but the default module was made "
                 f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
@@ -246,7 +207,7 @@ class Rollout(RolloutLoop[Fragment]):
     def signs(self) -> Sequence[Sign]:
         """Silent faults: those of every rollout, of its module and of its returns."""
         (published, returns), version = self._checks, self.policy_version
-        made = version - self._weights.first_version
+        made = version - self._policy.weights.first_version
         return *super().signs(), *published.signs(made, self._learner_meter.items), *returns.signs(version)
 
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
@@ -259,17 +220,19 @@ class Rollout(RolloutLoop[Fragment]):
 
     # Inside
 
-    def _pipelines(self) -> tuple[Any, ...]:
-        return self.env_to_module, self.module_to_env, self.learner_pipeline
+    def _make_learner(self) -> None:
+        acting = self._policy.acting
+        self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
+        pieces = pieces_given(self._options.learner_connector, "learner_connector", *acting.spaces)
+        self.has_learner_pieces = bool(pieces)  # beside the default ones
+        stateful = acting.is_stateful
+        self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, stateful=stateful)
+        self.learner_pipeline.refuse_edits_while_run_by(self)
+        self._make_lanes()
 
-    def _prepare_lanes(self) -> None:
-        if not self.environments.is_started:
-            self._set_lookback()  # the pipelines may have been edited
-
-    def _set_lookback(self) -> None:
-        self.environments.set_lookback(
-            lookback_for(self._lookback, self._pipelines(), stateful=self._acting.is_stateful)
-        )
+    def _make_lanes(self) -> None:
+        pipelines, stateful = (*self._policy.pipelines, self.learner_pipeline), self._policy.acting.is_stateful
+        self.environments.set_lookback(lookback_for(self._options.lookback, pipelines, stateful=stateful))
         for lane in self.environments.lanes:
             seed_lane(lane, self.seed)
 

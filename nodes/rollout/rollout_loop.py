@@ -22,7 +22,8 @@ from rollflow.nodes.metrics.hooks import Hooked
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, ThreadDriver
 from rollflow.nodes.rollout.execution import ActingPolicy, execution_for
-from rollflow.nodes.rollout.options import RolloutOptions
+from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
+from rollflow.nodes.rollout.placement import Places, place
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
 from rollflow.nodes.stages.credits import AllGates, LaneGate, credits_of
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
@@ -49,23 +50,52 @@ Batch = dict[str, Any]
 class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     """Runs a ring of nodes that gives fragments, and hands them out a round at a time, one of every lane, once.
 
-    environments    the node that steps the environments
-    lag             how old a fragment may be
-    rounds          takes fragments and hands them out
-    options         rounds that it may run ahead of its reader, in a thread, or 0; rules of the stall doctor; the log
+    env        environments, as they were given
+    options    its keywords
+    rollout    class of the rollout
+    places     nodes that step environments of this kind
+    policy     makes what acts in them
     """
 
-    placement: str
-
-    def __init__(self, environments: Any, lag: LagBound, rounds: FragmentRounds[F], options: RolloutOptions) -> None:
-        self.environments, self.lag, self.stall = environments, lag, options.watch.stall_rules()
-        self._rounds, self.hooks = rounds, rounds.hooks
-        self._ledger = Ledger()  # of fragments in a graph
+    def __init__(
+        self,
+        env: Any,
+        options: RolloutOptions,
+        *,
+        rollout: type,
+        places: Places,
+        policy: type[ActingPolicy],
+    ) -> None:
+        self._env, self.seed = env, options.seed
+        self.environments, self.placement, options = place(env, options, rollout=rollout, places=places)
+        with closing_on_error(self.environments.close):
+            self._options, self.stall, self.metrics = options, options.watch.stall_rules(), metrics_of(options)
+            acts: Any = policy(self.environments, options, self.metrics)
+            self._policy = acts
+            self.module, self.returns = acts.module, acts.returns
+            for pipeline in acts.pipelines:
+                pipeline.refuse_edits_while_run_by(self)
+                pipeline.fuses = pipeline.fuses and not options.debug
+            self._make_learner()
+            self.lag = lag = LagBound(
+                acts.versions,
+                options.max_lag,
+                options.on_excess,
+                trained=options.modules_to_train,
+                first=acts.first_versions,
+            )
+            self._rounds: FragmentRounds[F] = FragmentRounds(
+                self.environments.num_lanes, lag, self.returns, acts.collector
+            )
+            self._credits, self._lane_counts = credits_of(self.environments, lag, self._rounds, options.prefetch)
+            self._ledger = Ledger()  # of fragments in a graph
+            self._execution = execution_for(self.environments, acts, options.num_fragments, self._ledger)
+        # Stages that count lanes get to know of those that hosts bring and take.
+        self._lane_counts.follow(self._execution.counting, self._execution.begin_lane)
+        self.hooks = self._rounds.hooks
         self._ended_by: str | None = None  # the cause, of a loop
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
         self._steps_before = 0  # of an earlier run, which this one goes on with
-        self._credits, self._lane_counts = credits_of(environments, lag, rounds, options.prefetch)
-        self._options = options
         self._is_in_graph = False  # once a graph has taken it apart: no gate or node may be added then
         self._gates: list[Gate] = []  # of a graph, which hold it back
         self._watching: list[Callable[[Any], None]] = []  # nodes of a graph, which see its fragments
@@ -76,7 +106,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
         self._doctor: RolloutDoctor | None = None
-        self.log = RolloutLog(self, rounds.note, options.log_to)
+        self.log = RolloutLog(self, self._rounds.note, options.log_to)
 
     # Parts of a rollout
 
@@ -91,21 +121,26 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._prepare_lanes()
         return self._execution.ring(gate)
 
-    @abc.abstractmethod
     def _prepare_lanes(self) -> None:
         """Have lanes for the pipelines as they are: they may have been edited."""
+        if not self.environments.is_started:
+            self._make_lanes()
+
+    @abc.abstractmethod
+    def _make_learner(self) -> None:
+        """Make the learner pipeline, or one for each module."""
+
+    @abc.abstractmethod
+    def _make_lanes(self) -> None:
+        """Have lanes for the pipelines as they are."""
 
     @abc.abstractmethod
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
         """A train batch of a round."""
 
-    @abc.abstractmethod
-    def _begin_at(self, versions: Mapping[Any, int]) -> None:
-        """Begin with these policy versions, as `lag.versions()` has them."""
-
     def replica(self) -> Replica:
         """Copy of what acts, for another process."""
-        return self._execution.policy.replica()
+        return self._policy.replica()  # type: ignore[no-any-return]
 
     def be_drawn_anew(self) -> None:
         """As a node of a graph: allow `hold_back` and `watch` again, after which the graph takes it apart once more.
@@ -130,11 +165,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     @abc.abstractmethod
     def _slowest_learner_piece(self) -> str:
         """Name of the piece that took most of the time of the learner pipeline."""
-
-    def _act_by(self, policy: ActingPolicy) -> None:
-        """Make the stages; those that count lanes get to know of those that hosts bring and take."""
-        self._execution = execution_for(self.environments, policy, self._options.num_fragments, self._ledger)
-        self._lane_counts.follow(self._execution.counting, self._execution.begin_lane)
 
     # The graph
 
@@ -368,7 +398,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         if wrong := [name for name, count in counts.items() if not is_whole(count) or count < 0]:
             text = f"state has {shown(counts[wrong[0]])} under {wrong[0]!r}, expected whole numbers from 0 on"
             raise ValueError(text)
-        self._begin_at(versions)
+        self._policy.go_on_from(versions)
         self.environments.begin_at(int(state["vector_steps"]))
         self._steps_before = int(state["steps"])
         self.log.go_on_from(self._steps_before, int(state["rounds"]))

@@ -171,7 +171,7 @@ class _PassThread(Generic[L]):
         self._run, self.bell = run, Wakeup()
         self._orders: SimpleQueue[Sequence[L]] = SimpleQueue()  # an empty one ends the thread
         self.is_done = False
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []  # what a pass has raised
         self._thread: threading.Thread | None = None
 
     def begin(self, lanes: Sequence[L]) -> None:
@@ -188,12 +188,8 @@ class _PassThread(Generic[L]):
         if not self.is_done:
             return ()
         self.is_done = False
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # whose traceback refers to this frame
+        if self._errors:
+            raise self._errors.pop()  # not held by this frame, to which its traceback refers
         lanes, self.lanes = self.lanes, ()
         return lanes
 
@@ -203,7 +199,7 @@ class _PassThread(Generic[L]):
             try:
                 self._run(lanes)
             except BaseException as error:
-                self._error = error
+                self._errors.append(error)
             del lanes  # which this frame would hold while it waits
             self.begun = None
             self.is_done = True
@@ -216,7 +212,7 @@ class _PassThread(Generic[L]):
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.warning("the thread of forward passes hangs for %.1f s, and is left behind", CLOSE_TIMEOUT_S)
-        self._error, self.lanes = None, ()
+        self._errors, self.lanes = [], ()
         self.bell.close()
 
 

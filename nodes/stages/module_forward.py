@@ -8,6 +8,7 @@ import torch
 
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
+from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.flat_forward import FlatForward
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.modules.torch_threads import TorchThreads
@@ -37,7 +38,8 @@ class ModuleForward:
         module     has `forward_exploration(batch)` and `forward_inference(batch)`, each dict to dict
         weights    where newly published weights come from; loaded between two passes, never during one
         explore    which of the two methods is called
-    flat       do a pass as the flat list of operations that it comes down to: see `FlatForward`
+    flat       do a pass as the flat list of operations that it comes down to: see `FlatForward`; None: for a
+               `DefaultModule` alone, if passes are not compiled
     threads    that torch uses for a pass, and for a pass alone; None: as many as it is set to
     compiled   do a pass by `torch.compile` with these options; None: don't
 
@@ -51,7 +53,7 @@ class ModuleForward:
         weights: PolicyWeights,
         *,
         explore: bool = True,
-        flat: bool = False,
+        flat: bool | None = None,
         threads: int | None = None,
         compiled: Mapping[str, Any] | None = None,
     ) -> None:
@@ -65,7 +67,8 @@ class ModuleForward:
         self._threads = TorchThreads(threads)
         self._passes = 0
         self._name = "forward_exploration" if explore else "forward_inference"
-        self._flat = FlatForward(forward) if flat else None
+        is_usual = type(module) is DefaultModule and compiled is None
+        self._flat = FlatForward(forward) if (is_usual if flat is None else flat) else None
         self._is_compiled = compiled is not None
         if compiled is not None:
             forward = torch.compile(forward, **compiled)

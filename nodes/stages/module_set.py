@@ -12,7 +12,6 @@ import gymnasium as gym
 import torch
 
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.multi_rl_module import MultiRLModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
@@ -94,8 +93,7 @@ class ModuleSet:
         self._mapping = mapping
         self._parts, self._seen, self._acted = parts, seen, acted
         self._model_config, self._device, self._seed = model_config, device, seed
-        self._how = dict(acting)
-        self._flat = self._how.pop("flat")
+        self._how = acting
         self.acting: dict[Any, ActingModule] = {}
         self._past: dict[Any, tuple[int, Tree]] = {}  # of those removed by id: last version, and kind of state
         self._probe_number = count()
@@ -407,9 +405,7 @@ class ModuleSet:
         if isinstance(copy, RandomModule):
             copy.seed(seed_for(self._seed, f"actions/{name}"))
         weights = PolicyWeights(copy, version)
-        is_usual = type(copy) is DefaultModule and self._how["compiled"] is None
-        flat = is_usual if self._flat is None else self._flat
-        forward = ModuleForward(copy, weights, explore=explore, flat=flat, **self._how)
+        forward = ModuleForward(copy, weights, explore=explore, **self._how)
         self.acting[module_id] = ActingModule(module_id, copy, weights, forward, explore, f"module/{name}")
 
     def _retire(self, module_id: Any) -> None:

@@ -11,7 +11,7 @@ An index i >= 0 is position L + i. An index i < 0 counts from the end, and may r
 
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from rollflow.stream.data.column import are_whole
 from rollflow.stream.data.errors import ColumnError, EpisodeError, EpisodeIndexError, shown
+from rollflow.stream.data.infos import info_of
 from rollflow.stream.data.space import item_of, one_hot_items
 from rollflow.stream.data.tree import (
     Tree,
@@ -401,6 +402,34 @@ class BufferAndOne(LookbackBuffer):
             return map_tree(lambda leaf: leaf[where], joined)
         positions = range(where.start, where.stop) if isinstance(where, slice) else where
         return [self.item(position) for position in positions]
+
+
+class InfosWindow(LookbackBuffer):
+    """Buffer of one slot's info dicts, taken from gymnasium's vector infos of some rows.
+
+    rows     vector infos of L + n rows
+    last     vector infos of the last item; None: the last row's
+    """
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], slot: int, lookback: int, last: Mapping[str, Any] | None
+    ) -> None:
+        super().__init__([], lookback, name="infos")
+        self._rows = [*rows[:-1], last] if last is not None else rows
+        self._slot = slot
+
+    def total(self) -> int:
+        return len(self._rows)
+
+    def item(self, position: int) -> Any:
+        return info_of(self._rows[position], self._slot)
+
+    def items(self, where: Any) -> Any:
+        positions = range(*where.indices(self.total())) if isinstance(where, slice) else where
+        return [self.item(position) for position in positions]
+
+    def write(self, position: int, item: Any) -> None:
+        raise EpisodeError("infos of a fragment are read-only")
 
 
 def count_of(tree: Tree, name: str) -> int:

@@ -558,6 +558,17 @@ def refusal(text: str) -> Any:
     return refuse
 
 
+class SealedEpisode(SingleAgentEpisode):
+    """A chunk of a fragment, read-only, since the fragment's columns are shared.
+
+    To change or continue it, copy it: `SingleAgentEpisode.from_state(chunk.get_state())`.
+    """
+
+    add_env_step = concat_episode = refusal(
+        "a fragment's chunk is read-only; write to a copy: SingleAgentEpisode.from_state(episode.get_state())"
+    )
+
+
 def checked_lookback(id_: str, wanted: int | str, most: int) -> int:
     """Number of steps that are history: those wanted, of `most`; "auto": all. Raises EpisodeError for what is none."""
     if wanted == "auto":

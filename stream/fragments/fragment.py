@@ -28,9 +28,8 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, map_tree
-from rollflow.stream.episodes.buffer import BufferAndOne, LookbackBuffer
-from rollflow.stream.episodes.sealed_episode import InfosWindow, SealedEpisode
-from rollflow.stream.episodes.single_agent import REWARD_SPACE, SingleAgentEpisode
+from rollflow.stream.episodes.buffer import BufferAndOne, InfosWindow, LookbackBuffer
+from rollflow.stream.episodes.single_agent import REWARD_SPACE, SealedEpisode, SingleAgentEpisode
 from rollflow.stream.observe.array_table import array_table
 
 

@@ -16,8 +16,7 @@ from rollflow.stream.data.errors import ColumnError, ConnectorError
 from rollflow.stream.data.infos import info_of
 from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
-from rollflow.stream.episodes.sealed_episode import SealedEpisode
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.episodes.single_agent import SealedEpisode, SingleAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
 
 
