@@ -341,7 +341,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         when the rollout is not running, or is a node of a graph: the graph's run has the report then.
         """
         if self._drive is not None and self._doctor is not None:
-            report, learner = self._drive.run.report(), self._learner_meter
+            report, learner = self._drive.run.counters.report(), self._learner_meter
             elapsed_ns, piece = int(report.elapsed_s * 1e9), self._slowest_learner_piece()
             part = node_report(elapsed_ns, learner, learner.read(), slowest_piece=piece)
             return self._execution.with_stages(report.moved(CALLER, part, self._doctor.reader_times.read()))

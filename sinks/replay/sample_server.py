@@ -95,7 +95,7 @@ class SampleServer:
         self.address = address_of(self._sockets[0])
         self._epoll = select.epoll()
         self._loop: SocketLoop[SamplerPeer] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
-        self._loop.listen(self._sockets, self)
+        self._loop.listen(self._sockets)
         self._tasks: TaskGroup | None = None  # one for each query that is being answered
 
     async def run(self) -> None:

@@ -106,7 +106,7 @@ class TrainerListener:
         """Take in what connects to the sockets; again does nothing."""
         if self.is_open:
             return
-        self._loop.listen(self.sockets, self)
+        self._loop.listen(self.sockets)
         self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
         self._thread.start()
 

@@ -168,7 +168,7 @@ class TrainerUplink:
     # In the thread
 
     def _run(self) -> None:
-        self._loop.dial([self.address], self, longest_pause_s=_LONGEST_RETRY_S, on_failure=self._failed)
+        self._loop.dial([self.address], longest_pause_s=_LONGEST_RETRY_S, on_failure=self._failed)
         try:
             while self._loop.peers or not self._is_closing:
                 self._loop.send(self._send)
@@ -183,7 +183,7 @@ class TrainerUplink:
                     self._wait.check(self._loop.dialler.problems, gives_up=gives_up)
         except Exception as error:
             self.error = error
-        self._loop.dial([], self)
+        self._loop.dial([])
         leave_by = self._leave_by
         for peer in self._loop.peers:
             self._loop.drop(peer, None if leave_by is None else lambda: leave_by)

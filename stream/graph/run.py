@@ -96,9 +96,15 @@ class Run:
         """True once every task has ended, or the run was left."""
         return self._ended.is_set()
 
-    def fail(self, error: Exception) -> None:
-        """End the run with an error for tasks that wait on it. In the event loop."""
-        self._end(error)
+    def end(self, error: Exception | None) -> None:
+        """End the run for tasks that wait on it, with an error if there is one. In the event loop."""
+        if self._ended.is_set():
+            return
+        self._error = error
+        if error is not None:
+            for edge in self.graph.outputs.values():
+                self.channels[edge].fail(error)
+        self._ended.set()
 
     async def wait(self) -> None:
         """Wait until every node has ended by itself. Raises a node's error; RunError if the run is left first."""
@@ -151,7 +157,7 @@ class Run:
         failure = self._error
         self._losses.declare(self._holding, error or failure)
         self._holding.clear()
-        self._end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
+        self.end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
         self.counters.end()
         if failure is not None:
             for _, take_failure in self.graph.having("take_failure"):
@@ -174,25 +180,16 @@ class Run:
         self.counters.at.clear()
         self._tasks = None
 
-    def _end(self, error: Exception | None) -> None:
-        if self._ended.is_set():
-            return
-        self._error = error
-        if error is not None:
-            for edge in self.graph.outputs.values():
-                self.channels[edge].fail(error)
-        self._ended.set()
-
     async def _counted(self, name: str, function: Callable[[], Awaitable[None]]) -> None:
         try:
             await function()
         except Exception as error:
             # A task that waits on the run may resume before its cancellation: it must see the error, not an end.
-            self._end(error)
+            self.end(error)
             raise
         self.counters.live.discard(name)
         if not self.counters.live:
-            self._end(None)
+            self.end(None)
 
     # Tasks
 

@@ -206,7 +206,7 @@ class RunDoctor(Doctor):
             self._answered = self._asked
             await anyio.wait_readable(bell.fileno())
             bell.silence()
-        self._run.fail(self._error)
+        self._run.end(self._error)
         raise self._error
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dial import REACH_S
 from rollflow.stream.wire import Address
 
@@ -32,13 +32,13 @@ class DialWait:
     def begin(self) -> None:
         """Count the time from now on."""
         self._attempt_began = monotonic()
-        self._reminder = Reminder(self._attempt_began)
+        self._wait = WaitReminder(self._retry_s)
 
     def connected(self) -> None:
         """Note that the other end has taken this one in."""
         if self._has_warned or self._has_been_connected:
             again = " again" if self._has_been_connected else ""
-            waited = "" if self._is_connected else f" after {monotonic() - self._reminder.since:.1f} s"
+            waited = "" if self._is_connected else f" after {self._wait.waited_s:.1f} s"
             logger.warning("%s: connected%s%s", self._name, again, waited)
         self._is_connected = self._has_been_connected = True
         self._has_warned = False
@@ -81,30 +81,23 @@ class DialWait:
     @property
     def due(self) -> float | None:
         """Time at which `check` is to be called; None: it need not be."""
-        now = monotonic()
-        return None if self._is_connected else now + min(_LOOK_S, self._reminder.left_s(now))
+        if self._is_connected:
+            return None
+        return monotonic() + (_LOOK_S if self._is_given_up else min(_LOOK_S, self._wait.left))
 
     @property
     def _is_given_up(self) -> bool:
         """True where it has been dialled in vain for `retry_s` seconds."""
-        return self._until is not None and monotonic() >= self._until
-
-    @property
-    def _until(self) -> float | None:
-        """Time at which it is given up; None: never, or it is connected."""
-        if self._retry_s is None or self._is_connected:
-            return None
-        return self._reminder.since + self._retry_s
+        return not self._is_connected and self._wait.is_over
 
     def _remind(self) -> None:
         """Log that the connection is awaited, where that is due."""
-        now = monotonic()
-        if self._reminder.is_due(now):
+        if self._wait.is_long:
             self._has_warned = True
-            waited_s = now - self._reminder.since
-            logger.warning("waiting for %.0f s: %s; %s", waited_s, self._problem, self._prospect())
+            logger.warning("waiting for %.0f s: %s; %s", self._wait.waited_s, self._problem, self._prospect())
 
     def _prospect(self) -> str:
-        if self._until is None:
+        if self._retry_s is None:
             return "it is dialled again until it answers"
-        return f"it is dialled again for {max(0.0, self._until - monotonic()):.0f} s more (retry_s, or --retry)"
+        left_s = max(0.0, self._retry_s - self._wait.waited_s)
+        return f"it is dialled again for {left_s:.0f} s more (retry_s, or --retry)"

@@ -51,7 +51,7 @@ class RequestLink:
         self._fatal: Exception | None = None
         self._is_closing = False
         self.loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
-        self.loop.dial([address], self)
+        self.loop.dial([address])
         self.changed = threading.Condition(self.loop.lock)  # of all of the above
         self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {address}", daemon=True)
         self._thread.start()

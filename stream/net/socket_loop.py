@@ -18,9 +18,6 @@ from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
 from rollflow.stream.net.sockets import Peer
 
 P = TypeVar("P", bound=Peer[Any])
-Handled = TypeVar("Handled", bound=Peer[Any], contravariant=True)
-Greeted = TypeVar("Greeted", bound=Peer[Any], covariant=True)
-
 
 logger = logging.getLogger(__name__)
 
@@ -51,26 +48,22 @@ def _give_up_all() -> None:
 at_fork(after_in_child=_give_up_all)
 
 
-class SocketHandler(Protocol[Handled]):
+class SocketHandler(Protocol[P]):
     """Decisions of a protocol, for the loop that owns its sockets."""
 
-    def handle(self, peer: Handled, event: wire.Message, now: float) -> None:
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> P:
+        """Peer for a socket that was accepted, or that has been dialled."""
+        ...
+
+    def handle(self, peer: P, event: wire.Message, now: float) -> None:
         """Take what a connection has come to; where it broke, `fail` does."""
         ...
 
-    def fail(self, peer: Handled, error: Exception, now: float) -> None:
+    def fail(self, peer: P, error: Exception, now: float) -> None:
         """Take the error that a connection broke with, or that `handle` raised; the peer is dropped next.
 
         What it raises ends the loop's method.
         """
-        ...
-
-
-class Greeter(Protocol[Greeted]):
-    """Maker of peers, for a loop that accepts or dials."""
-
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> Greeted:
-        """Peer for a socket that was accepted, or that has been dialled."""
         ...
 
 
@@ -97,33 +90,32 @@ class SocketLoop(Generic[P]):
         self._units = 1e3 if epoll is None else 1.0  # of the poll's timeout, in a second
         self._poll.register(self.wakeup.fileno(), select.POLLIN)
         self._max_strangers, self._looks_at = max_strangers, 0.0
-        self._greeters: dict[int, Greeter[P]] = {}  # by descriptors that are listened on
-        self._listened: dict[int, socket.socket] = {}
+        self._listened: dict[int, socket.socket] = {}  # by descriptor
+        self._accepting: set[int] = set()  # descriptors of those that are still listened on
         self._paused: dict[int, float] = {}  # those of them that are not waited for, until when
-        self._caller: Greeter[P] | None = None  # of what is dialled
         self._by_fd: dict[int, P] = {}
         self._by_connection: dict[int, P] = {}
         self._strangers: list[P] = []  # that had not proved themselves when somebody last came or went
         self.dialler = Dialler([], self._poll)
 
-    def listen(self, sockets: Sequence[socket.socket], greeter: Greeter[P]) -> None:
+    def listen(self, sockets: Sequence[socket.socket]) -> None:
         """Accept by sockets that are listened on, also beside others. A process that is forked off gives them up."""
         _listening.add(self)
         for sock in sockets:
-            self._listened[sock.fileno()], self._greeters[sock.fileno()] = sock, greeter
+            self._listened[sock.fileno()] = sock
+            self._accepting.add(sock.fileno())
             self._poll.register(sock.fileno(), select.POLLIN)
 
     def stop_listening(self) -> None:
         """Accept no more; the sockets are others' to close."""
-        for fd in self._greeters.keys() - self._paused.keys():
+        for fd in self._accepting - self._paused.keys():
             self._poll.unregister(fd)
-        self._greeters.clear()
+        self._accepting.clear()
         self._paused.clear()
 
     def dial(
         self,
         addresses: Sequence[wire.Address],
-        greeter: Greeter[P],
         *,
         longest_pause_s: float = 5.0,
         on_failure: Callable[[str], None] | None = None,
@@ -133,7 +125,7 @@ class SocketLoop(Generic[P]):
         `tick` begins with that.
         """
         self.dialler.close()
-        self.dialler, self._caller = Dialler(addresses, self._poll, longest_pause_s, on_failure), greeter
+        self.dialler = Dialler(addresses, self._poll, longest_pause_s, on_failure)
 
     @property
     def peers(self) -> list[P]:
@@ -224,12 +216,11 @@ class SocketLoop(Generic[P]):
                 self.write(peer)
             elif fd == self.wakeup.fileno():
                 self.wakeup.silence()
-            elif fd in self._greeters:
+            elif fd in self._accepting:
                 self._accept(fd, now)
             elif fd in self.dialler and (reached := self.dialler.serve(fd, now)) is not None:
                 sock, dialled = reached
-                assert self._caller is not None
-                self._greet(self._caller, sock, str(dialled.address), now, dialled)
+                self._greet(sock, str(dialled.address), now, dialled)
 
     def tick(self, now: float) -> None:
         """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling.
@@ -286,7 +277,7 @@ class SocketLoop(Generic[P]):
                 self._poll.unregister(fd)
                 self._paused[fd] = now + _PAUSE_S
                 return
-            del self._greeters[fd]  # its owner has closed it
+            self._accepting.remove(fd)  # its owner has closed it
             with suppress(OSError):  # an epoll has forgotten it already
                 self._poll.unregister(fd)
             return
@@ -298,12 +289,12 @@ class SocketLoop(Generic[P]):
             assert strangers[0].connection.error is not None
             self.fail(strangers[0], strangers[0].connection.error, now)
         name = str(wire.TcpAddress(where[0], where[1])) if isinstance(where, tuple) else "a Unix socket"
-        self._greet(self._greeters[fd], sock, name, now, None)
+        self._greet(sock, name, now, None)
 
-    def _greet(self, greeter: Greeter[P], sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
-        """Add the peer that a greeter makes of a socket, which is closed where that raises."""
+    def _greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
+        """Add the peer that the handler makes of a socket, which is closed where that raises."""
         try:
-            peer = greeter.greet(sock, where, now, dialled)
+            peer = self._handler.greet(sock, where, now, dialled)
         except BaseException:
             sock.close()
             raise

@@ -51,12 +51,14 @@ class Connection:
     limits    limits of this end
     now       seconds on a monotonic clock, as in every method below
 
-    roles     names of this end and the other one
-    peer      name of the other end in errors
-    phase     current phase
-    error     why the connection is broken; None: it is not
-    queued    returns how many sent bytes are still in the system's buffer; set by the owner of the socket
-    is_new    whether nothing has come from the other end, not even bytes that the owner of the socket keeps
+    roles             names of this end and the other one
+    peer              name of the other end in errors
+    peer_max_frame    largest frame that the other end takes, in bytes, without its length field
+    phase             current phase
+    error             why the connection is broken; None: it is not
+    undelivered       number of bytes that were not yet reported as sent
+    queued            returns how many sent bytes are still in the system's buffer; set by the owner of the socket
+    is_new            whether nothing has come from the other end, not even bytes that the owner of the socket keeps
 
     Received bytes become events: the other end's messages, without those that are answered here, and at last
     `ConnectionBroken`. The owner of the socket must send the buffers of `outgoing`, also after the last event, since
@@ -72,9 +74,9 @@ class Connection:
         self.error: WireError | None = None
         self.is_new = True
         self._decoder = FrameDecoder(max_frame, _HANDSHAKE_INBOX)
-        self._peer_max_frame = limits.max_frame  # until the peer's is known
+        self.peer_max_frame = limits.max_frame  # until the peer's is known
         self._outbox: list[Buffer] = []
-        self._undelivered = 0
+        self.undelivered = 0
         self._under_way: deque[tuple[int, int | None]] = deque()  # (bytes, lane or None) of each frame to be sent
         self._lanes_queued: set[int] = set()  # lanes with a frame to be sent that the session keeps
         self._loose = 0  # bytes to be sent of frames that no session keeps
@@ -96,16 +98,6 @@ class Connection:
     def heard_at(self) -> float:
         """The time at which bytes last came from the other end, or it took some."""
         return self._quiet_since - self._unanswered * self._heartbeat_s
-
-    @property
-    def undelivered(self) -> int:
-        """Number of bytes that were not yet reported as sent."""
-        return self._undelivered
-
-    @property
-    def peer_max_frame(self) -> int:
-        """Largest frame that the other end takes, in bytes, without its length field."""
-        return self._peer_max_frame
 
     # Receiving
 
@@ -175,7 +167,7 @@ class Connection:
 
     def sent(self, count: int) -> None:
         """Record that `count` more bytes of the buffers from `outgoing` were sent."""
-        self._undelivered -= count
+        self.undelivered -= count
         self._sent_bytes += count
         while count:
             size, lane = self._under_way.popleft()
@@ -259,7 +251,7 @@ class Connection:
         return self._take(message, frame)
 
     def _send(self, message: Message, lane: int | None = None) -> None:
-        self._queue(encoded(message, self._peer_max_frame, self.peer), lane)
+        self._queue(encoded(message, self.peer_max_frame, self.peer), lane)
 
     def _queue(self, buffers: Sequence[Buffer], lane: int | None = None) -> None:
         """Queue a frame. Raises WireError if it is too large; also breaks the connection if too many bytes wait.
@@ -292,7 +284,7 @@ class Connection:
     def _append(self, buffers: Sequence[Buffer], size: int, lane: int | None) -> None:
         self._outbox += buffers
         self._under_way.append((size, lane))
-        self._undelivered += size
+        self.undelivered += size
         if lane is None:
             self._loose += size
         else:
@@ -302,7 +294,7 @@ class Connection:
         """True if the other end has taken some of the bytes on their way since the last call, but not all."""
         queued, before = self.queued(), self._taken_before
         self._taken_before = self._sent_bytes - queued
-        is_on_its_way = self._undelivered + queued > 0
+        is_on_its_way = self.undelivered + queued > 0
         return is_on_its_way and before is not None and self._taken_before > before
 
     def _check_running(self, what: str) -> None:

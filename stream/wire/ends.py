@@ -80,7 +80,7 @@ class Initiator(Connection):
                 f"the {other} asks for {asked}, and this {me} has {own}: expected both to have the same, or both none",
                 "secret",
             )
-        self._peer_max_frame = challenge.max_frame
+        self.peer_max_frame = challenge.max_frame
         self._heartbeat_s = challenge.heartbeat_s
         self._transcript = handshake.transcript_of(self._hello_frame, bytes(frame))
         self._send(handshake.Proof(handshake.prove(self._secret, handshake.HOST, self._transcript)))
@@ -171,7 +171,7 @@ class Acceptor(Connection):
         if not hello.slots:
             raise WireError("hello.slots is empty, expected the environments of at least one lane", "message")
         self._unproved = hello
-        self._peer_max_frame = hello.max_frame
+        self.peer_max_frame = hello.max_frame
         challenge = handshake.Challenge(
             handshake.VERSION,
             self._software,

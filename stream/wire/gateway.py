@@ -69,7 +69,7 @@ class HostConnection(Initiator):
 
     def _begin(self, welcome: Welcome) -> None:
         self.session.begin(welcome, self._hello)
-        self.session.max_frame = self._peer_max_frame
+        self.session.max_frame = self.peer_max_frame
         self.session.send = self._queue_if_running
         self.credits = welcome.credits
 
@@ -143,7 +143,7 @@ class GatewayConnection(Acceptor):
         session, form = self._welcomed(request.kind)
         if isinstance(request, messages.Reset | messages.Step):
             request = form.check_request(request, session.slots_of(request.lane))
-        buffers = encoded(request, self._peer_max_frame, self.peer)
+        buffers = encoded(request, self.peer_max_frame, self.peer)
         session.ask(request)
         assert session.send is not None
         session.send(buffers, request.lane)

@@ -73,7 +73,7 @@ class SamplerConnection(Initiator):
         Raises WireError for a request that is larger than the server takes; it is then not under way. A WireError with
         the code "undelivered" says that the connection is broken: the next one sends it.
         """
-        buffers = encoded(request, self._peer_max_frame, self.peer)
+        buffers = encoded(request, self.peer_max_frame, self.peer)
         self.session.ask(request)
         if self.phase is ConnectionPhase.RUNNING:
             self._queue(buffers)
@@ -164,7 +164,7 @@ class ReplayConnection(Acceptor):
         code "undelivered" says that the connection is broken: the next one sends the answer.
         """
         assert self.session is not None
-        buffers = encoded(answer, self._peer_max_frame, self.peer)
+        buffers = encoded(answer, self.peer_max_frame, self.peer)
         self.session.keep(answer)
         if self.phase is ConnectionPhase.RUNNING:
             self._queue(buffers)

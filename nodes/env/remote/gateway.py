@@ -216,8 +216,8 @@ class Gateway:
         self._epoll = select.epoll()
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
-        self._loop.listen(envs.sockets, itself)
-        self._loop.dial([] if envs.is_listening else envs.addresses, itself)
+        self._loop.listen(envs.sockets)
+        self._loop.dial([] if envs.is_listening else envs.addresses)
         self._lock = self._loop.lock
         self._serviced = self._ticked = monotonic()
         self._closing = threading.Event()

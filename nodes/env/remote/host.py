@@ -178,7 +178,7 @@ class Host:
         Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
         """
         with self._served():
-            self._loop.listen(self._listeners, self)
+            self._loop.listen(self._listeners)
             while not self._is_over():
                 self._turn()
 
@@ -235,7 +235,7 @@ class Host:
             try:
                 yield
             finally:
-                self._loop.dial([], self)
+                self._loop.dial([])
                 self._loop.stop_listening()
                 for peer in self._loop.peers:
                     self._hang_up(peer)
@@ -249,7 +249,6 @@ class Host:
         self._parting = None
         self._loop.dial(
             [target],
-            self,
             longest_pause_s=backoff.times.host_pause_s,
             on_failure=lambda problem: wait.failed(f"gateway {target}: {problem.removeprefix('gateway: ')}"),
         )
@@ -362,7 +361,7 @@ class Host:
                 if self._wait is None:
                     logger.info("%s: the gateway says goodbye: %s", peer.where, quoted(event.reason))
                 else:
-                    self._loop.dial([], self)  # it is not lost
+                    self._loop.dial([])  # it is not lost
                 self._hang_up(peer)
             case _:
                 self._take_news(event)

@@ -122,7 +122,7 @@ def test_the_time_of_start_is_that_of_the_node_itself() -> None:
     )
     with InlineRun(graph) as run:
         run.next_outputs()
-        assert run.report().bottleneck == "heavy"
+        assert run.counters.report().bottleneck == "heavy"
 
 
 @pytest.mark.anyio

@@ -140,7 +140,7 @@ def test_a_peer_that_can_not_be_told_fails_and_the_others_are_told(looped: Loope
 def test_the_oldest_stranger_fails_where_too_many_come(looped: Looped) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as closing:
         listener.setblocking(False)
-        looped.loop.listen([listener], looped.owner)
+        looped.loop.listen([listener])
         for _ in range(3):
             closing.enter_context(socket.create_connection(listener.getsockname()))
             looped.serve()
@@ -154,13 +154,13 @@ def test_the_oldest_stranger_fails_where_too_many_come(looped: Looped) -> None:
 
 
 def test_a_socket_that_nobody_can_greet_is_closed(looped: Looped) -> None:
-    class Rude(Owner):
-        def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> EndPeer:
-            raise KeyError(where)
+    def rude(sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> EndPeer:
+        raise KeyError(where)
 
+    looped.owner.greet = rude  # type: ignore[method-assign]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        looped.loop.listen([listener], Rude())
+        looped.loop.listen([listener])
         with socket.create_connection(listener.getsockname(), timeout=30) as other:
             with pytest.raises(KeyError) as raised:  # whose frames hold the socket
                 looped.serve()
@@ -183,7 +183,7 @@ def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
     with Exhausted() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        looped.loop.listen([listener], looped.owner)
+        looped.loop.listen([listener])
         with socket.create_connection(listener.getsockname()):
             looped.serve(7.0)
             listener.is_exhausted = False
