@@ -1,6 +1,5 @@
 """Frames, out of bytes that come in any pieces."""
 
-import weakref
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -116,37 +115,6 @@ def test_a_large_frame_is_received_straight_into_its_own_memory() -> None:
     assert len(received_frame) == len(frame)
 
 
-def test_memory_of_large_frames_is_used_again_whatever_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, kept = list[int](), weakref.WeakSet[Any]()
-
-    class Memory(bytearray):
-        __hash__ = object.__hash__
-
-        def __init__(self, size: int = 0) -> None:
-            super().__init__(size)
-            if size:
-                made.append(size)
-                kept.add(self)
-
-    def whole(size: int) -> Any:
-        (frame,) = decoder.feed(bytes_of(b"h", [bytes(size)]))
-        return frame
-
-    decoder = FrameDecoder(1 << 24)
-    monkeypatch.setattr("rollflow.stream.wire.codec.frame.bytearray", Memory, raising=False)
-    small, large = whole(1 << 18), whole(1 << 20)
-    before = list(made)
-    del small, large
-    large, small = whole((1 << 20) - 8), whole(1 << 18)
-    assert made == before
-    other = whole(1 << 20)  # while both are in use
-    assert len(made) > len(before)
-    del large, small, other
-    assert len(kept) == 3
-    others = [whole(1 << 22) for _ in range(3)]  # nothing fits: each has the oldest given back
-    assert {len(memory) for memory in kept} == {len(others[0])}
-
-
 def test_only_so_much_memory_of_large_frames_is_kept_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.stream.wire.codec.frame._MOST_SPARE_BYTES", 5 << 19)
     decoder = FrameDecoder(1 << 24)
@@ -200,15 +168,6 @@ def test_the_frames_before_one_that_is_refused_are_given() -> None:
     assert next(frames) == good
     with pytest.raises(WireError, match="frame of 4294967295 bytes"):
         next(frames)
-
-
-def test_the_limit_may_change_between_frames() -> None:
-    large = bytes_of(b"h", [bytes(200)])
-    decoder = FrameDecoder(100)
-    frames = decoder.feed(bytes_of(b"small") + large)
-    next(frames)
-    decoder.max_frame = 1000
-    assert next(frames) == large
 
 
 def test_memory_of_a_large_frame_is_used_again_once_nobody_refers_to_it() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 from wire_ends import frame_as
-from wire_messages import EXAMPLES, hello, rows
+from wire_messages import EXAMPLES, rows
 from wire_values import ARRAYS, VALUES, same
 
 from rollflow.stream import wire
@@ -116,12 +116,6 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused_by_name(name: str
 def _check_that_it_may_not_be_missing(message: wire.Message, field: str) -> None:
     with pytest.raises(WireError, match=f"{message.kind} has no field '{field}', expected"):
         wire.decode(changed(message, **{field: ...}))
-
-
-def test_a_hello_says_that_its_host_is_busy_only_where_it_is() -> None:
-    free, busy = EXAMPLES["hello"], dataclasses.replace(EXAMPLES["hello"], busy=True)  # type: ignore[call-arg]
-    assert b"busy" not in frame_as(free)
-    assert [wire.decode(frame_as(hello)).busy for hello in (free, busy)] == [False, True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -264,13 +258,3 @@ def test_whatever_was_raised_can_be_told(text: str) -> None:
     error = WireError(text * 1000, text)
     assert isinstance(wire.decode(frame_as(wire.Failed.of(wire.Reset(0, 1, None, None), error))), wire.Failed)
     assert isinstance(wire.decode(frame_as(wire.Refused.of(error))), wire.Refused)
-
-
-def test_a_hello_knows_how_many_environments_there_are() -> None:
-    assert hello(slots=(3, 4)).num_envs == 7
-
-
-def test_the_lanes_of_a_welcome_are_records() -> None:
-    message = wire.decode(frame_as(EXAMPLES["welcome"]))
-    assert isinstance(message, wire.Welcome)
-    assert fields_of(message.lanes[1]) == fields_of(wire.LaneGrant(1, 2, 2, 0))

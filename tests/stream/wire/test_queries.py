@@ -37,18 +37,6 @@ def test_an_answer_that_nobody_asked_for_is_refused_and_one_that_was_given_up_is
     assert event.error.code == "number"
 
 
-def test_an_end_of_another_role_is_refused() -> None:
-    host = wire.ReplayConnection(software="s", nonce=GATEWAY_NONCE, secret=None, limits=wire.Limits(), now=0.0)
-    client = wire.SamplerConnection(hello(), wire.ClientSession(TOKEN), secret=None, limits=wire.Limits(), now=0.0)
-    for _ in range(2):
-        events = host.receive(taken_from(client), 0.0)
-        client.receive(taken_from(host), 0.0)
-    assert isinstance(events[-1], wire.ConnectionBroken)
-    assert events[-1].error.code == "role"
-    expected = "hello.role is 'env', expected 'sampler': this is a replay host"
-    assert expected in str(events[-1].error)
-
-
 def test_requests_beyond_the_window_are_not_made_and_are_refused() -> None:
     session = wire.ClientSession(TOKEN)
     session.window = 2

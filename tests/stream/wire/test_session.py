@@ -198,35 +198,6 @@ def reset(number: int) -> wire.Reset:
     return wire.Reset(0, number, None, None)
 
 
-def step(number: int) -> wire.Step:
-    return wire.Step(0, number, np.array([0, 1]))
-
-
-def test_a_number_too_high_is_refused() -> None:
-    session = session_of_host()
-    session.take(reset(1))
-    with pytest.raises(WireError, match="step 2 of lane 0: number 1 has not been answered yet"):
-        session.take(step(2))
-    session.keep(first_rows())
-    with pytest.raises(WireError, match="step 3 of lane 0: expected number 2 or less"):
-        session.take(step(3))
-    with pytest.raises(WireError, match="step 1 of lane 0: number 1 was another kind of request"):
-        session.take(step(1))
-    with pytest.raises(WireError, match=r"lane 7, expected one of \[0, 1\]"):
-        session.take(wire.Reset(7, 1, None, None))
-
-
-def test_a_lane_is_reset_first_and_after_every_failure() -> None:
-    session = session_of_host()
-    with pytest.raises(WireError, match="step 1 of lane 0: expected a reset first"):
-        session.take(step(1))
-    session.take(reset(1))
-    session.keep(wire.Failed.of(reset(1), ValueError()))
-    with pytest.raises(WireError, match="step 2 of lane 0: expected a reset first"):
-        session.take(step(2))
-    assert session.take(reset(2)) is TakenRequest.NEW
-
-
 def test_an_answer_of_a_session_that_is_over_is_not_waited_for() -> None:
     session = session_of_host()
     old, new = reset(1), reset(1)
@@ -289,14 +260,3 @@ def test_a_host_that_is_not_what_it_was_can_not_go_on(name: str) -> None:
     session.check_same(hello(name="another name"))
     with pytest.raises(WireError, match=f"hello.{name} is not what it was when the session began"):
         session.check_same(hello(**{name: other[name]}))
-
-
-def test_a_gateway_knows_what_it_has_asked_for() -> None:
-    session = wire.GatewaySession(TOKEN, hello(), LANES, (0, 2))
-    session.ask(reset(1))
-    assert [grant.number for grant in session.grants()] == [0, 0]
-    with pytest.raises(WireError, match="rows 2 of lane 0: nothing above number 1 was asked for"):
-        session.asked(rows())
-    session.take(first_rows())
-    assert session.asked(first_rows()) is None
-    assert [grant.number for grant in session.grants()] == [1, 0]

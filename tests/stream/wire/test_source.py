@@ -8,7 +8,6 @@ from wire_ends import StreamEnds, error_of, frame_as, taken_from
 from wire_messages import EXAMPLES, TOKEN
 
 from rollflow.stream import wire
-from rollflow.stream.data.errors import WireError
 
 
 class Ends(StreamEnds):
@@ -23,42 +22,21 @@ def fragment(number: int) -> wire.Fragment:
     return wire.Fragment(number % 3, number, {}, {})
 
 
-def test_fragments_go_one_way_and_how_far_the_trainer_is_the_other() -> None:
-    ends = Ends(given=2)
-    assert isinstance(ends.welcome, wire.Welcome)
-    for number in (1, 2):
-        (came,) = ends.give(number)
-        assert isinstance(came, wire.Fragment)
-        assert came.number == number
-    ends.trainer.tell(wire.Done(2, 1))
-    (done,) = ends.to_source()
-    assert isinstance(done, wire.Done)
-    ends.session.take(done)
-    assert (ends.session.done, ends.session.kept) == (2, 1)
-    ends.session.take(wire.Done(1, 0))
-    assert (ends.session.done, ends.session.kept) == (2, 1)  # it does not go back
-
-
-@pytest.mark.parametrize("news", [EXAMPLES["settings"], EXAMPLES["weights"]], ids=lambda news: news.kind)
-def test_a_trainer_tells_what_it_wants(news: wire.Settings | wire.Weights) -> None:
-    ends = Ends()
-    ends.trainer.tell(news)
-    (came,) = ends.to_source()
-    assert type(came) is type(news)
-
-
-def test_a_source_tells_that_no_more_comes() -> None:
-    ends = Ends()
-    ends.source.tell(wire.Finished(0))
-    (finished,) = ends.to_trainer()
-    assert isinstance(finished, wire.Finished)
+@pytest.mark.parametrize("kind", ["settings", "weights", "finished", "come", "aside"])
+def test_an_end_is_told_what_is_for_it(kind: str) -> None:
+    ends, news = Ends(), EXAMPLES[kind]
+    end, carry = (ends.trainer, ends.to_source) if kind in ("settings", "weights") else (ends.source, ends.to_trainer)
+    end.tell(news)
+    assert [type(event) for event in carry()] == [type(news)]
 
 
 def test_a_trainer_that_knows_nothing_gets_what_is_kept() -> None:
     ends = Ends(given=5)
     for number in range(1, 6):
         ends.give(number)
-    ends.session.take(wire.Done(4, 2))
+    for done in (wire.Done(4, 2), wire.Done(1, 0)):  # it does not go back
+        ends.session.take(done)
+        assert (ends.session.done, ends.session.kept) == (4, 2)
     again = Ends(ends.session)
     assert (again.source.next, again.session.done) == (3, 2)
     assert isinstance(again.give(3)[0], wire.Fragment)
@@ -112,13 +90,6 @@ def test_an_end_refuses_what_must_not_come(message: wire.Message, told: str, cod
     assert error.code == code
 
 
-def test_a_source_sends_nothing_behind_its_goodbye() -> None:
-    ends = Ends(given=2)
-    ends.source.goodbye("enough")
-    with pytest.raises(WireError, match="the connection is leaving, expected running"):
-        ends.source.tell(wire.Finished(2))
-
-
 def test_a_welcome_that_has_more_than_was_given_is_refused() -> None:
     ends = Ends(given=2, known=wire.TrainerSession(TOKEN, taken=7))
     assert "the trainer has 7 fragments of this stream, expected at most 2" in str(error_of([ends.welcome]))
@@ -127,14 +98,6 @@ def test_a_welcome_that_has_more_than_was_given_is_refused() -> None:
 def test_a_host_is_no_source() -> None:
     ends = Ends(role="env")
     assert "hello.role is 'env', expected 'source': this is a trainer" in str(error_of(ends.events))
-
-
-def test_goodbyes_are_as_everywhere() -> None:
-    ends = Ends()
-    ends.trainer.goodbye("the trainer has ended")
-    (goodbye,) = ends.to_source()
-    assert isinstance(goodbye, wire.Goodbye)
-    assert isinstance(ends.events[0], wire.Hello)
 
 
 class Streams(RuleBasedStateMachine):
