@@ -17,7 +17,7 @@ from rollflow.nodes.offloaded.rollout_report import LaneCount, LaneProgress, Rol
 from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream.data.errors import StateError, WireError
 from rollflow.stream.graph.meter import clock
-from rollflow.stream.net.sockets import quoted
+from rollflow.stream.net.socket_loop import quoted
 from rollflow.stream.wire import Cut, Failed, Fragment, GatewayConnection, Settings, States, Turn, Weights
 
 logger = logging.getLogger(__name__)

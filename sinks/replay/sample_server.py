@@ -26,8 +26,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError, WireError, error_field, error_text, shown
 from rollflow.stream.data.system import require
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted, refusal_level
+from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 
 _TICK_S = 0.25

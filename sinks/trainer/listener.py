@@ -21,8 +21,7 @@ from rollflow.stream.data.errors import WireError, error_text, shown
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop, look_s
-from rollflow.stream.net.sockets import quoted, refusal_level
+from rollflow.stream.net.socket_loop import SocketLoop, look_s, quoted, refusal_level
 from rollflow.stream.net.transport import check_server_tls, transport_for
 from rollflow.stream.wire import Address, Hello, check_secret, parse_trainer_address
 

@@ -31,7 +31,7 @@ from rollflow.stream.data.errors import WireError, shown
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.socket_loop import Peer, quoted
 from rollflow.stream.wire.codec import field as checks
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
 from rollflow.stream.wire.codec.messages import ID_BYTES

@@ -26,8 +26,7 @@ from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
 from rollflow.stream.net.dial_wait import DialWait
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.wire.software import software
 

@@ -6,7 +6,7 @@ from time import monotonic
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.net.dial import REACH_S
+from rollflow.stream.net.dialler import REACH_S
 from rollflow.stream.wire import Address
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,63 @@
 """Dialler of addresses, each again and again, that waits for none of them."""
 
+import os
 import select
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import pause_s
-from rollflow.stream.net.dial import REACH_S, DialTarget, Lookup, check_connected, dial, problem_of, targets_at_hand
-from rollflow.stream.wire import Address
+from rollflow.stream.wire import Address, UnixAddress
+
+REACH_S = 10.0  # how long a connection may take to come about
+DialTarget: TypeAlias = tuple[int, int, int, str, Any]  # as `getaddrinfo` has it
+
+
+def targets_at_hand(address: Address) -> Sequence[DialTarget] | None:
+    """Targets of an address; None: it is a name, to be looked up."""
+    if isinstance(address, UnixAddress):
+        return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", address.path)]
+    try:
+        return _found(address.host, address.port, socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return None
+
+
+def dial(target: DialTarget) -> socket.socket:
+    """Non-blocking socket that is being connected. Raises OSError where that can't be."""
+    *kind, _, address = target
+    sock = socket.socket(*kind)
+    sock.setblocking(False)
+    try:
+        with suppress(BlockingIOError):
+            sock.connect(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def check_connected(sock: socket.socket) -> None:
+    """Raise OSError where a socket could not be connected."""
+    problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if problem:
+        raise OSError(problem, os.strerror(problem))
+
+
+def problem_of(error: OSError) -> str:
+    """The text of an error, for people."""
+    return error.strerror or str(error)
+
+
+def _found(host: str, port: int, flags: int = 0) -> Sequence[DialTarget]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+
 
 SocketPoll: TypeAlias = "select.poll | select.epoll"
 
@@ -27,6 +75,52 @@ class Dialled:
     failures: int = 0
     is_busy: bool = False
     problem: str = ""
+
+
+_Answers: TypeAlias = "SimpleQueue[tuple[Dialled, Sequence[DialTarget] | OSError]]"
+
+
+class Lookup:
+    """Lookup of names, each in a thread of its own, since the system's call blocks.
+
+    Such a thread is not joined: it ends when the name server answers or the system gives up. It holds what it needs
+    itself, since it may outlive this object.
+    """
+
+    def __init__(self) -> None:
+        self._answered = Wakeup()
+        self._answers: _Answers = SimpleQueue()
+
+    def fileno(self) -> int:
+        """Descriptor that can be read once `answers` has any."""
+        return self._answered.fileno()
+
+    def ask(self, dialled: Dialled) -> None:
+        """Look an address up that is a name, in a thread."""
+        work, name = (dialled, self._answers, self._answered), f"rollflow lookup {dialled.address}"
+        threading.Thread(target=_look_up, args=work, name=name, daemon=True).start()
+
+    def answers(self) -> "Iterator[tuple[Dialled, Sequence[DialTarget] | OSError]]":
+        """Answers since the last call: what is dialled, and the targets or the error."""
+        self._answered.silence()
+        while True:
+            try:
+                yield self._answers.get_nowait()
+            except Empty:
+                return
+
+
+def _look_up(dialled: Dialled, answers: "_Answers", answered: Wakeup) -> None:
+    """Put in the targets of an address, which may take as long as a name server likes."""
+    address = dialled.address
+    assert not isinstance(address, UnixAddress)
+    try:
+        answers.put((dialled, _found(address.host, address.port)))
+    except UnicodeError as error:
+        answers.put((dialled, OSError(f"{address.host!r} is no name: {error}")))
+    except OSError as error:
+        answers.put((dialled, error))
+    answered.ring()
 
 
 class Dialler:
@@ -47,7 +141,7 @@ class Dialler:
         self._all = [Dialled(address) for address in addresses]
         self._longest_pause_s, self._on_failure = longest_pause_s, on_failure
         self._calling: dict[int, tuple[socket.socket, Dialled, float]] = {}  # by descriptor, and how long it may take
-        self._lookup: Lookup[Dialled] | None = None  # once there is a name
+        self._lookup: Lookup | None = None  # once there is a name
         self._poll = poll
 
     def __contains__(self, fd: int) -> bool:
@@ -114,7 +208,7 @@ class Dialler:
             self._lookup = Lookup()
             self._poll.register(self._lookup.fileno(), select.POLLIN)
         dialled.problem = dialled.problem or "no name server has said yet where this is"
-        self._lookup.ask(dialled, dialled.address)
+        self._lookup.ask(dialled)
 
     def _call(self, dialled: Dialled, targets: Sequence[DialTarget], now: float) -> None:
         try:

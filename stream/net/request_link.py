@@ -12,8 +12,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError, WireError
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.wire.software import software
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,9 +16,7 @@ from rollflow.stream import wire
 from rollflow.stream.data.system import at_fork, require
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
-from rollflow.stream.net.sockets import Peer
-
-P = TypeVar("P", bound=Peer[Any])
+from rollflow.stream.net.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +29,32 @@ def look_s(count: int) -> float:
     return 0.0 if count < _MANY else count * _LOOK_S
 
 
+_MOST_QUOTED = 300  # characters of what the other end says
+
+C = TypeVar("C", bound=wire.Connection)
+
+
+@dataclass(slots=True, eq=False)
+class Peer(Generic[C]):
+    """Connection, and the transport that carries it.
+
+    where      the other end, for people
+    dialled    the address that it was reached at by a `Dialler`
+    mask       events of the socket that are waited for; 0: it is in no loop
+    """
+
+    transport: Transport
+    connection: C
+    where: str
+    dialled: Dialled | None = field(default=None, kw_only=True)
+    mask: int = field(default=0, kw_only=True)
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once it is closed."""
+        return self.transport.fileno()
+
+
+P = TypeVar("P", bound=Peer[Any])
 _listening: "weakref.WeakSet[SocketLoop[Any]]" = weakref.WeakSet()
 
 
@@ -305,3 +330,20 @@ class SocketLoop(Generic[P]):
         return [
             peer for peer in self._strangers if peer.mask and peer.connection.phase is wire.ConnectionPhase.HANDSHAKE
         ]
+
+
+def quoted(text: object) -> str:
+    """An error text as part of a log line: escaped and cut, for the text may be a stranger's."""
+    return "".join(
+        letter if letter.isascii() and letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in str(text)[:_MOST_QUOTED]
+    )
+
+
+def refusal_level(connection: wire.Connection) -> int:
+    """Level at which the end of a connection is logged that has not proved itself.
+
+    Whoever closes it without a word has looked whether somebody listens, as a cluster does again and again: DEBUG.
+    """
+    is_probe = connection.is_new and connection.error is not None and connection.error.code == "lost"
+    return logging.DEBUG if is_probe else logging.WARNING

@@ -23,8 +23,7 @@ from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.dial_wait import DialWait
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted, refusal_level
+from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire.software import software

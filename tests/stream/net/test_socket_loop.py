@@ -9,8 +9,7 @@ import pytest
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer
+from rollflow.stream.net.socket_loop import Peer, SocketLoop
 from rollflow.stream.net.transport import Transport
 from rollflow.stream.wire import Connection, ConnectionPhase, Event, Goodbye, Limits, Message, Ping, Weights, encode
 

@@ -11,8 +11,7 @@ from time import monotonic
 import pytest
 
 from rollflow.stream.net import transport
-from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, refusal_level
+from rollflow.stream.net.socket_loop import Peer, SocketLoop, refusal_level
 from rollflow.stream.net.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
 

@@ -18,7 +18,7 @@ from traces import assert_valid, events_of, repaired
 
 from rollflow import Graph
 from rollflow.stream.graph.counters import RunCounters
-from rollflow.stream.graph.tracing import Tracing
+from rollflow.stream.graph.run_doctor import Tracing
 from rollflow.stream.observe.trace import FragmentTrace, Trace, check_trace, open_trace, span_lines
 
 NS = st.integers(0, 10**15)
