@@ -22,6 +22,7 @@ from benchmarks.feeder import description_of, fragments_of
 from benchmarks.pairs import Record, Sizes, record
 from benchmarks.simulated_hosts import allowed, beside_fewest, parts_of, per_second_of_processor, process, simulated
 from rollflow import TrainerStream
+from rollflow.sinks import Sources
 from rollflow.stream import wire
 
 HOSTS, ACTIVE = (10, 100, 1000), 10
@@ -95,7 +96,7 @@ def feeding(hosts: int, active: int, weights: int) -> Iterator[tuple[TrainerStre
     def rollout(number: int) -> SimulatedRollout:
         return SimulatedRollout(described, fragment, sends=number < active)
 
-    with TrainerStream("tcp://127.0.0.1:0", yields="fragments", sources=hosts, join_timeout=300.0) as stream:
+    with TrainerStream("tcp://127.0.0.1:0", yields="fragments", sources=Sources(hosts, join_timeout=300.0)) as stream:
         assert isinstance(stream.address, wire.TcpAddress)
         with simulated(stream.address, hosts, rollout) as pipes:
             yield stream, pipes

@@ -155,7 +155,7 @@ def _stream(scheme: str, load: Load) -> Iterator[Iterator[Any]]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as after:
         address = "tcp://127.0.0.1:0" if scheme == "tcp" else f"{scheme}:{folder}/trainer"
         yields: Any = "fragments" if load.is_fragment else "batches"
-        made = TrainerStream(address, yields=yields, prefetch=load.depth - 1, join_timeout=120.0)
+        made = TrainerStream(address, yields=yields, prefetch=load.depth - 1)
         with after, made as stream:
             after.enter_context(_producing(feed_load, str(stream.address), load))
             yield iter(stream)

@@ -1,15 +1,19 @@
-"""Checks of plain arguments: numbers, seconds, True or False, seeds."""
+"""Checks of plain arguments: numbers, seconds, True or False, seeds, keywords of earlier versions."""
 
 import math
 import operator
+from collections.abc import Callable
+from functools import wraps
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from rollflow.stream.data.errors import shown
 from rollflow.stream.graph.seeding import fresh_seed, joint_seed
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _MOST_SEED = 2**63 - 1
 _SECONDS = ("step_timeout", "reset_timeout", "join_timeout", "linger", "retry_s")
 
@@ -87,6 +91,28 @@ def check_names(name: str, names: Any) -> None:
     """Raise ValueError unless `names` is None, or a list or tuple of texts."""
     if names is not None and not (isinstance(names, list | tuple) and all(isinstance(each, str) for each in names)):
         raise ValueError(f"{name} is {shown(names)}, expected None, or a list of names")
+
+
+def with_moved(callee: str, **moved: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a function that names the new place of a keyword which it had in earlier versions.
+
+    callee    name of the function, or of the class whose `__init__` it is
+    moved     earlier keyword -> what is to be written instead
+
+    The function raises TypeError for such a keyword.
+    """
+
+    def checking(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def checked(*args: P.args, **given: P.kwargs) -> T:
+            if wrong := [name for name in given if name in moved]:
+                told = "; ".join(f"{name!r}, expected {moved[name]}" for name in wrong)
+                raise TypeError(f"{callee} has no keyword {told}")
+            return function(*args, **given)
+
+        return checked
+
+    return checking
 
 
 def seeds_of(seed: Any) -> tuple[int, tuple[int, ...] | None]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         SampledNStepReturns as SampledNStepReturns,
     )
     from rollflow.sinks.replay.prioritized import Prioritized as Prioritized
-    from rollflow.sinks.replay.rate import ReplayReport as ReplayReport, SamplesPerInsert as SamplesPerInsert
+    from rollflow.sinks.replay.rate import SamplesPerInsert as SamplesPerInsert
     from rollflow.sinks.replay.row_columns import Storage as Storage
     from rollflow.sinks.replay.sampled_steps import SampledSteps as SampledSteps
     from rollflow.sinks.replay.samplers import (
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
         Sequences as Sequences,
         Uniform as Uniform,
     )
+    from rollflow.sinks.trainer.item_maker import Batches as Batches
     from rollflow.sinks.trainer.process import TrainerProcess as TrainerProcess
     from rollflow.sinks.trainer.sink import TrainerSink as TrainerSink
+    from rollflow.sinks.trainer.stream import Sources as Sources
     from rollflow.sinks.trainer.uplink import WeightsFollower as WeightsFollower
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

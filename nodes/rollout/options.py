@@ -23,6 +23,7 @@ from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.observe.watch import OnStall, StallRules
 
 Init = TypeVar("Init", bound=Callable[..., None])
+T = TypeVar("T")
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
 JOINT_PASSES = "max_batch, max_wait and in_thread of Forward are for a pass over several lanes"
 Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
@@ -232,9 +233,7 @@ class RolloutOptions:
         checked_count("prefetch", self.prefetch, 0)
         check_flags(debug=self.debug)
         for name, kind in _RECORDS.items():
-            given = getattr(self, name)
-            if not isinstance(given, kind):
-                raise TypeError(f"{name} is {given!r}, expected {kind.__name__}(...), which help() explains")
+            checked_record(name, getattr(self, name), kind)
         check_staleness(self.max_lag, self.on_excess)
 
     def check_offloaded(self, *, is_remote: bool) -> None:
@@ -265,9 +264,16 @@ class RolloutOptions:
             )
 
 
-def metrics_of(options: RolloutOptions) -> Any:
-    """What connector pieces of a rollout log into."""
-    return MetricsLogger() if options.watch.metrics is None else options.watch.metrics
+def checked_record(name: str, given: Any, kind: type[T]) -> T:
+    """Return the record of a keyword. Raises TypeError for anything of another kind."""
+    if not isinstance(given, kind):
+        raise TypeError(f"{name} is {given!r}, expected {kind.__name__}(...), which help() explains")
+    return given
+
+
+def metrics_of(watch: Watch) -> Any:
+    """What connector pieces log into."""
+    return MetricsLogger() if watch.metrics is None else watch.metrics
 
 
 # Keyword -> the record's field that it stands for, also by its name in earlier versions, such as "step_timeout".

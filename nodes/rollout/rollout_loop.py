@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from threading import Lock
 from typing import Any, Generic, Self, TypeVar
 
@@ -69,7 +70,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._env, self.seed = env, options.seed
         self.environments, self.placement, options = place(env, options, rollout=rollout, places=places)
         with closing_on_error(self.environments.close):
-            self._options, self.stall, self.metrics = options, options.watch.stall_rules(), metrics_of(options)
+            self._options, self.stall, self.metrics = options, options.watch.stall_rules(), metrics_of(options.watch)
             acts: Any = policy(self.environments, options, self.metrics)
             self._policy = acts
             self.module, self.returns = acts.module, acts.returns
@@ -611,6 +612,11 @@ class RolloutLog(RunLog):
         if self._trace is not None:
             raise GraphError("trace is for a loop over the rollout, expected graph.run(trace=…) in a graph")
         return _LogNode(self, self._note, self._rollout)
+
+    def hand_over_trace(self) -> str | PathLike[str] | None:
+        """Leave the trace to whoever runs the graph, and return its file; None: none is to be written."""
+        trace, self._trace = self._trace, None
+        return trace
 
     def follow(self, report: Callable[[], Report]) -> None:
         """Take the stages from the report of a graph's run."""

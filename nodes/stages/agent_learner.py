@@ -12,7 +12,7 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import acting_copy, pieces_given
 from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
 from rollflow.stream.data.errors import ModuleError, noted
-from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment, parts_by_module
 
 Batch = dict[str, Any]
 
@@ -78,14 +78,10 @@ class AgentLearner:
                         trained: these may then be trained in another thread meanwhile
         """
         batches = {}
-        for module_id in dict.fromkeys(module_id for fragment in fragments for module_id in fragment.module_ids):
-            if not self.trains(module_id):
-                continue
-            parts = [fragment.of_module(module_id) for fragment in fragments if module_id in fragment.module_ids]
-            parts = [part for part in parts if len(part.chunks.slot)]
+        for module_id, parts in parts_by_module(fragments, self.trains).items():
             acting, module = self._acting.get(module_id), self._modules.get(module_id)
             # It may have been removed in another thread since, and another of its id been added.
-            if parts and acting is not None and module is not None and acting is self._acting.get(module_id):
+            if acting is not None and module is not None and acting is self._acting.get(module_id):
                 module = self._published_of(acting, module) if as_published else module
                 with noted(f"of module '{module_id}'; modules that are not trained are left out of modules_to_train"):
                     pipeline = self._pipeline_for(acting, module)

@@ -202,8 +202,7 @@ class DatasetSource(IterableDataset[Any]):
             if self.agents is None:
                 yield self._batch_of(fragment)
                 continue
-            parts = {each: fragment.of_module(each) for each in fragment.module_ids}
-            yield {each: self._batch_of(part, each) for each, part in parts.items() if len(part.chunks.slot)}
+            yield {each: self._batch_of(part, each) for each, part in fragment.by_module().items()}
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()

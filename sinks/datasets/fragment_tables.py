@@ -141,8 +141,7 @@ Ints = NDArray[np.int64]
 
 def modules_of(fragment: MultiAgentFragment) -> dict[str, ModuleFragment]:
     """The steps of each module that has made some: name of its folder -> its fragment."""
-    parts = {module_id: fragment.of_module(module_id) for module_id in fragment.module_ids}
-    return {folder_of(module_id): part for module_id, part in parts.items() if len(part.chunks.slot)}
+    return {folder_of(module_id): part for module_id, part in fragment.by_module().items()}
 
 
 def folder_of(module_id: Any) -> str:

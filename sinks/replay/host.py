@@ -19,7 +19,7 @@ from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.replay import Replay
 from rollflow.sinks.replay.sample_server import SampleServer
-from rollflow.sinks.trainer.stream import TrainerStream
+from rollflow.sinks.trainer.stream import Sources, TrainerStream
 from rollflow.stream import wire
 from rollflow.stream.data.errors import EnvError, ReplayError, RunError, error_text, shown
 from rollflow.stream.graph.node import out_of_group
@@ -87,8 +87,7 @@ class ReplayHost:
             secret=secret,
             tls=tls,
             yields="fragments",
-            sources=None,
-            join_timeout=None,
+            sources=Sources(None, join_timeout=None),
             ack="auto" if checkpoint is None else "manual",
             limits=limits,
         )

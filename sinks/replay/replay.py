@@ -483,8 +483,7 @@ class Replay:
         if None in self._tables:
             if self._tables[None].rows.inserted:
                 raise ReplayError("the replay has steps of one agent, got a fragment of several").see("replay")
-        parts = {each: fragment.of_module(each) for each in fragment.module_ids}
-        parts = {each: part for each, part in parts.items() if len(part.chunks.slot)}
+        parts = fragment.by_module()
         tables = {} if None in self._tables else self._tables
         new = [each for each in parts if each not in tables]
         self._tables = tables | self._tables_of(new, tables)

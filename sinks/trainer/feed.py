@@ -14,6 +14,7 @@ import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
+from rollflow.nodes.argument_checks import with_moved
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
@@ -23,7 +24,6 @@ from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.node import ending_quietly, out_of_group
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
-from rollflow.stream.observe.trace import check_trace
 from rollflow.stream.observe.watch import StallRules
 from rollflow.stream.wire import Address, Limits
 
@@ -36,6 +36,7 @@ _INTERRUPTED = (
 )
 
 
+@with_moved("feed", trace="Watch(trace=…) of the rollout")
 def feed(
     rollout: AnyRollout,
     address: str | Address,
@@ -50,26 +51,23 @@ def feed(
     watch: Callable[[], Awaitable[object]] | None = None,
     sends: Literal["fragments", "batches"] | None = None,
     on_end: Callable[[Report], object] | None = None,
-    trace: str | PathLike[str] | None = None,
 ) -> str | None:
     """Run a rollout whose fragments go to the trainer at `address`, until it ends or the trainer says goodbye.
 
         sends      "fragments", or "batches": train batches, each of as many fragments as there are lanes at the
                    beginning, are made here. None: "batches" of a `MultiAgentRollout`, "fragments" of a `Rollout`
         on_end     called with the run's report when it has ended, unless it raised an error
-        trace      file for a trace, as for `Rollout`: of the stages here; compressed if its name ends in .gz
 
-    All other parameters are those of `TrainerSink`; `log`, and `stall_after` and `on_stall` of `watch`, are the
-    rollout's. Returns the trainer's reason to leave, None if it has not left. Raises ValueError if fragments are sent
-    of a rollout with learner_connector or max_lag, which the `TrainerStream` takes instead, and errors of the rollout,
-    its environments or the connection.
+    All other parameters are those of `TrainerSink`; the log, the stall doctor and a trace, of the stages here, are as
+    the rollout's `log` and `watch` say. Returns the trainer's reason to leave, None if it has not left. Raises
+    ValueError if fragments are sent of a rollout with learner_connector or max_lag, which the `TrainerStream` takes
+    instead, and errors of the rollout, its environments or the connection.
 
     In a program's main thread, Ctrl-C or SIGTERM stops the environments. Then the trainer is waited for until it has
     what was under way, or has not been there for `linger` seconds; a second signal ends that. After that the signal has
     its usual effect: KeyboardInterrupt, as a rule.
     """
     check_rollout(rollout)
-    check_trace(trace)
     sends = sends or ("batches" if isinstance(rollout, MultiAgentRollout) else "fragments")
     if sends == "fragments":
         _check_leaves_batches(rollout)
@@ -85,7 +83,7 @@ def feed(
         limits=limits,
         watch=watch,
     )
-    graph = Graph("feed")
+    graph, trace = Graph("feed"), rollout.log.hand_over_trace()
     graph.add(rollout=rollout, trainer=sink)
     if sends == "batches":
         graph.add(learner=_learner_of(rollout))
@@ -108,12 +106,12 @@ def _learner_of(rollout: AnyRollout) -> LearnerPipeline | MultiAgentLearnerPipel
 def _check_leaves_batches(rollout: AnyRollout) -> None:
     """Raise ValueError for a rollout with options of batches, which the trainer makes here."""
     has_pieces = rollout.learner.has_pieces if isinstance(rollout, MultiAgentRollout) else rollout.has_learner_pieces
-    options = {"learner_connector": has_pieces, "max_lag": rollout.lag.max_lag is not None}
-    for name, is_set in options.items():
+    learner = "learner_connector", has_pieces, "yields=Batches(learner_connector=…)"
+    for name, is_set, instead in (learner, ("max_lag", rollout.lag.max_lag is not None, "max_lag=…")):
         if is_set:
             raise ValueError(
                 f"the rollout has {name}=, and its batches are made at the trainer: expected "
-                f"TrainerStream({name}=…) there, or a graph with a LearnerPipeline and TrainerSink(sends='batches')"
+                f"TrainerStream({instead}) there, or a graph with a LearnerPipeline and TrainerSink(sends='batches')"
             )
 
 
@@ -150,7 +148,7 @@ async def _run_graph(
     sink: TrainerSink,
     numbers: Sequence[signal.Signals],
     rules: StallRules,
-    trace: str | PathLike[str] | None = None,
+    trace: str | PathLike[str] | None,
 ) -> tuple[Report | None, signal.Signals | None]:
     """Run the graph until it ends, a signal or the trainer ends it; its report, and the last signal."""
     run: Run | None = None

@@ -1,8 +1,10 @@
 """Item maker: makes train batches, or hands over fragments, of the items that have come to a trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
@@ -21,11 +23,37 @@ from rollflow.sinks.trainer.rollout_peer import ArrivedItem
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError, RunError, noted, shown
 from rollflow.stream.fragments.fragment import Fragment
-from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment, parts_by_module
 
 LearnerConnector = Callable[[Any, Any], ConnectorV2 | list[ConnectorV2]]
-Yields = Literal["batches", "fragments"]
 _MOST_MODULES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Train batches that a `TrainerStream` gives: `TrainerStream(address, yields=Batches(module=policy))`.
+
+    fragments            number of fragments in a batch, in the order in which they come. None: as many as there are
+                         lanes in all the rollouts that are there or may come back; under "pace", one of each
+    learner_connector    `lambda obs_space, act_space: piece or list of pieces`, before the default ones
+    module               passed to the pieces as `rl_module`
+
+    Raises ValueError for a number that is not whole, or below 1; ConnectorError for what makes no pieces; ModuleError
+    for what is no module.
+    """
+
+    fragments: int | None = None
+    learner_connector: LearnerConnector | None = None
+    module: Any = None
+
+    def __post_init__(self) -> None:
+        check_numbers(fragments=(self.fragments, 1))
+        if self.learner_connector is not None:
+            check_connector(self.learner_connector, "learner_connector", "obs_space, act_space")
+        check_module(self.module)
+
+
+Yields = Literal["batches", "fragments"] | Batches
 
 
 class StreamReturns(EpisodeReturns):
@@ -62,17 +90,16 @@ class StreamReturns(EpisodeReturns):
 class ItemMaker:
     """Makes items for the trainer's loop: train batches by the learner pipeline, or the fragments, one at a time.
 
-    learner_connector, module, metrics    for train batches: see `TrainerStream`
+    batches    how train batches are made; None: fragments are handed over
+    metrics    that their pieces see
 
     returns    of the episodes in what was made
     """
 
-    def __init__(self, yields: Yields, learner_connector: LearnerConnector | None, module: Any, metrics: Any) -> None:
-        if learner_connector is not None:
-            check_connector(learner_connector, "learner_connector", "obs_space, act_space")
+    def __init__(self, batches: Batches | None, metrics: Any) -> None:
         self.returns = StreamReturns()
-        self._yields = yields
-        self._learner_connector, self._module, self._metrics = learner_connector, module, metrics
+        self._gives_batches, batches = batches is not None, batches or Batches()
+        self._learner_connector, self._module, self._metrics = batches.learner_connector, batches.module, metrics
         # By what they are made for: the module, of several, the part of its agents, and whether it is stateful.
         self._pipelines: dict[tuple[str | None, int, bool], LearnerConnectorPipeline] = {}
 
@@ -82,7 +109,7 @@ class ItemMaker:
         if fragments and len(fragments) < len(arrived_items):
             raise RunError("some rollouts send fragments and some train batches, expected all to send the same")
         # A batch is made first: if that fails, no episode is counted.
-        item = fragments[0] if self._yields == "fragments" else self._batch_of(fragments, arrived_items) or None
+        item = self._batch_of(fragments, arrived_items) or None if self._gives_batches else fragments[0]
         for arrived in arrived_items:
             self.returns.add_item(arrived)
         return item
@@ -103,18 +130,12 @@ class ItemMaker:
                 f"rollout {source.name} sends train batches already made, so learner_connector would be passed over; "
                 "expected it at the rollout, or fragments: feed(..., sends='fragments')"
             )
-        batches: list[Any] = [arrived.item for arrived in arrived_items]
-        return concatenated(batches, is_by_module=source.is_by_module)
+        return concatenated([arrived.batch for arrived in arrived_items], is_by_module=source.is_by_module)
 
     def _batches_by_module(self, fragments: Sequence[MultiAgentFragment], agents: AgentsDescription) -> Batch:
         """Module id -> its train batch, of modules that are trained and have made steps."""
         modules, batches = self._module if isinstance(self._module, Mapping) else {}, {}
-        for module_id in dict.fromkeys(module_id for fragment in fragments for module_id in fragment.module_ids):
-            if not agents.trains(module_id):
-                continue
-            there = [fragment.of_module(module_id) for fragment in fragments if module_id in fragment.module_ids]
-            if not (parts := [part for part in there if len(part.chunks.slot)]):
-                continue
+        for module_id, parts in parts_by_module(fragments, agents.trains).items():
             agents_of_parts = [each.part.agents for each in agents.parts]
             index = agents_of_parts.index(parts[0].part.agents)  # which may be of another rollout
             spaces = agents.parts[index].seen[-1], parts[0].part.recorded_space
@@ -136,26 +157,24 @@ class ItemMaker:
         return NumpyToTensor().converted(batch) if module is None else batch
 
 
-def check_choices(
-    yields: str, on_excess: str, ack: str, *, count: int | None, max_lag: int | None, taught: object
-) -> None:
-    """Raise ValueError for an unknown option, or one that does not go with another; see `TrainerStream`.
+def checked_batches(yields: Yields, on_excess: str, ack: str, max_lag: int | None) -> Batches | None:
+    """How train batches are made; None: fragments are handed over.
 
-    count     fragments of a batch; None: that is not said
-    taught    makes pieces for a learner pipeline; None: there are none
+    Raises ValueError for an unknown option, or one that does not go with another; see `TrainerStream`.
     """
-    _check("yields", yields, ("batches", "fragments"))
+    batches = Batches() if yields == "batches" else yields if isinstance(yields, Batches) else None
+    if batches is None:
+        _check("yields", yields, ("batches", "fragments", "Batches(...)"))
     _check("on_excess", on_excess, ("drop", "pace", "mask", "raise"))
     _check("ack", ack, ("auto", "manual"))
-    if on_excess == "mask" and yields != "batches":
+    if on_excess == "mask" and batches is None:
         raise ValueError(f"on_excess='mask' is for batches, expected another one with yields={yields!r}")
-    if taught is not None and yields != "batches":
-        raise ValueError(f"learner_connector makes batches, expected none with yields={yields!r}")
-    if on_excess == "pace" and count is not None:
+    if on_excess == "pace" and batches is not None and batches.fragments is not None:
         raise ValueError(
-            "under on_excess='pace' a batch is one fragment of every lane, expected no fragments_per_batch"
+            "under on_excess='pace' a batch is one fragment of every lane, expected Batches(fragments=None)"
         )
     check_bounded(on_excess, max_lag)
+    return batches
 
 
 def check_module(module: Any) -> None:
@@ -164,6 +183,6 @@ def check_module(module: Any) -> None:
         raise ModuleError(f"module is {shown(module)}, expected a module, or module id -> module")
 
 
-def _check(name: str, value: str, choices: Sequence[str]) -> None:
+def _check(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {shown(value)}, expected one of {', '.join(map(repr, choices))}")

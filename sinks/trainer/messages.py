@@ -352,6 +352,6 @@ class AgentsDescription:
 
 def acting_versions(fragment: MultiAgentFragment, ids: Sequence[str]) -> tuple[int | None, int | None]:
     """The oldest and the newest policy version of the steps that modules `ids` have made; None: there are none."""
-    there = [fragment.of_module(module_id) for module_id in ids if module_id in fragment.module_ids]
-    versions = np.concatenate([np.zeros(0, np.int64), *(part.gather(Columns.POLICY_VERSION) for part in there)])
+    parts = [part for module_id, part in fragment.by_module().items() if module_id in ids]
+    versions = np.concatenate([np.zeros(0, np.int64), *(part.gather(Columns.POLICY_VERSION) for part in parts)])
     return (int(versions.min()), int(versions.max())) if len(versions) else (None, None)

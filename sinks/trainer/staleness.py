@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.sinks.trainer.item_maker import Yields
+from rollflow.sinks.trainer.item_maker import Batches
 from rollflow.sinks.trainer.messages import Batch, batches_in
 from rollflow.sinks.trainer.pace_gate import StreamOrder
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, RolloutPeer
@@ -23,9 +23,8 @@ class StalenessBound:
     It drops, masks or refuses what is more than `max_lag` policy versions old.
 
     max_lag, on_excess    as in `TrainerStream`
-    yields                kind of what is handed over
+    batches               that are handed over; None: fragments are, one by one
     prefetch              batches that may be sent ahead
-    count                 items of a batch; None: one of every lane
     stays                 whether rollouts stay until all is acknowledged
 
     lost    number of transitions that were left out, by cause
@@ -36,14 +35,13 @@ class StalenessBound:
         max_lag: int | None,
         on_excess: OnExcess,
         *,
-        yields: Yields = "batches",
+        batches: Batches | None,
         prefetch: int = 1,
-        count: int | None = None,
         stays: bool = False,
     ) -> None:
         self.max_lag, self.on_excess = max_lag, on_excess
         self.lost: Counter[str] = Counter()
-        self._yields, self._count, self._stays = yields, count, stays
+        self._batches, self._stays = batches, stays
         self._prefetch = checked_count("prefetch", prefetch, 0)
 
     @property
@@ -120,15 +118,14 @@ class StalenessBound:
         trainer can't take what the rollout sends.
         """
         ahead = self.ahead
-        if source.sends_batches and self._yields != "batches":
+        if source.sends_batches and self._batches is None:
             raise WireError(
-                f"this rollout sends train batches, and the trainer has yields={self._yields!r}: expected fragments",
+                "this rollout sends train batches, and the trainer has yields='fragments': expected fragments",
                 "role",
             )
         if ahead is None:
-            batch_size = (self._count or source.streams) if self._yields == "batches" else 1
-            window = (1 + self._prefetch) * max(source.streams, self._count or 1)
-            return window, batch_size
+            count = 1 if self._batches is None else self._batches.fragments
+            return (1 + self._prefetch) * max(source.streams, count or 1), count or source.streams
         if not source.can_be_paced:
             raise WireError(
                 "the trainer holds rollouts back by on_excess='pace', and nobody knows which of this one's fragments "

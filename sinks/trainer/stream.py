@@ -4,27 +4,19 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import wait
-from os import PathLike
 from typing import Any, Literal, Self
 
 import anyio.to_thread
 
-from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.argument_checks import check_numbers, with_moved
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.logs.destinations import Log, LogOptions
-from rollflow.nodes.logs.figures import Axis
-from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
 from rollflow.sinks.trainer.intake import ArrivalOrder, Intake, LaneRounds
-from rollflow.sinks.trainer.item_maker import (
-    ItemMaker,
-    LearnerConnector,
-    StreamReturns,
-    Yields,
-    check_choices,
-    check_module,
-)
+from rollflow.sinks.trainer.item_maker import ItemMaker, StreamReturns, Yields, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener, checked_address
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
 from rollflow.sinks.trainer.newest_weights import PublishedWeights, checked_id
@@ -37,6 +29,25 @@ from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire import Address, Limits, SharedAddress
 
 _NOT_YET = object()
+_WATCH = Watch()
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Rollouts that a `TrainerStream` waits for: `TrainerStream(address, sources=Sources(2, join_timeout=60))`.
+
+    count           that are waited for first; others may come any time. None: 0, and no end
+    join_timeout    seconds that they are waited for; when all are lost, seconds that others are waited for after the
+                    time that they had to come back, `grace_s` of `Limits`. None: for ever
+
+    Raises ValueError for a number that is not whole, or below 1, and for what is no number of seconds.
+    """
+
+    count: int | None = 1
+    join_timeout: float | None = 120.0
+
+    def __post_init__(self) -> None:
+        check_numbers(sources=(self.count, 1), join_timeout=(self.join_timeout, 0))
 
 
 class TrainerStream:
@@ -47,14 +58,9 @@ class TrainerStream:
         secret, tls            as for `RemoteEnvs.listen`
         yields                 "batches": train batches, column -> tensor `any[B, ...]`, of the learner pipeline, which
                                runs here, or of a `LearnerPipeline` where the rollout is; of several modules as module
-                               id -> train batch. "fragments": one by one
-        fragments_per_batch    number of fragments in a batch, in the order in which they come. None: as many as there
-                               are lanes in all the rollouts that are there or may come back; under "pace", one of each
-        learner_connector      `lambda obs_space, act_space: piece or list of pieces`, before the default ones
-        module                 passed to the pieces as `rl_module`
-        sources                rollouts that are waited for first; others may come any time. None: 0, and no end
-        join_timeout           seconds that they are waited for; when all are lost, seconds that others are waited for
-                               after the time that they had to come back, `grace_s` of `limits`. None: for ever
+                               id -> train batch. `Batches(...)`: the same, with options. "fragments": one by one
+        sources                rollouts that are waited for first; others may come any time. None: 0, and no end.
+                               `Sources(2, join_timeout=60)`: the same, with how long they are waited for
         prefetch               batches that rollouts may send ahead
         max_lag                age in policy versions that a fragment may have when it is handed over; None: any age
         on_excess              effect on an older one. "drop": it is left out and counted. "raise": LagError. "mask":
@@ -66,12 +72,14 @@ class TrainerStream:
                                of an earlier trainer are left out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer asks for the next batch.
                                "manual": when `ack` is called, as a rule after a checkpoint
-        metrics                passed to the pieces; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way
-        log, log_every, log_x, trace    as for `Rollout`; `stream.log(name, value)` logs one's own figures
+        log                    as for `Rollout`; `stream.log(name, value)` logs one's own figures
+        watch                  `Watch`, as for `Rollout`: how often rows of the log are written, a trace, and what the
+                               learner pieces log into. There is no stall doctor here
 
         address    listened on, with its port, once the block is entered: for `feed`, or as text, `str(address)`
         handed     records of the items in the batch that was handed over last
+        metrics    what the learner pieces log into
 
     A batch is done with when the next one is asked for. The loop ends when no rollout is left, and as many as `sources`
     have announced that no more comes. Leaving the block, of `with` or `async with`, says goodbye to the rollouts; but
@@ -80,6 +88,17 @@ class TrainerStream:
     Raises RunError where the address can't be listened on, no rollout comes, or all are lost.
     """
 
+    @with_moved(
+        "TrainerStream",
+        fragments_per_batch="yields=Batches(fragments=…)",
+        learner_connector="yields=Batches(learner_connector=…)",
+        module="yields=Batches(module=…)",
+        join_timeout="sources=Sources(1, join_timeout=…)",
+        metrics="watch=Watch(metrics=…)",
+        log_every="watch=Watch(log_every=…)",
+        log_x="watch=Watch(log_x=…)",
+        trace="watch=Watch(trace=…)",
+    )
     def __init__(
         self,
         address: str | Address,
@@ -87,41 +106,28 @@ class TrainerStream:
         secret: Secret = None,
         tls: ssl.SSLContext | None = None,
         yields: Yields = "batches",
-        fragments_per_batch: int | None = None,
-        learner_connector: LearnerConnector | None = None,
-        module: Any = None,
-        sources: int | None = 1,
-        join_timeout: float | None = 120.0,
+        sources: int | Sources | None = 1,
         prefetch: int = 1,
         max_lag: int | None = None,
         on_excess: OnExcess = "drop",
         ack: Literal["auto", "manual"] = "auto",
-        metrics: Any = None,
         limits: Limits | None = None,
         log: Log = None,
-        log_every: float = 1.0,
-        log_x: Axis = "steps",
-        trace: str | PathLike[str] | None = None,
+        watch: Watch = _WATCH,
     ) -> None:
-        check_numbers(fragments_per_batch=(fragments_per_batch, 1), sources=(sources, 1))
-        check_numbers(join_timeout=(join_timeout, 0), max_lag=(max_lag, 0))
-        check_choices(yields, on_excess, ack, count=fragments_per_batch, max_lag=max_lag, taught=learner_connector)
-        check_module(module)
+        check_numbers(max_lag=(max_lag, 0))
+        batches = checked_batches(yields, on_excess, ack, max_lag)
+        awaited = sources if isinstance(sources, Sources) else Sources(sources)
         known, limits = secret_bytes(secret), limits or Limits()
         self.address: Address = checked_address(address, known, tls)
-        self.yields = yields
         self.handed: list[BatchItem] = []
-        self.metrics = MetricsLogger() if metrics is None else metrics
-        self._item_maker = ItemMaker(yields, learner_connector, module, self.metrics)
+        self.metrics = metrics_of(checked_record("watch", watch, Watch))
+        self._gives_batches = batches is not None
+        self._item_maker = ItemMaker(batches, self.metrics)
         self._staleness = StalenessBound(
-            max_lag,
-            on_excess,
-            yields=yields,
-            prefetch=prefetch,
-            count=fragments_per_batch,
-            stays=sources is None,
+            max_lag, on_excess, batches=batches, prefetch=prefetch, stays=awaited.count is None
         )
-        self._join_timeout = join_timeout
+        self._join_timeout = awaited.join_timeout
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
         self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
         self._closing, self._state = ExitStack(), "new"
@@ -132,13 +138,15 @@ class TrainerStream:
             bound=self._staleness,
             shares=isinstance(self.address, SharedAddress),
         )
-        self.log = StreamLog(self, LogOptions(log, log_every, log_x, None, trace), self._listener.trace)
-        count = fragments_per_batch if yields == "batches" else 1
+        self.log = StreamLog(
+            self, LogOptions(log, watch.log_every, watch.log_x, None, watch.trace), self._listener.trace
+        )
+        count = 1 if batches is None else batches.fragments
         self._intake = Intake(
             self._listener,
             ArrivalOrder(count) if self._staleness.ahead is None else LaneRounds(),
-            is_gathered=yields == "batches",
-            sources=sources,
+            is_gathered=batches is not None,
+            sources=awaited.count,
             acks=ack == "auto",
             where=lambda: str(self.address),
         )
@@ -328,7 +336,7 @@ class TrainerStream:
             self._intake.be_done_with([*arrived, *self._left_out])  # agents may wait all the while
             self._left_out = []
         version = self.version
-        if self.yields == "batches":
+        if self._gives_batches:
             self._staleness.mask(item, arrived, version)
         self._listener.weights.note_batch()
         self.handed = [BatchItem.of(each, version) for each in arrived]

@@ -1,7 +1,7 @@
 """MultiAgentFragment: T vector steps of a lane of environments with several agents each."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,10 +163,13 @@ class MultiAgentFragment:
                 return part.of_module(module_id)
         raise KeyError(f"module '{module_id}' has not acted in {self!r}, expected one of {self.module_ids}")
 
+    def by_module(self) -> dict[Any, ModuleFragment]:
+        """Module id -> its agents' chunks, of modules that have made steps here."""
+        return {module_id: parts[0] for module_id, parts in parts_by_module([self]).items()}
+
     def policy_versions(self) -> dict[Any, int]:
         """Module id -> the oldest version that an action was computed with, of modules that acted."""
-        mine = {module_id: self.of_module(module_id) for module_id in self.module_ids}
-        return {module_id: part.policy_version for module_id, part in mine.items() if len(part.chunks.slot)}
+        return {module_id: part.policy_version for module_id, part in self.by_module().items()}
 
     def agent_episodes(self, module_id: Any) -> FragmentEpisodes:
         """The chunks of one module's agents as a sequence of `SingleAgentEpisode`, made on demand."""
@@ -197,3 +200,19 @@ class MultiAgentFragment:
 
 
 AnyFragment = Fragment | MultiAgentFragment
+
+
+def parts_by_module(
+    fragments: Iterable[MultiAgentFragment], is_wanted: Callable[[Any], bool] | None = None
+) -> dict[Any, list[ModuleFragment]]:
+    """Module id -> its agents' chunks, fragment by fragment, of modules that have made steps there.
+
+    is_wanted    False for ids of modules that are left out; None: none is
+    """
+    found: dict[Any, list[ModuleFragment]] = {}
+    for part in (part for fragment in fragments for part in fragment.parts):
+        for module_id in part.outputs if is_wanted is None else filter(is_wanted, part.outputs):
+            mine = part.of_module(module_id)
+            if len(mine.chunks.slot):
+                found.setdefault(module_id, []).append(mine)
+    return found

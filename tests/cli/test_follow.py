@@ -19,7 +19,8 @@ import sys, threading
 sys.path[:] = {path!r}
 import torch
 from rollflow import TrainerStream
-with TrainerStream(sys.argv[1], secret="of the trainer", join_timeout=None) as stream:
+from rollflow.sinks import Sources
+with TrainerStream(sys.argv[1], secret="of the trainer", sources=Sources(1, join_timeout=None)) as stream:
     threading.Thread(target=lambda: next(iter(stream), None), daemon=True).start()
     print(stream.address, flush=True)
     for line in sys.stdin:

@@ -13,7 +13,7 @@ from rollflow import TrainerStream
 
 
 def stream(**options: Any) -> TrainerStream:
-    return TrainerStream("tcp://127.0.0.1:0", **{"join_timeout": 60.0, **options})
+    return TrainerStream("tcp://127.0.0.1:0", **options)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow import Fragment, Graph, MultiAgentRollout, Rollout, TrainerStream, feed
-from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink
+from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, Sources, TrainerSink
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
 from rollflow.stream.wire import Limits
@@ -28,9 +28,11 @@ def weights(value: float) -> dict[str, torch.Tensor]:
     return {"weight": torch.tensor(value)}
 
 
-def trainer(address: str = "tcp://127.0.0.1:0", **options: Any) -> TrainerStream:
+def trainer(
+    address: str = "tcp://127.0.0.1:0", *, sources: int = 1, join_timeout: float | None = 60.0, **options: Any
+) -> TrainerStream:
     """A stream at an address; without one on a port of this machine's."""
-    return TrainerStream(address, **{"limits": SHORT, "join_timeout": 60.0, **options})
+    return TrainerStream(address, sources=Sources(sources, join_timeout), **{"limits": SHORT, **options})
 
 
 @contextmanager

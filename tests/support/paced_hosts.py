@@ -39,7 +39,7 @@ class Rounds:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a trainer that takes such rounds."""
-        return {"max_lag": self._max_lag, "on_excess": "pace", "limits": SHORT, "join_timeout": 60.0}
+        return {"max_lag": self._max_lag, "on_excess": "pace", "limits": SHORT}
 
     def publish(self, stream: TrainerStream) -> None:
         """Publish the next weights."""

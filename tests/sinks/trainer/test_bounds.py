@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from feeding_rollouts import HASTY, SHORT, failing, feeding, sequences_of, trainer
+from feeding_rollouts import HASTY, failing, feeding, sequences_of, trainer
 from hypothesis import Phase, example, given, settings, strategies as st
 from killable_trainer import FeedChild, TrainerChild, records_of
 from memory_lending import shared_address
@@ -24,7 +24,7 @@ from property_examples import examples
 from remote_rollouts import await_that
 from wire_values import same
 
-from rollflow import TrainerStream
+from rollflow.sinks import Batches
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
 from rollflow.stream.wire import Fragment, Limits
 
@@ -41,19 +41,18 @@ FRAGMENT = 600  # bytes, about, of eight steps
     stream=st.one_of(
         st.fixed_dictionaries(
             {
-                "fragments_per_batch": st.sampled_from([None, 1, 3, 8]),
                 "prefetch": st.integers(0, 1),
-                "yields": st.sampled_from(["batches", "fragments"]),
+                "yields": st.sampled_from(["fragments", *(Batches(fragments=each) for each in (None, 1, 3, 8))]),
             }
         ),
         st.fixed_dictionaries({"max_lag": st.integers(0, 2), "on_excess": st.just("pace")}),
     ),
 )
 @example(0, "unix", 1, 1, "auto", {})
-@example(0, "unix", 1, 2, "manual", {"fragments_per_batch": 8})
-@example(0, "shm", 1, 2, "auto", {"fragments_per_batch": 8, "prefetch": 0})
+@example(0, "unix", 1, 2, "manual", {"yields": Batches(fragments=8)})
+@example(0, "shm", 1, 2, "auto", {"yields": Batches(fragments=8), "prefetch": 0})
 @example(0, "shm", 1, 1, "manual", {"max_lag": 1, "on_excess": "pace"})
-@example(2, "shm", 1, 2, "auto", {"fragments_per_batch": 8, "prefetch": 0})
+@example(2, "shm", 1, 2, "auto", {"yields": Batches(fragments=8), "prefetch": 0})
 @example(2, "unix", 1, 1, "manual", {"max_lag": 1, "on_excess": "pace"})
 def test_every_fragment_comes_once_whatever_may_be_kept(
     agents: int,
@@ -66,7 +65,7 @@ def test_every_fragment_comes_once_whatever_may_be_kept(
     came: Counter[tuple[str, int, int]] = Counter()
     with shared_address() as shared, ExitStack() as feeds:
         address = f"{transport}:{shared.removeprefix('shm:')}"
-        with TrainerStream(address, sources=rollouts, ack=ack, join_timeout=60.0, limits=SHORT, **stream) as batches:
+        with trainer(address, sources=rollouts, ack=ack, **stream) as batches:
             for each in range(rollouts):
                 more = {"agents": agents, "sink": {"name": f"feed {each}", "max_bytes": max_bytes}}
                 feeds.enter_context(feeding(address, lanes=4, num_fragments=4, **more))
@@ -80,7 +79,7 @@ def test_every_fragment_comes_once_whatever_may_be_kept(
 
 
 def test_what_is_too_old_makes_room_for_what_is_not(address: str) -> None:
-    with TrainerStream(address, max_lag=0, join_timeout=60.0, limits=SHORT) as stream:
+    with trainer(address, max_lag=0) as stream:
         stream.publish({"weight": torch.tensor(1.0)})
         with feeding(address, lanes=4, num_fragments=6, sink={"max_bytes": 1}) as feed:
             steps = 0
@@ -92,7 +91,7 @@ def test_what_is_too_old_makes_room_for_what_is_not(address: str) -> None:
 
 
 def test_a_batch_that_is_more_than_may_be_kept_is_told_of_once(address: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), TrainerStream(address, limits=SHORT, join_timeout=60.0) as stream:
+    with caplog.at_level(logging.WARNING), trainer(address) as stream:
         with feeding(address, lanes=4, num_fragments=4, sink={"max_bytes": 1}):
             assert len(list(stream)) == 4
     [told] = [record.getMessage() for record in caplog.records if "at a time" in record.getMessage()]

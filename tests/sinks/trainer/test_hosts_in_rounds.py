@@ -134,7 +134,7 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Pa
         hosts.callback(let_it_go)
         rollout = remote.rollout(num_fragments=6)
         with running(*graph_over(rollout, address)) as feed:
-            unpaced: dict[str, Any] = {"yields": "fragments", "limits": SHORT, "join_timeout": 60.0}
+            unpaced: dict[str, Any] = {"yields": "fragments", "limits": SHORT}
             with pytest.raises(ZeroDivisionError), TrainerStream(address, **unpaced) as stream:
                 stream.publish(remote.weights(1.0))
                 for fragment in stream:
@@ -331,7 +331,7 @@ def test_each_of_two_trainers_is_told(where: Any, bound: dict[str, Any], tmp_pat
     rollout = rollout_that_loses_a_lane(where, NotMadeAgain, tmp_path, num_fragments=12)
 
     def other() -> dict[int, list[int]]:
-        with TrainerStream(f"unix:{tmp_path}/other", limits=Limits(grace_s=5.0), join_timeout=20.0, **bound) as stream:
+        with TrainerStream(f"unix:{tmp_path}/other", limits=Limits(grace_s=5.0), **bound) as stream:
             return rounds_without_it(stream, 500, publishes=False)
 
     with ThreadPoolExecutor() as pool, running(*graph_for_two(rollout, tmp_path)):

@@ -128,7 +128,7 @@ def test_an_interrupt_while_items_are_taken_loses_none(supply: Callable[[], Arri
 
 def _is_interrupted(supply: ArrivalOrder | LaneRounds, lines: int) -> bool:
     """Take items, and have an interrupt come before a line; False: there are fewer."""
-    door = TrainerListener(secret=None, tls=None, limits=SHORT, bound=StalenessBound(None, "drop"))
+    door = TrainerListener(secret=None, tls=None, limits=SHORT, bound=StalenessBound(None, "drop", batches=None))
     source = door.sources[bytes(16)] = RolloutPeer(TrainerSession(bytes(16)))
     source.lanes, source.life = {0}, PeerLife.HERE
     source.session.taken = 9

@@ -5,6 +5,7 @@ import socket
 import ssl
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from remote_rollouts import await_that, makers
 
 from rollflow import GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, feed
 from rollflow.nodes import EnvHost
-from rollflow.sinks import TrainerSink
+from rollflow.sinks import Batches, TrainerSink
 from rollflow.sinks.trainer.stream import _failure_of
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, TcpAddress, encode
@@ -74,20 +75,18 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
         ({"on_excess": "mask"}, "on_excess='mask' is for fragments older than max_lag"),
         ({"on_excess": "mask", "yields": "fragments"}, "is for batches, expected another one with yields='fragments'"),
         (
-            {"on_excess": "pace", "fragments_per_batch": 3},
-            "a batch is one fragment of every lane, expected no fragment",
+            {"on_excess": "pace", "yields": Batches(fragments=3)},
+            "a batch is one fragment of every lane, expected Batch",
         ),
+        ({"yields": "steps"}, "yields is 'steps', expected one of 'batches', 'fragments', 'Batches\\(...\\)'"),
+        ({"sources": 0}, "sources is 0, expected a whole number from 1 on"),
         ({"on_excess": "wait"}, "on_excess is 'wait', expected one of 'drop', 'pace', 'mask', 'raise'"),
         ({"max_lag": -1}, "max_lag is -1, expected a whole number from 0 on"),
         ({"on_excess": "raise"}, "on_excess='raise' is for fragments older than max_lag"),
         ({"secret": 5}, "secret is of type int, expected text or bytes"),
         ({"secret": True}, "secret is of type bool, expected text or bytes"),
-        ({"module": "x"}, "module is 'x', expected a module, or module id -> module"),
-        ({"module": NumberedModule}, "module is <class .*NumberedModule'>, expected a module"),
-        ({"learner_connector": 3}, "learner_connector is 3, expected a function that returns a piece"),
         ({"address": None}, "address None, expected a string: 'tcp://host:port', .*, 'unix:/path' or 'shm:/path'"),
         ({"address": "tcp://host"}, "address 'tcp://host', expected a port behind it: 'tcp://host:port'"),
-        ({"yields": "fragments", "learner_connector": lambda *_: []}, "learner_connector makes batches, expected none"),
         ({"tls": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}, "tls is a client's context, expected a server's"),
         ({"address": "http://x:1"}, "address 'http://x:1', expected 'tcp://host:port', .* or 'shm:/path'"),
     ],
@@ -95,6 +94,39 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
 def test_what_a_stream_can_not_work_with_is_refused_when_it_is_made(options: dict[str, Any], told: str) -> None:
     with pytest.raises((ValueError, WireError), match=told):
         TrainerStream(**{"address": "tcp://127.0.0.1:0", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"module": "x"}, "module is 'x', expected a module, or module id -> module"),
+        ({"module": NumberedModule}, "module is <class .*NumberedModule'>, expected a module"),
+        ({"learner_connector": 3}, "learner_connector is 3, expected a function that returns a piece"),
+        ({"fragments": 0}, "fragments is 0, expected a whole number from 1 on"),
+    ],
+)
+def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Batches(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (
+            partial(TrainerStream, module=None, trace=None),
+            r"TrainerStream has no keyword 'module', expected yields=Batches\(module=…\); 'trace', expected watch=",
+        ),
+        (
+            partial(feed, None, trace="x"),
+            r"feed has no keyword 'trace', expected Watch\(trace=…\) of the rollout",
+        ),
+    ],
+    ids=["TrainerStream", "feed"],
+)
+def test_a_keyword_that_has_moved_is_told_its_place(call: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        call("tcp://127.0.0.1:0")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +156,7 @@ def test_feeding_wants_a_rollout() -> None:
 )
 def test_how_batches_are_made_is_said_to_the_trainer(name: str, value: Any) -> None:
     rollout = Rollout("CartPole-v1", prefetch=1, **{name: value})
-    with pytest.raises(ValueError, match=rf"the rollout has {name}=, .*: expected TrainerStream\({name}=…\) there"):
+    with pytest.raises(ValueError, match=rf"the rollout has {name}=, .*: expected TrainerStream\(.*{name}=…\)+ there"):
         feed(rollout, "tcp://127.0.0.1:1")
 
 

@@ -17,7 +17,7 @@ from wire_messages import TOKEN
 
 from rollflow import ConnectorV2, Graph, MultiAgentRollout, Rollout, TrainerStream
 from rollflow.nodes import EpisodeReturns
-from rollflow.sinks import TrainerSink
+from rollflow.sinks import Batches, TrainerSink
 from rollflow.sinks.trainer.item_maker import StreamReturns
 from rollflow.sinks.trainer.messages import MOST_KEPT, MOST_MODULES, FinishedEpisodes, message_of_batch
 from rollflow.sinks.trainer.rollout_end import BatchObserver
@@ -77,7 +77,7 @@ class FailsOnce(ConnectorV2):
 
 
 def test_what_a_batch_could_not_be_made_of_is_counted_once_it_is() -> None:
-    with trainer(learner_connector=lambda obs_space, act_space: FailsOnce()) as stream:
+    with trainer(yields=Batches(learner_connector=lambda obs_space, act_space: FailsOnce())) as stream:
         with feeding(stream.address, num_fragments=8):
             with pytest.raises(KeyError, match="once"):
                 next(iter(stream))
@@ -96,7 +96,7 @@ def test_what_a_batch_could_not_be_made_of_is_counted_once_it_is() -> None:
     ],
 )
 def test_returns_are_those_of_the_rollout(made: Made, sends: str, per_batch: int) -> None:
-    stream = trainer(fragments_per_batch=per_batch)
+    stream = trainer(yields=Batches(fragments=per_batch))
     returns = stream.returns
     assert told_of(returns) == (0, [], [], {})
     with fed(stream, made(), sends):

@@ -16,6 +16,7 @@ from taken_batches import taken_of
 
 from rollflow import Fragment
 from rollflow.sinks.trainer.intake import LaneRounds
+from rollflow.sinks.trainer.item_maker import Batches
 from rollflow.sinks.trainer.pace_gate import LaneNews, PaceGate, ResendBuffer, StreamOrder
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
@@ -127,7 +128,7 @@ class Trainer:
         self.source = RolloutPeer(TrainerSession(TOKEN, done))
         self.source.beyond = beyond
         self.rounds, self.max_lag = LaneRounds(), max_lag
-        self.windows = StalenessBound(max_lag, "pace", prefetch=0)
+        self.windows = StalenessBound(max_lag, "pace", batches=Batches(), prefetch=0)
         self.holds: list[ArrivedItem] = []
         self.has_published = True
 

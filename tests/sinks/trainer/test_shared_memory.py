@@ -93,7 +93,7 @@ import os, torch
 from feeding_rollouts import SHORT
 from rollflow import TrainerStream
 torch.set_num_threads(1)
-with TrainerStream({address!r}, yields="fragments", limits=SHORT, join_timeout=60.0) as stream:
+with TrainerStream({address!r}, yields="fragments", limits=SHORT) as stream:
     for fragment in stream:
         rewards = sum(float(part.gather("rewards").sum()) for part in getattr(fragment, "parts", [fragment]))
         print(fragment.lane, fragment.sequence, rewards, flush=True)

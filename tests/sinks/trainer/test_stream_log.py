@@ -11,7 +11,8 @@ from feeding_rollouts import fed, rollout_of, trainer
 from numbered_module import NumberedModule
 from traces import arrows, assert_valid, events_of, processes, tracks
 
-from rollflow import TrainerStream, feed
+from rollflow import TrainerStream, Watch
+from rollflow.sinks import Batches
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.observe.run_socket import snapshots
 
@@ -19,7 +20,7 @@ from rollflow.stream.observe.run_socket import snapshots
 def fed_rows(path: Path, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
     """A stream that has ended, and what it logged."""
     rollout = rollout_of([0], num_fragments=3)
-    with fed(trainer(log=f"jsonl:{path}", log_every=3600.0, **options), rollout) as (stream, _):
+    with fed(trainer(log=f"jsonl:{path}", watch=Watch(log_every=3600.0), **options), rollout) as (stream, _):
         for number, _ in enumerate(stream):
             stream.log("train/loss", number)
             if not number:
@@ -67,7 +68,7 @@ def test_a_trace_that_cannot_be_opened_leaves_no_log_behind(tmp_path: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     before = set(threading.enumerate())
-    stream = TrainerStream("tcp://127.0.0.1:0", log=f"prometheus:{port}", trace=folder / "run.trace")
+    stream = TrainerStream("tcp://127.0.0.1:0", log=f"prometheus:{port}", watch=Watch(trace=folder / "run.trace"))
     folder.rmdir()
     with pytest.raises(FileNotFoundError):
         stream.__enter__()
@@ -82,9 +83,10 @@ def test_what_cannot_be_logged_to_is_refused_when_it_is_made() -> None:
 
 
 def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Path) -> None:
-    rollout = rollout_of(range(4), lanes=2, num_fragments=3)
-    stream = trainer(module=NumberedModule(), fragments_per_batch=2, trace=str(tmp_path / "trainer.trace"))
-    with fed(stream, rollout, name="sim", trace=str(tmp_path / "feed.trace.gz")):
+    rollout = rollout_of(range(4), lanes=2, num_fragments=3, watch=Watch(trace=str(tmp_path / "feed.trace.gz")))
+    batches = Batches(module=NumberedModule(), fragments=2)
+    stream = trainer(yields=batches, watch=Watch(trace=str(tmp_path / "trainer.trace")))
+    with fed(stream, rollout, name="sim"):
         assert sum(1 for _ in stream) == 3
     of_trainer, of_feed = events_of(tmp_path / "trainer.trace"), events_of(tmp_path / "feed.trace.gz")
     for events in (of_trainer, of_feed):
@@ -103,8 +105,5 @@ def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Pa
 
 
 def test_a_trace_that_can_not_be_written_is_told_at_once(tmp_path: Path) -> None:
-    path = str(tmp_path / "none" / "run.trace")
     with pytest.raises(ValueError, match="expected a file in a folder that is there"):
-        feed(rollout_of([0]), "unix:/nowhere", trace=path)
-    with pytest.raises(ValueError, match="expected a file in a folder that is there"):
-        trainer(trace=path)
+        trainer(watch=Watch(trace=str(tmp_path / "none" / "run.trace")))

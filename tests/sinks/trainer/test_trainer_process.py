@@ -18,7 +18,7 @@ from feeding_rollouts import SHORT
 from remote_rollouts import await_that
 
 from rollflow import Graph, Rollout, feed
-from rollflow.sinks import TrainerProcess, TrainerSink
+from rollflow.sinks import Sources, TrainerProcess, TrainerSink
 from rollflow.sinks.trainer.process import OwnFolder
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.observe.run_socket import FOLDER
@@ -53,7 +53,9 @@ def counting(path: Path) -> Callable[[Any], None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fragments", [0, 3], ids=["nobody feeds it", "it is fed"])
 def test_it_gets_what_the_rollout_makes_and_ends_after_it(fragments: int, tmp_path: Path) -> None:
-    with TrainerProcess(counting(tmp_path / "told"), stream={**FRAGMENTS, "join_timeout": None}) as trainer:
+    with TrainerProcess(
+        counting(tmp_path / "told"), stream={**FRAGMENTS, "sources": Sources(1, join_timeout=None)}
+    ) as trainer:
         if fragments:
             fed(rollout_of(num_fragments=fragments), trainer)
     assert (tmp_path / "told").read_text() == f"{trainer.pid} {list(range(fragments))}"
