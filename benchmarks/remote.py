@@ -53,6 +53,7 @@ def _round_trip(sizes: Sizes) -> list[Record]:
     envs = RemoteEnvs.listen("tcp://127.0.0.1:0")
     with _process("host", str(envs.addresses[0]), 1), _process("echo", _free_port()) as port:
         node = RemoteEnvironments(envs, fragment_length=1 << 20)
+        node.make_lanes(lookback=1)
         try:
             lane = _Lane(node)
             pairs = in_turns(lambda: lane.times(sizes.seconds), lambda: _echoes(port, sizes.seconds), sizes.rounds)

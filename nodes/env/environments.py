@@ -6,13 +6,11 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.closing import closing_on_error
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, lane_makers
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, Stepped, autoreset_mode, takes_one_seed
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import EnvError, RunError
+from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.fragment import EpisodeIds, FragmentLayout
@@ -31,99 +29,45 @@ def actions_of(lane: Lane) -> Tree:
 class Environments(LaneSource):
     """A node that steps vector environments, one per lane: takes a lane's actions, gives its observations.
 
-        env                an environment's id, a callable or a list of callables that make one each, a
-                           `gymnasium.vector.VectorEnv`, or a list of those, one per lane
-        num_envs           slots in all; taken from `env` where that is a list or a vector environment
-        lanes              groups of slots that step on their own; None: one, or one for each vector environment
-        fragment_length    vector steps in a fragment (T)
-        lookback           steps of the fragment before that each fragment begins with (H)
-        seed               of every slot's environment
-        name               part of the episode ids, beside the seed
-        slot_seeds         one seed for each slot's environment; None: they follow from `seed`
-        first_lane,        numbers of the first lane and slot, where other lanes of the rollout are elsewhere
-        first_slot
-        autoreset_mode     of the vector environments, as gymnasium takes it; None: SAME_STEP for those that are made
-                           here of plain environments, and their own for all others
+        env               an environment's id, a callable or a list of callables that make one each, a
+                          `gymnasium.vector.VectorEnv`, or a list of those, one per lane
+        autoreset_mode    of the vector environments, as gymnasium takes it; None: SAME_STEP for those that are made
+                          here of plain environments, and their own for all others
 
-    An id's own vectorized form is used where it has one; other environments are stepped one by one. All three of
-    gymnasium's autoreset modes give the same episodes.
+    All else is as for `LaneSource`. An id's own vectorized form is used where it has one; other environments are
+    stepped one by one. All three of gymnasium's autoreset modes give the same episodes.
 
-    Raises EnvError when an environment can't be made, or its spaces have no columns. Raises ValueError for `slot_seeds`
-    that are not one for each slot, and where a vector environment takes one seed for all of its slots.
+    Raises EnvError also where spaces have no columns, and ValueError where a vector environment takes one seed for all
+    of its slots, and there are `slot_seeds`.
     """
 
-    def __init__(
-        self,
-        env: EnvSource,
-        *,
-        num_envs: int | None = None,
-        lanes: int | None = None,
-        fragment_length: int = 128,
-        lookback: int = 1,
-        seed: int = 0,
-        slot_seeds: Sequence[int] | None = None,
-        name: str = "rollout",
-        first_lane: int = 0,
-        first_slot: int = 0,
-        autoreset_mode: Autoreset = None,
-    ) -> None:
-        super().__init__(seed, fragment_length, slot_seeds, name, first_lane, first_slot)
-        self.lookback = -1  # not set yet
-        self.lanes: list[Lane] = []
-        self.is_shared = False
+    def __init__(self, env: EnvSource, *, autoreset_mode: Autoreset = None, **options: Any) -> None:
         self._autoreset_mode = autoreset_mode
-        self.envs = self._made(env, num_envs, lanes)
-        first = self.envs[0]
-        self.observation_space: gym.Space[Any] = first.single_observation_space
-        self.action_space: gym.Space[Any] = first.single_action_space
-        self.chosen_space = self.action_space  # of the module's choices, which are recorded
-        self.num_envs = sum(vector.num_envs for vector in self.envs)
-        with closing_on_error(self._close_opened):
-            self._check_slot_seeds(self.num_envs)
-            for index, vector in enumerate(self.envs):
-                self._check_spaces(vector, index)
-        self.set_lookback(checked_count("lookback", lookback, 0))
-
-    def set_lookback(self, lookback: int) -> None:
-        """Set the steps of the fragment before that each fragment begins with (H). Before the first step only."""
-        if lookback == self.lookback:
-            return
-        self._refuse_if_started("their lookback")
-        self.lookback = lookback
-        self._make_lanes()
+        super().__init__(env, **options)
 
     def set_chosen_space(self, space: gym.Space[Any]) -> None:
-        """Set the space of the module's choices, in which `actions` are recorded. Before the first step only."""
-        if space == self.chosen_space:
-            return
-        self._refuse_if_started("the space of recorded actions")
+        """Set the space of the module's choices, in which `actions` are recorded. Before the lanes are made."""
         self.chosen_space = space
-        self._make_lanes()
-
-    def share(self) -> None:
-        """Put the columns into memory that other processes on this host can map. Before the first step only."""
-        self._refuse_if_started("their memory")
-        if not self.is_shared:
-            self.is_shared = True
-            self._make_lanes()
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Step the lane's environments with the actions that it brings."""
-        lane: Lane = self._step_here(actions)
+        lane: Lane | None = self.hand_over(actions)
         return lane
 
     # Overridden by other ways of stepping
 
+    def _makers(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[LaneMaker]:
+        return lane_makers(env, num_envs, lanes, self._autoreset_mode)
+
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
         """One vector environment per lane."""
         here: list[LaneVectorEnv] = []
-        with closing_on_error(self._close_opened):
-            for lane, maker in enumerate(lane_makers(env, num_envs, lanes, self._autoreset_mode)):
-                here.append(maker.lane_env(self.deviations, f"lane {self._first_lane + lane}, "))
-                if maker.can_travel:
-                    self._opened.append((f"the environments of lane {lane}", here[-1]))
-            check_apart("slots", (env for each in here if isinstance(each.env, SideBySide) for env in each.env.envs))
-            check_apart("lanes", (each.env for each in here))
+        for lane, maker in enumerate(self._makers(env, num_envs, lanes)):
+            here.append(maker.lane_env(self.deviations, f"lane {self._first_lane + lane}, "))
+            if maker.can_travel:
+                self._opened.append((f"the environments of lane {lane}", here[-1]))
+        check_apart("slots", (env for each in here if isinstance(each.env, SideBySide) for env in each.env.envs))
+        check_apart("lanes", (each.env for each in here))
         self._here = here
         return [each.env for each in here]
 
@@ -133,12 +77,16 @@ class Environments(LaneSource):
 
     # Inside
 
-    def _refuse_if_started(self, what: str) -> None:
-        if self.is_started:
-            raise RunError(f"these environments have been started: {what} stays as it is")
+    def _look_at_envs(self, num_envs: int | None, lanes: int | None) -> None:
+        first = self.envs[0]
+        self.observation_space: gym.Space[Any] = first.single_observation_space
+        self.action_space: gym.Space[Any] = first.single_action_space
+        self.chosen_space = self.action_space  # of the module's choices, which are recorded
+        for index, vector in enumerate(self.envs):
+            self._check_spaces(vector, index)
 
-    def _check_slot_seeds(self, num_envs: int) -> None:
-        super()._check_slot_seeds(num_envs)
+    def _check_slot_seeds(self) -> None:
+        super()._check_slot_seeds()
         if self.slot_seeds is None:
             return
         for lane, env in enumerate(self.envs):
@@ -167,7 +115,7 @@ class Environments(LaneSource):
             lookback=self.lookback,
             action_space=self.chosen_space,
             resets_next_step=autoreset_mode(vector) is AutoresetMode.NEXT_STEP,
-            episode_id=EpisodeIds(f"{seed}/{self._name}/{index}"),
+            episode_id=EpisodeIds(f"{seed}/rollout/{index}"),
         )
 
     def _check_spaces(self, env: VectorEnv[Any, Any, Any], index: int) -> None:

@@ -7,7 +7,7 @@ from threading import get_ident
 from typing import Any
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.closing import close_all
+from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Turn, seeds_for
 from rollflow.stream.data.errors import EnvError, RunError, noted
@@ -45,11 +45,19 @@ class LaneListener:
 class LaneSource(abc.ABC):
     """Node that steps the environments of some lanes, once: in this process, where a subclass does not do otherwise.
 
-    seed                     of every environment
-    slot_seeds               one seed for each environment, in the slots' order; None: they follow from `seed`
-    fragment_length          vector steps in a fragment (T)
+        env                what environments are made of, or they themselves: subclasses say what they take
+        num_envs, lanes    environments in all, and groups of them that step on their own; None: as many as there are
+        fragment_length    vector steps in a fragment (T)
+        seed               of every environment
+        slot_seeds         one seed for each environment, in the slots' order; None: they follow from `seed`
+        first_lane,        numbers of the first lane and environment, where other lanes of the rollout are elsewhere
+        first_slot
+
     envs                     the environments of every lane
-    lanes                    as they circulate
+    num_envs                 environments in all
+    lanes                    as they circulate, from `make_lanes` on
+    lookback                 steps of the fragment before that each fragment begins with (H)
+    is_shared                whether other processes may look at what lanes record
     is_started, is_closed    True once it is
     unrecorded_steps         transitions of vector steps that raised: some of them may not have been made
     has_fixed_lanes          True if no lane is added, and none but those that are set aside leaves
@@ -58,29 +66,34 @@ class LaneSource(abc.ABC):
     is_draining              True where lanes come back without a step, since no more are asked for
     call_times               of its calls, or of what lanes come back from
     trace                    records lanes and their steps; None: nothing is traced
+
+    Raises EnvError when environments can't be made, or differ, and ValueError for `slot_seeds` that are not one for
+    each environment.
     """
 
     has_fixed_lanes = True
     does = "step"  # what a lane comes back from, in a trace
 
-    envs: Sequence[Any]
-    lanes: Sequence[Any]
+    lookback: int
 
     def __init__(
         self,
-        seed: int,
-        fragment_length: int,
-        slot_seeds: Sequence[int] | None,
-        name: str,
+        env: Any,
+        *,
+        num_envs: int | None = None,
+        lanes: int | None = None,
+        fragment_length: int = 128,
+        seed: int = 0,
+        slot_seeds: Sequence[int] | None = None,
         first_lane: int = 0,
         first_slot: int = 0,
     ) -> None:
-        self.seed, self.slot_seeds, self._name = checked_count("seed", seed, 0), slot_seeds, name
+        self.seed, self.slot_seeds = checked_count("seed", seed, 0), slot_seeds
         self.fragment_length = checked_count("fragment_length", fragment_length, 1)
         self._first_lane = checked_count("first_lane", first_lane, 0)
         self._first_slot = checked_count("first_slot", first_slot, 0)
         self._first_step = 0  # of every lane
-        self.is_started = self.is_closed = False
+        self.is_started = self.is_closed = self.is_shared = False
         self.unrecorded_steps = 0
         self.deviations = Deviations()
         self._steps_lane = -1  # number of the lane whose environments are being stepped here
@@ -91,6 +104,26 @@ class LaneSource(abc.ABC):
         self.listener = LaneListener()
         self.call_times = CallTimes()
         self.trace: FragmentTrace | None = None
+        self.lanes: Sequence[Any] = []
+        with closing_on_error(self._close_opened):
+            self.envs: Sequence[Any] = self._made(env, num_envs, lanes)
+            self.num_envs = sum(each.num_envs for each in self.envs)
+            self._look_at_envs(num_envs, lanes)
+            self._check_slot_seeds()
+
+    def share(self) -> None:
+        """Have lanes write where other processes on this host may look. Before the first step only."""
+        if not self.is_shared:
+            self._refuse_if_started("their memory")
+            self.is_shared = True
+
+    def make_lanes(self, lookback: int) -> None:
+        """Make lanes that look back so many steps (H). Before the first step only; again, they are made anew."""
+        self._refuse_if_started("their lookback")
+        self._release_lanes()
+        self.lookback = lookback
+        each = zip(self.envs, self.first_slots(), strict=True)
+        self.lanes = [self._lane(index, envs, first) for index, (envs, first) in enumerate(each, self._first_lane)]
 
     def report_lanes_to(self, listener: LaneListener) -> None:
         """Tell a listener of lanes from now on: it counts them, and may hold this node, so it comes with the run."""
@@ -183,7 +216,7 @@ class LaneSource(abc.ABC):
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
 
-    def _step_here(self, lane: Any) -> Any:
+    def hand_over(self, lane: Any) -> Any:
         """Step a lane's environments in the graph's own thread, and record what they give: the lane."""
         self._steps_lane = lane.index
         trace = self.trace
@@ -230,10 +263,25 @@ class LaneSource(abc.ABC):
     def _release(self) -> None:
         """Release the memory of all lanes, and the listener: it may hold this node."""
         self.listener = LaneListener()
+        self._release_lanes()
+
+    def _release_lanes(self) -> None:
         for lane in self.lanes:
             lane.release()
 
     # What the kind of environments says
+
+    @abc.abstractmethod
+    def _makers(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        """What makes every lane's environments."""
+
+    @abc.abstractmethod
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        """The environments of every lane."""
+
+    @abc.abstractmethod
+    def _look_at_envs(self, num_envs: int | None, lanes: int | None) -> None:
+        """Take their spaces. Raises EnvError where they differ, or are not as many as were asked for."""
 
     @abc.abstractmethod
     def _actions_of(self, lane: Any) -> Any:
@@ -246,10 +294,6 @@ class LaneSource(abc.ABC):
     @abc.abstractmethod
     def _lane(self, index: int, envs: Any, first_slot: int) -> Any:
         """The lane of this number, of some environments, the first of which has the number `first_slot`."""
-
-    def _make_lanes(self) -> None:
-        each = zip(self.envs, self.first_slots(), strict=True)
-        self.lanes = [self._lane(index, envs, first) for index, (envs, first) in enumerate(each, self._first_lane)]
 
     # Seeds
 
@@ -274,12 +318,12 @@ class LaneSource(abc.ABC):
         """The seeds that the environments of a lane are first reset with, after so many starts."""
         return self.seeds_of_slots(self.first_slots()[place], self.envs[place].num_envs, starts)
 
-    def _check_slot_seeds(self, num_envs: int) -> None:
+    def _check_slot_seeds(self) -> None:
         """Raise ValueError unless the list of seeds has one for each environment."""
-        if self.slot_seeds is not None and len(self.slot_seeds) != num_envs:
+        if self.slot_seeds is not None and len(self.slot_seeds) != self.num_envs:
             raise ValueError(
-                f"seed is a list of {len(self.slot_seeds)}, expected one whole number, or a list of {num_envs}: one "
-                "for each environment"
+                f"seed is a list of {len(self.slot_seeds)}, expected one whole number, or a list of {self.num_envs}: "
+                "one for each environment"
             )
 
     def _close_opened(self) -> None:
@@ -291,6 +335,10 @@ class LaneSource(abc.ABC):
         count, sizes = len(self.envs), sorted({envs.num_envs for envs in self.envs})
         size = " or ".join(map(str, sizes))
         return f"{count} lane{'s' if count > 1 else ''} × {size} {noun}{'s' if sizes != [1] else ''}"
+
+    def _refuse_if_started(self, what: str) -> None:
+        if self.is_started:
+            raise RunError(f"these environments have been started: {what} stays as it is")
 
     def _begin(self) -> None:
         if self.is_started:

@@ -91,7 +91,6 @@ class OffloadedRollouts(LaneSource):
     """
 
     owner: RolloutOwner
-    lookback: int
     does = "rollout"
 
     def __init__(self, env: Any, **options: Any) -> None:
@@ -103,6 +102,10 @@ class OffloadedRollouts(LaneSource):
     def work_for(self, owner: RolloutOwner) -> None:
         """Have an owner, which is made for the spaces found here. Before it runs."""
         self.owner = owner
+
+    def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
+        """Have lanes look back so many steps (H); they are where the environments are."""
+        self.lookback = lookback
 
     def _release(self) -> None:
         super()._release()
@@ -192,9 +195,6 @@ class OneAgentRollouts(Environments):
         layout = self._layout(message.lane, self.envs[message.lane], seed)
         return fragment_of(message, layout, self._spaces, lost, is_checked=is_checked)
 
-    def _make_lanes(self) -> None:
-        """Lanes are where the environments are."""
-
     @cached_property
     def _spaces(self) -> list[Any]:
         """Spaces that connectors may leave observations in."""
@@ -205,8 +205,6 @@ class AgentRollouts(AgentEnvironments):
     """Environments of rollouts that are done elsewhere, with several agents each; otherwise as `OneAgentRollouts`."""
 
     owner: RolloutOwner
-    lookback: int
-    is_shared = False  # fragments that come are copied for another process
 
     def steps_of(self, slots: int) -> int:
         return slots * sum(len(part.agents) for part in self.parts)
@@ -218,10 +216,6 @@ class AgentRollouts(AgentEnvironments):
         if lost is not None:
             fragment.begin_after_loss(lost)
         return fragment
-
-    def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
-        """Have lanes look back so many agent steps (H); they are where the environments are."""
-        self.lookback = lookback
 
     @cached_property
     def _spaces(self) -> list[Any]:

@@ -128,9 +128,10 @@ class OneReplica:
         """Stages of the lane's ring; they act from the plan's first fragment on."""
         assert self._weights is not None
         module, (env_to_module, module_to_env) = self._module, self._pipelines
-        environments = _OneLane(site, lookback=plan.lookback, **plan.env_options)
+        environments = _OneLane(site, **plan.env_options)
         environments.begin_at(plan.first_step)
         environments.set_chosen_space(chosen_space(module, environments.action_space))
+        environments.make_lanes(plan.lookback)
         [lane] = environments.lanes
         seed_lane(lane, plan.seed)
         lane.fragment.sequence = plan.sequence
@@ -229,4 +230,5 @@ class _SeveralLane(AgentEnvironments):
         super().__init__(site.env, **options)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return [env]
+        self._here = [env]
+        return self._here

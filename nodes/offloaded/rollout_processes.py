@@ -1,10 +1,9 @@
 """Whole rollouts in worker processes: environments, connectors and copies of the modules in each."""
 
+import selectors
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollflow.nodes.env.env_source import lane_makers
-from rollflow.nodes.env.multi_agent.agent_environments import agent_makers
 from rollflow.nodes.env.workers.frames import FrameKind, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase
 from rollflow.nodes.env.workers.worker_node import WorkerNode
@@ -31,7 +30,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def __init__(self, env: Any, **options: Any) -> None:
         self._bell = Wakeup()  # rung when there are new weights
         super().__init__(env, **options)
-        self.call_when_woken(self._bell, self._spread)
+        self._selector.register(self._bell, selectors.EVENT_READ, WorkerRollouts._spread)
 
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
@@ -107,22 +106,17 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def _announce(self) -> None:
         self._bell.ring()
 
-    def _spread(self) -> None:
+    def _spread(self, events: int) -> Iterator[Any]:
         """Offer every worker the newest weights."""
         self._bell.silence()
         for link in self._links:
             link.offer()
+        return iter(())
 
 
 class RolloutProcesses(WorkerRollouts, OneAgentRollouts):  # type: ignore[misc]  # turns go round, and no lanes
     """`WorkerRollouts` of environments with one agent each."""
 
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return self.launch(lane_makers(env, num_envs, lanes, self._autoreset_mode))
-
 
 class AgentRolloutProcesses(WorkerRollouts, AgentRollouts):  # type: ignore[misc]  # as above
     """`WorkerRollouts` of environments with several agents each."""
-
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return self.launch(agent_makers(env, num_envs, lanes))

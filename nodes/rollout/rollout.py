@@ -232,7 +232,7 @@ class Rollout(RolloutLoop[Fragment]):
 
     def _make_lanes(self) -> None:
         pipelines, stateful = (*self._policy.pipelines, self.learner_pipeline), self._policy.acting.is_stateful
-        self.environments.set_lookback(lookback_for(self._options.lookback, pipelines, stateful=stateful))
+        self.environments.make_lanes(lookback_for(self._options.lookback, pipelines, stateful=stateful))
         for lane in self.environments.lanes:
             seed_lane(lane, self.seed)
 

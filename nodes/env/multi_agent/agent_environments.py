@@ -9,15 +9,14 @@ from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import count_of, sizes_of
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.env.multi_agent.dict_vector import check_alike
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, LaneEnvs, first_made
 from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
-from rollflow.stream.data.errors import EnvError, RunError, located, shown
-from rollflow.stream.multi_agent.agent_part import Actions, AgentEnvs, VectorStep
+from rollflow.stream.data.errors import EnvError, located, shown
+from rollflow.stream.multi_agent.agent_part import Actions, AgentEnvs, AgentPart, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
@@ -26,45 +25,14 @@ AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
 class AgentEnvironments(LaneSource):
     """A node that steps environments with several agents: takes a lane's actions, gives its observations.
 
-        env                a callable that makes an environment, or a list of callables that make one each: of a
-                           `MultiAgentEnv`, or of what PettingZoo has; or that make a `MultiAgentVectorEnv` each, which
-                           is a lane by itself; or such a one, which is left open
-        num_envs           environments in all; taken from `env` where that is a list or has vector environments
-        lanes              groups of environments that step on their own; None: one, or one for each vector environment
-        fragment_length    vector steps in a fragment (T)
-        seed               of every environment
-        slot_seeds         one seed for each environment; None: they follow from `seed`
-        name               what the episode ids are derived from, beside the seed
-        first_lane,        numbers of the first lane and environment, where other lanes of the rollout are elsewhere
-        first_slot
+        env    a callable that makes an environment, or a list of callables that make one each: of a `MultiAgentEnv`,
+               or of what PettingZoo has; or that make a `MultiAgentVectorEnv` each, which is a lane by itself; or such
+               a one, which is left open
 
-    Raises EnvError when an environment can't be made, or breaks the conventions; ValueError for `slot_seeds` that are
-    not one for each environment.
+    All else is as for `LaneSource`. Raises EnvError also where an environment breaks the conventions.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        num_envs: int | None = None,
-        lanes: int | None = None,
-        fragment_length: int = 128,
-        seed: int = 0,
-        slot_seeds: Sequence[int] | None = None,
-        name: str = "rollout",
-        first_lane: int = 0,
-        first_slot: int = 0,
-    ) -> None:
-        super().__init__(seed, fragment_length, slot_seeds, name, first_lane, first_slot)
-        self.lanes: list[MultiAgentLane] = []
-        self._is_shared = False
-        self.envs = self._here = self._made(env, num_envs, lanes)
-        self.parts = self.envs[0].parts
-        self.num_envs = sum(envs.num_envs for envs in self.envs)
-        with closing_on_error(self.close):
-            self._check_alike()
-            self._check_slot_seeds(self.num_envs)
-            check_numbers(num_envs, lanes, self.envs)
+    parts: tuple[AgentPart, ...]
 
     def set_chosen_spaces(self, chosen: Sequence[gym.Space[Any] | None]) -> None:
         """Have `actions` recorded in the space of what modules choose, part by part; None: in the environments' own.
@@ -74,23 +42,19 @@ class AgentEnvironments(LaneSource):
         parts = zip(self.parts, chosen, strict=True)
         self.parts = tuple(part._replace(chosen_space=space) for part, space in parts)
 
-    def share(self) -> None:
-        """Have lanes write where other processes on this host may look. Before the lanes are made."""
-        self._is_shared = True
-
-    def make_lanes(self, lookback: int, mapping: Any, shared_data: Callable[[int, Any], dict[str, Any]]) -> None:
-        """Have lanes that look back so many agent steps (H). Before the first step only.
+    def make_lanes(  # type: ignore[override]  # these take more
+        self, lookback: int, mapping: Any, shared_data: Callable[[int, Any], dict[str, Any]]
+    ) -> None:
+        """Make lanes that look back so many agent steps (H).
 
         mapping, shared_data    as `MultiAgentLane` has them, `shared_data` of a lane's number and a module
         """
-        if self.is_started:
-            raise RunError("these environments have been started: their lookback stays as it is")
-        self._lookback, self._mapping, self._shared_data = lookback, mapping, shared_data
-        self._make_lanes()
+        self._mapping, self._shared_data = mapping, shared_data
+        super().make_lanes(lookback)
 
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
         """Step the lane's environments with the actions that it brings."""
-        lane: MultiAgentLane = self._step_here(actions)
+        lane: MultiAgentLane | None = self.hand_over(actions)
         return lane
 
     def describe(self) -> str:
@@ -99,16 +63,20 @@ class AgentEnvironments(LaneSource):
 
     # What other ways of stepping do otherwise
 
+    def _makers(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[AgentLaneMaker]:
+        return agent_makers(env, num_envs, lanes)
+
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """The environments of every lane."""
         first, made = first_made(env), list[LaneEnvs]()
-        with nullcontext() if first is None else first, closing_on_error(self.close):
+        with nullcontext() if first is None else first:
             for lane, maker in enumerate(agent_makers(env, num_envs, lanes, first)):
                 number = sum(envs.num_envs for envs in made)
                 made.append(replace(maker, first_env=number).lane_env(self.deviations))
                 if maker.can_travel:
                     self._opened.append((f"the environments of lane {lane}", made[-1]))
             check_apart("callables", (each for envs in made for each in envs.given))
+        self._here = made
         return made
 
     # Inside
@@ -126,19 +94,21 @@ class AgentEnvironments(LaneSource):
             envs.num_envs,
             first_env=first_env,
             num_rows=self.fragment_length,
-            lookback=self._lookback,
-            name=f"{self.seed}/{self._name}/{index}",
+            lookback=self.lookback,
+            name=f"{self.seed}/rollout/{index}",
             mapping=self._mapping,
             shared_data=partial(self._shared_data, index),
         )
-        if self._is_shared:
+        if self.is_shared:
             lane.share()
         return lane
 
-    def _check_alike(self) -> None:
+    def _look_at_envs(self, num_envs: int | None, lanes: int | None) -> None:
+        self.parts = self.envs[0].parts
         for first_env, envs in zip(self.first_slots()[1:], self.envs[1:], strict=True):
             with located(f"environment {first_env}"):
                 check_alike(agents_of(envs), agents_of(self.envs[0]), 0)
+        check_numbers(num_envs, lanes, self.envs)
 
 
 def agent_makers(

@@ -80,7 +80,7 @@ class HostedNode(SupervisedSource):
         self._vacancy: HostWait | None = None  # while there is no lane
         self.gateway = Gateway(env, self.role)
         with closing_on_error(lambda: self.gateway.close("the rollout could not be made")):
-            super().__init__(env, **options)  # type: ignore[arg-type]
+            super().__init__(env, **options)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """Wait for the first hosts: what is known of their environments, lane by lane.

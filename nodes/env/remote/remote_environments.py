@@ -104,10 +104,6 @@ class RemoteEnvironments(SteppedOnHosts, Environments):
 
     role = "env"
 
-    def __call__(self, actions: Lane) -> Lane | None:
-        """Have the lane's host step its environments with the actions that it brings."""
-        return self.hand_over(actions)
-
     # What comes over the wire
 
     def _step_request(self, lane: Lane, number: int) -> Step:
@@ -140,10 +136,6 @@ class RemoteAgentEnvironments(SteppedOnHosts, AgentEnvironments):
     """
 
     role = "agents"
-
-    def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
-        """Have the lane's host step its environments with the actions that it brings."""
-        return self.hand_over(actions)
 
     # What comes over the wire
 

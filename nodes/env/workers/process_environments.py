@@ -1,16 +1,11 @@
 """Environments that step in worker processes: for those that are costly, or not to be trusted with this process."""
 
-from collections.abc import Sequence
-from typing import Any
-
-from rollflow.nodes.env.env_source import lane_makers
 from rollflow.nodes.env.environments import Environments
-from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments, agent_makers
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks
 from rollflow.nodes.env.workers.frames import lane_block
 from rollflow.nodes.env.workers.worker_node import WorkerNode
-from rollflow.stream.fragments.lane import Lane, LaneMemory
-from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+from rollflow.stream.fragments.lane import LaneMemory
 
 
 class ProcessEnvironments(WorkerNode, Environments):
@@ -22,20 +17,11 @@ class ProcessEnvironments(WorkerNode, Environments):
 
     program, link_of = "rollflow.nodes.env.workers.env_worker", EnvLink
 
-    def __call__(self, actions: Lane) -> Lane | None:
-        """Have the lane's worker step its environments with the actions that it brings."""
-        return self.hand_over(actions)
-
-    def _release(self) -> None:
+    def _release_lanes(self) -> None:
         for lane in self.lanes:
             if isinstance(lane.memory, LaneBlocks):
                 lane.memory.pool.close()
-        super()._release()
-
-    # What Environments does otherwise
-
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return self.launch(lane_makers(env, num_envs, lanes, self._autoreset_mode))
+        super()._release_lanes()
 
     def _memory(self, index: int) -> LaneMemory | None:
         spaces = self.observation_space, self.action_space
@@ -53,12 +39,3 @@ class AgentProcesses(WorkerNode, AgentEnvironments):
     """
 
     program, link_of = "rollflow.nodes.env.workers.agent_worker", AgentLink
-
-    def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
-        """Have the lane's worker step its environments with the actions that it brings."""
-        return self.hand_over(actions)
-
-    # What AgentEnvironments does otherwise
-
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        return self.launch(agent_makers(env, num_envs, lanes))

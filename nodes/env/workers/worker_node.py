@@ -6,7 +6,7 @@ import selectors
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
@@ -25,7 +25,6 @@ from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count,
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.system import require
-from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.stacks import StackFrame
 from rollflow.stream.observe.waits import Wait
 
@@ -62,18 +61,18 @@ class WorkerNode(SupervisedSource):
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
         self._without_step: deque[LaneLink] = deque()  # links of lanes that are to come back as they are
-        self._woken: weakref.WeakMethod[Callable[[], None]] | None = None
         # With functions of this class, which take the node, and nothing that refers to the node itself.
         self._selector = selectors.DefaultSelector()
         self._ending = weakref.finalize(self, _end, self._workers, self._selector)
         with closing_on_error(self._end_workers):
             super().__init__(env, **options)
 
-    def launch(self, makers: Sequence[Any]) -> list[Any]:
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         """Have processes make the environments of every lane: stand-ins for them.
 
         Raises EnvError where they can't be made, or not in time, and for those that have been made already.
         """
+        makers = self._makers(env, num_envs, lanes)
         if not all(maker.can_travel for maker in makers):
             raise EnvError(
                 "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
@@ -147,11 +146,6 @@ class WorkerNode(SupervisedSource):
                 self._start_process(first)
             else:
                 self._make(self.links[status.index])
-
-    def call_when_woken(self, wakeup: Wakeup, call: Callable[[], None]) -> None:
-        """Have a method, held weakly, called where lanes are completed whenever `wakeup` has been rung."""
-        self._woken = weakref.WeakMethod(call)
-        self._selector.register(wakeup, selectors.EVENT_READ, WorkerNode._wake)
 
     @property
     def num_workers(self) -> int:
@@ -254,12 +248,6 @@ class WorkerNode(SupervisedSource):
                 yield from self._all_answered(link, frames)
         if self._workers[first] is worker:
             yield from self._process_lost(first)
-
-    def _wake(self, events: int) -> Iterator[Any]:
-        woken = None if self._woken is None else self._woken()
-        if woken is not None:
-            woken()
-        return iter(())
 
     # Losses
 
