@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
-from types import TracebackType
 from typing import Any, TypeVar
 
 import anyio
@@ -155,9 +154,7 @@ class InlineDriver(_RingDriver):
             if is_in_main_thread and raises and self.run.is_in_call:
                 signal.pthread_kill(self._reader, signal.SIGINT)
 
-    def close(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Close the nodes, once the reader's thread is done with the item that it is at.
 
         Where that hangs, the reader's thread closes them when it comes back, which is logged.
@@ -253,9 +250,7 @@ class ThreadDriver(_RingDriver):
         self._stalled = error
         self._put(None)
 
-    def close(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Have the thread stop where it is and close the nodes, and wait until it has. Raises what nobody has seen.
 
         One whose environments or module hang is left behind, which is logged.

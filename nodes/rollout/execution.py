@@ -3,7 +3,7 @@
 `execution_for` chooses one, once. Everything that differs between the two places stands here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollflow.nodes.connectors.connector_v2 import Batch
@@ -28,6 +28,8 @@ from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import Report
 from rollflow.stream.multi_agent.agent_part import AgentPart
+
+Send = Callable[[Published], None]
 
 
 class OnePolicy:
@@ -110,20 +112,18 @@ class OnePolicy:
         version = self.weights.load_into(self.acting.copy)
         return OneReplica(self.acting.copy, version, *self.pipelines)
 
-    def publish(self, weights: Weights) -> tuple[int, Published]:
-        """Have the next passes use weights: the version that they get, and what was published."""
+    def publish(self, weights: Weights, send: Send) -> int:
+        """Have the next passes use weights, and send them; the version that they get."""
         version = self.weights.publish(weights)
-        return version, {DEFAULT_MODULE_ID: (version, weights)}
+        send({DEFAULT_MODULE_ID: (version, weights)})
+        return version
 
-    def published_as(self, version: int, weights: Weights) -> Published | None:
-        """Weights that `publish_as` would publish; None: they are not newer. Raises ModuleError for wrong ones."""
+    def publish_as(self, version: int, weights: Weights, send: Send) -> bool:
+        """Send weights of this version, and have the next passes use them; False: they are not newer."""
         if version <= self.weights.version:
-            return None
+            return False
         self.weights.check(weights)
-        return {DEFAULT_MODULE_ID: (version, weights)}
-
-    def publish_as(self, version: int, weights: Weights) -> bool:
-        """Have the next passes use weights of this version; False: they are not newer."""
+        send({DEFAULT_MODULE_ID: (version, weights)})  # first: a turn may begin once the version is there
         return self.weights.publish_as(version, weights)
 
 
@@ -197,17 +197,16 @@ class AgentsPolicy:
         """Spaces that observations of the agents may be in."""
         return spaces_seen(parts, self.acting.env_to_module)
 
-    def publish(self, weights: Mapping[Any, Weights]) -> tuple[dict[Any, int], Published]:
+    def publish(self, weights: Mapping[Any, Weights], send: Send) -> dict[Any, int]:
         versions = self._modules.publish(weights)
-        return versions, {module_id: (versions[module_id], weights[module_id]) for module_id in versions}
+        send({module_id: (versions[module_id], weights[module_id]) for module_id in versions})
+        return versions
 
-    def published_as(self, version: int, weights: Mapping[Any, Weights]) -> Published | None:
+    def publish_as(self, version: int, weights: Mapping[Any, Weights], send: Send) -> bool:
         self._modules.check_elsewhere(weights)
         if version <= self._modules.version_elsewhere:
-            return None
-        return {module_id: (version, each) for module_id, each in weights.items()}
-
-    def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
+            return False
+        send({module_id: (version, each) for module_id, each in weights.items()})
         return self._modules.publish_as(version, weights)
 
 
@@ -217,14 +216,14 @@ ActingPolicy = OnePolicy | AgentsPolicy
 class StagesHere:
     """Forward passes and connectors in this process, wherever the environments step.
 
-    counting    stages that count the lanes that come by
+    counting    stage that counts the lanes that come by
     policy      what acts
     """
 
     def __init__(self, environments: Any, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger) -> None:
         self._environments, self.policy, self._relay = environments, policy, GateRelay(environments)
         self._prepare, self._forward, self._act = policy.stages(environments, num_fragments, ledger, self._relay)
-        self.counting = [self._prepare]
+        self.counting = self._prepare
 
     def ring(self, gate: LaneGate | None) -> Graph:
         """The ring of the four stages, with the output `fragments`; the gate lets a lane go on to its next step."""
@@ -243,13 +242,8 @@ class StagesHere:
         """Give a lane that comes what its actions are sampled with."""
         self.policy.begin_lane(lane)
 
-    def publish(self, weights: Any) -> Any:
-        """Have the next forward pass use these weights; their version, or versions."""
-        return self.policy.publish(weights)[0]
-
-    def publish_as(self, version: int, weights: Any) -> bool:
-        """Have the next forward pass use weights of this version; False where they are not newer."""
-        return self.policy.publish_as(version, weights)
+    def send(self, published: Published) -> None:
+        """Do nothing: what acts is here."""
 
     def check_train_batch(self, batch: Batch) -> None:
         """Warn where a train batch's observations have other shapes than the module got while acting."""
@@ -264,8 +258,9 @@ class StagesHere:
 class StagesElsewhere:
     """Whole rollouts in worker processes or on hosts: owner of what they are done with, and of what they report.
 
-    counting   stages that count the lanes that come by
+    counting   stage that counts the lanes that come by
     policy     what acts
+    send       sends weights to every lane
     """
 
     def __init__(
@@ -275,20 +270,20 @@ class StagesElsewhere:
         self._pipelines = policy.pipelines
         self._states: dict[int, Any] = {}  # of the connectors there, by lane
         self._relay = GateRelay(rollouts)
-        self._emitter = policy.emitter(rollouts.num_lanes, num_fragments, ledger, self._relay)
-        self.counting = [self._emitter]
+        self.counting = policy.emitter(rollouts.num_lanes, num_fragments, ledger, self._relay)
         for pipeline in self._pipelines:
             pipeline.refuse_edits_while_run_by(self, has_states=True)
+        self.send = rollouts.broadcast
         rollouts.work_for(self)
 
     def ring(self, gate: LaneGate | None) -> Graph:
         """The ring in which each turn of a lane is a fragment, with the output `fragments`; the gate lets it begin."""
         self._relay.gate = gate
-        return ring_of_turns(self._rollouts, self._emitter, gate)
+        return ring_of_turns(self._rollouts, self.counting, gate)
 
     def explain(self, gate: LaneGate | None) -> str:
         """A text on the ring with this gate; no stage reports to the gate."""
-        return ring_of_turns(self._rollouts, self._emitter, gate).explain()
+        return ring_of_turns(self._rollouts, self.counting, gate).explain()
 
     def let_go(self) -> None:
         """Let go of the gate: the run is over."""
@@ -296,19 +291,6 @@ class StagesElsewhere:
 
     def begin_lane(self, lane: Any) -> None:
         """Do nothing: a lane that comes is seeded where it is."""
-
-    def publish(self, weights: Any) -> Any:
-        """Send these weights to every lane; their version, or versions."""
-        version, published = self.policy.publish(weights)
-        self._rollouts.broadcast(published)
-        return version
-
-    def publish_as(self, version: int, weights: Any) -> bool:
-        """Send weights of this version to every lane; False where they are not newer."""
-        published = self.policy.published_as(version, weights)
-        if published is not None:
-            self._rollouts.broadcast(published)  # first: a turn may begin once the version is there
-        return self.policy.publish_as(version, weights)
 
     def check_train_batch(self, batch: Batch) -> None:
         """Do nothing: what the module got while acting was seen elsewhere."""

@@ -127,7 +127,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Modules that are not named stay as they are. From any thread. Raises ModuleError for a module that does not
         exist, and for weights that are not its own; then nothing is published.
         """
-        return dict(self.hooks.tell_version(self._execution.publish(weights)))
+        return self.hooks.tell_version(self._policy.publish(weights, self._execution.send))
 
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
         """Publish weights under a version that a trainer elsewhere counts, which alone publishes then.
@@ -135,7 +135,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Returns False where the modules have that version already, or a newer one; nothing changes then. Raises
         ModuleError as `publish` does, and where weights are not of all modules that `be_published_elsewhere` named.
         """
-        is_new = self._execution.publish_as(version, weights)
+        is_new = self._policy.publish_as(version, weights, self._execution.send)
         return self.hooks.tell_if_new(dict.fromkeys(weights, version), is_new=is_new)
 
     def be_published_elsewhere(self, ids: Sequence[Any]) -> None:

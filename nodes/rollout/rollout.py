@@ -143,14 +143,15 @@ class Rollout(RolloutLoop[Fragment]):
 
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
-        return self.hooks.tell_version(int(self._execution.publish(weights)))
+        return self.hooks.tell_version(self._policy.publish(weights, self._execution.send))
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """Publish weights under a version that a trainer has counted; False: they are not newer, and are passed over.
 
         Raises ModuleError when they are not the module's.
         """
-        return self.hooks.tell_if_new(version, is_new=self._execution.publish_as(version, weights))
+        is_new = self._policy.publish_as(version, weights, self._execution.send)
+        return self.hooks.tell_if_new(version, is_new=is_new)
 
     @property
     def policy_version(self) -> int:

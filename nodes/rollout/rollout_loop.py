@@ -88,11 +88,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             self._rounds: FragmentRounds[F] = FragmentRounds(
                 self.environments.num_lanes, lag, self.returns, acts.collector
             )
-            self._credits, self._lane_counts = credits_of(self.environments, lag, self._rounds, options.prefetch)
             self._ledger = Ledger()  # of fragments in a graph
             self._execution = execution_for(self.environments, acts, options.num_fragments, self._ledger)
-        # Stages that count lanes get to know of those that hosts bring and take.
-        self._lane_counts.follow(self._execution.counting, self._execution.begin_lane)
+        of_loop = self.environments, lag, self._rounds, options.prefetch
+        self._credits, self._lane_counts = credits_of(*of_loop, self._execution)
         self.hooks = self._rounds.hooks
         self._ended_by: str | None = None  # the cause, of a loop
         self._interrupted_by = ""  # name of the KeyboardInterrupt, or the like, that ended a loop
@@ -218,7 +217,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             try:
                 if self._drive is not None:
                     with noting_in(error):
-                        self._drive.close(kind, error, traceback)
+                        self._drive.close(error)
             finally:
                 self._end(error_before)
 

@@ -299,16 +299,14 @@ class LaneCounts(LaneListener):
     credits               of the loop over the rollout
     rounds                have a fragment of every lane
     fragments_per_lane    credits that each lane brings
+    execution             has the stage that counts the lanes, and gives one that comes what it begins with
     """
 
-    def __init__(self, credits: FragmentCredits, rounds: FragmentRounds[Any], fragments_per_lane: int) -> None:
+    def __init__(
+        self, credits: FragmentCredits, rounds: FragmentRounds[Any], fragments_per_lane: int, execution: Any
+    ) -> None:
         self._credits, self._rounds, self._fragments_per_lane = credits, rounds, fragments_per_lane
-        self._stages: Sequence[Any] = ()
-        self._begin: Callable[[Any], None] | None = None
-
-    def follow(self, stages: Sequence[Any], begin: Callable[[Any], None] | None) -> None:
-        """Have stages `expect` more lanes or fewer as well, and call `begin` with every lane that comes."""
-        self._stages, self._begin = stages, begin
+        self._execution = execution
 
     def lane_lost(self, lane: int) -> None:
         """Have no other lane wait for the first fragment of one that is lost."""
@@ -316,18 +314,15 @@ class LaneCounts(LaneListener):
 
     def lane_joined(self, lane: Any, fills_a_vacancy: bool) -> None:
         """Make room for a lane; one that fills a vacancy is counted already."""
-        if self._begin is not None:
-            self._begin(lane)
-        for stage in self._stages:
-            stage.expect(int(not fills_a_vacancy))
+        self._execution.begin_lane(lane)
+        self._execution.counting.expect(int(not fills_a_vacancy))
         self._credits.add(self._fragments_per_lane)
         self._rounds.lane_joined(lane.index, fills_a_vacancy)
 
     def lane_left(self, lane: Any, was_the_last: bool) -> None:
         """Give up the room of a lane that goes round for the last time; after the last lane, others are waited for."""
         self._credits.add(-self._fragments_per_lane)
-        for stage in self._stages:
-            stage.expect(int(was_the_last))
+        self._execution.counting.expect(int(was_the_last))
         self._rounds.lane_left(was_the_last)
 
     def lane_absent(self, lane: Any) -> None:
@@ -342,7 +337,7 @@ class LaneCounts(LaneListener):
 
 
 def credits_of(
-    environments: LaneSource, lag: LagBound, rounds: FragmentRounds[Any], prefetch: int
+    environments: LaneSource, lag: LagBound, rounds: FragmentRounds[Any], prefetch: int, execution: Any
 ) -> tuple[FragmentCredits, LaneCounts]:
     """Credits for a loop over a rollout, and what keeps them and the rounds in step with lanes that come and go.
 
@@ -357,7 +352,7 @@ def credits_of(
         per_lane = 1 + prefetch
         is_in_rounds = per_lane == 1 and environments.has_fixed_lanes
         credits = FragmentCredits(len(lanes) * per_lane, first=lanes if is_in_rounds else ())
-    return credits, LaneCounts(credits, rounds, per_lane)
+    return credits, LaneCounts(credits, rounds, per_lane, execution)
 
 
 def nobody() -> None:

@@ -5,7 +5,7 @@ agent in the part.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -88,33 +88,3 @@ class VectorStep(NamedTuple):
 
 Actions = Sequence[tuple[NDArray[np.int64] | None, Tree]]
 """For each part: agent slots that act, i64[K] ascending (None: all), and a tree of their actions `any[K, ...]`."""
-
-
-class AgentEnvs(Protocol):
-    """N environments with several agents each that step together, in this process or another."""
-
-    num_envs: int
-    possible_agents: tuple[Any, ...]
-    observation_spaces: Mapping[Any, gym.Space[Any]]
-    action_spaces: Mapping[Any, gym.Space[Any]]
-    parts: tuple[AgentPart, ...]
-
-    def reset(
-        self, seeds: Sequence[int] | None = None
-    ) -> tuple[Sequence[Observed], Sequence[Mapping[Any, Mapping[str, Any]]]]:
-        """Begin an episode in every environment, each with a seed of its own.
-
-        Returns the first observations of each part, and agent -> info of each environment; () if all are empty.
-        """
-        ...
-
-    def step(self, actions: Actions) -> VectorStep:
-        """Step every environment, and reset those whose episode ends.
-
-        The next call may overwrite the arrays that are returned.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the environments."""
-        ...

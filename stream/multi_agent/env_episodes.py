@@ -13,7 +13,6 @@ from rollflow.stream.episodes.single_agent import SingleAgentEpisode, refusal
 if TYPE_CHECKING:
     from rollflow.stream.multi_agent.agent_fragment import AgentFragment
     from rollflow.stream.multi_agent.agent_lane import AgentLane
-    from rollflow.stream.multi_agent.agent_part import AgentPart
     from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
     from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
@@ -41,12 +40,10 @@ def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> MultiA
         for part in fragment.parts
         for agent, timeline in _sealed_timelines(fragment, part, env, nth, started, stop)
     }
-    parts = [part.part for part in fragment.parts]
-    awaited = _awaited(fragment.parts, env, started, stop, timelines)
-    episode = MultiAgentEpisode(fragment.episode_id(*key), **_options(parts, timelines))
+    episode = _made(MultiAgentEpisode, fragment.episode_id(*key), fragment.parts, clock, env, nth, stop, timelines)
     episode.custom_data.update(fragment.custom_data.get(key, {}))
     episode.lane = fragment.lane
-    return _placed(episode, clock, env, nth, stop, timelines, awaited)
+    return episode
 
 
 def live_episode(lane: "MultiAgentLane", env: int, *, has_ended: bool) -> LiveMultiAgentEpisode:
@@ -59,22 +56,11 @@ def live_episode(lane: "MultiAgentLane", env: int, *, has_ended: bool) -> LiveMu
         for part in lane.parts
         for agent, timeline in _live_timelines(part, env, started, now, has_ended=has_ended)
     }
-    parts = [part.part for part in lane.parts]
-    awaited = _awaited([part.fragment for part in lane.parts], env, started, now, timelines)
-    episode = LiveMultiAgentEpisode(lane.episode_ids(*key), **_options(parts, timelines))
+    parts = [part.fragment for part in lane.parts]
+    episode = _made(LiveMultiAgentEpisode, lane.episode_ids(*key), parts, clock, env, nth, now, timelines)
     episode.custom_data = lane.custom_data.setdefault(key, {})
     episode.lane = lane.index
-    return _placed(episode, clock, env, nth, now, timelines, awaited)
-
-
-def _options(parts: Sequence["AgentPart"], timelines: Mapping[Any, AgentTimeline]) -> dict[str, Any]:
-    """Arguments of an episode's constructor: spaces, episode ids and module ids by agents."""
-    return {
-        "observation_space": {agent: part.observation_space for part in parts for agent in part.agents},
-        "action_space": {agent: part.recorded_space for part in parts for agent in part.agents},
-        "agent_episode_ids": {agent: timeline.episode.id_ for agent, timeline in timelines.items()},
-        "agent_module_ids": {agent: timeline.episode.module_id for agent, timeline in timelines.items()},
-    }
+    return episode
 
 
 def _awaited(
@@ -95,22 +81,31 @@ def _awaited(
     return awaited
 
 
-def _placed(
-    episode: E,
+def _made(
+    kind: type[E],
+    id_: str,
+    parts: Sequence["AgentFragment"],
     clock: "EnvClock",
     env: int,
     nth: int,
     stop: int,
     timelines: dict[Any, AgentTimeline],
-    awaited: dict[Any, AwaitedAgent],
 ) -> E:
-    """Give an episode its agents, its place on the clock of env steps, and its end; return it.
+    """An episode with its agents, its place on the clock of env steps, and its end.
 
     stop    vector step at which it ends
     """
-    started = clock.start(env, nth)
+    started, of_agents = clock.start(env, nth), [(agent, each.part) for each in parts for agent in each.part.agents]
+    awaited = _awaited(parts, env, started, stop, timelines)
     begin = max(clock.first, started) - started
     oldest = min((timeline.observed_at[0] for timeline in timelines.values()), default=begin)
+    episode = kind(
+        id_,
+        observation_space={agent: part.observation_space for agent, part in of_agents},
+        action_space={agent: part.recorded_space for agent, part in of_agents},
+        agent_episode_ids={agent: timeline.episode.id_ for agent, timeline in timelines.items()},
+        agent_module_ids={agent: timeline.episode.module_id for agent, timeline in timelines.items()},
+    )
     episode._roster = AgentRoster(begin, stop - started, max(0, begin - oldest), timelines, awaited)
     episode._is_reset = True
     episode.slot = env
@@ -118,7 +113,7 @@ def _placed(
     if end is not None:
         episode.is_truncated, episode.is_terminated = end[1], not end[1]
     for timeline in timelines.values():
-        timeline.episode.multi_agent_episode_id = episode.id_
+        timeline.episode.multi_agent_episode_id = id_
     return episode
 
 

@@ -16,10 +16,10 @@ from rollflow.nodes.env.multi_agent.dict_vector import check_alike
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, EnvMaker, LaneEnvs, first_made
 from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
 from rollflow.stream.data.errors import EnvError, located, shown
-from rollflow.stream.multi_agent.agent_part import Actions, AgentEnvs, AgentPart, VectorStep
+from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, VectorStep
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
-AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
+AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | MultiAgentVectorEnv
 
 
 class AgentEnvironments(LaneSource):
@@ -87,7 +87,7 @@ class AgentEnvironments(LaneSource):
     def _record(self, lane: MultiAgentLane, stepped: VectorStep) -> None:
         lane.record_step(stepped)
 
-    def _lane(self, index: int, envs: AgentEnvs, first_env: int) -> MultiAgentLane:
+    def _lane(self, index: int, envs: Any, first_env: int) -> MultiAgentLane:
         lane = MultiAgentLane(
             index,
             self.parts,

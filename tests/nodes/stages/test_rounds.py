@@ -176,7 +176,7 @@ class AbsentLanes:
 def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed: int) -> None:
     rounds: FragmentRounds[Any] = FragmentRounds(lanes, Published(lambda: {}, None), lambda fragment: None)
     credits, simulated = FragmentCredits(lanes * (1 + ahead)), [SimulatedLane(index) for index in range(lanes)]
-    ring = AbsentLanes(Random(seed), simulated, LaneCounts(credits, rounds, 1 + ahead), credits)
+    ring = AbsentLanes(Random(seed), simulated, LaneCounts(credits, rounds, 1 + ahead, None), credits)
     handed: list[Given] = []
     for _ in range(12):
         rounds.gather(ring.take, credits.release)
