@@ -24,12 +24,12 @@ class Setting(NamedTuple):
 
 drawn_settings = st.builds(
     Setting,
-    slots=st.integers(1, 6),
+    slots=st.integers(1, 8),
     lanes=st.integers(1, 4),
     fragment_length=st.integers(1, 12),
-    lookback=st.integers(0, 6),
+    lookback=st.integers(0, 9),
     nested=st.booleans(),
-    longest=st.integers(1, 12),
+    longest=st.integers(1, 20),
     prefetch=st.integers(0, 2),
     seed=st.integers(0, 2**32 - 1),
 ).filter(lambda drawn: drawn.lanes <= drawn.slots)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import pytest
 import torch
-from drawn_rollouts import Setting, drawn_settings, makers_of, rollout_of
+from drawn_rollouts import Setting, drawn_settings, rollout_of
 from ending_envs import Doomed
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from hypothesis import given, strategies as st
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv, numbered_envs
@@ -60,27 +59,17 @@ def assert_same(one: SingleAgentEpisode, other: SingleAgentEpisode) -> None:
     assert one.custom_data == other.custom_data
 
 
-def environments_of(drawn: Setting, mode: AutoresetMode | None) -> Any:
-    """Plain environments, or vector environments in one of gymnasium's modes, a lane each."""
-    makers = makers_of(drawn)
-    if mode is None:
-        return makers
-    sizes = [len(part) for part in np.array_split(np.arange(drawn.slots), drawn.lanes)]
-    ends = np.cumsum(sizes)
-    return [SyncVectorEnv(makers[end - size : end], autoreset_mode=mode) for size, end in zip(sizes, ends, strict=True)]
-
-
 @pytest.mark.slow
 @given(drawn_settings, st.sampled_from([None, *AutoresetMode]))
 def test_the_same_episodes_come_whole_and_none_of_their_transitions_is_lost(
     drawn: Setting, mode: AutoresetMode | None
 ) -> None:
-    lanes = {"lanes": drawn.lanes} if mode is None else {}
-    with rollout_of(drawn, environments_of(drawn, mode), prefetch=drawn.prefetch, **lanes) as rollout:
+    options: Any = {"prefetch": drawn.prefetch, "lanes": drawn.lanes, "autoreset_mode": mode}
+    with rollout_of(drawn, **options) as rollout:
         chunks = [copied_in_place(chunk) for fragment in in_order(rollout.fragments()) for chunk in fragment.episodes()]
     expected = joined([chunk for chunk, _ in chunks])
     places = {chunk.id_: place for chunk, place in chunks}
-    with rollout_of(drawn, environments_of(drawn, mode), prefetch=drawn.prefetch, **lanes) as rollout:
+    with rollout_of(drawn, **options) as rollout:
         whole = [
             each for fragment in in_order(rollout.fragments(complete_episodes=True)) for each in fragment.episodes()
         ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_agents import Drawn, assert_alike, fragments_of as agent_fragments, made as agents_rollout, makers_of
+from drawn_agents import Drawn, made as agents_rollout, makers_of
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 from serial_module import SerialModule
@@ -89,19 +89,6 @@ def test_everything_runs_in_the_loops_thread_whatever_else_is_asked_for(where: A
         assert sum(1 for _ in rollout.batches()) == 3
     seen = WatchesForward.threads | WatchesAgents.threads | WatchedAgents.threads
     assert seen.union(*(piece.threads for piece in pieces)) == {get_ident()}
-
-
-@SEVERAL
-def test_what_comes_out_is_the_same(several: bool) -> None:
-    if several:
-        assert_alike(agent_fragments(AGENTS, debug=True), agent_fragments(AGENTS))
-        return
-    runs = []
-    for debug in (False, True):
-        with Rollout(numbered_envs(4)[1], module=NumberedModule(), num_fragments=3, debug=debug, **THREADED) as rollout:
-            fragments = sorted(rollout.fragments(), key=lambda each: (each.lane, each.sequence))
-        runs.append([(each.lane, each.sequence, each.column("actions").tolist()) for each in fragments])
-    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("pipeline", ["joint_connector", "env_to_module_connector", "module_to_env_connector"])

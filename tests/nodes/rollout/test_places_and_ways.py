@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 import drawn_agents
@@ -21,14 +20,25 @@ from property_examples import examples
 from remote_hosts import BrokenWire, hosting, listening
 from ways import WAYS
 
-from rollflow import ConnectorV2, RemoteEnvs, RemoteRollouts
+from rollflow import ConnectorV2, Forward, RemoteEnvs, RemoteRollouts
 from rollflow.nodes import EnvHost, RolloutHost
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.001)
 
-WORKERS = ["processes", "rollouts"]
 HOSTS = {"hosts": (RemoteEnvs, EnvHost), "rollouts on hosts": (RemoteRollouts, RolloutHost)}
-PLACES = ["inline", "threads", *WORKERS, *HOSTS]
+PLACES = ["inline", "threads", "processes", "rollouts", *HOSTS]
+JOINT: dict[str, dict[str, Any]] = {
+    "together": {"forward": Forward(max_batch=64)},
+    "waiting": {"forward": Forward(max_batch=64, max_wait=1e-3)},
+    "in a thread": {"forward": Forward(in_thread=True)},
+}
+PASSES: dict[str, list[dict[str, Any]]] = {
+    "inline": [{}, {"debug": True}, *JOINT.values()],
+    "threads": [{}, *JOINT.values()],
+    "processes": [{"workers": 1}, {"workers": 2}, {"workers": 2, **JOINT["together"]}],
+    "rollouts": [{"workers": 1}, {"workers": 2}],
+}
+"""Options of a rollout in a place, with which it gives the same."""
 
 
 class Sines(ConnectorV2):
@@ -131,14 +141,14 @@ def fragments_at(place: str, kind: Kind, drawn: Any, **options: Any) -> list[Any
 
 
 @pytest.mark.hypothesis  # which are drawn within
-@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_place_gives_the_fragments_that_are_made_inline(kind: Kind, place: str) -> None:
-    several_workers = st.builds(dict, workers=st.integers(1, 2)) if place in WORKERS else st.just({})
+def test_every_place_gives_the_fragments_that_are_made_inline_from_the_same_seed(kind: Kind, place: str) -> None:
+    ways = st.sampled_from(PASSES.get(place, [{}]))
     phases = [Phase.explicit, Phase.generate]  # a smaller example would take as long
 
-    @given(drawn=kind.drawn, prefetch=st.integers(0, 2), options=several_workers)
-    @settings(max_examples=examples(20 if place == "threads" else 10), phases=phases)
+    @given(drawn=kind.drawn, prefetch=st.integers(0, 2), options=ways)
+    @settings(max_examples=examples(20 if place in ("inline", "threads") else 10), phases=phases)
     def holds(drawn: Any, prefetch: int, options: Any) -> None:
         there = fragments_at(place, kind, drawn, prefetch=prefetch, **options)
         kind.alike(there, fragments_at("inline", kind, drawn))
@@ -160,27 +170,36 @@ def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(kind: K
     holds()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_way_of_reading_gives_the_same(kind: Kind, place: str, way: str) -> None:
-    with rollout_at(place, kind, kind.example) as rollout:
-        fragments = in_time(WAYS[way](rollout, None, lambda number: None))
-    kind.alike(fragments, fragments_at("inline", kind, kind.example))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_drained_rollout_gives_every_step_that_was_made(kind: Kind, place: str, way: str) -> None:
-    gc.collect()  # of what other tests have left
-    before, mapped = processes_of(), shared_mappings()
+def drained(kind: Kind, place: str, way: str) -> list[Any]:
+    """The first fragments of a rollout that is drained after the third of them, when new weights are published."""
     with rollout_at(place, kind, kind.example, num_fragments=None) as rollout:
-        fragments = WAYS[way](rollout, 3, partial(kind.publish, rollout))
+        fragments = WAYS[way](rollout, 3, lambda number: kind.publish(rollout, number) if number == 3 else None)
     assert sum(fragment.num_steps for fragment in fragments) == rollout.num_steps
     assert rollout.lost == {}
+    return in_time(fragments[:3])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_of_reading_gives_the_same_and_every_step_until_a_drain(kind: Kind, place: str, way: str) -> None:
+    gc.collect()  # of what other tests have left
+    before, mapped = processes_of(), shared_mappings()
+    inline = {(each.lane, each.sequence): each for each in fragments_at("inline", kind, kind.example)}
+    there = drained(kind, place, way)
+    kind.alike(there, [inline[each.lane, each.sequence] for each in there])
     assert processes_of() <= before
-    del fragments, rollout
+    del there
     gc.collect()
     if place == "processes":  # whole rollouts lend theirs to fragments
         assert shared_mappings() <= mapped
+
+
+@pytest.mark.parametrize("way", ["alone", "ahead", *JOINT])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_reader_did_not_get_is_counted_as_lost(kind: Kind, way: str) -> None:
+    options: dict[str, Any] = {"alone": {}, "ahead": {"prefetch": 2}, **JOINT}[way]
+    with rollout_at("inline", kind, kind.example, num_fragments=None, **options) as made, made as rollout:
+        got = next(iter(rollout.fragments())).num_steps
+    assert rollout.num_steps > got
+    assert rollout.lost == {"closed": rollout.num_steps - got}

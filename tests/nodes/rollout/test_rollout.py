@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import SyncVectorEnv, VectorEnv
+from gymnasium.vector import SyncVectorEnv
 from leftovers import descriptors_here
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from piece_forms import Breaks, OneByOne
@@ -91,14 +91,6 @@ def test_a_rollout_ends_after_its_fragments() -> None:
         assert [(fragment.lane, fragment.sequence) for fragment in rollout.fragments()] == [
             (lane, sequence) for sequence in range(3) for lane in range(2)
         ]
-
-
-@pytest.mark.parametrize("options", [{}, {"forward": Forward(max_batch=3)}, {"prefetch": 2}])
-def test_what_the_reader_did_not_get_is_counted_as_lost(options: dict[str, Any]) -> None:
-    with numbered(4, lanes=2, **options) as rollout:
-        got = next(iter(rollout.fragments())).num_steps
-    assert rollout.num_steps > got
-    assert rollout.lost == {"closed": rollout.num_steps - got}
 
 
 def test_a_batch_that_could_not_be_made_is_lost() -> None:
@@ -195,18 +187,6 @@ def test_explain_says_how_it_runs() -> None:
     ]
 
 
-def test_the_report_names_the_stages_and_the_caller() -> None:
-    with numbered() as rollout:
-        for number, _ in enumerate(rollout.batches()):
-            if number == 20:
-                break
-        report = rollout.report()
-    names = ["env", "env_to_module", "module", "module_to_env", "learner_pipeline", "caller"]
-    assert [node.name for node in report.nodes] == names
-    assert all(node.busy_s > 0 for node in report.nodes)
-    assert sum(node.busy_s for node in report.nodes) <= report.elapsed_s
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_next_takes_one_fragment_and_a_loop_goes_on_behind_it(prefetch: int) -> None:
     with numbered(prefetch=prefetch) as rollout:
@@ -253,21 +233,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gathering, waiting": {"forward": Forward(max_batch=6, max_wait=10.0), "lanes": 3, "num_fragments": 4},
     "forward in a thread": {"forward": Forward(in_thread=True), "lanes": 2, "prefetch": 1},
 }
-
-
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_every_way_of_running_keeps_every_transition(options: dict[str, Any]) -> None:
-    envs, makers = numbered_envs(6)
-    emitted: dict[int, list[Any]] = {env.slot: [] for env in envs}
-    settings = {"num_fragments": 6, **options}
-    with Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, **settings) as rollout:
-        for fragment in rollout.fragments():
-            for chunk in fragment.episodes():
-                for where, action in zip(chunk.get_observations(), chunk.get_actions(), strict=False):
-                    emitted[int(where[0])].append((int(where[1]), int(where[2]), int(action)))
-    for env in envs:
-        assert emitted[env.slot] == [entry[:3] for entry in env.log]
-    assert rollout.lost == {}
 
 
 @pytest.mark.anyio
@@ -508,6 +473,7 @@ class WithoutMode(SyncVectorEnv):
     ("options", "error", "told"),
     [
         ({"fragment_length": 0}, ValueError, "fragment_length is 0, expected a whole number from 1 on"),
+        ({"fragment_length": 1.5}, ValueError, "fragment_length is 1.5, expected a whole number"),
         ({"lookback": -1}, ValueError, "lookback is -1, expected a whole number from 0 on"),
         ({"prefetch": -1}, ValueError, "prefetch is -1, expected a whole number from 0 on"),
         ({"lanes": 9}, EnvError, "lanes is 9, expected at most num_envs, which is 3"),
@@ -859,14 +825,6 @@ def test_gymnasiums_own_environments_run(env_id: str) -> None:
             assert len(batch["rewards"]) <= 60
             if number == 2:
                 break
-
-
-def test_ready_vector_environments_are_left_open() -> None:
-    envs, makers = numbered_envs(2)
-    vector: VectorEnv[Any, Any, Any] = SyncVectorEnv(makers)
-    with Rollout(vector, module=NumberedModule(), seed=0) as rollout:
-        next(iter(rollout.batches()))
-    assert not envs[0].closed
 
 
 class Seen(RLModule):

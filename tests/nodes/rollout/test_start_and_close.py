@@ -61,17 +61,6 @@ def test_what_start_begins_close_ends(options: Any, several: bool) -> None:
     assert sum(rollout.lost.values()) + rollout._rounds.handed_steps == rollout.num_steps
 
 
-def test_a_loop_goes_on_in_another_call_and_ends_with_close() -> None:
-    _, rollout = rollout_of()
-    rollout.start()
-    fragments = iter(rollout.fragments())
-    assert next(fragments).sequence == 0
-    assert next(fragments).sequence == 1
-    rollout.close()
-    with pytest.raises(RunError, match="is closed"):
-        next(fragments)
-
-
 def test_before_start_and_after_close_errors_say_what_is_expected() -> None:
     _, rollout = rollout_of()
     with pytest.raises(RunError, match=r"the rollout is new; this loop expects: .* or rollout.start\(\)"):

@@ -41,14 +41,6 @@ def test_what_came_out_of_a_rollout_is_read_only(what: str) -> None:
         chunk.infos[0] = {}
 
 
-def test_a_copy_of_a_chunk_may_be_changed() -> None:
-    chunk = fragments_of(1)[0].episodes()[0]
-    copied = SingleAgentEpisode.from_state(chunk.get_state())
-    copied.set_rewards(new_data=9.0, at_indices=-1)
-    assert copied.get_rewards(-1) == 9.0
-    assert chunk.get_rewards(-1) == 4.0
-
-
 def test_a_copy_can_be_stepped_on_cut_and_joined_by_hand() -> None:
     first, second, *_ = fragments_of(3)
     whole = SingleAgentEpisode.from_state(first.episodes()[1].get_state())
@@ -56,6 +48,8 @@ def test_a_copy_can_be_stepped_on_cut_and_joined_by_hand() -> None:
     assert (len(whole), whole.is_done) == (6, True)
     assert whole.get_observations()[:, 2].tolist() == [0, 1, 2, 3, 4, 5, 6]
     going_on = SingleAgentEpisode.from_state(first.episodes()[0].get_state())
+    going_on.set_rewards(new_data=9.0, at_indices=-1)
+    assert (going_on.get_rewards(-1), first.episodes()[0].get_rewards(-1)) == (9.0, 4.0)
     outputs = {name: going_on.get_extra_model_outputs(name, -1) for name in going_on.extra_model_outputs}
     going_on.add_env_step(np.array([0, 0, 5]), 1, 5.0, {"own": True}, extra_model_outputs=outputs)
     assert going_on.get_infos([-2, -1]) == [{"number": 4}, {"own": True}]
@@ -64,22 +58,6 @@ def test_a_copy_can_be_stepped_on_cut_and_joined_by_hand() -> None:
         first.episodes()[0].concat_episode(second.episodes()[0])
     with pytest.raises(EpisodeError, match="a fragment's chunk is read-only; write to a copy"):
         first.episodes()[0].add_env_step(np.array([0, 0, 5]), 1, 5.0)
-
-
-def test_lookback_reaches_no_further_than_the_fragment_before() -> None:
-    for fragment in fragments_of(4, fragment_length=1, lookback=5):
-        for chunk in fragment.episodes():
-            assert chunk.rewards.lookback == min(5, chunk.t_started)
-            steps = chunk.get_observations(list(range(-chunk.rewards.lookback - 2, 0)))[:, 2]
-            assert steps.tolist() == list(range(chunk.t_started - chunk.rewards.lookback, chunk.t + 1))
-
-
-@pytest.mark.parametrize("mode", AutoresetMode)
-def test_last_observations_are_those_after_each_chunks_last_step(mode: AutoresetMode) -> None:
-    for fragment in fragments_of(5, mode):
-        expected = [chunk.get_observations(-1).tolist() for chunk in fragment.episodes()]
-        assert fragment.last_observations().tolist() == expected
-        assert [len(chunk) for chunk in fragment.episodes()] == fragment.episodes().lengths.tolist()
 
 
 def test_a_fragment_names_the_column_that_it_does_not_have() -> None:

@@ -38,13 +38,6 @@ GATHERING: dict[str, dict[str, Any]] = {
 
 
 @few
-@given(drawn=drawn_settings, how=st.sampled_from(list(GATHERING)))
-def test_joint_passes_give_the_same_fragments(drawn: Drawn, how: str) -> None:
-    together = fragments_of(drawn, **GATHERING[how])
-    assert_alike(in_time(together), in_time(fragments_of(drawn)))
-
-
-@few
 @given(drawn=drawn_settings, count=st.integers(1, 6), how=st.sampled_from(list(GATHERING)))
 def test_every_step_is_handed_out_and_every_version_is_that_of_its_pass(drawn: Drawn, count: int, how: str) -> None:
     _, rollout = made(drawn, **GATHERING[how])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from agent_logs import Hanging, steps_of
-from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, made, mapping_of, run
+from drawn_agents import WAYS, Drawn, drawn_settings, made, mapping_of, run
 from hypothesis import given, settings, strategies as st
 from lost_agents import agent_chunks, check_multi_agent_chunks, emitted_steps, numbers
 from numbered_agents import NumberedAgents
@@ -46,23 +46,6 @@ def test_every_agent_step_stands_in_exactly_one_chunk(drawn: Drawn, count: int, 
     assert rollout.num_steps == sum(len(steps) for steps, _ in told)
     assert rollout.lost == {}
     assert sorted(hanging_actions(fragments)) == sorted(each for _, hanging in told for each in hanging)
-
-
-@few
-@given(drawn_settings, st.integers(1, 5), PREFETCH)
-def test_what_is_not_handed_out_is_counted_as_lost(drawn: Drawn, count: int, prefetch: int) -> None:
-    envs, rollout = made(drawn, prefetch=prefetch)
-    fragments = []
-    with rollout:
-        for fragment in rollout.fragments():
-            fragments.append(fragment)
-            if len(fragments) == count:
-                break
-    steps = [step for env in envs for step in steps_of(env.log)[0]]
-    emitted = emitted_steps(fragments)
-    assert Counter(emitted) <= Counter(steps)
-    assert rollout.num_steps == len(steps)
-    assert rollout.lost.get("closed", 0) == len(steps) - len(emitted)
 
 
 @few
@@ -184,25 +167,6 @@ def test_publishing_for_one_module_leaves_the_others(way: str) -> None:
     assert sum(rollout.policy_versions.values()) == len(fragments)
 
 
-@few
-@given(drawn_settings, COUNT, PREFETCH, WAY)
-def test_the_same_seed_gives_the_same_fragments(drawn: Drawn, count: int, prefetch: int, way: str) -> None:
-    drawn = drawn._replace(lanes=1)
-    one = unpublished(made(drawn, num_fragments=count)[1])
-    other = unpublished(made(drawn, num_fragments=count, prefetch=prefetch)[1])
-    assert_alike(one, other)
-
-
-@few
-@given(drawn_settings, COUNT, PREFETCH)
-def test_lanes_in_any_order_give_the_same_fragments(drawn: Drawn, count: int, prefetch: int) -> None:
-    by_lane = []
-    for ahead in (0, prefetch):
-        fragments = unpublished(made(drawn, num_fragments=count, prefetch=ahead)[1])
-        by_lane.append(sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence)))
-    assert_alike(*by_lane)
-
-
 def test_modules_draw_different_numbers() -> None:
     class Even(SerialModule):
         def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -215,11 +179,7 @@ def test_modules_draw_different_numbers() -> None:
         num_fragments=1,
         seed=0,
     )
-    [fragment] = unpublished(rollout)
+    with rollout:
+        [fragment] = rollout.fragments()
     one, other = (fragment.of_module(f"agent {number}").gather("actions").tolist() for number in range(2))
     assert one != other
-
-
-def unpublished(rollout: MultiAgentRollout) -> list[MultiAgentFragment]:
-    with rollout:
-        return list(rollout.fragments())
