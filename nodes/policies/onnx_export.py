@@ -22,7 +22,7 @@ from rollflow.nodes.connectors.common.episode_columns import AddObservationsFrom
 from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter
+from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter, parts_like
 from rollflow.nodes.connectors.env_to_module.observation_pieces import (
     FlattenObservations,
     OneHotObservations,
@@ -42,7 +42,7 @@ from rollflow.nodes.connectors.module_to_env.individual_items import (
     UnBatchToIndividualItems,
 )
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import ClipActions, NormalizeAndClipActions
-from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations, FieldMap, LeafRule
+from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations, Numerics
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import DistributionType, nearest_whole, whole_bounds_of
@@ -52,7 +52,7 @@ from rollflow.nodes.policies.program import exported
 from rollflow.nodes.policies.space_text import described
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError, refused
-from rollflow.stream.data.space import flat_size, item_of, map_items, row_of, tree_of
+from rollflow.stream.data.space import flat_size, item_of, map_items, row_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, structure_of
 
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
@@ -140,27 +140,13 @@ def _without_form(piece: ConnectorV2) -> PolicyError:
 def _filtered(piece: MeanStdFilter) -> Callable[[Tree], Tree]:
     if piece.update_stats:
         raise PolicyError(f"'{piece.name}' learns while it acts, which an ONNX program can't; expected learns=False")
-    mean = torch.from_numpy(np.array(piece.mean)) if piece.de_mean_to_zero else None
-    spread = np.where(piece.deviation > 0.0, np.maximum(piece.deviation, 1e-8), 1.0)
-    deviation = torch.from_numpy(spread) if piece.de_std_to_one else None
-    clip, is_box = piece.clip_by_value, leaves_of(piece._filtered)
+    mean, deviation = torch.from_numpy(np.array(piece.mean)), torch.from_numpy(np.array(piece.deviation))
 
-    def filtered(observation: Tree) -> Tree:
-        leaves, structure = optree.tree_flatten(observation, none_is_leaf=True)
-        begin = 0
-        for place, filtered in enumerate(is_box):
-            if not filtered:
-                continue
-            leaf = leaves[place]
-            rows = leaf.reshape(leaf.shape[0], -1).double()
-            end = begin + rows.shape[1]
-            rows = rows if mean is None else rows - mean[begin:end]
-            rows = rows if deviation is None else rows / deviation[begin:end]
-            rows = rows if clip is None else rows.clamp(-clip, clip)
-            leaves[place], begin = rows.float().reshape(leaf.shape), end
-        return optree.tree_unflatten(structure, leaves)
+    def filtered(kept: list[Tensor]) -> Iterator[Tensor]:
+        rows = torch.cat([leaf.reshape(leaf.shape[0], -1).double() for leaf in kept], 1)
+        return parts_like(kept, piece.scaled(rows, mean, deviation, torch).float())
 
-    return filtered
+    return partial(piece.map_boxes, filtered)
 
 
 def _frames(piece: FrameStacking, plan: Plan) -> None:
@@ -208,39 +194,9 @@ def _previous(piece: PrevActionsPrevRewards, plan: Plan) -> None:
     plan.forms.append(form)
 
 
-def _mapped(fields: FieldMap, items: Tree) -> Tree:
-    """`FieldMap` of tensors."""
-    made = iter([_made_leaf(rule, items) for rule in fields.rules])
-    return tree_of(lambda _: next(made), fields.target)
-
-
-def _made_leaf(rule: LeafRule, items: Tree) -> Tensor:
-    """`LeafRule.made` of tensors."""
-    count = leaves_of(items)[0].shape[0]
-    if not rule.sources:
-        rows = torch.from_numpy(rule.constants).expand(count, rule.target.size)
-    else:
-        parts = [leaf.found(items).reshape(count, leaf.size) for leaf in rule.sources]
-        rows = parts[0] if len(parts) == 1 else torch.cat([part.double() for part in parts], -1)
-    if rule.index is not None and rule.sources:
-        rows = rows[:, torch.from_numpy(rule.index)]
-    if rule.scale is not None:
-        factor, offset = map(torch.from_numpy, rule.scale)
-        rows = rows.double() * factor + offset
-    if rule.filled is not None and rule.sources:
-        rows = torch.where(torch.from_numpy(rule.filled), torch.from_numpy(rule.constants), rows.double())
-    if rule.bounds is not None:
-        low, high = map(torch.from_numpy, rule.bounds)
-        rows = torch.minimum(torch.maximum(rows.double(), low), high)
-    rows, space = rows.reshape(count, *rule.target.shape), rule.target.space
-    if rule.target.is_whole and rows.is_floating_point() and not isinstance(space, spaces.Box):
-        rows = rows.round()
-    return _in_type(space, rows)
-
-
 # Piece -> what adds its form to a plan; None: it changes only where numbers lie.
 _BEFORE: dict[type, Callable[[Any, Plan], None] | None] = {
-    AdaptObservations: _rewriting(lambda piece: partial(_mapped, piece.map)),
+    AdaptObservations: _rewriting(lambda piece: partial(piece.map, numerics=_TENSORS)),
     FlattenObservations: _rewriting(lambda piece: partial(flat, piece._kept(piece.input_observation_space))),
     OneHotObservations: _rewriting(lambda piece: partial(_hot_items, piece.input_observation_space)),
     MeanStdFilter: _rewriting(_filtered),
@@ -292,7 +248,7 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
     if type(piece) is AdaptActions:
 
         def adapted(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
-            return actions, _mapped(piece.map, actions if for_env is None else for_env)
+            return actions, piece.map(actions if for_env is None else for_env, _TENSORS)
 
         return adapted
     raise _without_form(piece)
@@ -303,20 +259,16 @@ def _brought(piece: Any, space: gym.Space[Any], actions: Tensor) -> Tensor:
         return actions
     if space.dtype.kind != "f":
         return _brought_whole(piece, space, actions)
-    bounded = np.isfinite(np.stack([space.low, space.high]))
-    low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
-    if piece.normalize_actions and bounded.all():
-        scaled = low + (actions + 1.0) * (high - low) / 2.0
-        return torch.minimum(torch.maximum(scaled, low), high).to(low.dtype)
-    if piece.clip_actions and bounded.any():
-        return torch.minimum(torch.maximum(actions, low), high)
-    return actions
+    bring = piece.float_bringer(space, torch)
+    return actions if bring is None else bring(actions)
 
 
 def _in_type(space: gym.Space[Any], actions: Tensor) -> Tensor:
-    """Actions of a space without parts in its dtype: `items_in` of tensors."""
+    """Items of a space without parts in its dtype: `items_in` of tensors."""
     like = torch.from_numpy(np.zeros(0, space.dtype))
-    if isinstance(space, spaces.Box) and actions.is_floating_point() and not like.is_floating_point():
+    if actions.is_floating_point() and not like.is_floating_point():
+        if not isinstance(space, spaces.Box):
+            return actions.round().to(like.dtype)
         numbers = actions.reshape(actions.shape[0], -1)
         actions = nearest_whole(numbers, whole_bounds_of(space)).reshape(actions.shape)
     return actions.to(like.dtype)
@@ -331,6 +283,8 @@ def _brought_whole(piece: Any, box: spaces.Box, actions: Tensor) -> Tensor:
         actions = below + (actions.double() + 1.0) * (above / 2.0 - below / 2.0)
     return _in_type(box, actions) if piece.normalize_actions or piece.clip_actions else actions
 
+
+_TENSORS: Numerics = torch, Tensor.double, _in_type
 
 # Spaces
 

@@ -3,7 +3,7 @@
 import copy
 import math
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -299,27 +299,40 @@ class MeanStdFilter(ConnectorV2):
 
     def _filter(self, observations: Tree) -> Tree:
         """Filter a tree of arrays `any[N, ...]`."""
+
+        def filtered(parts: list[Any]) -> Iterator[NDArray[Any]]:
+            kept = [np.asarray(part) for part in parts]
+            rows = np.concatenate(
+                [part.reshape(len(part), math.prod(part.shape[1:])) for part in kept], axis=1, dtype=np.float64
+            )
+            self._check(rows)
+            return parts_like(kept, self.scaled(rows, *self._pushed(rows), np).astype(np.float32))
+
+        return self.map_boxes(filtered, observations)
+
+    def map_boxes(self, change: Callable[[list[Any]], Iterator[Any]], observations: Tree) -> Tree:
+        """Observations, a tree of arrays or tensors `any[N, ...]`, with all the parts that are Boxes changed."""
         leaves, flags = leaves_of(observations), leaves_of(self._filtered)
         if len(leaves) != len(flags):
             raise ConnectorError(
                 f"{self.name}: observations have {len(leaves)} parts, expected {len(flags)} as {self._space_text()} has"
             )
-        kept = [np.asarray(leaf) for leaf, filtered in zip(leaves, flags, strict=True) if filtered]
+        kept = [leaf for leaf, filtered in zip(leaves, flags, strict=True) if filtered]
         if not kept:
             return observations
-        rows = np.concatenate(
-            [leaf.reshape(len(leaf), math.prod(leaf.shape[1:])) for leaf in kept], axis=1, dtype=np.float64
-        )
-        self._check(rows)
-        means, deviations = self._pushed(rows)
-        if self.de_mean_to_zero:
-            rows = rows - means
-        if self.de_std_to_one:
-            rows = rows / np.where(deviations > 0.0, np.maximum(deviations, _SMALLEST_DEVIATION), 1.0)
-        if self.clip_by_value is not None:
-            rows = np.clip(rows, -self.clip_by_value, self.clip_by_value)
-        parts = _parts(rows.astype(np.float32), kept)
+        parts = change(kept)
         return map_tree(lambda leaf, filtered: next(parts) if filtered else leaf, observations, self._filtered)
+
+    def scaled(self, rows: Any, mean: Any, deviation: Any, xp: Any) -> Any:
+        """Rows f64[N, D] as their distance from the mean, in deviations.
+
+        xp    numpy or torch, whichever the arguments are of
+        """
+        if self.de_mean_to_zero:
+            rows = rows - mean
+        if self.de_std_to_one:
+            rows = rows / xp.where(deviation > 0.0, xp.maximum(deviation, xp.asarray(_SMALLEST_DEVIATION)), 1.0)
+        return rows if self.clip_by_value is None else xp.clip(rows, -self.clip_by_value, self.clip_by_value)
 
     def _check(self, rows: NDArray[np.float64]) -> None:
         if rows.shape[1] != self._size:
@@ -383,10 +396,10 @@ class MeanStdFilter(ConnectorV2):
         return spaces.Box(-bound, bound, space.shape, np.float32)
 
 
-def _parts(rows: NDArray[Any], leaves: list[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """f32[N, D] cut into the shapes of the leaves that it was joined from."""
+def parts_like(leaves: list[Any], rows: Any) -> Iterator[Any]:
+    """Rows `f32[N, D]`, cut into the shapes of the leaves that they were joined from."""
     begin = 0
     for leaf in leaves:
-        size = leaf[0].size
+        size = math.prod(leaf.shape[1:])
         yield rows[:, begin : begin + size].reshape(leaf.shape)
         begin += size

@@ -110,23 +110,24 @@ class NormalizeAndClipActions(ConnectorV2):
             if not any(several):
                 return None
             return lambda actions: tuple(bring(x) if bring else x for bring, x in zip(several, actions, strict=True))
-        return self._box_bringer(space) if isinstance(space, spaces.Box) else None
+        if not isinstance(space, spaces.Box):
+            return None
+        return self.float_bringer(space, np) if space.dtype.kind == "f" else self._whole_bringer(space)
 
-    def _box_bringer(self, box: spaces.Box) -> Bring | None:
-        low, high = box.low, box.high
-        if box.dtype.kind != "f":
-            return self._whole_bringer(box)
-        bounded = np.isfinite(np.stack([low, high]))
+    def float_bringer(self, box: spaces.Box, xp: Any) -> Bring | None:
+        """The change to actions any[..., *shape] of a Box of floats; None: nothing changes.
+
+        xp    numpy or torch, whichever the actions are of
+        """
+        low, high, bounded = xp.asarray(box.low), xp.asarray(box.high), np.isfinite(np.stack([box.low, box.high]))
         if self.normalize_actions and bounded.all():
-            return lambda actions: np.clip(low + (np.asarray(actions) + 1.0) * (high - low) / 2.0, low, high).astype(
-                box.dtype
+            return lambda actions: xp.asarray(
+                xp.clip(low + (xp.asarray(actions) + 1.0) * (high - low) / 2.0, low, high), dtype=low.dtype
             )
-        if self.clip_actions and bounded.any():
-            return lambda actions: np.clip(actions, low, high)
-        return None
+        return (lambda actions: xp.clip(actions, low, high)) if self.clip_actions and bounded.any() else None
 
     def _whole_bringer(self, box: spaces.Box) -> Bring | None:
-        """`_box_bringer` for a Box of whole numbers, which is always bounded."""
+        """`float_bringer` for a Box of whole numbers, which is always bounded."""
         bounds = whole_bounds(box)
         low, high = bounds
 

@@ -1,7 +1,7 @@
 """Adapting a policy to other spaces: fields of one space made of the fields of another one, as a mapping says."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ from rollflow.stream.data.tree import Tree
 
 Origin = float | str | list[Any] | tuple[str, float, float]
 """Where a field comes from: a number to fill it with, the path of a field, or [path, factor, offset]."""
+
+
+Numerics = tuple[Any, Callable[[Any], Any], Callable[[Space, Any], Any]]
+"""Functions over arrays, or over tensors, by numpy's names; what makes numbers f64, and items of a space's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +49,35 @@ class LeafRule:
     constants: NDArray[np.float64]
     bounds: NDArray[np.float64] | None
 
-    def made(self, items: Tree, lead: tuple[int, ...]) -> NDArray[Any]:
+    def made(self, items: Tree, lead: tuple[int, ...], numerics: Numerics) -> Any:
         """The leaf's array any[*lead, *shape] for items of the other space."""
-        parts = [np.asarray(leaf.found(items)).reshape((*lead, leaf.size)) for leaf in self.sources]
-        rows = np.concatenate(parts, axis=-1) if parts else np.zeros((*lead, self.target.size))
+        xp, wide, in_type = numerics
+        parts = [xp.asarray(leaf.found(items)).reshape((*lead, leaf.size)) for leaf in self.sources]
+        parts = parts if len(parts) == 1 else list(map(wide, parts))
+        rows = xp.concatenate(parts, -1) if parts else xp.zeros((*lead, self.target.size))
         if self.index is not None and parts:
-            rows = rows[..., self.index]
+            rows = rows[..., xp.asarray(self.index)]
         if self.scale is not None:
-            rows = rows * self.scale[0] + self.scale[1]
+            factor, offset = map(xp.asarray, self.scale)
+            rows = wide(rows) * factor + offset
         if self.filled is not None:
-            rows = np.where(self.filled, self.constants, rows)
+            rows = xp.where(xp.asarray(self.filled), xp.asarray(self.constants), wide(rows))
         if self.bounds is not None:
-            rows = np.clip(rows, *self.bounds)
-        rows, space = rows.reshape((*lead, *self.target.shape)), self.target.space
-        if self.target.is_whole and isinstance(space, spaces.Box):
-            made: NDArray[Any] = nearest(space, rows) if rows.dtype.kind == "f" else items_in(space, rows)
-            return made
-        if self.target.is_whole and rows.dtype.kind == "f":
-            rows = np.rint(rows)
-        return rows.astype(space.dtype, copy=False)
+            low, high = map(xp.asarray, self.bounds)
+            rows = xp.minimum(xp.maximum(wide(rows), low), high)
+        return in_type(self.target.space, rows.reshape((*lead, *self.target.shape)))
+
+
+def _in_type(space: Space, rows: NDArray[Any]) -> NDArray[Any]:
+    """Numbers any[..., *shape] in the dtype of a space without parts."""
+    is_whole, are_floats = np.dtype(space.dtype).kind != "f", rows.dtype.kind == "f"
+    if is_whole and isinstance(space, spaces.Box):
+        made: NDArray[Any] = nearest(space, rows) if are_floats else items_in(space, rows)
+        return made
+    return (np.rint(rows) if is_whole and are_floats else rows).astype(space.dtype, copy=False)
+
+
+ARRAYS: Numerics = np, lambda rows: rows, _in_type
 
 
 class FieldMap:
@@ -93,11 +107,11 @@ class FieldMap:
             problems += [f"nothing takes {leaf.path} in {leaf.space}" for leaf in left]
             raise ConnectorError("\n  ".join(dict.fromkeys(problems)))
 
-    def __call__(self, items: Tree) -> Tree:
+    def __call__(self, items: Tree, numerics: Numerics = ARRAYS) -> Tree:
         """The items, a tree of arrays any[..., *shape], of items with the same leading axes."""
-        array = np.asarray(self._first.found(items))
-        lead = array.shape[: array.ndim - len(self._first.shape)]
-        made = iter([rule.made(items, lead) for rule in self.rules])
+        array = numerics[0].asarray(self._first.found(items))
+        lead = tuple(array.shape[: array.ndim - len(self._first.shape)])
+        made = iter([rule.made(items, lead, numerics) for rule in self.rules])
         return tree_of(lambda _: next(made), self.target)
 
     def _rule(self, target: Leaf, unused: dict[str, Origin], problems: list[str]) -> LeafRule:
