@@ -1,7 +1,10 @@
 """ONNX programs of whole policies: in onnxruntime they do what the policies do, and no torch is needed."""
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +22,48 @@ from rollflow.stream import PolicyError
 
 onnx, onnxruntime = needs("onnx"), needs("onnxruntime", "onnxscript")
 
+Saved = Callable[..., Path]
+
 CASES = [
     ("box", "none", False, "discrete"),
     ("box", "all", True, "box"),
     ("box", "frames", False, "several"),
-    ("box", "previous", True, "dict"),
+    ("box", "previous", True, "discrete"),
     ("masked", "filter", True, "discrete"),
-    ("nested", "previous", False, "several"),
+    ("nested", "previous", False, "dict"),
     ("nested", "none", False, "dict"),
     ("image", "frames", False, "discrete"),
     ("discrete", "one_hot", True, "box"),
 ]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Gives the folder of a policy that is saved with an ONNX program, which takes seconds, once for all tests.
+
+    Its pieces would explore if they were told to, and its weights were published last.
+    """
+
+    @cache
+    def saved(space: str, pieces: str, lstm: bool, actions: str) -> Path:
+        parts = drawn_policy(space, pieces, actions, lstm=lstm)
+        for piece in (EpsilonGreedy, GaussianNoise, OrnsteinUhlenbeckNoise, Temperature):
+            parts.module_to_env.insert_before("NormalizeAndClipActions", piece(schedule=Linear(1.0, 0.5, 100)))
+        policy = Policy(parts.module, parts.env_to_module, parts.module_to_env)
+        policy.publish({name: value * 2 + 0.1 for name, value in policy.module.state_dict().items()})
+        policy.save(folder := tmp_path_factory.mktemp("saved") / "p", onnx=True)
+        return folder
+
+    return saved
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("space", "pieces", "lstm", "actions"), CASES)
 def test_an_onnx_program_plays_as_the_policy_does(
-    space: str, pieces: str, lstm: bool, actions: str, tmp_path: Path
+    space: str, pieces: str, lstm: bool, actions: str, saved: Saved
 ) -> None:
-    policy = drawn_policy(space, pieces, actions, lstm=lstm)
-    policy.save(tmp_path / "p", onnx=True)
-    assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p"), space)
+    folder = saved(space, pieces, lstm, actions)
+    assert_plays_the_same(Policy.load(folder), OnnxPolicy.load(folder), space)
 
 
 @pytest.mark.slow
@@ -50,16 +74,6 @@ def test_a_users_module_and_a_program_of_it_are_exported(tmp_path: Path) -> None
     assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p.onnx"), "box")
 
 
-@pytest.mark.slow
-def test_exploration_is_left_out_of_a_program(tmp_path: Path) -> None:
-    parts = drawn_policy("box", "filter")
-    for piece in (EpsilonGreedy, GaussianNoise, OrnsteinUhlenbeckNoise, Temperature):
-        parts.module_to_env.insert_before("NormalizeAndClipActions", piece(schedule=Linear(1.0, 0.5, 100)))
-    policy = Policy(parts.module, parts.env_to_module, parts.module_to_env, **SPACES)
-    policy.save(tmp_path / "p", onnx=True)
-    assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p"), "box")
-
-
 WITHOUT_TORCH = """
 import sys
 
@@ -67,7 +81,7 @@ import numpy as np
 
 from rollflow.policy import OnnxPolicy
 
-policy = OnnxPolicy.load("p.zip")
+policy = OnnxPolicy.load(sys.argv[1])
 for step, observation in enumerate(np.load("observations.npy")):
     print(int(policy.act(observation, float(step))))
 assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "onnx", "onnxscript", "cloudpickle")]
@@ -75,23 +89,23 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "onn
 
 
 @pytest.mark.slow
-def test_it_acts_in_a_process_without_torch(tmp_path: Path) -> None:
-    policy = drawn_policy("box", "previous", lstm=True)
-    policy.save(tmp_path / "p.zip", onnx=True)
+def test_it_acts_in_a_process_without_torch(tmp_path: Path, saved: Saved) -> None:
+    folder = saved("box", "previous", True, "discrete")
+    policy = Policy.load(folder)
     observations = np.random.default_rng(1).normal(size=(9, 3)).astype(np.float32)
     np.save(tmp_path / "observations.npy", observations)
     expected = [int(policy.act(observation, float(step))) for step, observation in enumerate(observations)]
-    command = [sys.executable, "-c", WITHOUT_TORCH]
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(folder)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
     assert not ran.returncode, ran.stderr
     assert [int(line) for line in ran.stdout.split()] == expected
 
 
 @pytest.mark.slow
-def test_onnxruntime_alone_runs_it_by_the_names_of_its_inputs(tmp_path: Path) -> None:
-    policy = drawn_policy("box", "all", lstm=True)
-    policy.export_onnx(tmp_path / "p.onnx")
-    session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"), providers=["CPUExecutionProvider"])
+def test_onnxruntime_alone_runs_it_by_the_names_of_its_inputs(saved: Saved) -> None:
+    folder = saved("box", "all", True, "box")
+    policy = Policy.load(folder)
+    session = onnxruntime.InferenceSession(str(folder / "policy.onnx"), providers=["CPUExecutionProvider"])
     inputs = {each.name: each.shape[1:] for each in session.get_inputs()}
     assert inputs == {"obs": [3], "begins": [], "memory.0": [1, 3], "memory.1": [6], "memory.2": [6]}
     memory = {name: np.full((1, *inputs[name]), np.nan, np.float32) for name in inputs if "memory" in name}
@@ -102,25 +116,21 @@ def test_onnxruntime_alone_runs_it_by_the_names_of_its_inputs(tmp_path: Path) ->
         names = [each.name for each in session.get_outputs()]
         made = dict(zip(names, session.run(None, given), strict=True))
         memory = {name: made[f"next_{name}"] for name in memory}
-        assert int(made["actions"][0]) == int(policy.act(observation))
+        np.testing.assert_allclose(made["actions"][0], policy.act(observation), 1e-5, 1e-5)
 
 
 @pytest.mark.slow
-def test_a_program_is_checked_and_says_nothing_of_where_it_was_made(tmp_path: Path) -> None:
-    drawn_policy("nested", "all").export_onnx(tmp_path / "p.onnx")
-    model = onnx.load(tmp_path / "p.onnx")
+def test_a_program_is_checked_and_says_nothing_of_where_it_was_made(saved: Saved) -> None:
+    program = saved("nested", "previous", False, "dict") / "policy.onnx"
+    model = onnx.load(program)
     onnx.checker.check_model(model)
     assert [each.key for each in model.metadata_props] == ["rollflow"]
-    assert b".py" not in (tmp_path / "p.onnx").read_bytes()
+    assert b".py" not in program.read_bytes()
 
 
 @pytest.mark.slow
-def test_a_program_has_the_weights_published_last_and_is_there_where_it_is_asked_for(tmp_path: Path) -> None:
-    policy = drawn_policy("box", "filter")
-    policy.publish({name: value * 3 + 0.1 for name, value in policy.module.state_dict().items()})
-    policy.save(tmp_path / "p", onnx=True)
-    assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p"), "box")
-    Policy.load(tmp_path / "p").save(tmp_path / "q")
+def test_a_program_is_there_where_it_is_asked_for(tmp_path: Path, saved: Saved) -> None:
+    Policy.load(saved("box", "none", False, "discrete")).save(tmp_path / "q")
     with pytest.raises(PolicyError, match=r"has no policy.onnx, expected a policy saved with onnx=True"):
         OnnxPolicy.load(tmp_path / "q")
 
@@ -157,14 +167,6 @@ def test_what_has_no_tensor_form_is_named(make: Any, text: str, tmp_path: Path) 
 # What is not as it should be
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a policy that looks back to rewards and has an ONNX program."""
-    folder = tmp_path_factory.mktemp("saved") / "p"
-    drawn_policy("box", "previous").save(folder, onnx=True)
-    return folder
-
-
 ZEROS = np.zeros(3, np.float32)
 WRONG = [
     ({"observation": np.zeros(4, np.float32)}, r"'obs' is float32\[1, 4\], expected float32\[1, 3\]"),
@@ -178,8 +180,8 @@ WRONG = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "text"), WRONG)
-def test_what_does_not_fit_is_named_and_changes_nothing(saved: Path, arguments: dict[str, Any], text: str) -> None:
-    policy, other = OnnxPolicy.load(saved), OnnxPolicy.load(saved)
+def test_what_does_not_fit_is_named_and_changes_nothing(arguments: dict[str, Any], text: str, saved: Saved) -> None:
+    policy, other = [OnnxPolicy.load(saved("box", "previous", True, "discrete")) for _ in range(2)]
     for each in (policy, other):
         each.act(ZEROS)
     with pytest.raises(PolicyError, match=text):
@@ -189,8 +191,9 @@ def test_what_does_not_fit_is_named_and_changes_nothing(saved: Path, arguments: 
     np.testing.assert_array_equal(policy.outputs["action_dist_inputs"], other.outputs["action_dist_inputs"])
 
 
-def test_sessions_come_once_and_are_forgotten(saved: Path) -> None:
-    policy = OnnxPolicy.load(saved)
+@pytest.mark.slow
+def test_sessions_come_once_and_are_forgotten(saved: Saved) -> None:
+    policy = OnnxPolicy.load(saved("box", "previous", True, "discrete"))
     with pytest.raises(PolicyError, match="each once"):
         policy.act_batch(np.zeros((2, 3), np.float32), sessions=["a", "a"])
     policy.act(ZEROS, session="a")
@@ -199,12 +202,12 @@ def test_sessions_come_once_and_are_forgotten(saved: Path) -> None:
     assert policy.sessions == ()
 
 
-def with_other_weights(model: Any, folder: Path) -> None:
+def with_other_weights(model: Any, folder: Path, saved: Saved) -> None:
     weights = next(each for each in model.graph.initializer if each.dims and each.data_type == onnx.TensorProto.FLOAT)
     weights.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weights) + 0.5, weights.name))
 
 
-def with_weights_elsewhere(model: Any, folder: Path) -> None:
+def with_weights_elsewhere(model: Any, folder: Path, saved: Saved) -> None:
     (folder / "secret").write_bytes(bytes(4096))
     for tensor in model.graph.initializer:
         if tensor.raw_data:
@@ -212,9 +215,8 @@ def with_weights_elsewhere(model: Any, folder: Path) -> None:
             tensor.ClearField("raw_data")
 
 
-def of_another_policy(model: Any, folder: Path) -> None:
-    drawn_policy("discrete", "none").export_onnx(folder / "q.onnx")
-    model.CopyFrom(onnx.load(folder / "q.onnx"))
+def of_another_policy(model: Any, folder: Path, saved: Saved) -> None:
+    model.CopyFrom(onnx.load(saved("discrete", "one_hot", True, "box") / "policy.onnx"))
 
 
 @pytest.mark.slow
@@ -226,10 +228,10 @@ def of_another_policy(model: Any, folder: Path) -> None:
         (of_another_policy, "different observation_spaces"),
     ],
 )
-def test_a_program_that_is_not_the_policys_is_refused(alter: Any, text: str, tmp_path: Path) -> None:
-    drawn_policy("box", "none").save(tmp_path / "p", onnx=True)
+def test_a_program_that_is_not_the_policys_is_refused(alter: Any, text: str, tmp_path: Path, saved: Saved) -> None:
+    shutil.copytree(saved("box", "none", False, "discrete"), tmp_path / "p")
     model = onnx.load(tmp_path / "p" / "policy.onnx")
-    alter(model, tmp_path)
+    alter(model, tmp_path, saved)
     (tmp_path / "p" / "policy.onnx").write_bytes(model.SerializeToString())
     sign(tmp_path / "p", no_change)
     with pytest.raises(PolicyError, match=text):
