@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import ssl
+import sys
 import tempfile
 from collections import ChainMap
 from collections.abc import Callable, Iterator
@@ -60,7 +61,12 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported and collected out of every later garbage collection: tests ask for many."""
+    """Have torch use one thread, and keep what was collected out of every later garbage collection: tests ask for many.
+
+    Where other processes use the cores, threads that wait for each other take milliseconds for small tensors.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
 

@@ -1,6 +1,6 @@
 """Modules by their ids, with the interface of RLlib's `MultiRLModule`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -69,11 +69,6 @@ class MultiRLModule(Mapping[Any, Any]):
         module = self[module_id] if raise_err_if_not_found else self.get(module_id)
         self._modules.pop(module_id, None)
         return module
-
-    def foreach_module(self, func: Callable[[Any, Any], Any], *, return_dict: bool = False) -> Any:
-        """Call `func(module id, module)` for each: the results as a list, or as a dict by module ids."""
-        results = {module_id: func(module_id, module) for module_id, module in self._items()}
-        return results if return_dict else list(results.values())
 
     # Forward passes take module id -> batch, of some of the modules, and give module id -> output.
 

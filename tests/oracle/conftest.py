@@ -1,4 +1,5 @@
 import importlib.util
+import sys
 
 import hypothesis
 
@@ -9,3 +10,9 @@ else:
     # How long an example takes says nothing of whether it is right.
     hypothesis.settings.register_profile("oracle", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("oracle")
+
+
+def pytest_collection_finish() -> None:
+    """Have torch use one thread: where other processes use the cores, those that wait for each other take long."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)

@@ -45,28 +45,10 @@ def episode(id_: str, steps: int, *, terminated: bool = False, first: int = 0) -
 # Observations and other columns out of the episodes
 
 
-@pytest.mark.parametrize(("learns", "expected"), [(False, ([2], [3])), (True, ([0, 1], [0, 1, 2]))])
-def test_a_train_batch_gets_all_observations_but_the_last_and_a_forward_batch_that(learns: bool, expected: Any) -> None:
-    piece = AddObservationsFromEpisodesToBatch(as_learner_connector=learns)
-    batch = call(piece, {}, [episode("a", 2), episode("b", 3)])
-    assert batch == {"obs": dict(zip([("a",), ("b",)], expected, strict=True))}
-
-
 @pytest.mark.parametrize("as_learner_connector", [False, True])
 def test_observations_that_a_piece_put_there_stay(as_learner_connector: bool) -> None:
     piece = AddObservationsFromEpisodesToBatch(as_learner_connector=as_learner_connector)
     assert call(piece, {"obs": [7]}, [episode("a", 2)]) == {"obs": [7]}
-
-
-def test_a_lookback_is_no_part_of_a_train_batch() -> None:
-    chunk = SingleAgentEpisode(
-        "a", observations=[0, 1, 2, 3], actions=[0, 1, 2], rewards=[0.0, 0.1, 0.2], len_lookback_buffer=1
-    )
-    batch = call(AddObservationsFromEpisodesToBatch(as_learner_connector=True), {}, [chunk])
-    batch = call(AddColumnsFromEpisodesToTrainBatch(), batch, [chunk])
-    batch = call(BatchIndividualItems(), batch, [chunk])
-    assert batch["obs"].tolist() == batch["actions"].tolist() == [1, 2]
-    assert batch["rewards"].tolist() == pytest.approx([0.1, 0.2])
 
 
 def test_a_train_batch_gets_every_other_column_but_states_and_infos() -> None:
@@ -128,14 +110,6 @@ def test_rows_come_in_the_order_of_the_episodes_not_of_the_keys() -> None:
     assert batch["x"].tolist() == [1, 2, 3]
 
 
-def test_chunks_of_one_episode_each_get_their_own_rows() -> None:
-    one, two, three = episode("a", 2), episode("b", 1), episode("a", 3, first=2)
-    batch = call(AddColumnsFromEpisodesToTrainBatch(), {}, [one, two, three])
-    batch = call(BatchIndividualItems(), batch, [one, two, three])
-    assert batch["actions"].tolist() == [0, 10, 0, 20, 30, 40]
-    assert batch["truncateds"].tolist() == [False, True, True, False, False, True]
-
-
 def test_infos_stay_a_list() -> None:
     episodes = ongoing("b", "a")
     batch = call(BatchIndividualItems(), {"infos": {("a",): [{"x": 1}], ("b",): [{}]}}, episodes)
@@ -152,21 +126,6 @@ def test_items_of_different_shapes_are_refused_with_their_column() -> None:
     ConnectorV2.add_n_batch_items(batch, "x", np.zeros((4, 3)), 4)
     with pytest.raises(ConnectorError, match=r"column 'x': items of shapes \(4, 2\), \(4, 3\) make no batch"):
         call(BatchIndividualItems(), batch)
-
-
-def test_items_under_module_ids_become_arrays_there() -> None:
-    batch = {"mod0": {"obs": {("e", "ag0", "mod0"): [1], ("e", "ag1", "mod0"): [2]}}, "mod1": {"obs": {}}}
-    batch = call(BatchIndividualItems(multi_agent=True), batch)
-    assert batch["mod0"]["obs"].tolist() == [1, 2]
-
-
-def test_arrays_become_items_by_episode_in_their_order() -> None:
-    batch = {"x": np.array([[1, 2], [3, 4]]), "y": {"z": np.array([5, 6])}, "state_out": {}}
-    batch = call(UnBatchToIndividualItems(), batch, ongoing("b", "a"))
-    assert {column: list(data) for column, data in batch.items()} == {key: [("b",), ("a",)] for key in batch}
-    assert [items[0].tolist() for items in batch["x"].values()] == [[1, 2], [3, 4]]
-    assert batch["y"] == {("b",): [{"z": 5}], ("a",): [{"z": 6}]}
-    assert batch["state_out"] == {("b",): [{}], ("a",): [{}]}
 
 
 @pytest.mark.parametrize(
@@ -292,26 +251,6 @@ def test_a_log_probability_of_the_module_itself_stays() -> None:
     logp = torch.tensor([-7.0])
     batch = {"action_dist_inputs": torch.zeros(1, 2), "action_logp": logp}
     assert call(GetActions(None, spaces.Discrete(2)), batch, explore=True)["action_logp"] is logp
-
-
-RANDOM: dict[str, Callable[[int], Any]] = {
-    "generator": lambda seed: torch.Generator().manual_seed(seed),
-    "races": lambda seed: Races(np.random.default_rng(seed)),
-}
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_the_randomness_of_a_lane_decides_its_samples(name: str) -> None:
-    def sampled(seed: int) -> list[int]:
-        shared = {name: RANDOM[name](seed)}
-        batch = {"action_dist_inputs": torch.zeros(40, 2)}
-        piece = GetActions(None, spaces.Discrete(2))
-        made = call(piece, batch, explore=True, shared_data=shared)
-        assert made["action_logp"].tolist() == pytest.approx([-0.6931472] * 40)
-        chosen: list[int] = made["actions"].tolist()
-        return chosen
-
-    assert sampled(3) == sampled(3) != sampled(4)
 
 
 @pytest.mark.parametrize("wrong", [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]])

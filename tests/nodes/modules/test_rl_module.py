@@ -184,17 +184,6 @@ def test_modules_come_and_go() -> None:
     assert list(modules) == ["a", "b"]
 
 
-def test_a_function_is_called_for_each_and_may_change_them() -> None:
-    modules = both()
-    assert modules.foreach_module(lambda module_id, module: (module_id, module.weight.item())) == [
-        ("a", 2.0),
-        ("b", 3.0),
-    ]
-    assert modules.foreach_module(lambda module_id, module: module_id * 2, return_dict=True) == {"a": "aa", "b": "bb"}
-    modules.foreach_module(lambda module_id, module: modules.add_module(module_id * 2, module))
-    assert list(modules) == ["a", "b", "aa", "bb"]
-
-
 @pytest.mark.parametrize("way", ["forward_train", "forward_inference", "__call__"])
 def test_batches_go_forward_each_by_its_own_module(way: str) -> None:
     out = getattr(both(), way)({"b": {"obs": torch.ones(2)}})
