@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rollflow import DatasetSink, DatasetSource
 from rollflow.cli import arguments
 from rollflow.sinks.datasets.dataset_check import check_dataset
-from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of, whole_folder
+from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of, kind_difference, whole_folder
 from rollflow.sinks.datasets.episode_block import EpisodeSummary, histogram
 from rollflow.sinks.datasets.minari_episodes import minari_data_of, write_minari
 from rollflow.stream.data.errors import DatasetError
@@ -119,36 +119,26 @@ def _check(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace) -> int:
     _check_apart(args.paths, args.out)
     sources = [_source(path) for path in args.paths]
-    kinds: list[Any] = [(each.observation_space, each.action_space, each.columns) for each in sources]
-    for path, kind, source in zip(args.paths, kinds, sources, strict=True):
+    first = _kinds_of(sources[0])
+    for path, source in zip(args.paths, sources, strict=True):
         if (source.agents is None) != (sources[0].agents is None):
             several, one = (path, args.paths[0]) if source.agents else (args.paths[0], path)
             raise DatasetError(f"{several} is of several agents, and {one} of one, expected one kind").see("dataset")
-        if difference := _difference(kinds[0], kind, source.agents):
-            raise DatasetError(
-                f"{path} does not go with {args.paths[0]}: {difference}; expected datasets of one kind"
-            ).see("dataset")
+        for of, kind in _kinds_of(source).items():
+            difference = kind_difference(first.get(of, kind), kind, (f"in {args.paths[0]}", f"in {path}"))
+            if difference is not None:
+                raise DatasetError(
+                    f"{path} does not go with {args.paths[0]}: {of}{difference}; expected datasets of one kind"
+                ).see("dataset")
     return _write(sources, args.out)
 
 
-def _difference(first: Any, other: Any, agents: Any) -> str:
-    """In what spaces and columns differ; of several agents, those of the modules that both have. "": in nothing."""
-    if agents is not None:
-        both = first[2].keys() & other[2].keys()
-        of_modules = {
-            each: _difference([part[each] for part in first], [part[each] for part in other], None) for each in both
-        }
-        return "; ".join(f"module {each}: {text}" for each, text in of_modules.items() if text)
-    texts = [
-        f"{name} {two}, not {one}"
-        for name, one, two in zip(("observations in", "actions in"), first[:2], other[:2], strict=True)
-        if one != two
-    ]
-    columns, theirs = first[2], other[2]
-    texts += [f"no column {name!r}" for name in columns if name not in theirs]
-    texts += [f"a column {name!r} more" for name in theirs if name not in columns]
-    changed = [name for name in columns if name in theirs and columns[name] != theirs[name]]
-    return ", ".join([*texts, *(f"column {name!r} of {theirs[name]}, not {columns[name]}" for name in changed)])
+def _kinds_of(source: DatasetSource) -> dict[str, dict[str, Any]]:
+    """The kind of a dataset's steps, by nothing, or of each module's, by text that names it."""
+    kind: dict[str, Any] = {each: getattr(source, each) for each in ("observation_space", "action_space", "columns")}
+    if source.agents is None:
+        return {"": kind}
+    return {f"module {each}: ": {name: of[each] for name, of in kind.items()} for each in source.columns}
 
 
 def _filter(args: argparse.Namespace) -> int:

@@ -137,16 +137,16 @@ def empty_tree(description: Description, count: int) -> Tree:
     return np.empty((count, *description["shape"]), description["dtype"])
 
 
-def first_difference(ours: Any, others: Any, where: str) -> str | None:
-    """Text of the first place where two values of JSON's types differ; None if they are equal."""
+def first_difference(ours: Any, others: Any, where: str, sides: tuple[str, str]) -> str | None:
+    """Text of the first place where two values of JSON's types differ, found at two `sides`; None if they are equal."""
     if isinstance(ours, dict) and isinstance(others, dict) and ours.keys() == others.keys():
         pairs = [(f"{where}.{key}", ours[key], others[key]) for key in ours]
     elif isinstance(ours, list) and isinstance(others, list) and len(ours) == len(others):
         pairs = [(f"{where}[{place}]", *pair) for place, pair in enumerate(zip(ours, others, strict=True))]
     else:
         same = ours == others
-        return None if same else f"{where} is {str(ours)[:120]} in the dataset, but {str(others)[:120]} in the fragment"
-    return next((text for place, one, other in pairs if (text := first_difference(one, other, place))), None)
+        return None if same else f"{where} is {str(ours)[:120]} {sides[0]}, but {str(others)[:120]} {sides[1]}"
+    return next((text for place, one, other in pairs if (text := first_difference(one, other, place, sides))), None)
 
 
 def _tree_with(description: Description, parts: list[tuple[Any, Description]], trees: list[Tree]) -> Tree:

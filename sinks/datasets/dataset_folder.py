@@ -277,18 +277,24 @@ class DatasetFolder:
 
     def check_kind(self, description: dict[str, Any], kind: dict[str, Any]) -> None:
         """Raise DatasetError, with the first field that differs, unless fragments of a kind fit a description."""
-        for field in ("observation_space", "action_space", "columns"):
-            ours, others = description[field], kind[field]
-            if field == "columns" and ours.keys() != others.keys():
-                difference: str | None = (
-                    f"columns are {sorted(ours)} in the dataset, but {sorted(others)} in the fragment"
-                )
-            else:
-                difference = first_difference(ours, others, field)
-            if difference:
-                raise DatasetError(
-                    f"a fragment does not fit the dataset at {self.path}: {difference}; expected fragments of one kind"
-                ).see("dataset")
+        if difference := kind_difference(description, kind, ("in the dataset", "in the fragment")):
+            raise DatasetError(
+                f"a fragment does not fit the dataset at {self.path}: {difference}; expected fragments of one kind"
+            ).see("dataset")
+
+
+def kind_difference(ours: Mapping[str, Any], others: Mapping[str, Any], sides: tuple[str, str]) -> str | None:
+    """Text of the first place where the kinds of two fragments, or datasets, differ; None if they are equal.
+
+    ours, others    with `observation_space`, `action_space` and `columns`
+    sides           where each of them is found, for the text
+    """
+    mine, theirs = ours["columns"].keys(), others["columns"].keys()
+    if mine != theirs:
+        alone = zip((sorted(mine - theirs), sorted(theirs - mine)), sides, strict=True)
+        return ", ".join(f"the columns {names} are {side} alone" for names, side in alone if names)
+    fields = ("observation_space", "action_space", "columns")
+    return next(filter(None, (first_difference(ours[each], others[each], each, sides) for each in fields)), None)
 
 
 def environment_of(run: Mapping[str, Any]) -> str | None:

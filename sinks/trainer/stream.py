@@ -1,10 +1,12 @@
 """Trainer's end of the stream: an ordinary loop over what rollouts in other processes and on other hosts send."""
 
+import logging
 import ssl
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.connection import wait
 from typing import Any, Literal, Self
 
@@ -15,18 +17,20 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
-from rollflow.sinks.trainer.intake import ArrivalOrder, Intake, LaneRounds
+from rollflow.sinks.trainer.intake import ArrivalOrder, LaneRounds
 from rollflow.sinks.trainer.item_maker import ItemMaker, StreamReturns, Yields, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener, checked_address
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
 from rollflow.sinks.trainer.newest_weights import PublishedWeights, checked_id
-from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, RolloutPeer, number_in
+from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, PeerLife, RolloutPeer, number_in
 from rollflow.sinks.trainer.staleness import OnExcess, StalenessBound
 from rollflow.sinks.trainer.stream_log import StreamLog
 from rollflow.stream.data.errors import EnvError, RunError, shown
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.observe.stacks import answering_dumps
 from rollflow.stream.wire import Address, Limits, SharedAddress
+
+logger = logging.getLogger(__name__)
 
 _NOT_YET = object()
 _WATCH = Watch()
@@ -129,7 +133,7 @@ class TrainerStream:
         )
         self._join_timeout = awaited.join_timeout
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
-        self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
+        self._left_out: list[ArrivedItem] = []  # in front of or among them: done with together with that batch
         self._closing, self._state = ExitStack(), "new"
         self._listener = TrainerListener(
             secret=known,
@@ -142,14 +146,11 @@ class TrainerStream:
             self, LogOptions(log, watch.log_every, watch.log_x, None, watch.trace), self._listener.trace
         )
         count = 1 if batches is None else batches.fragments
-        self._intake = Intake(
-            self._listener,
-            ArrivalOrder(count) if self._staleness.ahead is None else LaneRounds(),
-            is_gathered=batches is not None,
-            sources=awaited.count,
-            acks=ack == "auto",
-            where=lambda: str(self.address),
-        )
+        self._supply: Any = ArrivalOrder(count) if self._staleness.ahead is None else LaneRounds()
+        self._sets: list[list[ArrivedItem]] = []  # to be handed over after `_taken`
+        self._taken: deque[ArrivedItem] = deque()  # together, and not handed over yet
+        self._awaited, self._acks = awaited.count, ack == "auto"
+        self._has_begun = self._expects_no_more = False
 
     def __enter__(self) -> Self:
         if self._state != "new":
@@ -221,14 +222,20 @@ class TrainerStream:
 
     def expect_no_more(self) -> None:
         """Let the loop end when the rollouts have that are there, and wait for no others. From any thread."""
-        self._intake.expect_no_more()
+        self._expects_no_more = True
+        self._listener.bell.ring()
+        self._listener.wake()  # another thread may be serving there
 
     def ack(self, state: Mapping[str, Any] | None = None) -> None:
         """Acknowledge all that was handed over, or what an earlier `state_dict()` has. Raises RunError once closed."""
         self._check_open()
         if state is None:
             self._move_on()
-        self._intake.keep(state)
+        saved = None if state is None else {token: entry["done"] for token, entry in state["sources"].items()}
+        with self._listener.lock:
+            for token, source in self._listener.sources.items():
+                source.keep(None if saved is None else saved.get(token.hex(), 0))
+        self._listener.wake()
 
     def put_back(self) -> None:
         """Before the block is left: be not done with what was handed over last, so that its rollout keeps it."""
@@ -236,7 +243,11 @@ class TrainerStream:
 
     def refuse(self, reason: str) -> None:
         """Refuse the rollouts of what was handed over last, since that can't be used."""
-        self._intake.refuse(self._current, reason)
+        with self._listener.lock:
+            for arrived in self._current:
+                if arrived.source.connection is not None:
+                    arrived.source.connection.refuse("fragment", reason)
+        self._listener.wake()
 
     def state_dict(self) -> dict[str, Any]:
         """State after the last batch, as plain data for JSON: what has been handed over, and the policy version.
@@ -318,22 +329,23 @@ class TrainerStream:
         return WaitReminder(self._join_timeout)
 
     def _move_on(self) -> None:
-        self._intake.be_done_with(self._current)
+        self._be_done_with(self._current)
         self._current = []
 
     def _try_next(self, patience: WaitReminder) -> Any:
         """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError where no rollout comes."""
         while True:
-            arrived = self._intake.try_take(patience)
+            arrived = self._try_take(patience)
             if not arrived:
                 return None if arrived is None else _NOT_YET
-            # If no item can be made of them, they stay in the intake, and the next try raises again.
+            # If no item can be made of them, they are taken again, and the next try raises again.
             with self._listener.trace.making():
                 item = self._item_maker.item_of(arrived)
-            self._left_out += self._intake.forget(arrived)
+            for _ in arrived:
+                self._taken.popleft()
             if item is not None:
                 break
-            self._intake.be_done_with([*arrived, *self._left_out])  # agents may wait all the while
+            self._be_done_with([*arrived, *self._left_out])  # agents may wait all the while
             self._left_out = []
         version = self.version
         if self._gives_batches:
@@ -344,6 +356,107 @@ class TrainerStream:
         self.log.take(self.handed)
         self._current, self._left_out = [*arrived, *self._left_out], []
         return item
+
+    def _try_take(self, patience: WaitReminder) -> list[ArrivedItem] | None:
+        """Items that are handed over next, which stay in `_taken`; none: they are waited for; None: no more come.
+
+        Raises RunError if no rollout comes.
+        """
+        while (error := self._listener.error) is None:
+            if not (self._taken or self._sets):
+                self._listener.bell.silence()
+                with self._listener.lock:
+                    present = self._listener.present
+                    if not self._has_looked(present, patience):
+                        return []
+                    if not self._sets:
+                        return self._none_or_not_yet(present, patience)
+            if not self._taken:
+                self._taken, self._sets = deque(self._sets[0]), self._sets[1:]
+            if admitted := self._admitted():
+                return admitted
+        raise error
+
+    def _be_done_with(self, items: Sequence[ArrivedItem]) -> None:
+        """Be done with items, and tell their rollouts."""
+        sources = set()
+        with self._listener.lock:
+            for arrived in items:
+                sources.add(arrived.source)
+                arrived.source.move_on(arrived.number)
+                if self._acks:
+                    arrived.source.keep()
+        self._listener.tell_done(sources)
+
+    def _has_looked(self, present: Collection[RolloutPeer], patience: WaitReminder) -> bool:
+        """Gather items that have come; False: not as many rollouts have come as are waited for."""
+        if self._listener.arrived:
+            joined = self._supply.joined(self._listener.arrived)
+            self._supply.waiting, self._listener.arrived = joined, []
+            patience.restart()
+        if self._supply.begin(present, self._listener.weights.version):
+            self._listener.wake()
+        if not self._has_begun and not self._is_enough(present, patience):
+            return False
+        self._sets, self._supply.waiting = self._supply.take(present)
+        return True
+
+    def _admitted(self) -> list[ArrivedItem]:
+        """Items taken for a batch, or the first of them, but for those that are too old or left out."""
+        most, admitted = len(self._taken) if self._gives_batches else 1, list[ArrivedItem]()
+        has_published = self._listener.weights.published is not None
+        while len(admitted) < most and len(admitted) < len(self._taken):
+            arrived = self._taken[len(admitted)]
+            version = self._listener.weights.version
+            if not arrived.is_left_out and self._listener.bound.admits(arrived, version, has_published=has_published):
+                admitted.append(arrived)
+                continue
+            del self._taken[len(admitted)]
+            self._left_out.append(arrived)
+        if not admitted:
+            self._be_done_with(self._left_out)
+            self._left_out = []
+        return admitted
+
+    def _is_enough(self, present: Collection[RolloutPeer], patience: WaitReminder) -> bool:
+        """True once as many rollouts have come as are waited for. Raises RunError where they have not in time."""
+        self._has_begun = self._expects_no_more or len(self._listener.come) >= (self._awaited or 0)
+        if self._has_begun:
+            return True
+        count = f"{len(present)} of {self._awaited} rollouts came"
+        if patience.is_over:
+            raise RunError(f"{count} within {patience.limit:g} s: {self._waiting_text()}")
+        if patience.is_long:
+            most = "any time" if patience.limit is None else f"{patience.limit:g} s"
+            waited = f"waiting for {patience.waited_s:.0f} s: {count} so far"
+            logger.warning("%s, others have %s (join_timeout): %s", waited, most, self._waiting_text())
+        return False
+
+    def _none_or_not_yet(self, present: Collection[RolloutPeer], patience: WaitReminder) -> list[ArrivedItem] | None:
+        """None where no more items come, else none yet. Raises RunError where all rollouts are lost, for too long."""
+        if present:
+            if patience.is_long:
+                places = "; ".join(source.whereabouts(self._listener.limits.grace_s) for source in islice(present, 4))
+                count = f"{len(present)} rollouts" if len(present) > 1 else "one rollout"
+                logger.warning("nothing to hand over for %.0f s, of %s: %s", patience.waited_s, count, places)
+            patience.restart()
+            return []
+        if self._awaited is None and not self._expects_no_more:
+            return []
+        lost = [source for source in self._listener.sources.values() if source.life is PeerLife.LOST]
+        in_their_place = len(self._listener.come) - len(lost)
+        if not lost or self._expects_no_more or in_their_place >= (self._awaited or 0):
+            logger.info("all rollouts have ended, and all that came of them was handed over: the loop ends")
+            return None
+        if patience.is_over:
+            names = "; ".join(f"{source.name}: {source.reason}" for source in lost)
+            raise RunError(
+                f"every rollout is lost and none came within {patience.limit:g} s: {names}: {self._waiting_text()}"
+            ).see("trainer away")
+        return []
+
+    def _waiting_text(self) -> str:
+        return "; ".join([f"listening on {self.address}", *self._listener.refusals])
 
 
 def _failure_of(error: BaseException | None) -> str | None:

@@ -180,7 +180,7 @@ def test_merge_refuses_datasets_of_several_kinds_before_it_writes(
     one, other = write(tmp_path / "one", played), write(tmp_path / "other", played, extra=())
     assert main(["dataset", "merge", str(one), str(one), str(other), "--out", str(tmp_path / "both")]) == 1
     assert_one_line(error := capsys.readouterr().err)
-    assert f"{other} does not go with {one}: no column " in error
+    assert f"{other} does not go with {one}: the columns [" in error
     assert "expected datasets of one kind" in error
     assert not (tmp_path / "both").exists()
 

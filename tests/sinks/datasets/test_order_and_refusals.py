@@ -205,7 +205,7 @@ def test_fragments_of_another_kind_are_refused_with_the_field(path: Path, played
         sink(nested)
     with (
         DatasetSink(path, extra=()) as sink,
-        pytest.raises(DatasetError, match=r"columns are .*vf_preds.* in the dataset"),
+        pytest.raises(DatasetError, match=r"the columns \[.*vf_preds.*\] are in the dataset alone"),
     ):
         sink(played.fragments[0])
     with DatasetSink(path) as sink:

@@ -10,15 +10,13 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from feeding_rollouts import SHORT
+from feeding_rollouts import trainer
 from taken_batches import taken_of
 
 from rollflow import Rollout
-from rollflow.sinks.trainer.intake import ArrivalOrder, Intake, LaneRounds
-from rollflow.sinks.trainer.listener import TrainerListener
+from rollflow.sinks.trainer.intake import ArrivalOrder, LaneRounds
 from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
-from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Fragment, TrainerSession
@@ -128,18 +126,18 @@ def test_an_interrupt_while_items_are_taken_loses_none(supply: Callable[[], Arri
 
 def _is_interrupted(supply: ArrivalOrder | LaneRounds, lines: int) -> bool:
     """Take items, and have an interrupt come before a line; False: there are fewer."""
-    door = TrainerListener(secret=None, tls=None, limits=SHORT, bound=StalenessBound(None, "drop", batches=None))
+    stream = trainer()
+    stream._supply, door = supply, stream._listener
     source = door.sources[bytes(16)] = RolloutPeer(TrainerSession(bytes(16)))
     source.lanes, source.life = {0}, PeerLife.HERE
     source.session.taken = 9
     door.come.add(bytes(16))
     door.arrived += [ArrivedItem(source, number, {}, None) for number in range(1, 5)]
-    intake = Intake(door, supply, is_gathered=True, sources=1, acks=False, where=str)
     left, taken = lines, list[int]()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith(("intake.py", "supply.py")):
+        if not frame.f_code.co_filename.endswith(("intake.py", "trainer/stream.py")):
             return None
         left -= event == "line"
         if not left:
@@ -149,12 +147,12 @@ def _is_interrupted(supply: ArrivalOrder | LaneRounds, lines: int) -> bool:
 
     sys.settrace(trace)
     with suppress(KeyboardInterrupt):
-        intake.try_take(WaitReminder(None))
+        stream._try_take(WaitReminder(None))
     sys.settrace(None)
     door.arrived += [ArrivedItem(source, number, {}, None) for number in range(5, 7)]
-    while items := intake.try_take(WaitReminder(None)):
+    while items := stream._try_take(WaitReminder(None)):
         taken += [item.number for item in items]
-        intake.forget(items)
+        stream._taken.clear()
     assert taken == [1, 2, 3, 4, 5, 6]
     door.close(None)
     return left <= 0

@@ -229,7 +229,7 @@ def test_a_trainer_that_waits_for_a_stage_as_well_is_not_what_holds_the_rollout_
         graph.connect("slow", sink)
         with running(graph, rollout, sink) as fed:
             stream._begin_next()
-            await_that(lambda: stream._intake.try_take(WaitReminder(None)) or came.is_set())
+            await_that(lambda: stream._try_take(WaitReminder(None)) or came.is_set())
             waited = waited_for(fed, stream)
             await_that(lambda: fed.held_back_by() == "slow")
             assert waited_for(fed, stream) == waited
