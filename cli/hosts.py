@@ -12,8 +12,8 @@ from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 
 
-def add_env_host(commands: Any) -> None:
-    """Add `env-host` to the commands of `rollflow`."""
+def add_to(commands: Any) -> None:
+    """Add `env-host` and `rollout-host` to the commands of `rollflow`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "env-host",
         help="step environments here for a rollout on another host",
@@ -22,11 +22,7 @@ def add_env_host(commands: Any) -> None:
     )
     _add_hosting(parser, lanes=2, lanes_help="some step while others wait for their actions")
     parser.set_defaults(run=_serve, host_of=lambda args: EnvHost(**_options_of(args)))
-
-
-def add_rollout_host(commands: Any) -> None:
-    """Add `rollout-host` to the commands of `rollflow`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = commands.add_parser(
         "rollout-host",
         help="run whole rollouts here, environments and policy, for a trainer on another host",
         description="Run whole rollouts here, environments, connectors and copies of modules, for a Rollout or a "

@@ -13,22 +13,13 @@ from importlib.metadata import version
 
 from rollflow.stream.data.errors import RollflowError
 
-# Command -> the module of `rollflow.cli` that has it, and the function there that adds it. A command imports its own
-# module alone: most others need torch, which takes seconds.
+_OF_MODULES = "replay-host", "check-host", "policy", "serve", "dataset", "record", "doctor", "top", "trace", "view"
+# Command -> the module of `rollflow.cli` whose `add_to` adds it. A command imports its own module alone: most others
+# need torch, which takes seconds.
 _COMMANDS = {
-    "rollout": ("rollout", "add_to"),
-    "env-host": ("hosts", "add_env_host"),
-    "rollout-host": ("hosts", "add_rollout_host"),
-    "replay-host": ("replay_host", "add_to"),
-    "check-host": ("check_host", "add_to"),
-    "policy": ("policy", "add_to"),
-    "serve": ("serve", "add_to"),
-    "dataset": ("dataset", "add_to"),
-    "record": ("record", "add_to"),
-    "doctor": ("doctor", "add_to"),
-    "top": ("top", "add_to"),
-    "trace": ("trace", "add_to"),
-    "view": ("view", "add_to"),
+    "rollout": "rollout",
+    **dict.fromkeys(("env-host", "rollout-host"), "hosts"),
+    **{name: name.replace("-", "_") for name in _OF_MODULES},
 }
 LOG_FORMAT = "%(asctime)s %(message)s"  # lines tell when something was lost, and for how long it is awaited
 
@@ -44,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"rollflow {version('rollflow')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module, function in _places(sys.argv[1:] if arguments is None else arguments):
-        getattr(importlib.import_module(f"rollflow.cli.{module}"), function)(commands)
+    for module in _modules(sys.argv[1:] if arguments is None else arguments):
+        importlib.import_module(f"rollflow.cli.{module}").add_to(commands)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:  # said with the options of the command, not with those of all
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -77,8 +68,8 @@ def _is_unread() -> bool:
     return is_unread
 
 
-def _places(arguments: Sequence[str]) -> Sequence[tuple[str, str]]:
-    """Places of the commands that are needed: the one that is named, none for the version, or else all, for help."""
+def _modules(arguments: Sequence[str]) -> Sequence[str]:
+    """Modules that are needed: that of the command that is named, none for the version, or else all, for help."""
     first = arguments[0] if arguments else ""
     if first == "--version":
         return []

@@ -29,17 +29,18 @@ from rollflow.stream.data.blocks import BlockPool, SharedBlock, address_of, bloc
 from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.data.tree import leaves_of
 from rollflow.stream.net.descriptor_transport import Descriptor, DescriptorTransport
-from rollflow.stream.wire import Block, Forget, Fragment, Lent, lent_columns
+from rollflow.stream.wire import Block, Forget, Fragment, Lent
+from rollflow.stream.wire.codec.lent_columns import LentLeaf, can_be_lent, lent_columns, pack_columns
 
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # of what is copied
 _LEAST = 1 << 12  # bytes of a block
-_NOWHERE = wire.LentLeaf(np.dtype(bool), (0,), 0, 0)
+_NOWHERE = LentLeaf(np.dtype(bool), (0,), 0, 0)
 
 
 @lru_cache(1024)
-def _laid_out(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[tuple[wire.LentLeaf, ...], int]:
+def _laid_out(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[tuple[LentLeaf, ...], int]:
     """Places in block 0 of arrays of these dtypes and shapes, one behind the other, little-endian, and their bytes.
 
     Raises ColumnError for one that can't be sent.
@@ -47,18 +48,18 @@ def _laid_out(kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple
     leaves, offset = [], 0
     for dtype, shape in kinds:
         little = dtype.newbyteorder("<")
-        if not wire.can_be_lent(little):
+        if not can_be_lent(little):
             raise ColumnError(f"a column of dtype {dtype} can't be sent, expected numbers or bool")
-        leaves.append(wire.LentLeaf(little, shape, 0, offset))
+        leaves.append(LentLeaf(little, shape, 0, offset))
         offset += -(-little.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT
     return tuple(leaves), offset
 
 
 @lru_cache(1024)
-def _packed(spec: optree.PyTreeSpec, leaves: tuple[wire.LentLeaf, ...]) -> bytes:
+def _packed(spec: optree.PyTreeSpec, leaves: tuple[LentLeaf, ...]) -> bytes:
     """The packed places of a tree of arrays."""
     columns: Any = optree.tree_unflatten(spec, leaves)
-    return wire.pack_columns(columns)
+    return pack_columns(columns)
 
 
 class FragmentLender:
@@ -148,9 +149,7 @@ class FragmentLender:
         loans.lend(blocks, roots, size)
         return wire.Lent(message.lane, message.number, blocks, columns_at, message.rest)
 
-    def _copies_of(
-        self, arrays: Sequence[NDArray[Any]]
-    ) -> tuple[SharedBlock, NDArray[np.uint8], tuple[wire.LentLeaf, ...]]:
+    def _copies_of(self, arrays: Sequence[NDArray[Any]]) -> tuple[SharedBlock, NDArray[np.uint8], tuple[LentLeaf, ...]]:
         """A block with copies of arrays, the array that keeps it from being written again, and the copies' places."""
         leaves, used = _laid_out(tuple([(array.dtype, array.shape) for array in arrays]))
         size = max(_LEAST, 1 << (used - 1).bit_length())
@@ -165,12 +164,12 @@ class FragmentLender:
 
     def _placed(
         self, leaves: list[NDArray[Any]], *, is_batch: bool
-    ) -> tuple[list[wire.LentLeaf], list[SharedBlock], list[NDArray[Any]]]:
+    ) -> tuple[list[LentLeaf], list[SharedBlock], list[NDArray[Any]]]:
         """The places of arrays `any[...]`; those outside of shared blocks are copied into one.
 
         Also gives the blocks, and the array over each that keeps it from being written again.
         """
-        places, blocks, roots = list[wire.LentLeaf](), list[SharedBlock](), list[NDArray[Any]]()
+        places, blocks, roots = list[LentLeaf](), list[SharedBlock](), list[NDArray[Any]]()
         copied: list[int] = []
 
         def number_of(block: SharedBlock, root: NDArray[Any]) -> int:
@@ -180,7 +179,7 @@ class FragmentLender:
                 roots.append(root)
             return blocks.index(block)
 
-        def place_of(leaf: NDArray[Any]) -> wire.LentLeaf | None:
+        def place_of(leaf: NDArray[Any]) -> LentLeaf | None:
             """The place of an array in a block that others see; None where it lies in none."""
             root = root_of(leaf)
             is_last = bool(roots) and roots[-1] is root  # as a rule all lie in one
@@ -188,12 +187,12 @@ class FragmentLender:
             if block is None or not (is_last or block in self._descriptors):
                 return None
             offset = address_of(leaf) - block.address
-            return None if offset % 8 else wire.LentLeaf(leaf.dtype, leaf.shape, number_of(block, root), offset)
+            return None if offset % 8 else LentLeaf(leaf.dtype, leaf.shape, number_of(block, root), offset)
 
         for index, leaf in enumerate(leaves):
             # A train batch may be written to by the trainer, and would come as something else if it were sent again.
             if not leaf.nbytes:
-                places.append(wire.LentLeaf(leaf.dtype, leaf.shape, 0, 0))
+                places.append(LentLeaf(leaf.dtype, leaf.shape, 0, 0))
             elif is_batch or not _is_plain(leaf) or (place := place_of(leaf)) is None:
                 copied.append(index)
                 places.append(_NOWHERE)
@@ -267,7 +266,7 @@ class _Loans:
 
 
 def _is_plain(array: NDArray[Any]) -> bool:
-    return array.flags.c_contiguous and wire.can_be_lent(array.dtype)
+    return array.flags.c_contiguous and can_be_lent(array.dtype)
 
 
 _MOST_BLOCKS = 1 << 16  # of one connection's
@@ -299,7 +298,7 @@ class FragmentBorrower:
     def fragment(self, message: Lent) -> Fragment:
         """The fragment of a message, its arrays where they lie. Raises WireError if they lie nowhere."""
         blocks = [self._array_over(number) for number in message.blocks]
-        return Fragment(message.lane, message.number, lent_columns(message.columns).tree(blocks), message.rest)
+        return Fragment(message.lane, message.number, lent_columns(message.columns, blocks), message.rest)
 
     def freed(self) -> tuple[int, ...]:
         """Blocks, once for each time that they were lent, that nobody reads any more: to be told to the source."""

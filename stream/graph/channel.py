@@ -5,7 +5,7 @@ event loop all the same. So a task that never has to wait can still be cancelled
 """
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -204,7 +204,7 @@ class Inlet(Generic[T]):
         """The item that the node is not done with."""
         return [] if self._current is None else [self._current]
 
-    def __aiter__(self) -> AsyncIterator[T]:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
@@ -352,9 +352,6 @@ class Output(Inlet[T]):
     def is_awaited(self) -> bool:
         """True while the reader waits on this output."""
         return self._meter.is_waiting
-
-    def __aiter__(self) -> Self:
-        return self
 
 
 def _nothing(*items: Any) -> None:

@@ -20,12 +20,6 @@ from rollflow.stream.wire.codec.handshake import (
     Proof,
     Welcome,
 )
-from rollflow.stream.wire.codec.lent_columns import (
-    LentLeaf,
-    can_be_lent,
-    lent_columns,
-    pack_columns,
-)
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message, decode, encode
 from rollflow.stream.wire.codec.messages import (

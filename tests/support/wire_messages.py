@@ -10,6 +10,7 @@ from gymnasium import spaces
 from rollflow.stream import wire
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import describe_space
+from rollflow.stream.wire.codec.lent_columns import LentLeaf, pack_columns
 
 SECRET = b"correct horse battery staple"
 HOST_NONCE, GATEWAY_NONCE = bytes(range(32)), bytes(range(32, 64))
@@ -172,10 +173,10 @@ EXAMPLES: dict[str, wire.Message] = {
         0,
         1,
         (3, 0),
-        wire.pack_columns(
+        pack_columns(
             {
-                "rewards": wire.LentLeaf(np.dtype(np.float32), (2, 2), 0, 64),
-                "obs": {"at": wire.LentLeaf(np.dtype(np.int16), (2, 2), 1, 0)},
+                "rewards": LentLeaf(np.dtype(np.float32), (2, 2), 0, 64),
+                "obs": {"at": LentLeaf(np.dtype(np.int16), (2, 2), 1, 0)},
             }
         ),
         {"sequence": 0, "policy_version": 7},

@@ -7,6 +7,7 @@ sent back.
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -57,8 +58,19 @@ def is_proof(proof: bytes, secret: bytes | None, who: bytes, transcript: bytes) 
     return hmac.compare_digest(proof, prove(secret, who, transcript))
 
 
+class WireMessage:
+    """A message, whose `kind` on the wire is the name of its class in snake case, unless it says another."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if "kind" not in vars(cls):
+            cls.kind = re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Hello:
+class Hello(WireMessage):
     """Introduction of a host.
 
     versions             lowest and highest protocol version that it supports
@@ -80,7 +92,6 @@ class Hello:
     parts                with several agents: each one's part; parts are numbered in the order of their first agents
     """
 
-    kind: ClassVar[str] = "hello"
     versions: Annotated[tuple[int, ...], field.span(1, 0xFFFF)]
     role: Role
     software: Name
@@ -119,7 +130,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Challenge:
+class Challenge(WireMessage):
     """Gateway's answer to a Hello.
 
     version        protocol version from here on
@@ -131,7 +142,6 @@ class Challenge:
     grace_s        seconds that it waits for a lost host to come back
     """
 
-    kind: ClassVar[str] = "challenge"
     version: Version
     software: Name
     nonce: Nonce
@@ -142,13 +152,12 @@ class Challenge:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Proof:
+class Proof(WireMessage):
     """Host's proof that it knows the secret.
 
     mac    32 bytes, the result of `prove`; empty without a secret
     """
 
-    kind: ClassVar[str] = "proof"
     mac: Proved
 
 
@@ -169,7 +178,7 @@ class LaneGrant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Welcome:
+class Welcome(WireMessage):
     """Gateway's proof that it knows the secret as well, and its acceptance of the host.
 
     mac        32 bytes, the result of `prove`; empty without a secret
@@ -179,7 +188,6 @@ class Welcome:
     lanes      the host's lanes, in the order of the Hello's `slots`
     """
 
-    kind: ClassVar[str] = "welcome"
     mac: Proved
     session: Annotated[bytes, field.raw(SESSION_BYTES)]
     resumed: Annotated[bool, field.flag]

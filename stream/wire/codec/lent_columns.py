@@ -50,20 +50,6 @@ class LentLeaf(NamedTuple):
         return array
 
 
-class LentColumns(NamedTuple):
-    """Places of a tree of columns.
-
-    leaves    of the tree `spec`
-    """
-
-    leaves: list[LentLeaf]
-    spec: optree.PyTreeSpec
-
-    def tree(self, blocks: list[NDArray[np.uint8]]) -> Any:
-        """The columns, views of `u8[n]` blocks. Raises WireError where one lies in none of them."""
-        return optree.tree_unflatten(self.spec, [leaf.array(blocks) for leaf in self.leaves])
-
-
 def can_be_lent(dtype: np.dtype[Any]) -> bool:
     """True if arrays of this dtype can be lent."""
     return dtype in _NAMES
@@ -75,9 +61,13 @@ def pack_columns(columns: Mapping[str, Tree]) -> bytes:
     return packed
 
 
-def lent_columns(packed: bytes) -> LentColumns:
-    """Unpack what `pack_columns` packed. Raises WireError for anything else."""
-    return _remembered(packed) if len(packed) <= _REMEMBERED else _unpacked(packed)
+def lent_columns(packed: bytes, blocks: list[NDArray[np.uint8]]) -> Any:
+    """The columns that `pack_columns` packed, views of `u8[n]` blocks.
+
+    Raises WireError for anything else, and where one lies in none of the blocks.
+    """
+    leaves, spec = _remembered(packed) if len(packed) <= _REMEMBERED else _unpacked(packed)
+    return optree.tree_unflatten(spec, [leaf.array(blocks) for leaf in leaves])
 
 
 def _plain(tree: Tree) -> Any:
@@ -89,7 +79,7 @@ def _plain(tree: Tree) -> Any:
     return [_plain(part) for part in tree]
 
 
-def _unpacked(packed: bytes) -> LentColumns:
+def _unpacked(packed: bytes) -> tuple[list[LentLeaf], optree.PyTreeSpec]:
     scan(packed)
     try:
         columns = msgpack.unpackb(packed, ext_hook=_leaf, strict_map_key=True)
@@ -100,7 +90,7 @@ def _unpacked(packed: bytes) -> LentColumns:
     for name, tree in columns.items():
         _check(tree, f"lent.columns[{name!r}]")
     plain: Any = columns
-    return LentColumns(*optree.tree_flatten(plain, is_leaf=_is_leaf))
+    return optree.tree_flatten(plain, is_leaf=_is_leaf)
 
 
 _remembered = lru_cache(256)(_unpacked)

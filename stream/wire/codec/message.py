@@ -31,10 +31,8 @@ def encode(message: Message) -> list[Buffer]:
     be sent.
     """
     kind: Any = type(message)
-    fields = {name: check(getattr(message, name), f"{kind.kind}.{name}") for name, check in checks_of(kind).items()}
-    for name, default in defaults_of(kind).items():
-        if fields[name] is default:
-            del fields[name]
+    fields, defaults = _as_map(message, kind.kind), defaults_of(kind)
+    fields = {name: value for name, value in fields.items() if name not in defaults or value is not defaults[name]}
     if kind is Welcome:
         fields["lanes"] = [_as_map(lane, "welcome.lanes") for lane in fields["lanes"]]
     listed = {name: list(value) if type(value) is tuple else value for name, value in fields.items()}

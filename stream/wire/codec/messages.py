@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.wire.codec import field
-from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
+from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number, WireMessage
 from rollflow.stream.wire.codec.limits import MAX_HEADER
 
 BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
@@ -33,7 +33,7 @@ _FLAGS = field.nullable(field.list_of(field.numbers("|b1"), MOST_AGENTS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reset:
+class Reset(WireMessage):
     """Gateway to host: reset all environments of a lane.
 
     lane, number    the lane, and the request's number: 1, 2, … for each lane
@@ -41,7 +41,6 @@ class Reset:
     options         gymnasium's reset options; None: none
     """
 
-    kind: ClassVar[str] = "reset"
     lane: LaneId
     number: Number
     seeds: Annotated[tuple[int, ...] | None, field.nullable(field.list_of(field.whole(0, (1 << 64) - 1), MOST_SLOTS))]
@@ -49,7 +48,7 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class Step(WireMessage):
     """Gateway to host: step all environments of a lane.
 
     actions        tree of arrays `any[slots, ...]` in the action space; for several agents: one tree `any[K, ...]` for
@@ -57,7 +56,6 @@ class Step:
     agent_slots    for several agents: i64[K] ascending for each part, the agent slots that act; None: all
     """
 
-    kind: ClassVar[str] = "step"
     lane: LaneId
     number: Number
     actions: Annotated[Tree, field.tree]
@@ -67,7 +65,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class Rows(WireMessage):
     """Host to gateway: results of the Reset or Step with this number.
 
     obs                     tree of arrays `any[slots, ...]` in the observation space
@@ -80,7 +78,6 @@ class Rows:
     infos, final_infos      infos of `obs`, and of the ended episodes: gymnasium's vector form, or SlotInfos
     """
 
-    kind: ClassVar[str] = "rows"
     lane: LaneId
     number: Number
     obs: Annotated[Tree, field.tree]
@@ -94,7 +91,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AgentRows:
+class AgentRows(WireMessage):
     """Host to gateway: what a Reset or Step with this number gave to the agents, part by part.
 
     agent_slots         i64[K] ascending: who has an observation; None: all
@@ -111,7 +108,6 @@ class AgentRows:
     first_infos         of each of `ended`, likewise
     """
 
-    kind: ClassVar[str] = "agent_rows"
     lane: LaneId
     number: Number
     agent_slots: Annotated[AgentSlots, _SLOTS]
@@ -128,7 +124,7 @@ class AgentRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Failed:
+class Failed(WireMessage):
     """Host to gateway: the request with this number raised; a lane of environments must be reset next.
 
     type, text    type and text of the exception
@@ -136,7 +132,6 @@ class Failed:
     traceback     for people
     """
 
-    kind: ClassVar[str] = "failed"
     lane: LaneId
     number: Number
     type: Annotated[str, field.text(256)]
@@ -159,29 +154,27 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class Turn(WireMessage):
     """Gateway to a rollout host: the next fragment of a lane is wanted, which begins at this vector step of the run."""
 
-    kind: ClassVar[str] = "turn"
     lane: LaneId
     number: Number
     step: Annotated[int, field.whole(0, MOST_NUMBER)] = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class Cut(WireMessage):
     """Gateway to a rollout host: the Turn with this number is to end now, with the rows of its Fragment so far.
 
     It has no answer of its own: the Turn is answered with fewer rows, or was answered already.
     """
 
-    kind: ClassVar[str] = "cut"
     lane: LaneId
     number: Number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fragment:
+class Fragment(WireMessage):
     """Rollout host to gateway: the result of the Turn with this number. Source to trainer: the next fragment.
 
     number     number of the Turn; or of the fragment in the stream, whatever its lane: 1, 2, …
@@ -189,7 +182,6 @@ class Fragment:
     rest       other data of the fragment, in the form of the rollout's software
     """
 
-    kind: ClassVar[str] = "fragment"
     lane: LaneId
     number: Number
     columns: Annotated[Mapping[str, Tree], field.map_of(field.tree)]
@@ -197,35 +189,32 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class Block(WireMessage):
     """Source to trainer: a block of memory that is shared from now on. Its descriptor comes before this message.
 
     number    number of the block, new in this connection
     size      bytes of the block
     """
 
-    kind: ClassVar[str] = "block"
     number: BlockNumber
     size: Annotated[int, field.whole(1, 1 << 40)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forget:
+class Forget(WireMessage):
     """Source to trainer: nothing more will be lent in these blocks."""
 
-    kind: ClassVar[str] = "forget"
     blocks: BlockNumbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lent:
+class Lent(WireMessage):
     """Source to trainer: a Fragment whose arrays lie in blocks.
 
     blocks     numbers of these blocks, each of which this lends once
     columns    the columns, packed: see `lent_columns`
     """
 
-    kind: ClassVar[str] = "lent"
     lane: LaneId
     number: Number
     blocks: BlockNumbers
@@ -234,26 +223,25 @@ class Lent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlocksReleased:
+class BlocksReleased(WireMessage):
     """Trainer to source: it has stopped reading from these blocks; each mention ends one lending."""
 
-    kind: ClassVar[str] = "free"
+    kind = "free"
     blocks: BlockNumbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Settings:
+class Settings(WireMessage):
     """Gateway to rollout host, after every Welcome: settings of the rollout, the same throughout a session.
 
     The host lets an earlier Turn wait for them. Trainer to source: settings of the stream.
     """
 
-    kind: ClassVar[str] = "settings"
     settings: Annotated[Mapping[str, Any], field.mapping]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Weights:
+class Weights(WireMessage):
     """Gateway to rollout host, trainer to source: a module's parameters.
 
     They apply from the next forward pass, or at the latest from the next Turn. Only the newest version counts.
@@ -266,7 +254,6 @@ class Weights:
     id         a trainer's name for them: with the same version and id they are the same weights
     """
 
-    kind: ClassVar[str] = "weights"
     version: PolicyVersion
     tensors: Annotated[Mapping[str, NDArray[Any]], field.map_of(field.array)]
     dtypes: Annotated[Mapping[str, str], field.map_of(field.text(64))]
@@ -276,48 +263,46 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Done:
+class Done(WireMessage):
     """Trainer to source: its progress.
 
     number    the trainer has moved on from the fragments up to this one
     kept      it never wants the fragments up to this one again: the source may forget them
     """
 
-    kind: ClassVar[str] = "done"
     number: Annotated[int, field.whole(0, MOST_NUMBER)]
     kept: Annotated[int, field.whole(0, MOST_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Finished:
+class Finished(WireMessage):
     """Source to trainer: the fragment with this number is the last one; 0: there is none at all."""
 
-    kind: ClassVar[str] = "finished"
     number: Annotated[int, field.whole(0, MOST_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LaneJoined:
+class LaneJoined(WireMessage):
     """Source to trainer: a lane has joined, and is about to begin its first fragment."""
 
-    kind: ClassVar[str] = "come"
+    kind = "come"
     lane: LaneId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LaneLeft:
+class LaneLeft(WireMessage):
     """Source to trainer: a lane is gone; fragments after the one with this number are not from it.
 
     number    0: the lane had no fragment
     """
 
-    kind: ClassVar[str] = "aside"
+    kind = "aside"
     lane: LaneId
     number: Annotated[int, field.whole(0, MOST_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Query:
+class Query(WireMessage):
     """Sampler to replay host: a call of the replay.
 
     number      of the query: 1, 2, … over the whole session
@@ -327,7 +312,6 @@ class Query:
     arrays      its arguments that are arrays `any[...]`, by name
     """
 
-    kind: ClassVar[str] = "query"
     number: Number
     done: Annotated[int, field.whole(0, MOST_NUMBER)]
     name: Annotated[QueryName, field.one_of(*get_args(QueryName))]
@@ -336,7 +320,7 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Result:
+class Result(WireMessage):
     """Answer to the Query with this number.
 
     columns    of a batch, name -> tree of arrays `any[B, ...]`
@@ -344,7 +328,6 @@ class Result:
     problem    why the call has failed, with what was expected; None: it has not
     """
 
-    kind: ClassVar[str] = "result"
     number: Number
     columns: Annotated[Mapping[str, Tree], field.map_of(field.tree)]
     values: Annotated[Mapping[str, Any], field.mapping]
@@ -352,66 +335,59 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class States:
+class States(WireMessage):
     """Gateway to rollout host: states of connectors by their names, which apply from the next Turn."""
 
-    kind: ClassVar[str] = "states"
     states: Annotated[Mapping[str, Any], field.mapping]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Metrics:
+class Metrics(WireMessage):
     """Rollout host to gateway, unrequested: its progress. Uses up one credit."""
 
-    kind: ClassVar[str] = "metrics"
     metrics: Annotated[Mapping[str, Any], field.mapping]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Credit:
+class Credit(WireMessage):
     """Gateway to host: it may send `count` more unrequested messages."""
 
-    kind: ClassVar[str] = "credit"
     count: Annotated[int, field.whole(1, MOST_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ping:
+class Ping(WireMessage):
     """Either side: a heartbeat, answered by a Pong with the same number."""
 
-    kind: ClassVar[str] = "ping"
     number: Number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pong:
+class Pong(WireMessage):
     """Either side: the answer to a Ping."""
 
-    kind: ClassVar[str] = "pong"
     number: Number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Goodbye:
+class Goodbye(WireMessage):
     """Either side: its last message if all is well; the receiver closes the connection.
 
     drained    a host's: it has answered whatever it had begun, and has not begun what it has not answered
     """
 
-    kind: ClassVar[str] = "goodbye"
     reason: ShortText
     drained: Annotated[bool, field.flag] = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Refused:
+class Refused(WireMessage):
     """Either side: its last message if something is wrong.
 
     code    the reason in one word: see the protocol's documentation
     text    the place, the fault, and what was expected
     """
 
-    kind: ClassVar[str] = "refused"
     code: Annotated[str, field.text(64)]
     text: ShortText
 

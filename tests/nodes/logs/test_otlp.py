@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from extras import needs
 
-from rollflow import Rollout
 from rollflow.nodes.logs.destinations import Otlp
 from rollflow.nodes.logs.figures import Row, RowLost
 from rollflow.nodes.logs.run_log import RowWriter
@@ -75,16 +74,17 @@ def collecting() -> Iterator[Collector]:
         thread.join()
 
 
-def test_a_row_comes_with_its_names_labels_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("path", "sent_to"), [("", "/v1/metrics"), ("/mine/metrics", "/mine/metrics")])
+def test_a_row_comes_with_its_names_labels_and_times(path: str, sent_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=mine")
     names = {"time/fps": 7.0, "time/total_timesteps": 20, "busy/env": 0.5, "busy/module": 0.25, "train/loss": 0.125}
     with collecting() as collector:
-        sender = Otlp(collector.address)
+        sender = Otlp(f"{collector.address}{path}")
         sender.open()
         sender.write(Row(20, 2, 1000.5, 3.0, names))
         sender.write(Row(40, 4, 1001.5, 4.0, {"time/total_timesteps": 40}))
         sender.close()
-    assert collector.paths == ["/v1/metrics"] * 2
+    assert collector.paths == [sent_to] * 2
     assert collector.headers[0]["authorization"] == "mine"
     assert collector.values(0) == {
         ("rollflow_fps", ""): 7.0,
@@ -99,18 +99,6 @@ def test_a_row_comes_with_its_names_labels_and_times(monkeypatch: pytest.MonkeyP
     (point,) = metric.sum.data_points
     assert metric.sum.is_monotonic
     assert (point.start_time_unix_nano, point.time_unix_nano) == (997_500_000_000, 1_001_500_000_000)
-
-
-def test_a_rollout_s_figures_come_to_the_path_that_was_named() -> None:
-    with collecting() as collector:
-        log = f"otlp:{collector.address}/mine/metrics"
-        with Rollout("CartPole-v1", fragment_length=16, num_fragments=2, seed=0, log=log) as rollout:
-            for _ in rollout.batches():
-                rollout.log("train/loss", 0.5)
-    assert set(collector.paths) == {"/mine/metrics"}
-    last = collector.values()
-    assert last["rollflow_timesteps", ""] == rollout.num_steps
-    assert last["rollflow_logged", "name=train/loss"] == 0.5
 
 
 def test_a_collector_that_is_away_is_told_once_and_gets_the_next_row(caplog: pytest.LogCaptureFixture) -> None:

@@ -288,7 +288,8 @@ def test_what_is_not_known_yet_is_left_out() -> None:
     metrics = MetricsLogger()
     metrics.log_value("cleared", 1.0, clear_on_reduce=True)
     metrics.reduce()
-    assert figures_of(Counts(elapsed_s=1.0, metrics=metrics), Counts()).keys() == {
+    counts = Counts(elapsed_s=1.0, metrics=metrics, report=report_of(1.0))
+    assert figures_of(counts, counts).keys() == {
         "rollout/episodes",
         "time/total_timesteps",
         "time/iterations",
@@ -298,22 +299,19 @@ def test_what_is_not_known_yet_is_left_out() -> None:
     }
 
 
-def test_a_report_that_has_not_moved_has_no_shares() -> None:
-    counts = Counts(elapsed_s=2.0, report=report_of(1.0, env=1.0))
-    assert not any(name.startswith("busy/") for name in figures_of(counts, counts))
+OF_TABLE = ("time/fps", "busy/env", "metrics/x", "policy/version/hunter", "steps", "time", "global_step")
+NO_NAMES = ("", None, ("train", "loss"), "train\nloss")
 
 
 @pytest.mark.parametrize(
-    "name", ["time/fps", "busy/env", "metrics/x", "policy/version/hunter", "steps", "time", "global_step"]
+    ("name", "text"),
+    [
+        *((name, f"'{name}' was to be logged, which rollflow logs itself") for name in OF_TABLE),
+        *((name, "expected a text such as 'train/loss'") for name in NO_NAMES),
+    ],
 )
-def test_names_of_the_table_are_refused_for_ones_own(name: str) -> None:
-    with pytest.raises(MetricsError, match=f"'{name}' was to be logged, which rollflow logs itself"):
-        check_own_name(name)
-
-
-@pytest.mark.parametrize("name", ["", None, ("train", "loss"), "train\nloss"])
-def test_what_is_no_name_is_refused(name: object) -> None:
-    with pytest.raises(MetricsError, match="expected a text such as 'train/loss'"):
+def test_names_of_the_table_and_what_is_no_name_are_refused_for_ones_own(name: object, text: str) -> None:
+    with pytest.raises(MetricsError, match=text):
         check_own_name(name)
 
 

@@ -273,51 +273,34 @@ class Given:
         return [sign.text for sign in self.checks.signs(0, self.numbers.keys() - set(away))]
 
 
-def test_a_lane_that_gives_much_less_than_its_sisters_is_named_until_it_does_no_more() -> None:
-    given = Given()
-    for lane in range(4):
-        given.give(lane)
-    assert given.texts() == []
-    for lane, count in enumerate([50, 60, 12, 70]):
-        given.give(lane, count)
-    named = "lane 2 gave 12 fragments while the middle one of 4 lanes gave 60"
-    assert given.texts() == given.texts() == [named]
-    for lane in range(4):
-        given.give(lane, 50)
-    assert given.texts() == []
+NOTHING = "lane 3 gave 0 fragments while the middle one of 4 lanes gave 50"
 
 
-@pytest.mark.parametrize("counts", [(50, 11), (49, 49, 1), (50, 60, 13)])
-def test_lanes_that_are_somewhat_slower_are_not_named(counts: tuple[int, ...]) -> None:
-    given = Given()
+@pytest.mark.parametrize(
+    ("before", "counts", "told"),
+    [
+        ([1, 1, 1, 1], [50, 60, 12, 70], "lane 2 gave 12 fragments while the middle one of 4 lanes gave 60"),
+        ([0, 1, 1, 0], [50, 50, 50, 0], NOTHING),
+        ([1, 1, 1, 50], [50, 50, 50, 0], NOTHING),
+        ([1, 1, 1, 51], [50, 50, 50, 0], ""),  # it has given as many as any other, and may have ended
+        ([1, 1], [50, 11], ""),
+        ([1, 1, 1], [49, 49, 1], ""),
+        ([1, 1, 1], [50, 60, 13], ""),
+    ],
+)
+def test_a_lane_that_gives_much_less_than_its_sisters_is_named_until_it_does_no_more_or_is_gone(
+    before: Sequence[int], counts: Sequence[int], told: str
+) -> None:
+    given, named = Given(), [told] * bool(told)
+    for at in (before, counts):
+        assert given.texts() == []
+        for lane, count in enumerate(at):
+            given.give(lane, count)
+        looked = given.texts()
+    assert looked == given.texts() == named
+    assert given.texts(away=[int(text.split()[1]) for text in named]) == []
     for lane in range(len(counts)):
-        given.give(lane)
-    assert given.texts() == []
-    for lane, count in enumerate(counts):
-        given.give(lane, count)
-    assert given.texts() == []
-
-
-def hanging(before: int) -> Given:
-    """Lane 3 gave so many fragments, before it gave none while the others gave 50."""
-    given = Given()
-    for lane, count in enumerate([1, 1, 1, before]):
-        given.give(lane, count)
-    assert given.texts() == []
-    for lane in range(3):
         given.give(lane, 50)
-    return given
-
-
-@pytest.mark.parametrize("before", [0, 1, 50])
-def test_a_lane_that_gives_nothing_is_named_for_as_long_as_it_is_there(before: int) -> None:
-    given = hanging(before)
-    assert given.texts() == ["lane 3 gave 0 fragments while the middle one of 4 lanes gave 50"]
-    assert given.texts(away=[3]) == []
-
-
-def test_a_lane_that_has_given_as_many_as_any_other_may_have_ended_and_is_not_named() -> None:
-    given = hanging(before=51)
     assert given.texts() == []
 
 

@@ -23,11 +23,9 @@ from rollflow.stream.wire import (
     Forget,
     Fragment,
     Lent,
-    LentLeaf,
     SourceSession,
-    lent_columns,
-    pack_columns,
 )
+from rollflow.stream.wire.codec.lent_columns import LentLeaf, lent_columns, pack_columns
 
 SIZE = 1 << 16
 MUCH = 1 << 30
@@ -329,7 +327,7 @@ def test_blocks_that_nobody_has_named_are_refused(pair: Callable[..., Pair]) -> 
 )
 def test_columns_that_are_none_are_refused(packed: bytes, told: str) -> None:
     with pytest.raises(WireError, match=told):
-        lent_columns(packed)
+        lent_columns(packed, [])
 
 
 def test_what_is_lent_where_no_memory_is_shared_is_refused() -> None:

@@ -15,17 +15,6 @@ def ends(*channels: Channel[Any]) -> tuple[Outlet[Any], Inlet[Any]]:
     return Outlet(list(channels), NodeMeter("giver")), Inlet(list(channels), NodeMeter("taker"))
 
 
-def test_an_empty_channel_would_block_until_it_is_closed() -> None:
-    channel: Channel[int] = Channel("c", 1)
-    with pytest.raises(anyio.WouldBlock):
-        channel.take()
-    channel.offer(7)
-    channel.close()
-    assert channel.take() == 7
-    with pytest.raises(anyio.EndOfStream):
-        channel.take()
-
-
 def test_what_an_abandoned_channel_held_and_gets_is_counted_as_dropped() -> None:
     channel: Channel[int] = Channel("c", 2)
     channel.offer(0)
@@ -134,25 +123,6 @@ async def test_two_readers_of_one_inlet_are_both_woken() -> None:
             await outlet.send(1)
             await outlet.send(2)
     assert sorted(seen) == [1, 2]
-
-
-@pytest.mark.anyio
-async def test_a_reader_that_waits_is_told_of_the_end() -> None:
-    channels = Channel[int]("a", 1), Channel[int]("b", 1)
-    outlet, inlet = ends(*channels)
-    seen: list[int] = []
-
-    async def read() -> None:
-        seen.extend([item async for item in inlet])
-
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(read)
-            await anyio.wait_all_tasks_blocked()
-            await outlet.send(1)
-            for channel in channels:
-                channel.close()
-    assert seen == [1, 1]
 
 
 @pytest.mark.anyio

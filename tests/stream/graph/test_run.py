@@ -303,14 +303,9 @@ async def test_whoever_holds_a_gate_is_a_stage_while_items_are_parked_there() ->
         [waited] = [node for node in run.report().nodes if node.name == "the keeper"]
         assert waited.items == 1
         await until(lambda: run.report().bottleneck is None)
+        assert [node.name for node in run.report().nodes] == [*run.graph.nodes, "the keeper", "caller"]
         assert [node.busy_s for node in run.report().nodes if node.name == "the keeper"] == [waited.busy_s]
     assert ring.last == 2
-
-
-async def test_a_gate_without_a_holder_is_no_stage() -> None:
-    async with ring_graph(Ring(), Gate()).run() as run:
-        await until(lambda: run.report().bottleneck is None)
-        assert [node.name for node in run.report().nodes] == [*run.graph.nodes, "caller"]
 
 
 def test_inline_and_asynchronous_runs_give_the_same_items(anyio_backend: Any) -> None:

@@ -145,26 +145,19 @@ def dialled_by_a_rollout(address: str, retry_s: float, limits: Limits | None = N
 
 
 @pytest.mark.wait_times(first_word_s=0.02)
-@pytest.mark.slow
 @pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
+@pytest.mark.parametrize("hangs", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["hangs", "unknown"])
 def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
-    dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture
-) -> None:
-    names["name.test"] = unknown
-    given_up(0.5, dial, caplog, "Name or service not known")
-
-
-@pytest.mark.wait_times(first_word_s=0.02)
-@pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
-def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
-    dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    hangs: bool, dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
     hang = Hanging()
-    monkeypatch.setattr("rollflow.stream.net.dial_wait.REACH_S", 0.1)
-    monkeypatch.setattr("rollflow.stream.net.dial_wait._LOOK_S", 0.05)
-    names["name.test"] = hang
+    names["name.test"] = hang if hangs else unknown
+    if hangs:
+        monkeypatch.setattr("rollflow.stream.net.dial_wait.REACH_S", 0.1)
+        monkeypatch.setattr("rollflow.stream.net.dial_wait._LOOK_S", 0.05)
+    problem = "no (answer yet|name server has said yet where this is)" if hangs else "Name or service not known"
     try:
-        given_up(0.5, dial, caplog, "no (answer yet|name server has said yet where this is)")
+        given_up(0.5, dial, caplog, problem)
     finally:
         hang.released.set()
 

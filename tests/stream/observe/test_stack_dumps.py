@@ -81,16 +81,6 @@ def holding_thread(begin: Callable[[], object] = lambda: None) -> Iterator[threa
 
 
 @pytest.mark.slow
-def test_every_thread_writes_its_stack_and_the_main_one_is_first() -> None:
-    with holding_thread() as other, answering_dumps():
-        dumps = dumps_of(HERE, 2.0)
-    assert dumps is not None
-    assert next(iter(dumps)) == threading.main_thread().native_id
-    stack = stack_in_dump(dumps[other.native_id or 0])
-    assert any(frame.name == "hold" and frame.file == __file__ for frame in stack)
-
-
-@pytest.mark.slow
 def test_threads_that_run_meanwhile_go_on_whenever_they_are_asked() -> None:
     """In a process of its own: one whose threads wrote each other's stacks would end."""
     process = subprocess.Popen([sys.executable, "-c", _BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
