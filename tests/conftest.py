@@ -9,18 +9,19 @@ import sys
 import tempfile
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import hypothesis
 import pytest
 import trustme
+from lane_clock import LaneClock, StoppedClock
 
-from rollflow.stream.net import backoff
+from rollflow.stream.net.backoff import waiting
 
 # How long an example takes says nothing of whether it is right.
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("random", deadline=None, database=None, max_examples=100)
-hypothesis.settings.load_profile("fixed")
+hypothesis.settings.load_profile("quick")
 
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
 SLOW_TIMEOUT_S = 600  # most take a minute or two where nothing else runs
@@ -30,6 +31,12 @@ SLOW_CASES = {"processes", "rollouts", "hosts", "workers", "uvloop"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tests as well, after the others")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have property tests draw more examples in the long run."""
+    if config.getoption("--slow") and hypothesis.settings.get_current_profile_name() == "quick":
+        hypothesis.settings.load_profile("fixed")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -85,11 +92,10 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(autouse=True)
-def _wait_times(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _wait_times(request: pytest.FixtureRequest) -> Iterator[None]:
     """Have the test's waits take the times of its marks `wait_times`, of which the nearest counts."""
-    if marks := list(request.node.iter_markers("wait_times")):
-        given = ChainMap(*(mark.kwargs for mark in marks))
-        monkeypatch.setattr(backoff, "times", replace(backoff.times, **given))
+    with waiting(**ChainMap(*(mark.kwargs for mark in request.node.iter_markers("wait_times")))):
+        yield
 
 
 @pytest.fixture(
@@ -136,13 +142,27 @@ def certificates() -> dict[str, ssl.SSLContext]:
 
 
 @pytest.fixture
-def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+def forward() -> Iterator[Callable[[float], None]]:
     """Lets time go by for those who wait for environments; it stands still otherwise."""
     now = [0.0]
 
     def forward(seconds: float) -> None:
         now[0] += seconds
 
-    for module in ("watch", "lane_supervisor", "worker_node"):
-        monkeypatch.setattr(f"rollflow.nodes.env.workers.{module}.monotonic", lambda: now[0])
-    return forward
+    with waiting(clock=lambda: now[0]):
+        yield forward
+
+
+@pytest.fixture
+def lane_clock() -> Iterator[LaneClock]:
+    """A clock by which lanes are late; those that are lost come back at once."""
+    clock = LaneClock()
+    with waiting(clock=clock, first_pause_s=0.0):
+        yield clock
+
+
+@pytest.fixture
+def stopped_clock() -> Iterator[None]:
+    """Have no lane be late, however slow the machine is, but where a child of this process is stopped."""
+    with waiting(clock=StoppedClock(), first_pause_s=0.0):
+        yield

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import anyio
 import anyio.lowlevel
 
-from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.nodes.stages.credits import FragmentCredits
 from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.graph.graph import Graph
@@ -21,13 +20,13 @@ from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.run_doctor import loop_held_up
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import CALLER, Look
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-_NODES_CLOSE_S = 2 * CLOSE_TIMEOUT_S  # which have limits of their own, as for worker processes
+_NODES_CLOSE_S = 10.0  # nodes have limits of their own, as for worker processes
 
 
 class _RingDriver(abc.ABC):
@@ -161,11 +160,12 @@ class InlineDriver(_RingDriver):
         """
         self._is_closed = True
         self.run.interrupt()
-        self._is_left = not self._at_work.acquire(timeout=CLOSE_TIMEOUT_S)
+        limit = backoff.times.close_s
+        self._is_left = not self._at_work.acquire(timeout=limit)
         if self._is_left and not self._at_work.acquire(blocking=False):
             logger.warning(
                 "the rollout is left to the thread of its loop: an environment or the module hangs after %.1f s",
-                CLOSE_TIMEOUT_S,
+                limit,
             )
             return
         try:
@@ -261,7 +261,7 @@ class ThreadDriver(_RingDriver):
         self.run.interrupt()
         self.run.counters.end()
         self._bell.ring()
-        if self._has_stopped.wait(CLOSE_TIMEOUT_S):
+        if self._has_stopped.wait(backoff.times.close_s):
             self._thread.join(_NODES_CLOSE_S)
         if self._thread.is_alive():
             self._put(None)  # a reader that waits waits no more

@@ -8,9 +8,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
-from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import stack_of_thread
 from rollflow.stream.observe.waits import Wait
 
@@ -209,9 +209,10 @@ class _PassThread(Generic[L]):
         """End the thread."""
         if self._thread is not None:
             self._orders.put(())
-            self._thread.join(CLOSE_TIMEOUT_S)
+            limit = backoff.times.close_s
+            self._thread.join(limit)
             if self._thread.is_alive():
-                logger.warning("the thread of forward passes hangs for %.1f s, and is left behind", CLOSE_TIMEOUT_S)
+                logger.warning("the thread of forward passes hangs for %.1f s, and is left behind", limit)
         self._errors, self.lanes = [], ()
         self.bell.close()
 

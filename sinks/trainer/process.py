@@ -22,10 +22,11 @@ import torch
 
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.env.workers.lane_server import end_with_parent
-from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S, WorkerProcess, core_count
+from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count
 from rollflow.sinks.trainer.stream import TrainerStream
 from rollflow.stream.data.errors import RunError, shown
 from rollflow.stream.data.system import system_module
+from rollflow.stream.net import backoff
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class TrainerProcess:
                     logger.warning("the trainer %s has not ended for %g s: it is terminated", self._name, self._linger)
                 with suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
-            worker.has_ended(CLOSE_TIMEOUT_S)
+            worker.has_ended(backoff.times.close_s)
         finally:
             worker.kill()
             self._has_ended = True

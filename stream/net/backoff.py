@@ -1,7 +1,10 @@
 """Waiting: pauses before another attempt, limits, and times of log lines about something awaited."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from time import monotonic
+from typing import Any
 
 _LONGEST_SILENCE_S = 300.0
 _MOST_DOUBLINGS = 16  # 2 ** failures must stay a float
@@ -9,21 +12,43 @@ _MOST_DOUBLINGS = 16  # 2 ** failures must stay a float
 
 @dataclass(frozen=True, slots=True)
 class WaitTimes:
-    """Times, in seconds, after which something is attempted again, or said.
+    """Times, in seconds, after which something is attempted again, said, or given up.
 
-    first_pause_s    before the attempt after one failure
-    first_word_s     until a log line says what is awaited
-    host_pause_s     between two attempts of a host to reach its gateway, at most
-    other_name_s     until a host of another name may take a lost one's place: as long as a host pauses at most
+    first_pause_s     before the attempt after one failure
+    first_word_s      until a log line says what is awaited
+    worker_pause_s    between two attempts to start a lane's environments, at most
+    host_pause_s      between two attempts of a host to reach its gateway, at most
+    other_name_s      until a host of another name may take a lost one's place: as long as a host pauses at most
+    reach_s           that a connection may take to come about
+    redial_s          until a host that has not dialled again is away: a live one does so at once, and after 0.1 s
+    close_s           that a thread or worker process has to end, before it is left behind or killed
+    clock             by which lanes are late
     """
 
     first_pause_s: float = 0.1
     first_word_s: float = 5.0
+    worker_pause_s: float = 30.0
     host_pause_s: float = 5.0
     other_name_s: float = 5.0
+    reach_s: float = 10.0
+    redial_s: float = 1.0
+    close_s: float = 5.0
+    clock: Callable[[], float] = monotonic
 
 
 times = WaitTimes()  # of all waits in this process
+
+
+@contextmanager
+def waiting(**other: Any) -> Iterator[None]:
+    """Block in which the waits of this process take some other `WaitTimes`."""
+    global times
+    before = times
+    times = replace(times, **other)
+    try:
+        yield
+    finally:
+        times = before
 
 
 def pause_s(failures: int, longest_s: float) -> float:

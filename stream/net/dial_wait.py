@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from time import monotonic
 
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.net.dialler import REACH_S
 from rollflow.stream.wire import Address
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class DialWait:
             return  # the connection has come to an orderly end, and nothing has failed since
         if problems and not self._logged:
             self._problem = f"{self._role} {problems[0]}"
-        has_tried = self._has_failed or monotonic() >= self._attempt_began + REACH_S
+        has_tried = self._has_failed or monotonic() >= self._attempt_began + backoff.times.reach_s
         self._has_failed = False
         if gives_up and has_tried and self._is_given_up:
             problem = self._problem.removeprefix(f"{self._name}: ")

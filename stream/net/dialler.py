@@ -12,10 +12,10 @@ from time import monotonic
 from typing import Any, TypeAlias
 
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import pause_s
 from rollflow.stream.wire import Address, UnixAddress
 
-REACH_S = 10.0  # how long a connection may take to come about
 DialTarget: TypeAlias = tuple[int, int, int, str, Any]  # as `getaddrinfo` has it
 
 
@@ -216,7 +216,7 @@ class Dialler:
         except OSError as error:
             self._put_off(dialled, problem_of(error), now)
             return
-        self._calling[sock.fileno()] = sock, dialled, now + REACH_S
+        self._calling[sock.fileno()] = sock, dialled, now + backoff.times.reach_s
         self._poll.register(sock.fileno(), select.POLLOUT)
 
     def _connected(self, fd: int, now: float) -> tuple[socket.socket, Dialled] | None:

@@ -1,7 +1,6 @@
 """Clocks that lanes' deadlines are told by, which go on only where a test says so."""
 
 import psutil
-import pytest
 
 from rollflow import MultiAgentRollout, Rollout
 
@@ -9,9 +8,11 @@ from rollflow import MultiAgentRollout, Rollout
 class LaneClock:
     """However slow the machine is, nothing is late before time goes on here. Rollouts are those over remote hosts."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self._now = 0.0
-        monkeypatch.setattr("rollflow.nodes.env.workers.watch.monotonic", lambda: self._now)
+
+    def __call__(self) -> float:
+        return self._now
 
     def is_before(self, rollout: Rollout | MultiAgentRollout, lane: int) -> bool:
         """Return True while a lane has work to do, and time left for it."""
@@ -37,9 +38,8 @@ class LaneClock:
 class StoppedClock:
     """Time that goes on only while a child of this process is stopped: however slow the machine, no other is late."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self._now = 0.0
-        monkeypatch.setattr("rollflow.nodes.env.workers.watch.monotonic", self)
 
     def __call__(self) -> float:
         if any(_is_stopped(child) for child in psutil.Process().children(recursive=True)):

@@ -2,9 +2,10 @@
 
 import hypothesis
 
-FIXED_SHARE = 2  # the profile "fixed", which draws the same examples in every run, draws one in so many
+# Profiles that draw the same examples in every run draw one in so many.
+SHARES = {"random": 1, "quick": 4}
 
 
 def examples(count: int) -> int:
-    """The number of examples to draw: `count` under the random profile, and fewer under the fixed one, at least one."""
-    return count if hypothesis.settings.get_current_profile_name() == "random" else max(1, count // FIXED_SHARE)
+    """The number of examples to draw: `count` under the random profile, and fewer under the others, at least one."""
+    return max(1, count // SHARES.get(hypothesis.settings.get_current_profile_name(), 2))

@@ -26,7 +26,6 @@ from rollflow.stream.wire.codec.spaces import read_space
 
 logger = logging.getLogger(__name__)
 
-REDIAL_S = 1.0  # a live host dials at once, and again after 0.1 s
 # Role of a host -> remote hosts of a rollout that take it, and what such a host is.
 _WANTED = {
     "env": ("RemoteEnvs of a Rollout", "EnvHost or rollflow env-host with environments of one agent"),
@@ -119,7 +118,7 @@ class Registry:
             if gone_s >= grace_s:
                 self.leave(host, f"{host.reason}, and not back within {grace_s:g} s")
                 continue
-            if gone_s >= REDIAL_S and not host.is_away:
+            if gone_s >= backoff.times.redial_s and not host.is_away:
                 host.is_away = True
                 self.news.append(HostEvent("away", host))
             if host.reminder.is_due(now):

@@ -6,15 +6,13 @@ The nodes do the talking: `WorkerNode` with worker processes, `HostedNode` with 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from time import monotonic
 from typing import Any, NamedTuple
 
 from rollflow.nodes.env.workers.watch import ProgressMark, ProgressWatch
 from rollflow.stream.data.errors import EnvError
+from rollflow.stream.net import backoff
 from rollflow.stream.net.backoff import pause_s
 from rollflow.stream.observe.waits import LastError
-
-_LONGEST_DELAY_S = 30.0
 
 
 class LanePhase(Enum):
@@ -99,7 +97,7 @@ class LaneStatus:
 
     def note(self, reason: str) -> None:
         """Note the cause of a loss, or why the lane is late."""
-        self.reason, self.noted_at = reason, monotonic()
+        self.reason, self.noted_at = reason, backoff.times.clock()
 
     def made_step(self, fragment_length: int) -> None:
         """Count a vector step: after a fragment of them, losses are forgotten."""
@@ -147,7 +145,7 @@ class LaneSupervisor:
         lane = max(self.lanes[:], key=lambda each: each.noted_at, default=None)
         if lane is None or not lane.reason:
             return None
-        return LastError(f"lane {lane.index}: {lane.reason}", monotonic() - lane.noted_at)
+        return LastError(f"lane {lane.index}: {lane.reason}", backoff.times.clock() - lane.noted_at)
 
     # Lanes that come and go
 
@@ -194,7 +192,7 @@ class LaneSupervisor:
             self.set_aside_texts.append(text)
             return
         status.phase = LanePhase.LOST
-        status.due = monotonic() + pause_s(status.failures, _LONGEST_DELAY_S)
+        status.due = backoff.times.clock() + pause_s(status.failures, backoff.times.worker_pause_s)
         self._lost[status.index] = status
 
     def set_aside(self, status: LaneStatus) -> None:
@@ -210,7 +208,7 @@ class LaneSupervisor:
         """Seconds until a lane is to be looked at or begins anew; None where there is none."""
         left = self.deadlines.left
         if self._lost and not self.is_draining:
-            begins = max(0.0, min(status.due for status in self._lost.values()) - monotonic())
+            begins = max(0.0, min(status.due for status in self._lost.values()) - backoff.times.clock())
             left = begins if left is None else min(left, begins)
         return left
 
@@ -218,7 +216,7 @@ class LaneSupervisor:
         """Lost lanes whose pause is over; none while the rollout is drained. To begin one may begin others with it."""
         if not self._lost or self.is_draining:
             return
-        now = monotonic()
+        now = backoff.times.clock()
         for status in list(self._lost.values()):
             if status.phase is LanePhase.LOST and status.due <= now:
                 yield status

@@ -12,10 +12,10 @@ from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, ProgressWatch, call_under_way
-from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import stack_of_thread
 from rollflow.stream.observe.waits import Wait
 
@@ -128,7 +128,7 @@ class ThreadEnvironments:
         self._threads.end()
         hung: list[int] = []
         for index in range(len(self._phases)):
-            if not self._threads.has_ended(index, CLOSE_TIMEOUT_S if not hung else 0.0):
+            if not self._threads.has_ended(index, backoff.times.close_s if not hung else 0.0):
                 hung.append(index)
         if hung:
             logger.warning("the environments of lanes %s hang: their threads are left behind", hung)

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable
 from enum import Enum, auto
-from time import monotonic
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import Wait
 
 PHASE_BYTES = 32
@@ -123,14 +123,14 @@ class ProgressWatch:
         self._pause = min(limits) / _LOOKS if limits else None  # seconds between two looks; None: there are none
         self._at, self._suffix = at, suffix
         self._seen: dict[int, ProgressMark] = {}
-        self.began: dict[int, float] = {}  # lane -> when it began what it is at, on the clock `monotonic`
+        self.began: dict[int, float] = {}  # lane -> when it began what it is at, on the clock of `WaitTimes`
         self._until: dict[int, float] = {}  # the same of when it is late, for lanes that are waited for
         self._next_look = math.inf  # at all lanes
 
     def begin(self, lane: int) -> None:
         """The lane's environments are at something new."""
         seen = self._seen[lane] = self._at(lane)
-        now = self.began[lane] = monotonic()
+        now = self.began[lane] = backoff.times.clock()
         if self._pause is not None:
             seconds = self._seconds[seen[1]]
             self._until[lane] = math.inf if seconds is None else now + seconds
@@ -143,12 +143,12 @@ class ProgressWatch:
     @property
     def left(self) -> float | None:
         """Seconds until the lanes are to be looked at; None where there are none."""
-        return max(0.0, self._next_look - monotonic()) if self._until else None
+        return max(0.0, self._next_look - backoff.times.clock()) if self._until else None
 
     def overdue(self) -> dict[int, str]:
         """The lanes whose time is over, with what they were late with; they are looked at, where that is due."""
         late: dict[int, str] = {}
-        now = monotonic()
+        now = backoff.times.clock()
         if now < self._next_look or self._pause is None:
             return late
         for lane, until in list(self._until.items()):

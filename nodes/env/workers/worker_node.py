@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
-from time import monotonic
 from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
@@ -25,6 +24,7 @@ from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count,
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
 from rollflow.stream.data.system import require
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import StackFrame
 from rollflow.stream.observe.waits import Wait
 
@@ -180,7 +180,7 @@ class WorkerNode(SupervisedSource):
                 party=name,
                 doing=text,
                 mark=(doing.mark, began),
-                age_s=doing.age_s or (0.0 if began is None else max(0.0, monotonic() - began)),
+                age_s=doing.age_s or (0.0 if began is None else max(0.0, backoff.times.clock() - began)),
                 where=f"lane {link.index}, worker {places[first]}, {pid}",
                 remedy="" if doing.kind == "lost" else remedy,
                 stack=partial(_stack_of, worker, link.thread),
@@ -300,7 +300,7 @@ class WorkerNode(SupervisedSource):
         elif status.phase is LanePhase.ASIDE:
             logger.error("%s", self.supervisor.set_aside_texts[-1])
         else:
-            again = max(0.0, status.due - monotonic())
+            again = max(0.0, status.due - backoff.times.clock())
             logger.warning("lane %d is lost and made again in %.1f s: %s%s", link.index, again, reason, traceback)
         self.supervisor.lost_steps += link.lose(reason, was)
         if not status.is_waited:
@@ -337,9 +337,9 @@ class WorkerNode(SupervisedSource):
     def _first_answer(self, link: LaneLink) -> dict[str, Any]:
         """A worker's description of the environments that it has made. Raises EnvError when it could not."""
         timeout = self.supervisor.limits.reset_timeout
-        until = None if timeout is None else monotonic() + timeout
+        until = None if timeout is None else backoff.times.clock() + timeout
         while True:
-            left = None if until is None else until - monotonic()
+            left = None if until is None else until - backoff.times.clock()
             if left is not None and left <= 0:
                 within = f"{timeout:g} s, Timeouts(reset=…), the start of their process included"
                 raise EnvError(f"lane {link.index}: the environments were not made within {within}").see("timeout")

@@ -30,6 +30,7 @@ from typing import Any
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.data.system import at_fork
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.stacks import (
     DUMP_SIGNAL,
     StackFrame,
@@ -41,7 +42,6 @@ from rollflow.stream.observe.stacks import (
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 5.0
 MOST_FDS = 64  # that come with what is received at a time
 UNKNOWN_CODE = 256  # of a process whose fork server has gone: no exit code is as large
 _ANSWERED_WITHIN_S = 1.0  # by a fork server
@@ -430,13 +430,14 @@ def end_all(workers: Sequence[WorkerProcess], last_words: bytes) -> None:
                 sock.send(last_words)
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
-    until = monotonic() + CLOSE_TIMEOUT_S
+    limit = backoff.times.close_s
+    until = monotonic() + limit
     for worker in ours:
         if not worker.has_ended(max(0.0, until - monotonic())):
             logger.warning(
                 "worker process %d has not ended within %g s and is killed: its environments are not closed",
                 worker.pid,
-                CLOSE_TIMEOUT_S,
+                limit,
             )
         worker.kill()
 

@@ -402,8 +402,8 @@ def test_a_first_reset_is_not_waited_for(tmp_path: Path) -> None:
     assert {fragment.lane for fragment in taken} <= {1}
 
 
-def test_a_lane_that_is_late_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, held = LaneClock(monkeypatch), [partial(Held, 0, tmp_path, steps=[5])]
+def test_a_lane_that_is_late_is_not_waited_for(tmp_path: Path, lane_clock: LaneClock) -> None:
+    clock, held = lane_clock, [partial(Held, 0, tmp_path, steps=[5])]
     try:
         with hosted(held, timeouts=Timeouts(step=0.3), prefetch=1, fragment_length=4) as (rollout, _):
             fragments = iter(rollout.fragments())

@@ -223,13 +223,8 @@ def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None
 # Environments that hang
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> LaneClock:
-    return LaneClock(monkeypatch)
-
-
 def test_one_that_is_late_is_named_and_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lane_clock: LaneClock
 ) -> None:
     held = [partial(Held, slot, tmp_path, steps=[12] if slot == 0 else [], lengths=(100, 100)) for slot in range(3)]
     with hosted(
@@ -239,7 +234,7 @@ def test_one_that_is_late_is_named_and_waited_for(
         _,
     ):
         await_that(lambda: rollout.num_steps == 2 * (12 + 24))
-        await_late(rollout, clock)
+        await_late(rollout, lane_clock)
         let_go(tmp_path, 0)
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
@@ -254,7 +249,7 @@ def test_one_that_is_late_is_named_and_waited_for(
 
 
 def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lane_clock: LaneClock
 ) -> None:
     envs = [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100)), *makers(1)]
     on = {"lanes": 2, "name": "sim"}
@@ -263,15 +258,15 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
             fragments, records = iter(rollout.fragments()), rollout.environments.remotes
             count = rollout.environments._counts[0]
             taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)
-            clock.go_on(rollout, 0.4)
-            taken += taken_until(fragments, lambda _: clock.has_looked(rollout, 0))
+            lane_clock.go_on(rollout, 0.4)
+            taken += taken_until(fragments, lambda _: lane_clock.has_looked(rollout, 0))
             taken += taken_until(fragments, lambda _: records[1].status.phase is not LanePhase.LATE)
-            clock.go_on(rollout, 0.4)
+            lane_clock.go_on(rollout, 0.4)
             taken += taken_until(fragments, lambda _: records[0].status.phase is LanePhase.LATE)
             taken += taken_until(
                 fragments, lambda _: records[1].status.phase is not LanePhase.LATE
             )  # it may have been by chance
-            clock.go_on(rollout, 0.4)
+            lane_clock.go_on(rollout, 0.4)
             taken += taken_until(fragments, lambda taken: bool(rollout.lost) and slots_of(taken[-3:]) == {1})
             assert rollout.lost == {"workers": 4 + 1}
             let_go(tmp_path, 0)  # its answer comes after all, and is nobody's any more, nor what it goes on to tell
@@ -291,7 +286,7 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
 
 @pytest.mark.slow
 def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lane_clock: LaneClock
 ) -> None:
     steps = [4, 5, 6, 7]
     with hosted(
@@ -300,7 +295,7 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
         for times, step in enumerate(steps):
             await_held(tmp_path, 0, times)
             await_that(lambda step=step: rollout.num_steps == step)  # as it has said
-            clock.go_on(rollout, 11.0)
+            lane_clock.go_on(rollout, 11.0)
             await_that(lambda: rollout.environments.supervisor.deadlines.left not in (None, 0.0))
             let_go(tmp_path, 0, times)
         [fragment] = rollout.fragments()
@@ -311,19 +306,19 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
 
 @pytest.mark.wait_times(first_pause_s=0.01, host_pause_s=0.05)
 def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lane_clock: LaneClock
 ) -> None:
     held = [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]
     try:
         with wired(held, timeouts=Timeouts(step=0.3, reset=60.0), prefetch=1) as (rollout, _, wire):
             rollout.environments.join_timeout = 0.2
             await_that(lambda: rollout.num_steps == 12)
-            await_late(rollout, clock)
-            clock.go_on(rollout, 5.0)
+            await_late(rollout, lane_clock)
+            lane_clock.go_on(rollout, 5.0)
             cut_off(wire, rollout)
             wire.is_down = False
-            await_that(lambda: clock.left(rollout, 0) == 60.0)
-            clock.go_on(rollout, 60.0)
+            await_that(lambda: lane_clock.left(rollout, 0) == 60.0)
+            lane_clock.go_on(rollout, 60.0)
             with pytest.raises(
                 EnvError,
                 match=r"every lane has left, though hosts are here, .*: lane 0: .* no answer to a step within 0.3 s",

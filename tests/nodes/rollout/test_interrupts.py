@@ -318,8 +318,8 @@ def test_all_is_closed_though_ctrl_c_comes_meanwhile(prefetch: int, is_interrupt
 @pytest.mark.parametrize(
     "place", ["threads", "ahead", "forward in a thread", "processes", "rollouts", "hosts", "hosted rollouts"]
 )
-def test_it_ends_a_wait(place: str, press_in_reader: Raise, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)  # of a long fragment
+@pytest.mark.wait_times(close_s=0.1)  # of a long fragment
+def test_it_ends_a_wait(place: str, press_in_reader: Raise) -> None:
     acts: Any = {"module": NumberedModule()}
     makers = [partial(NumberedEnv, slot) for slot in range(2)]
     with rollout_at(place, makers, acts=acts, fragment_length=100_000, seed=0) as rollout:

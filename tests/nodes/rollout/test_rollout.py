@@ -414,16 +414,14 @@ class WithoutInit(RLModule):
         self.hidden = 8
 
 
-def test_leaving_waits_for_nodes_that_take_their_time_to_close(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.wait_times(close_s=0.5)
+def test_leaving_waits_for_nodes_that_take_their_time_to_close(caplog: pytest.LogCaptureFixture) -> None:
     """As many worker processes do."""
-    monkeypatch.setattr("rollflow.nodes.rollout.drivers.CLOSE_TIMEOUT_S", 0.1)
     released = threading.Event()
 
     class Slow(NumberedEnv):
         def close(self) -> None:
-            threading.Timer(0.5, released.set).start()
+            threading.Timer(0.6, released.set).start()
             released.wait()
             super().close()
 

@@ -186,11 +186,9 @@ def loop_until_closed_by(close: Callable[[], None], rollout: Rollout) -> None:
     closing.join()
 
 
+@pytest.mark.wait_times(close_s=0.05)
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_rollout_whose_loop_hangs_in_a_step_can_be_closed(
-    prefetch: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("rollflow.nodes.rollout.drivers.CLOSE_TIMEOUT_S", 0.05)
+def test_a_rollout_whose_loop_hangs_in_a_step_can_be_closed(prefetch: int, caplog: pytest.LogCaptureFixture) -> None:
     is_at_step, goes_on = threading.Event(), threading.Event()
 
     class Hangs(NumberedEnv):

@@ -110,11 +110,8 @@ def test_how_it_has_failed_is_raised_here_at_once(train: Any, told: str, notes: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_deaf", [False, True])
-def test_one_that_does_not_end_is_made_to(is_deaf: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_deaf:
-        monkeypatch.setattr("rollflow.sinks.trainer.process.CLOSE_TIMEOUT_S", 0.5)
-
+@pytest.mark.parametrize("is_deaf", [False, pytest.param(True, marks=pytest.mark.wait_times(close_s=0.5))])
+def test_one_that_does_not_end_is_made_to(is_deaf: bool, tmp_path: Path) -> None:
     def train(stream: Any) -> None:
         if is_deaf:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

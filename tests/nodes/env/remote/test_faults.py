@@ -122,8 +122,8 @@ def test_a_gateway_that_is_killed_and_started_again_gets_its_hosts_back() -> Non
         assert steps == list(range(steps[0], steps[0] + 32))
 
 
-def test_a_hung_simulator_is_named_and_its_episode_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = LaneClock(monkeypatch)
+def test_a_hung_simulator_is_named_and_its_episode_ended(lane_clock: LaneClock) -> None:
+    clock = lane_clock
     go_on = threading.Event()
 
     class Hanging(NumberedEnv):

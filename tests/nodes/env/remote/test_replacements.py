@@ -21,15 +21,14 @@ from rollflow.nodes.env.remote.remote_host import RemoteHost
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Limits
 
-pytestmark = pytest.mark.wait_times(host_pause_s=0.05, other_name_s=0.2)
+pytestmark = pytest.mark.wait_times(host_pause_s=0.05, other_name_s=0.2, redial_s=0.1)
 
 # A lost host is waited for far longer than any of these tests may take.
 PATIENT = Limits(heartbeat_s=5.0, grace_s=3600.0)
 
 
 @pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.remote.gateway.REDIAL_S", 0.1)
+def _informed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 

@@ -11,8 +11,9 @@ from held_envs import LONGEST_S, Held, await_held, times_made
 from numbered_module import NumberedModule
 
 from rollflow import Rollout
-from rollflow.stream.net import backoff
-from rollflow.stream.net.backoff import WaitTimes
+from rollflow.stream.net.backoff import waiting
+
+pytestmark = pytest.mark.wait_times(close_s=0.1)
 
 
 class Broken(Held):
@@ -31,11 +32,6 @@ class Broken(Held):
         return super().step(action)
 
 
-@pytest.fixture(autouse=True)
-def _short_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)
-
-
 def await_loss(rollout: Rollout) -> None:
     until = time.monotonic() + LONGEST_S
     while not rollout.lost:
@@ -45,14 +41,13 @@ def await_loss(rollout: Rollout) -> None:
 
 @pytest.mark.parametrize("waits", ["lost", "making", "resetting"])
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_a_lane_that_is_to_be_made_again_comes_back_at_once(
-    tmp_path: Path, where: Any, waits: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lane_that_is_to_be_made_again_comes_back_at_once(tmp_path: Path, where: Any, waits: str) -> None:
     delay = 1000.0 if waits == "lost" else 0.0
-    monkeypatch.setattr(backoff, "times", WaitTimes(first_pause_s=delay))
-    monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor._LONGEST_DELAY_S", delay)
     options: Any = {"module": NumberedModule(), "fragment_length": 2, "prefetch": 2, "seed": 0}
-    with Rollout(partial(Broken, 0, tmp_path, waits), where=where, workers=1, **options) as rollout:
+    with (
+        waiting(first_pause_s=delay, worker_pause_s=delay),
+        Rollout(partial(Broken, 0, tmp_path, waits), where=where, workers=1, **options) as rollout,
+    ):
         fragments = iter(rollout.fragments())
         first = next(fragments)
         if waits == "lost":

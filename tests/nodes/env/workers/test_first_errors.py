@@ -12,15 +12,10 @@ from remote_hosts import hosting, listening
 from rollflow import Rollout
 from rollflow.stream import EnvError
 
-pytestmark = pytest.mark.wait_times(first_pause_s=1000.0)
+# A second try would not come within the test's time.
+pytestmark = pytest.mark.wait_times(first_pause_s=1000.0, worker_pause_s=1000.0)
 
 TOLD = r"the environments of every lane raised before they had made a step: lane 0: .*; lane 1: RuntimeError: it broke"
-
-
-@pytest.fixture(autouse=True)
-def _lanes_are_made_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a second try would not come within the test's time."""
-    monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor._LONGEST_DELAY_S", 1000.0)
 
 
 def first_of(makers: list[Any], **options: Any) -> Any:

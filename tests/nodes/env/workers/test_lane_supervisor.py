@@ -1,5 +1,6 @@
 """The state machine of lanes by itself, whatever nodes do with it: every lane is somewhere, and comes back once."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from property_examples import examples
 
-from rollflow.nodes.env.workers import lane_supervisor, watch
+from rollflow.nodes.env.workers import watch
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneStatus, LaneSupervisor, RaisedError
 from rollflow.nodes.env.workers.watch import Activity
 from rollflow.stream import EnvError
@@ -26,9 +27,8 @@ class Lanes(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.patch = pytest.MonkeyPatch()
-        for module in (lane_supervisor, watch):
-            self.patch.setattr(module, "monotonic", lambda: self.now)
+        self.waits = ExitStack()
+        self.waits.enter_context(backoff.waiting(clock=lambda: self.now))
         self.supervisor = LaneSupervisor(LaneLimits(TIMEOUT_S, RESET_TIMEOUT_S, MOST), self.progress)
         self.out: dict[int, int] = {}  # by lane: how often it has come back and not been handed over since
 
@@ -143,7 +143,7 @@ class Lanes(RuleBasedStateMachine):
                 self.answer(lane.index)
             assert self.supervisor.in_flight == 0
             assert set(self.out.values()) == {1}
-        self.patch.undo()
+        self.waits.close()
 
 
 Lanes.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from ending_envs import Doomed, check_chunks, lives_of, rewards_by_slot
 from hypothesis import given, settings, strategies as st
-from lane_clock import StoppedClock
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
 
@@ -63,9 +62,8 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
 
 @pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
 def test_what_is_open_ends_as_truncated_and_says_why(
-    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, stopped_clock: None
 ) -> None:
-    StoppedClock(monkeypatch)
     maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
     with Rollout(
         maker,
@@ -167,8 +165,8 @@ def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.workers.thread_environments.CLOSE_TIMEOUT_S", 0.1)
+@pytest.mark.wait_times(close_s=0.1)
+def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture) -> None:
     release = []
 
     class Hangs(NumberedEnv):

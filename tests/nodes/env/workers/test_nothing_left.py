@@ -63,11 +63,9 @@ def test_nothing_is_left_in_this_process(
     assert held_here() == before
 
 
+@pytest.mark.wait_times(close_s=0.1)
 @pytest.mark.parametrize("drains", [False, True])
-def test_leaving_waits_for_no_environment_that_hangs(
-    tmp_path: Path, drains: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)
+def test_leaving_waits_for_no_environment_that_hangs(tmp_path: Path, drains: bool) -> None:
     options: Any = {"module": NumberedModule(), "fragment_length": 2, "timeouts": Timeouts(step=None), "seed": 0}
     with Rollout(partial(Held, 0, tmp_path, steps=[2]), where="processes", prefetch=1, **options) as rollout:
         next(iter(rollout.fragments()))

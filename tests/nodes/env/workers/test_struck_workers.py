@@ -20,7 +20,7 @@ from property_examples import examples
 
 from rollflow import Fragment, Rollout, Timeouts
 
-pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]
+pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01, close_s=0.5)]
 
 SLOTS, LENGTH = 4, 8
 STALL_S = 0.3  # that a slow consumer takes for a fragment
@@ -28,8 +28,7 @@ REASON = r"process \d+ was killed by SIGKILL|no answer to a (step|reset) within"
 
 
 @pytest.fixture(autouse=True)
-def _short_delays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rollflow.nodes.env.workers.worker_process.CLOSE_TIMEOUT_S", 0.5)
+def _temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 

@@ -13,7 +13,6 @@ from agent_logs import steps_of
 from ending_agent_envs import DoomedAgents, logs_of
 from held_envs import await_file
 from hypothesis import given, settings, strategies as st
-from lane_clock import StoppedClock
 from lost_agents import check_laws, in_time, not_emitted
 from numbered_agents import NumberedAgents
 from property_examples import examples
@@ -111,9 +110,8 @@ def test_a_worker_may_be_killed_at_any_moment(
 
 @pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
 def test_what_is_open_ends_as_truncated_and_says_why(
-    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, stopped_clock: None
 ) -> None:
-    StoppedClock(monkeypatch)
     makers = [partial(DoomedAgents, 0, tmp_path, fate=fate, step=5, lives=1, agents=2, nested=0, at_once=True)]
     with rollout_of(makers, num_fragments=2, timeouts=Timeouts(step=1.0), seed=4) as rollout:
         fragments = list(rollout.fragments())
