@@ -63,7 +63,6 @@ REASONS = {"raise": "RuntimeError: it broke", "kill": "was killed by SIGKILL"}
 @pytest.mark.parametrize(
     ("place", "fate", "prefetch"),
     [
-        ("rollouts", "kill", 0),
         ("rollouts", "raise", 0),
         ("hosted rollouts", "raise", 0),
         ("hosted rollouts", "raise", 2),
