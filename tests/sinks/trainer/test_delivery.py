@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -25,8 +26,6 @@ from rollflow.stream.net.dialler import Dialler
 from rollflow.stream.wire import Limits
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
-
-AGENTS = pytest.mark.parametrize("agents", [0, 2], ids=["one agent", "several agents"])
 
 
 @settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
@@ -54,60 +53,44 @@ def end_whole(feed: Feed, child: TrainerChild, folder: Path) -> None:
     assert feed.sink.lost == {}
 
 
-def killed_again_and_again(
-    folder: Path,
-    kills: int,
-    ack: str,
-    seed: int,
-    *,
-    address: str = "",
-    yields: str = "fragments",
-    max_lag: int | None = None,
-    agents: int = 0,
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "kills", "options"),
+    [
+        ("unix", 5, {}),
+        ("unix", 5, {"ack": "manual", "agents": 2}),
+        ("tcp", 5, {}),
+        ("tcp", 5, {"yields": "batches", "agents": 2}),
+        ("shm", 5, {"yields": "batches"}),
+        ("shm", 5, {"agents": 2}),
+        ("unix", 8, {"yields": "batches", "max_lag": 0}),
+        ("unix", 5, {"yields": "batches", "max_lag": 2, "agents": 2}),
+    ],
+)
+def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(
+    scheme: str, kills: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"ack": ack, "yields": yields, "max_lag": max_lag, "agents": agents}
-    address, drawn = address or f"unix:{folder}/trainer", random.Random(seed)
-    with feeding(address, lanes=2, agents=agents, sink={"max_bytes": 1 << 20}) as feed:
-        for _ in range(kills):
-            child = TrainerChild(address, folder, **options)
-            # Somewhere in what it does: a little after it has got so far.
-            goal = len(records_of(folder)) + drawn.randrange(6)
-            await_that(lambda goal=goal: len(records_of(folder)) >= goal)
-            threading.Event().wait(drawn.random() * 0.02)
-            child.kill()
-        assert feed.sink._buffer.nbytes <= (1 << 20)
-        child = TrainerChild(address, folder, **options)
-        end_whole(feed, child, folder)
-
-
-@pytest.mark.slow
-@AGENTS
-@pytest.mark.parametrize("ack", ["auto", "manual"])
-def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(tmp_path: Path, ack: str, agents: int) -> None:
-    killed_again_and_again(tmp_path, 5, ack, seed=1, agents=agents)
-
-
-@pytest.mark.slow
-@AGENTS
-@pytest.mark.parametrize("yields", ["fragments", "batches"])
-@pytest.mark.parametrize("scheme", ["tcp", "shm"])
-def test_so_it_is_by_other_ways_and_with_train_batches(scheme: str, yields: str, agents: int, tmp_path: Path) -> None:
+    """With `max_lag` the rollout is paced, and the trainer saves before it publishes."""
+    drawn, agents = random.Random(kills), options.get("agents", 0)
     with shared_address() as shared, socket.create_server(("127.0.0.1", 0)) as unused:
-        address = shared if scheme == "shm" else f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        by_scheme = {"shm": shared, "tcp": f"tcp://127.0.0.1:{unused.getsockname()[1]}"}
+        address = by_scheme.get(scheme, f"unix:{tmp_path}/trainer")
         unused.close()
-        killed_again_and_again(tmp_path, 8, "auto", seed=4, address=address, yields=yields, agents=agents)
+        with feeding(address, lanes=2, agents=agents, sink={"max_bytes": 1 << 20}) as feed:
+            for _ in range(kills):
+                child = TrainerChild(address, tmp_path, **{"ack": "auto", **options})
+                # Somewhere in what it does: a little after it has got so far.
+                goal = len(records_of(tmp_path)) + drawn.randrange(6)
+                await_that(lambda goal=goal: len(records_of(tmp_path)) >= goal)
+                threading.Event().wait(drawn.random() * 0.02)
+                child.kill()
+            assert feed.sink._buffer.nbytes <= (1 << 20)
+            child = TrainerChild(address, tmp_path, **{"ack": "auto", **options})
+            end_whole(feed, child, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("max_lag", "agents", "kills"), [(0, 0, 12), (2, 0, 12), (0, 2, 6), (2, 2, 6)])
-def test_so_it_is_under_pace_with_one_that_saves_before_it_publishes(
-    max_lag: int, agents: int, kills: int, tmp_path: Path
-) -> None:
-    killed_again_and_again(tmp_path, kills, "auto", seed=6, yields="batches", max_lag=max_lag, agents=agents)
-
-
-@pytest.mark.slow
-@AGENTS
+@pytest.mark.parametrize("agents", [0, 2])
 def test_a_rollout_that_is_killed_is_nobody_elses_trouble(agents: int) -> None:
     """Another one is started, while a second one goes on."""
     drawn, limits, taken = random.Random(3), {"limits": HASTY}, dict[str, list[Record]]()
@@ -140,8 +123,7 @@ def test_a_rollout_that_is_killed_is_nobody_elses_trouble(agents: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["unix", "shm"])
-@pytest.mark.parametrize("ack", ["auto", "manual"])
+@pytest.mark.parametrize(("scheme", "ack"), [("unix", "auto"), ("shm", "manual")])
 def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
     scheme: str, ack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +133,7 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
     monkeypatch.setattr(Dialler, "_call", lambda self, *given: dialled.append(1) or call(self, *given))
     with shared_address() as shared:
         address = f"{scheme}:{shared.removeprefix('shm:')}"
-        with feeding(address, lanes=2, sink={"limits": HASTY}) as feed:
+        with feeding(address, lanes=2, sink={"limits": replace(HASTY, handshake_s=0.5)}) as feed:
             child = TrainerChild(address, tmp_path, ack=ack, limits=Limits(heartbeat_s=0.3, grace_s=0.5))
             for _ in range(2):
                 goal = len(records_of(tmp_path)) + 5
@@ -222,8 +204,9 @@ def steps_of(records: Sequence[Record], slot: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("address", "sends"), [("shm", "fragments"), ("unix", "batches")], indirect=["address"])
-@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize(
+    ("address", "sends", "max_lag"), [("shm", "fragments", 0), ("unix", "batches", 1)], indirect=["address"]
+)
 def test_trainers_and_rollouts_may_be_killed_at_any_moment(
     max_lag: int, sends: str, address: str, tmp_path: Path
 ) -> None:
@@ -258,8 +241,7 @@ def test_trainers_and_rollouts_may_be_killed_at_any_moment(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sends", SENDS)
-@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize(("sends", "max_lag"), [("fragments", 1), ("batches", 0)])
 def test_one_that_is_killed_between_publishing_and_saving_leaves_out_what_it_counts(
     max_lag: int, sends: str, tmp_path: Path
 ) -> None:
