@@ -28,11 +28,12 @@ def ask(call: Callable[[], Any]) -> Answer:
 
 def assert_same_answer(ours: Answer, theirs: Answer, told: object = "", **how: Any) -> None:
     """Both gave the same value, or both refused; the type of an error is each one's own affair."""
-    problem = f"{told}\n  ours:   {ours}\n  theirs: {theirs}"
-    assert (ours.error is None) == (theirs.error is None), problem
-    if ours.error is None:
+    difference = None
+    if ours.error is None and theirs.error is None:
         difference = difference_of(ours.value, theirs.value, **how)
-        assert difference is None, f"{difference}\n{problem}"
+    elif ours.error is None or theirs.error is None:
+        difference = "one of them refuses"
+    assert difference is None, f"{difference}\n{told}\n  ours:   {ours}\n  theirs: {theirs}"
 
 
 def assert_same(ours: Any, theirs: Any, **how: Any) -> None:

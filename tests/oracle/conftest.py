@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import sys
 
@@ -13,6 +14,8 @@ else:
 
 
 def pytest_collection_finish() -> None:
-    """Have torch use one thread: where other processes use the cores, those that wait for each other take long."""
+    """Have torch use one thread, and keep what Ray has made out of later garbage collections: see tests/conftest.py."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()

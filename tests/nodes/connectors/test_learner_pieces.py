@@ -17,7 +17,6 @@ from piece_forms import MODES, OneByOne, equal
 from rollflow import (
     ConnectorV2,
     Fragment,
-    FrameStacking,
     GeneralAdvantageEstimation,
     RLModule,
     Rollout,
@@ -102,21 +101,21 @@ def test_discounted_sums_are_those_of_each_chunk_step_by_step(lengths: list[int]
     np.testing.assert_array_equal(sums, expected)
 
 
-def test_two_step_returns_by_hand() -> None:
-    batch = batch_of(NStepReturns(n_step=2, gamma=0.5), episode([1, 2, 4], terminated=True), episode([8, 2]))
-    assert batch["rewards"].tolist() == [1 + 1, 2 + 2, 4, 8 + 1, 2]
-    assert batch["new_obs"].tolist() == [2, 3, 3, 2, 2]
-    assert batch["terminateds"].tolist() == [False, True, True, False, False]
-    assert batch["truncateds"].tolist() == [False] * 5
-    assert batch["n_step"].tolist() == [2, 2, 1, 2, 1]
+@pytest.mark.parametrize(
+    ("steps", "rewards", "following", "terminated", "spans"),
+    [
+        (2, [1 + 1, 2 + 2, 4, 8 + 1, 2], [2, 3, 3, 2, 2], [False, True, True, False, False], [2, 2, 1, 2, 1]),
+        (9, [1 + 1 + 1, 2 + 2, 4, 8 + 1, 2], [3, 3, 3, 2, 2], [True, True, True, False, False], [3, 2, 1, 2, 1]),
+    ],
+)
+def test_returns_of_several_steps_by_hand(
+    steps: int, rewards: list[int], following: list[int], terminated: list[bool], spans: list[int]
+) -> None:
+    batch = batch_of(NStepReturns(n_step=steps, gamma=0.5), episode([1, 2, 4], terminated=True), episode([8, 2]))
+    assert (batch["rewards"].tolist(), batch["new_obs"].tolist()) == (rewards, following)
+    assert (batch["terminateds"].tolist(), batch["truncateds"].tolist()) == (terminated, [False] * 5)
+    assert batch["n_step"].tolist() == spans
     assert [batch[name].dtype for name in ("rewards", "n_step")] == [np.float32, np.int64]
-
-
-def test_more_steps_than_there_are_reach_to_the_end() -> None:
-    batch = batch_of(NStepReturns(n_step=9, gamma=0.5), episode([1, 2, 4], truncated=True))
-    assert batch["rewards"].tolist() == [3, 4, 4]
-    assert batch["truncateds"].tolist() == [True] * 3
-    assert batch["n_step"].tolist() == [3, 2, 1]
 
 
 def test_one_step_returns_are_the_transitions_themselves() -> None:
@@ -172,16 +171,16 @@ def test_rewards_in_the_batch_are_clipped_where_they_stand() -> None:
     assert torch.equal(batched["rewards"], torch.tensor([1.0, 0.0, -1.0]))
 
 
-def test_rewards_that_do_not_go_with_the_steps_are_refused() -> None:
-    with pytest.raises(ConnectorError, match="column 'rewards' has 3 items, expected 2: one for each step"):
-        batch_of(ClipRewards(sign=True), episode([9, -9]), batch={"rewards": np.zeros(3)})
-
-
-def test_sums_over_several_steps_are_not_clipped() -> None:
-    played = episode([9, -9])
-    batch = NStepReturns(n_step=2)(rl_module=None, batch={}, episodes=[played])
-    with pytest.raises(ConnectorError, match=r"sums over several steps already: .* stand before NStepReturns"):
-        ClipRewards(sign=True)(rl_module=None, batch=batch, episodes=[played])
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"rewards": np.zeros(3)}, "column 'rewards' has 3 items, expected 2: one for each step"),
+        ({"rewards": np.zeros(2), "n_step": np.ones(2)}, r"sums over several steps already: .* stand before NStepRet"),
+    ],
+)
+def test_rewards_that_are_not_one_for_each_step_are_refused(batch: Any, told: str) -> None:
+    with pytest.raises(ConnectorError, match=told):
+        ClipRewards(sign=True)(rl_module=None, batch=batch, episodes=[episode([9, -9])])
 
 
 # V-trace
@@ -258,13 +257,19 @@ def test_off_policy_targets_by_hand(case: str) -> None:
     assert given == (pytest.approx(targets), pytest.approx(advantages))
 
 
-def test_observations_that_another_piece_made_are_taken_from_it() -> None:
-    doubled = {"obs": np.array([0, 2, 4])}
-    piece, chunks = VTrace(gamma=0.5), [episode([1, 2, 4])]
-    batch = piece(rl_module=Tens(), batch=doubled, episodes=chunks, shared_data={"last_observations": np.array([6])})
-    # 4 + 60 / 2 = 34,  2 + 34 / 2 = 19,  1 + 19 / 2 = 10.5; the values 0, 20, 40
-    assert batch["value_targets"].tolist() == [10.5, 19, 34]
-    assert batch["advantages"].tolist() == [10.5, -1, -6]
+@pytest.mark.parametrize(
+    ("piece", "advantages"),
+    [
+        # 4 + 60 / 2 = 34,  2 + 34 / 2 = 19,  1 + 19 / 2 = 10.5; the values 0, 20, 40
+        (VTrace(gamma=0.5), [10.5, -1, -6]),
+        # 1 + 20 / 2 - 0,  2 + 40 / 2 - 20,  4 + 60 / 2 - 40
+        (GeneralAdvantageEstimation(gamma=0.5, lambda_=0.0, normalize_advantages=False), [11, 2, -6]),
+    ],
+)
+def test_observations_that_another_piece_made_are_taken_from_it(piece: ConnectorV2, advantages: list[float]) -> None:
+    batch, shared = {"obs": np.array([0, 2, 4])}, {"last_observations": np.array([6])}
+    batch = piece(rl_module=Tens(), batch=batch, episodes=[episode([1, 2, 4])], shared_data=shared)
+    assert batch["advantages"].tolist() == advantages
 
 
 class Stateful(Tens):
@@ -397,43 +402,6 @@ def test_values_that_are_no_numbers_are_refused_with_their_step(piece: Any) -> N
         Rollout("CartPole-v1", num_envs=2, module=Sick, learner_connector=lambda obs, act: piece()) as rollout,
     ):
         next(rollout.batches())
-
-
-@pytest.mark.parametrize("in_columns", [True, False])
-@pytest.mark.parametrize("recorded", [True, False])
-def test_behind_a_stack_values_are_those_of_stacks(in_columns: bool, recorded: bool) -> None:
-    class SumsUp(RLModule):
-        """Its value is the sum of the three frames that it must see."""
-
-        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            assert batch["obs"].shape[1:] == (9,)
-            values = {"vf_preds": batch["obs"].float().sum(1)} if recorded else {}
-            return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64), **values}
-
-        def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
-            assert batch["obs"].shape[1:] == (9,)
-            return batch["obs"].float().sum(1)
-
-    pieces = [FrameStacking(num_frames=3, as_learner_connector=True)]
-    gae = GeneralAdvantageEstimation(gamma=1.0, lambda_=0.0, normalize_advantages=False)
-    with Rollout(
-        numbered_envs(2)[1],
-        module=SumsUp(),
-        fragment_length=9,
-        num_fragments=2,
-        env_to_module_connector=lambda env: FrameStacking(num_frames=3),
-        learner_connector=lambda obs_space, act_space: [*pieces, gae, *([] if in_columns else [OneByOne()])],
-    ) as rollout:
-        for fragment in rollout.fragments():
-            batch = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
-            values, begin = batch["obs"].sum(1).float().numpy(), 0
-            for chunk in fragment.episodes():
-                end = begin + len(chunk)
-                last = [chunk.get_observations(i) for i in range(-min(3, len(chunk) + chunk.t_started + 1), 0)]
-                after = 0.0 if chunk.is_terminated else float(np.sum(last))
-                expected = chunk.get_rewards() + np.append(values[begin + 1 : end], after)
-                np.testing.assert_allclose(batch["value_targets"][begin:end], expected)
-                begin = end
 
 
 # One more step

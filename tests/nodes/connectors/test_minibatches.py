@@ -1,17 +1,12 @@
-"""Minibatches of train batches: flat ones, nested ones, sequences of stateful modules, several agents."""
+"""Minibatches of train batches: flat ones, nested ones, sequences of stateful modules."""
 
-from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from feeding_rollouts import module_of, modules_of_agents
-from numbered_agents import NumberedAgents
-from small_env import SmallEnv
 
-from rollflow import DefaultModelConfig, GeneralAdvantageEstimation, MultiAgentRollout, Rollout, minibatches
+from rollflow import minibatches
 from rollflow.stream import ColumnError
 from rollflow.stream.data.tree import leaves_of, map_tree
 
@@ -98,48 +93,3 @@ def test_a_smaller_last_part_may_be_left_out() -> None:
 def test_mistakes_are_named_at_once(batch: Any, size: int, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         minibatches(batch, size)
-
-
-class Nested(SmallEnv):
-    observation_space = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (2,)), "b": gym.spaces.Discrete(3)})
-    action_space = gym.spaces.Tuple([gym.spaces.Discrete(2), gym.spaces.Box(-1, 1, (1,))])
-    length = 10
-
-    def look(self) -> Any:
-        return self.observation_space.sample()
-
-
-ENVS: list[Any] = ["CartPole-v1", Nested]
-
-
-@pytest.mark.parametrize("env", ENVS)
-@pytest.mark.parametrize("use_lstm", [False, True])
-def test_a_module_learns_from_parts_of_a_rollouts_batch(env: Any, use_lstm: bool) -> None:
-    with Rollout(
-        env,
-        num_envs=4,
-        fragment_length=24,
-        num_fragments=1,
-        seed=0,
-        model_config=DefaultModelConfig(use_lstm=use_lstm, max_seq_len=5),
-        learner_connector=lambda obs_space, act_space: GeneralAdvantageEstimation(),
-    ) as rollout:
-        [batch] = rollout.batches()
-        whole = rollout.module.forward_train(batch)["vf_preds"]
-        parts = list(minibatches(batch, 7, shuffle=False))
-        outputs = [rollout.module.forward_train(part)["vf_preds"] for part in parts]
-    assert len(parts) == -(-len(whole) // 7)
-    assert torch.allclose(torch.cat(outputs), whole, atol=1e-6)
-
-
-def test_each_module_of_several_has_its_own_parts() -> None:
-    envs = [partial(NumberedAgents, slot) for slot in range(2)]
-    options: dict[str, Any] = {"module": modules_of_agents(), "agent_to_module_mapping_fn": module_of}
-    with MultiAgentRollout(envs, fragment_length=8, num_fragments=1, seed=0, **options) as rollout:
-        [batches] = rollout.batches()
-    assert len(batches) == 2
-    for batch in batches.values():
-        parts = list(minibatches(batch, 3))
-        assert sum(len(leaves_of(part["obs"])[0]) for part in parts) == len(leaves_of(batch["obs"])[0])
-    with pytest.raises(ColumnError, match="a batch for each module"):
-        minibatches(batches, 3)

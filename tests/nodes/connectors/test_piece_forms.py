@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -11,7 +12,12 @@ from numbered_module import NumberedEnv
 from piece_forms import MODES, OneByOne, equal
 
 from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, RLModule, Rollout
-from rollflow.nodes import FlattenObservations, OneHotObservations, PrevActionsPrevRewards
+from rollflow.nodes import (
+    AddNextObservationsFromEpisodesToTrainBatch,
+    FlattenObservations,
+    OneHotObservations,
+    PrevActionsPrevRewards,
+)
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.env_to_module.observation_pieces import WriteObservationsToEpisodes
 from rollflow.stream.data.tree import leaves_of, map_tree
@@ -128,14 +134,22 @@ def test_the_learner_sees_the_stacks_that_the_module_saw(length: int, rows: int,
         fragment_length=rows,
         num_fragments=3,
         env_to_module_connector=lambda env: FrameStacking(num_frames=frames),
-        learner_connector=lambda obs_space, act_space: FrameStacking(num_frames=frames, as_learner_connector=True),
+        learner_connector=lambda obs_space, act_space: [
+            FrameStacking(num_frames=frames, as_learner_connector=True),
+            AddNextObservationsFromEpisodesToTrainBatch(),
+        ],
     )
     with rollout:
         for fragment in rollout.fragments():
             batch = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
             assert batch["obs"].tolist() == batch["seen"].tolist()
-            one_by_one = FrameStacking(num_frames=frames, as_learner_connector=True)(
-                rl_module=None, batch={}, episodes=list(fragment.episodes())
+            chunks = list(fragment.episodes())
+            one_by_one = rollout.learner_pipeline(rl_module=rollout.module, episodes=chunks)
+            equal(
+                {name: batch[name].numpy() for name in batch},
+                {name: column.numpy() for name, column in one_by_one.items()},
             )
-            items = [item.tolist() for items in one_by_one["obs"].values() for item in items]
-            assert sorted(items) == sorted(batch["obs"].tolist())
+            ends = np.cumsum([len(chunk) for chunk in chunks]) - 1
+            newest = [chunk.get_observations(-1).tolist() for chunk in chunks]
+            assert batch["new_obs"][ends, -3:].tolist() == newest
+            assert batch["new_obs"][ends, :-3].tolist() == batch["obs"][ends, 3:].tolist()

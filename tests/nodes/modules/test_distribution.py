@@ -130,21 +130,22 @@ def test_a_gaussian_agrees_with_torchs_on_any_inputs(
     agree(ours.kl(made.from_logits(torch.cat([other_mean, other_log_std], -1))), expected)
 
 
-def test_bits_come_as_often_as_they_are_likely() -> None:
-    likely = torch.tensor([0.0, 0.1, 0.5, 0.9])
-    distribution = distribution_for(spaces.MultiBinary(4)).from_logits(torch.logit(likely).expand(30_000, 4))
-    bits = distribution.sample(torch.Generator().manual_seed(0)).double()
-    assert (bits.mean(0) - likely).abs().max() < 4 * math.sqrt(0.25 / 30_000)
-    assert bits[:, 0].sum() == 0
-
-
-def test_numbers_of_a_multi_categorical_come_independently_as_often_as_they_are_likely() -> None:
-    one, other = torch.tensor([0.3, 0.7]), torch.tensor([0.1, 0.4, 0.5])
-    made = distribution_for(spaces.MultiDiscrete([2, 3], start=[1, 5]))
-    logits = torch.cat([one, other]).log().expand(30_000, 5)
-    first, second = made.from_logits(logits).sample(torch.Generator().manual_seed(0)).unbind(-1)
-    counts = torch.bincount((first - 1) * 3 + second - 5, minlength=6)
-    assert (counts - 30_000 * torch.outer(one, other).flatten()).abs().max() < 4 * math.sqrt(30_000 * 0.25)
+@pytest.mark.parametrize(("kind", "by_races"), [*((kind, False) for kind in WHOLE_NUMBERS), ("Discrete", True)])
+def test_actions_come_as_often_as_they_are_likely(kind: str, by_races: bool) -> None:
+    space, _, actions = WHOLE_NUMBERS[kind]
+    made = distribution_for(space)
+    inputs = torch.tensor([0.1, -1.0, 1.2, -torch.inf, 0.4])[: made.required_input_dim]
+    distribution: Any = made.from_logits(inputs.expand(30_000, -1))
+    if by_races:
+        sampled, logp = distribution.sample_with_logp(races())
+        np.testing.assert_allclose(logp, distribution.logp(torch.from_numpy(sampled)), rtol=1e-6)
+    else:
+        sampled = distribution.sample(torch.Generator().manual_seed(0)).numpy()
+    for numbers in actions:
+        action = np.reshape(numbers, space.shape) + (0 if kind == "MultiBinary" else 7)
+        chance = float(made.from_logits(inputs[None]).logp(torch.as_tensor(action)[None]).exp())
+        share = (sampled == action).reshape(30_000, -1).all(1).mean()
+        assert abs(share - chance) <= 4 * math.sqrt(chance * (1 - chance) / 30_000)
 
 
 def test_samples_of_a_gaussian_have_its_means_deviations_and_no_correlation() -> None:
@@ -286,20 +287,6 @@ def test_a_space_without_a_distribution_is_named() -> None:
 
 def races(seed: int = 0) -> Races:
     return Races(np.random.default_rng(seed))
-
-
-def test_races_are_won_as_often_as_the_probabilities_say() -> None:
-    chances = np.array([0.5, 0.3, 0.2, 0.0])
-    logits = torch.log(torch.tensor([chances.tolist()] * 1000))
-    distribution = distribution_for(spaces.Discrete(4, start=2)).from_logits(logits)
-    run, won = races(), np.zeros(4)
-    for _ in range(100):
-        actions, logp = distribution.sample_with_logp(run)
-        won += np.bincount(actions - 2, minlength=4)
-        np.testing.assert_allclose(np.exp(logp), chances[actions - 2], rtol=1e-5)
-    assert won[3] == 0
-    # Four standard deviations of each count's binomial distribution.
-    assert (np.abs(won / 1e5 - chances) < 4 * np.sqrt(chances * (1 - chances) / 1e5) + 1e-12).all()
 
 
 def test_races_are_drawn_anew_for_every_step_and_shape_and_by_their_seed() -> None:
