@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ class SnapshotPoller:
     least_s    between two looks; whoever asks earlier gets the last one
     """
 
-    def __init__(self, address: str | None, least_s: float = 0.0) -> None:
-        self._address, self._least_s, self._due = address, least_s, 0.0
+    def __init__(self, address: str | None, least_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._address, self._least_s, self._due, self._clock = address, least_s, 0.0, clock
         self._lock = threading.Lock()
         self._before: dict[str, dict[str, Any]] = {}
         self._runs: list[dict[str, Any]] = []
@@ -81,8 +82,8 @@ class SnapshotPoller:
     def next(self) -> list[dict[str, Any]]:
         """Snapshots of the runs now, with rates since the last ones. Raises ValueError as `load_snapshots` does."""
         with self._lock:
-            if time.monotonic() >= self._due:
-                self._due, self._runs = time.monotonic() + self._least_s, []  # also if the run has ended
+            if self._clock() >= self._due:
+                self._due, self._runs = self._clock() + self._least_s, []  # also if the run has ended
                 found, before = load_snapshots(self._address), self._before
                 self._before = {each["path"]: each for each in found}
                 self._runs = [with_rates(each, before.get(each["path"])) for each in found]

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.25
 _IMPORTABLE = "expected a class or function at the top of a file that can be imported"
 _LONGEST_PAUSE_S = 30.0
-_FORGIVEN_S = 60.0  # a host that has run for so long may fail as often as one that never did
 _MOST_FAILURES = 5  # in a row, as a lane may be lost
 _MOST_AT_FIRST = 1  # while no rollout has begun: all hosts run the same program, so that a second one is no accident
 
@@ -52,15 +50,25 @@ class _Record:
 class HostKeeper:
     """Keeps the hosts of a rollout alive, in a thread of its own, until it is closed.
 
-        launcher    that has started them
-        handles     of the hosts
+        launcher      that has started them
+        handles       of the hosts
+        look_s        seconds between two looks at them
+        forgiven_s    seconds: a host that has run for so long may fail as often as one that never did
 
     A host that ends with an error, or is killed, is started again, after a pause that doubles with each failure in a
     row; one that has failed too often is given up. While hosts wait for something, the log says so.
     """
 
-    def __init__(self, launcher: "ProcessLauncher | RayLauncher", handles: Sequence[Handle]) -> None:
+    def __init__(
+        self,
+        launcher: "ProcessLauncher | RayLauncher",
+        handles: Sequence[Handle],
+        *,
+        look_s: float = 0.25,
+        forgiven_s: float = 60.0,
+    ) -> None:
         now = monotonic()
+        self._look_s, self._forgiven_s = look_s, forgiven_s
         self._launcher = launcher
         self._records = {handle: _Record(now) for handle in handles}
         self._waiting: Reminder | None = None  # while any host waits for something
@@ -94,7 +102,7 @@ class HostKeeper:
         self._launcher.stop()
 
     def _keep(self) -> None:
-        while not self._closing.wait(LOOK_S):
+        while not self._closing.wait(self._look_s):
             try:
                 self._look()
             except Exception as error:  # of an engine, which may have gone: the rollout's thread raises it
@@ -127,7 +135,7 @@ class HostKeeper:
 
     def _note_end(self, handle: Handle, record: _Record) -> None:
         now, log = monotonic(), self._launcher.logs(handle).strip()
-        record.failures = 1 if now - record.since >= _FORGIVEN_S else record.failures + 1
+        record.failures = 1 if now - record.since >= self._forgiven_s else record.failures + 1
         record.due = now + pause_s(record.failures, _LONGEST_PAUSE_S)
         lines = [line for line in log.splitlines() if not line.startswith(SEE)]
         record.reason = f"host {handle.name} {handle.end}" + (f": {lines[-1]}" if lines else "")

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from rollflow.nodes.logs.figures import (
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.data.system import lock_file, unlock_file
 from rollflow.stream.graph.report import duration_text
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.trace import check_trace
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class Progress:
     def write(self, row: Row) -> None:
         """Show a row: at once, or, where lines can't be written over, after a minute."""
         self._last = row
-        if self._bar is not None or time.monotonic() >= self._next:
+        if self._bar is not None or backoff.times.clock() >= self._next:
             self._show(row, text_of(row))
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ class Progress:
         self._last = None
         of = "" if row.of_updates is None else f" of {row.of_updates:,}"
         self._console.print(f"{row.updates:,}{of} updates in {row.elapsed_s:,.0f} s: {text}", soft_wrap=True)
-        self._next = time.monotonic() + _LINE_S
+        self._next = backoff.times.clock() + _LINE_S
 
 
 def text_of(row: Row, rate: str = "time/fps_now") -> str:

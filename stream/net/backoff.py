@@ -21,8 +21,9 @@ class WaitTimes:
     other_name_s      until a host of another name may take a lost one's place: as long as a host pauses at most
     reach_s           that a connection may take to come about
     redial_s          until a host that has not dialled again is away: a live one does so at once, and after 0.1 s
+    look_s            between two looks at whether dialling is given up
     close_s           that a thread or worker process has to end, before it is left behind or killed
-    clock             by which lanes are late
+    clock             by which waits are timed, and lanes late
     """
 
     first_pause_s: float = 0.1
@@ -32,6 +33,7 @@ class WaitTimes:
     other_name_s: float = 5.0
     reach_s: float = 10.0
     redial_s: float = 1.0
+    look_s: float = 1.0
     close_s: float = 5.0
     clock: Callable[[], float] = monotonic
 
@@ -88,31 +90,31 @@ class WaitReminder:
 
     def __init__(self, limit: float | None) -> None:
         self.limit = limit
-        self._since = monotonic()
+        self._since = times.clock()
         self._reminder = Reminder(self._since)
 
     def restart(self) -> None:
         """Begin the limit anew."""
-        self._since = monotonic()
+        self._since = times.clock()
 
     @property
     def is_long(self) -> bool:
         """True where a log line about the wait is due, at intervals that double."""
-        return self._reminder.is_due(monotonic())
+        return self._reminder.is_due(times.clock())
 
     @property
     def waited_s(self) -> float:
         """Seconds since the wait began first."""
-        return monotonic() - self._reminder.since
+        return times.clock() - self._reminder.since
 
     @property
     def is_over(self) -> bool:
         """True once the limit is reached."""
-        return self.limit is not None and monotonic() - self._since >= self.limit
+        return self.limit is not None and times.clock() - self._since >= self.limit
 
     @property
     def left(self) -> float:
         """Seconds until it is over, or a line is due."""
-        now = monotonic()
+        now = times.clock()
         left = self._reminder.left_s(now)
         return max(0.01, left if self.limit is None else min(left, self._since + self.limit - now))

@@ -11,8 +11,6 @@ from rollflow.stream.wire import Address
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # between two looks at whether it is given up
-
 
 class DialWait:
     """Wait for an end that a `Dialler` dials again and again.
@@ -83,7 +81,7 @@ class DialWait:
         """Time at which `check` is to be called; None: it need not be."""
         if self._is_connected:
             return None
-        return monotonic() + (_LOOK_S if self._is_given_up else min(_LOOK_S, self._wait.left))
+        return monotonic() + (backoff.times.look_s if self._is_given_up else min(backoff.times.look_s, self._wait.left))
 
     @property
     def _is_given_up(self) -> bool:

@@ -11,7 +11,6 @@ import urllib.error
 import urllib.request
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -72,10 +71,9 @@ def test_a_run_that_was_asked_for_and_has_ended_leaves_a_page_that_says_where_it
         assert Client(each).get("/token/runs").json() == {"runs": [], "folder": str(folder)}
 
 
-def test_browsers_share_a_look(running: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_browsers_share_a_look(running: Rollout) -> None:
     times = [100.0]
-    monkeypatch.setattr(top, "time", SimpleNamespace(monotonic=lambda: times[-1]))
-    polled = top.SnapshotPoller(None, 0.8)
+    polled = top.SnapshotPoller(None, 0.8, lambda: times[-1])
     first = polled.next()
     next(running.batches())
     times.append(100.7)

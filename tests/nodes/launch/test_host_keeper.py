@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import pytest
 from remote_rollouts import await_that
 
-from rollflow.nodes.launch import on_hosts
 from rollflow.nodes.launch.on_hosts import HostKeeper
 from rollflow.nodes.launch.process_launcher import Handle
 from rollflow.stream import EnvError
@@ -57,14 +56,9 @@ class Launched:
         self.is_stopped = True
 
 
-@pytest.fixture(autouse=True)
-def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_hosts, "LOOK_S", 0.001)
-
-
 @contextmanager
-def kept(launcher: Launched) -> Iterator[HostKeeper]:
-    keeper = HostKeeper(launcher, list(launcher.starts))
+def kept(launcher: Launched, **times: float) -> Iterator[HostKeeper]:
+    keeper = HostKeeper(launcher, list(launcher.starts), look_s=0.001, **times)
     try:
         yield keeper
     finally:
@@ -118,10 +112,9 @@ def test_hosts_that_fail_again_and_again_are_given_up(caplog: pytest.LogCaptureF
     assert list(launcher.starts.values()) == [6]
 
 
-def test_a_host_that_ran_for_long_may_fail_as_often_as_one_that_never_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_hosts, "_FORGIVEN_S", 0.0)
+def test_a_host_that_ran_for_long_may_fail_as_often_as_one_that_never_did() -> None:
     launcher = Launched("one", ends="exited with code 3")
-    with kept(launcher) as keeper:
+    with kept(launcher, forgiven_s=0.0) as keeper:
         await_that(lambda: list(launcher.starts.values()) > [9])
         keeper.check(is_first=True)
 

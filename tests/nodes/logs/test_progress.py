@@ -1,13 +1,13 @@
 """Progress for people: its words, what a terminal shows, and what a file or a pipe gets."""
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from rollflow import Rollout
 from rollflow.nodes.logs.destinations import Progress, text_of
 from rollflow.nodes.logs.figures import Row
+from rollflow.stream.net.backoff import waiting
 
 VALUES = {"time/fps": 1000.0, "time/fps_now": 1234.6, "rollout/ep_rew_mean": 20.5, "policy/version": 7.0}
 
@@ -45,16 +45,16 @@ def test_a_row_in_words(values: dict[str, float], text: str) -> None:
 
 
 def test_a_pipe_gets_the_first_row_and_after_a_minute_another_and_the_last(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     times = [5.0]  # the newest last
-    monkeypatch.setattr("rollflow.nodes.logs.destinations.time", SimpleNamespace(monotonic=lambda: times[-1]))
     progress = opened()
     lines = []
-    for updates, now in ((1, 5.0), (2, 64.9), (3, 65.0), (4, 66.0)):
-        times.append(now)
-        progress.write(row(updates, of=5))
-        lines.append(capsys.readouterr().err)
+    with waiting(clock=lambda: times[-1]):
+        for updates, now in ((1, 5.0), (2, 64.9), (3, 65.0), (4, 66.0)):
+            times.append(now)
+            progress.write(row(updates, of=5))
+            lines.append(capsys.readouterr().err)
     progress.close()
     words = "1,235 steps/s, return 20.5, version 7\n"
     assert lines == [f"1 of 5 updates in 2 s: {words}", "", f"3 of 5 updates in 6 s: {words}", ""]

@@ -144,16 +144,14 @@ def dialled_by_a_rollout(address: str, retry_s: float, limits: Limits | None = N
     feed(rollout, address, secret="s", retry_s=retry_s, limits=limits)
 
 
-@pytest.mark.wait_times(first_word_s=0.02, reach_s=0.1)
+@pytest.mark.wait_times(first_word_s=0.02, reach_s=0.1, look_s=0.05)
 @pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
 @pytest.mark.parametrize("hangs", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["hangs", "unknown"])
 def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
-    hangs: bool, dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    hangs: bool, dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture
 ) -> None:
     hang = Hanging()
     names["name.test"] = hang if hangs else unknown
-    if hangs:
-        monkeypatch.setattr("rollflow.stream.net.dial_wait._LOOK_S", 0.05)
     problem = "no (answer yet|name server has said yet where this is)" if hangs else "Name or service not known"
     try:
         given_up(0.5, dial, caplog, problem)
@@ -161,10 +159,9 @@ def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
         hang.released.set()
 
 
-@pytest.mark.wait_times(reach_s=0.0)
+@pytest.mark.wait_times(reach_s=0.0, look_s=0.05)
 @pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
-def test_a_handshake_that_is_going_on_is_not_cut_off(dial: Callable[..., Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr("rollflow.stream.net.dial_wait._LOOK_S", 0.05)
+def test_a_handshake_that_is_going_on_is_not_cut_off(dial: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(WireError, match=r"not reached for 0.2 s: .*the handshake is not over after 0.4 s"):

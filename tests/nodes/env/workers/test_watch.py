@@ -11,8 +11,8 @@ from numbered_env import NumberedEnv
 
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, nothing
-from rollflow.nodes.env.workers import watch
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressWatch
+from rollflow.stream.net.backoff import waiting
 
 timeouts = st.none() | st.integers(1, 9)
 phases = st.lists(
@@ -27,8 +27,7 @@ def test_late_is_who_is_at_the_same_for_too_long_and_little_later(
     now, count, doing = 0.0, 0, phases[0][0]
     allowed = {Activity.STEP: step, Activity.RESET: reset}
     shortest = min((seconds for seconds in (step, reset) if seconds is not None), default=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "monotonic", lambda: now)
+    with waiting(clock=lambda: now):
         watched = ProgressWatch(step, reset, lambda lane: (count, doing))
         watched.begin(0)
         for count, (doing, lasts) in enumerate(phases):
@@ -69,8 +68,9 @@ def test_resets_that_can_not_be_told_from_their_step_add_to_its_time() -> None:
     phase.set_blended(True)
     assert phase.doing is Activity.BOTH
     watched = ProgressWatch(1.0, 5.0, lambda lane: (phase.turns, phase.doing))
-    watched.begin(0)
-    assert watched._until[0] - watch.monotonic() == pytest.approx(6.0, abs=0.5)
+    with waiting(clock=float):
+        watched.begin(0)
+    assert watched._until[0] == 6.0
 
 
 # What tells of it
