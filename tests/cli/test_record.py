@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import serving_process
 from command_errors import assert_one_line
 from extras import needs
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
@@ -171,13 +172,12 @@ def test_steps_that_an_environment_that_raises_has_lost_are_told(
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_what_was_played(policy: Path, tmp_path: Path) -> None:
-    program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
     arguments = command(policy, tmp_path / "data", "--num-envs", "2", episodes=10**7)
-    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("data/steps/.*.part")):  # a fragment is being written
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
+    with serving_process.command(*arguments, stdout=subprocess.PIPE) as process:
+        while not list(tmp_path.glob("data/steps/.*.part")):  # a fragment is being written
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     source = DatasetSource(tmp_path / "data")
     assert f"{tmp_path}/data has {source.num_steps} steps more" in printed

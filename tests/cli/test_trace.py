@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_errors import assert_one_line
+from serving_process import command
 from traces import assert_nested, events_of, flows, tracks
 
 from rollflow import Rollout, Watch
@@ -45,8 +46,7 @@ def folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def pid(runs: Path) -> Iterator[int]:
     """A process that runs a rollout for as long as the tests need it."""
     environment = {**os.environ, run_socket.FOLDER: str(runs)}
-    command = [sys.executable, "-c", RUN]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "it runs\n"
@@ -72,15 +72,11 @@ def test_a_run_in_another_process_is_traced(pid: int, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_trace_and_the_run_goes_on(pid: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rollflow.cli.main", "trace", str(pid), "600", "--to", "mine.trace"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            while not Path("mine.trace").exists() or not Path("mine.trace").stat().st_size:
-                assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with command("trace", pid, "600", "--to", "mine.trace") as process:
+        while not Path("mine.trace").exists() or not Path("mine.trace").stat().st_size:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
     assert events_of(tmp_path / "mine.trace")[-1]["name"] == "end of the trace"
     assert main(["trace", str(pid), "0.1"]) == 0
 

@@ -5,21 +5,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 
 @contextmanager
-def command(*arguments: Any, cwd: Path | None = None) -> Iterator["subprocess.Popen[str]"]:
-    """The command in a process, killed when it is left."""
+def command(*arguments: Any, **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    """The command in a process, which `options` are for, killed when it is left."""
     program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
     words = [sys.executable, "-c", program, *map(str, arguments)]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=cwd)
+    process = subprocess.Popen(words, text=True, **{"stderr": subprocess.PIPE, **options})
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 @contextmanager

@@ -35,12 +35,6 @@ def test_a_window_has_the_last_values(values: list[int], window: int, reduce: An
     assert logged(values, reduce=reduce, window=window).peek("x") == pytest.approx(by[reduce](last))
 
 
-def test_without_a_window_all_values_count() -> None:
-    for reduce, expected in (("min", 1), ("max", 4), ("sum", 8), (None, [3, 1, 4])):
-        assert logged([3, 1, 4], reduce=reduce).peek("x") == expected
-    assert logged([3, 1, 4], clear_on_reduce=True).peek("x") == pytest.approx(8 / 3)
-
-
 def test_a_mean_without_a_window_is_an_exponential_average() -> None:
     assert logged([1.0, 2.0, 4.0], ema_coeff=0.5).peek("x") == 2.75  # 1, then 1.5, then 2.75
     assert logged([1.0, 2.0]).peek("x") == 1.01

@@ -1,7 +1,6 @@
 """Runs of graphs: what flows, how they end, and the errors that reach their callers."""
 
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -380,25 +379,6 @@ async def test_an_unknown_output_is_named() -> None:
             run["halves"]
 
 
-async def test_busy_idle_and_blocked_time_add_up_to_the_elapsed_time() -> None:
-    graph = row(
-        capacity=2,
-        thread="work",
-        source=Numbers(200),
-        double=double,
-        work=lambda number: sum(range(2000)),
-        sink=Collect(),
-    )
-    async with graph.run() as run:
-        await run.wait()
-        report = run.report()
-    for node in report.nodes:
-        assert node.items == 200
-        assert min(node.busy_s, node.idle_s, node.blocked_s) >= 0.0
-        assert node.busy_s + node.idle_s + node.blocked_s == pytest.approx(report.elapsed_s)
-    assert all(edge.items == 200 and edge.peak <= edge.capacity for edge in report.edges)
-
-
 async def test_drain_delivers_a_send_that_is_under_way_on_any_outlet_of_a_source() -> None:
     class Two:
         def __init__(self) -> None:
@@ -753,25 +733,6 @@ def test_an_inline_run_takes_what_start_and_finish_give_one_by_one() -> None:
         run.finish()
         assert echo.asked == 2
         assert [run.next_outputs() for _ in range(3)] == [[("out", -1)], [("out", 0)], []]
-
-
-async def test_an_asynchronous_node_at_long_work_passes_through_the_event_loop() -> None:
-    turns = 0
-
-    async def busy(out: Outlet[int]) -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            until = time.perf_counter() + 0.002
-            while time.perf_counter() < until:
-                pass
-            await out.send(turns)
-
-    graph = row(capacity=1000, source=busy, sink=Collect())
-    async with graph.run():
-        for _ in range(10):
-            await checkpoint()
-    assert turns <= 12  # one for each time that the others had their turn
 
 
 async def test_a_last_error_of_a_user_s_node_is_not_taken_for_one_of_ours() -> None:

@@ -305,6 +305,9 @@ def test_a_peer_that_does_not_read_is_given_up_before_memory_is() -> None:
     ends = running(limits=wire.Limits(undelivered=1 << 20), said=hello(role="rollout"))
     taken_from(ends.gateway)
     weights = wire.Weights(1, {"w": np.zeros(1 << 18, np.uint8)}, {}, {})
+    for _ in range(9):
+        ends.gateway.tell(weights)
+        taken_from(ends.gateway)  # what was sent makes room
     for _ in range(3):
         ends.gateway.tell(weights)
     assert ends.gateway.undelivered < 1 << 20
@@ -362,14 +365,6 @@ def test_who_asks_on_and_on_and_does_not_read_is_given_up_and_the_answer_waits_f
     assert number > 2
     assert ends.host.phase is wire.ConnectionPhase.BROKEN
     assert ends.host_session.take(request) is TakenRequest.AGAIN
-
-
-def test_what_was_sent_makes_room() -> None:
-    ends = running(limits=wire.Limits(undelivered=1 << 20), said=hello(role="rollout"))
-    for _ in range(30):
-        ends.gateway.tell(wire.Weights(1, {"w": np.zeros(1 << 18, np.uint8)}, {}, {}))
-        taken_from(ends.gateway)
-    assert ends.gateway.undelivered == 0
 
 
 def test_nothing_is_sent_through_a_connection_that_is_not_running() -> None:

@@ -89,13 +89,6 @@ def test_a_decoder_with_a_small_inbox_is_widened_between_frames(inbox: int, befo
     assert len(decoder.buffer()) == 1 << 16
 
 
-def test_header_and_arrays_begin_at_multiples_of_8() -> None:
-    header, body = taken_apart(bytes_of(b"abc", [b"12345", b"678"]))
-    assert header == b"abc"
-    assert body.tobytes() == b"12345" + bytes(3) + b"678" + bytes(5)
-    assert bytes_of(b"abc") == bytes.fromhex("0c000000 03000000 61626300 00000000")
-
-
 def test_a_frame_has_memory_of_its_own() -> None:
     decoder = FrameDecoder(1 << 16)
     first, second = decoder.feed(bytes_of(b"1", [b"a" * 8]) + bytes_of(b"2", [b"b" * 8]))
