@@ -6,13 +6,15 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from graph_rows import drawn
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
-from rollflow import ConnectorV2, Fragment, Graph, MultiAgentRollout, Rollout
+from rollflow import ConnectorV2, Fragment, MultiAgentRollout, Rollout
 from rollflow.nodes.metrics.episode_returns import FinishedEpisode
 
 OPTIONS: Any = {"num_envs": 4, "fragment_length": 32, "num_fragments": 6, "seed": 0}
+PLACES = ["inline", "ahead", "threads", "graph"]
 
 
 class Notes(ConnectorV2):
@@ -36,15 +38,30 @@ def ended_in(fragments: list[Fragment]) -> dict[str, tuple[float, int, bool]]:
     return {id_: told for id_, told in sums.items() if id_ in ended}
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"where": "threads"}])
-def test_each_finished_episode_is_told_once_before_the_fragment_that_ends_it(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"where": "threads"}, None], ids=PLACES)
+def test_each_finished_episode_is_told_once_before_the_fragment_that_ends_it(options: dict[str, Any] | None) -> None:
+    """Also in a graph, where there are no options."""
     told: list[FinishedEpisode] = []
-    with Rollout("CartPole-v1", env_to_module_connector=lambda env: Notes(), **OPTIONS, **options) as rollout:
-        assert rollout.on_episode(told.append) is not None
-        fragments = []
-        for fragment in rollout.fragments():
-            assert {chunk.id_ for chunk in fragment.episodes() if chunk.is_done} <= {each.id_ for each in told}
-            fragments.append(fragment)
+    fragments: list[Fragment] = []
+    rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: Notes(), **OPTIONS, **(options or {}))
+    with pytest.raises(TypeError, match=r"on_episode got 3, expected a function that takes one argument"):
+        rollout.on_episode(3)  # type: ignore[type-var]
+    assert rollout.on_episode(told.append) is not None
+
+    def keep(fragment: Fragment) -> None:
+        assert {chunk.id_ for chunk in fragment.episodes() if chunk.is_done} <= {each.id_ for each in told}
+        fragments.append(fragment)
+
+    async def main() -> None:
+        async with drawn("rollout > keep", rollout=rollout, keep=keep).run() as run:
+            await run.wait()
+
+    if options is None:
+        anyio.run(main)
+    else:
+        with rollout:
+            for fragment in rollout.fragments():
+                keep(fragment)
     assert len(told) == rollout.returns.count > 10
     assert {each.id_: (each.episode_return, each.length, each.is_terminated) for each in told} == ended_in(fragments)
     assert [each.episode_return for each in told][-100:] == list(rollout.returns.returns)
@@ -86,33 +103,6 @@ def test_what_a_hook_raises_the_loop_raises_and_another_loop_goes_on() -> None:
         sequences += [fragment.sequence for fragment in rollout.fragments()]
     assert sequences == list(range(6))
     assert len(told) == rollout.returns.count
-
-
-def test_what_is_no_function_is_refused() -> None:
-    rollout = Rollout("CartPole-v1", **OPTIONS)
-    with pytest.raises(TypeError, match=r"on_episode got 3, expected a function that takes one argument"):
-        rollout.on_episode(3)  # type: ignore[type-var]
-    rollout.close()
-
-
-def test_episodes_are_told_in_a_graph() -> None:
-    told: list[FinishedEpisode] = []
-    rollout = Rollout("CartPole-v1", **OPTIONS)
-    rollout.on_episode(told.append)
-    graph, fragments = Graph(), []
-
-    def keep(fragment: Fragment) -> None:
-        fragments.append(fragment)
-
-    graph.add(rollout=rollout, keep=keep)
-    graph.connect("rollout", "keep")
-
-    async def main() -> None:
-        async with graph.run() as run:
-            await run.wait()
-
-    anyio.run(main)
-    assert {each.id_: (each.episode_return, each.length, each.is_terminated) for each in told} == ended_in(fragments)
 
 
 def test_episodes_of_several_agents_are_told_with_all_their_rewards() -> None:
