@@ -148,7 +148,7 @@ def test_every_place_gives_the_fragments_that_are_made_inline_from_the_same_seed
     phases = [Phase.explicit, Phase.generate]  # a smaller example would take as long
 
     @given(drawn=kind.drawn, prefetch=st.integers(0, 2), options=ways)
-    @settings(max_examples=examples(20 if place in ("inline", "threads") else 10), phases=phases)
+    @settings(max_examples=examples(14 if place in ("inline", "threads") else 10), phases=phases)
     def holds(drawn: Any, prefetch: int, options: Any) -> None:
         there = fragments_at(place, kind, drawn, prefetch=prefetch, **options)
         kind.alike(there, fragments_at("inline", kind, drawn))

@@ -100,7 +100,7 @@ def rows_in(batch: Any) -> Iterator[Any]:
         yield from zip(map(numbers, at_of(each["obs"])), each["rewards"].tolist(), strict=True)
 
 
-@settings(max_examples=examples(24), deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 @given(
     fragments=rollouts(),
     sizes=st.tuples(st.sampled_from([1, 10_000, 1 << 20]), st.sampled_from([1, 1 << 20]), st.sampled_from([0, 512])),
