@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     )
     from rollflow.nodes.connectors.alpha.inference import (
         ConnectorPolicy as ConnectorPolicy,
-        connected_inference as connected_inference,
         default_action_connectors as default_action_connectors,
         default_agent_connectors as default_agent_connectors,
         local_policy_inference as local_policy_inference,

@@ -153,19 +153,6 @@ def local_policy_inference(
         SampleBatch.INFOS: info,
     }
     data = {name: value for name, value in given.items() if value is not None}
-    outputs = connected_inference(policy, [AgentConnectorDataType(env_id, agent_id, data)], explore)
-    if terminated or truncated:
-        policy.agent_connectors.reset(env_id)
-    return outputs
-
-
-def connected_inference(
-    policy: Any, acd_list: list[AgentConnectorDataType], explore: bool | None = None
-) -> list[PolicyOutputType]:
-    """Act for several agents of one environment that are mapped to one policy; their data come as one list.
-
-    Returns (action, states, fetches) of each item that the agent connectors have left, in that order.
-    """
     for name in ("agent_connectors", "action_connectors"):
         if getattr(policy, name, None) is None:
             raise ConnectorError(
@@ -173,7 +160,11 @@ def connected_inference(
             )
     policy.agent_connectors.in_eval()
     policy.action_connectors.in_eval()
-    return [_acted(policy, each, explore) for each in policy.agent_connectors(acd_list)]
+    made = policy.agent_connectors([AgentConnectorDataType(env_id, agent_id, data)])
+    outputs = [_acted(policy, each, explore) for each in made]
+    if terminated or truncated:
+        policy.agent_connectors.reset(env_id)
+    return outputs
 
 
 def _acted(policy: Any, each: AgentConnectorDataType, explore: bool | None) -> PolicyOutputType:

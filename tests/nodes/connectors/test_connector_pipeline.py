@@ -1,11 +1,9 @@
 from functools import partial
-from time import perf_counter_ns
 from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium.spaces import Box, Discrete
 from numbered_agents import NumberedAgents
 
@@ -182,17 +180,6 @@ def test_items_of_a_custom_piece_are_batched_beside_columns() -> None:
     assert batch["doubled"].tolist() == [0.0, 2.0, 4.0]
 
 
-def test_sampled_rows_stay_arrays_without_a_piece_that_wants_items() -> None:
-    episodes = Slots()
-    pipeline = ModuleToEnvPipeline.default(None, Discrete(2))
-    batch = pipeline(
-        rl_module=object(), batch={"action_dist_inputs": torch.zeros(3, 2)}, episodes=episodes, explore=True
-    )
-    assert episodes.listed == 0
-    assert (batch["actions"].dtype, batch["actions"].shape) == (np.int64, (3,))
-    assert batch["action_logp"].tolist() == pytest.approx([-0.6931472] * 3)
-
-
 def test_pieces_are_found_by_place_name_and_class() -> None:
     first, second, other = Append(), Append(), Other()
     pipeline = ConnectorPipelineV2(connectors=[first, other, second])
@@ -300,48 +287,6 @@ def test_every_piece_is_timed() -> None:
     assert all(timer.mean_us > 0 for timer in timers.values())
     pipeline.append(Append())
     assert [timer.calls for timer in pipeline.timers().values()] == [3, 3, 0]
-
-
-def test_the_time_of_pieces_called_as_one_is_that_of_all_of_them() -> None:
-    pieces = ("AddObservationsFromEpisodesToBatch", "BatchIndividualItems", "NumpyToTensor")
-    began = perf_counter_ns()
-    with Rollout(
-        "CartPole-v1", fragment_length=5, num_fragments=2, env_to_module_connector=lambda env: GivenColumns()
-    ) as rollout:
-        fragments = iter(rollout.fragments())
-        next(fragments)
-        rollout.env_to_module.fuses = False
-        assert len(list(fragments)) == 1
-    took = perf_counter_ns() - began
-    timers = rollout.env_to_module.timers()
-    own, fused = timers.pop("GivenColumns"), timers.pop(f"{pieces[0]} … {pieces[-1]}")
-    assert (tuple(timers), own.mean_us > 0, fused.mean_us > 0) == (pieces, True, True)
-    assert {(timer.calls + fused.calls, timer.mean_us > 0) for timer in timers.values()} == {(own.calls, True)}
-    assert own.total_ns + fused.total_ns + sum(timer.total_ns for timer in timers.values()) <= took
-
-
-def test_default_pipelines_have_their_pieces_in_order() -> None:
-    assert EnvToModulePipeline.default(custom_pieces=[Append()]).names == [
-        "Append",
-        "AddObservationsFromEpisodesToBatch",
-        "BatchIndividualItems",
-        "NumpyToTensor",
-    ]
-    assert ModuleToEnvPipeline.default(custom_pieces=[Append()]).names == [
-        "GetActions",
-        "TensorToNumpy",
-        "UnBatchToIndividualItems",
-        "Append",
-        "NormalizeAndClipActions",
-        "ListifyDataForVectorEnv",
-    ]
-    assert LearnerConnectorPipeline.default(custom_pieces=[Append()]).names == [
-        "Append",
-        "AddObservationsFromEpisodesToBatch",
-        "AddColumnsFromEpisodesToTrainBatch",
-        "BatchIndividualItems",
-        "NumpyToTensor",
-    ]
 
 
 def test_a_refused_edit_leaves_the_pipeline_as_it_was() -> None:

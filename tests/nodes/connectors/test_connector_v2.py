@@ -1,5 +1,6 @@
 """The interface of a connector piece: what RLlib's page shows for single-agent data, and what is refused."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -85,39 +86,29 @@ def test_a_column_of_another_form_is_not_added_to(episode: SingleAgentEpisode) -
         ConnectorV2.add_batch_item({"x": np.zeros(2)}, "x", 2)
 
 
-def test_a_function_changes_every_item_of_a_column() -> None:
-    batch: dict[str, Any] = {"col1": [0, 1, 2, 3], "col2": [0, -1, -2, -3]}
-    ConnectorV2.foreach_batch_item_change_in_place(batch, "col1", lambda item, *args: item + 1)
-    assert batch["col1"] == [1, 2, 3, 4]
-    ConnectorV2.foreach_batch_item_change_in_place(
-        batch, ["col1", "col2"], lambda items, *args: (items[0] + 1, -items[1])
-    )
-    assert batch == {"col1": [2, 3, 4, 5], "col2": [0, 1, 2, 3]}
+BY_AGENT = {("e1", "a1", "m1"): [1, 2, 3], ("e2", "a1", "m2"): [400, 500], ("e2", "a2", "m3"): [-1, -2]}
 
 
-def test_a_function_is_told_whose_item_it_changes() -> None:
-    batch: dict[str, Any] = {"col1": {("eps1",): [0, 1, 2, 3], ("eps2",): [400, 500, 600]}}
-    ConnectorV2.foreach_batch_item_change_in_place(
-        batch, "col1", lambda item, eps_id, *args: item + 1 if eps_id == "eps1" else item / 100
-    )
-    assert batch["col1"] == {("eps1",): [1, 2, 3, 4], ("eps2",): [4, 5, 6]}
-    batch = {
-        "col1": {
-            ("eps1", "ag1", "mod1"): [1, 2, 3, 4],
-            ("eps2", "ag1", "mod2"): [400, 500, 600],
-            ("eps2", "ag2", "mod3"): [-1, -2, -3, -4, -5],
-        }
-    }
-    ConnectorV2.foreach_batch_item_change_in_place(
-        batch,
-        "col1",
-        lambda item, eps, agent, module: item - 1 if eps == "eps1" else item / 100 if module == "mod2" else -item,
-    )
-    assert batch["col1"] == {
-        ("eps1", "ag1", "mod1"): [0, 1, 2, 3],
-        ("eps2", "ag1", "mod2"): [4, 5, 6],
-        ("eps2", "ag2", "mod3"): [1, 2, 3, 4, 5],
-    }
+def of_agent(item: Any, episode: Any, agent: Any, module: Any) -> Any:
+    return item - 1 if episode == "e1" else item / 100 if module == "m2" else -item
+
+
+@pytest.mark.parametrize(
+    ("batch", "column", "func", "changed"),
+    [
+        ({"x": [0, 1]}, "x", lambda item, *ids: item + 1, {"x": [1, 2]}),
+        ({"x": [0], "y": [2]}, ["x", "y"], lambda items, *ids: (items[0] + 1, -items[1]), {"x": [1], "y": [-2]}),
+        ({"x": {("e",): [0, 1], ("f",): [2]}}, "x", lambda item, e, *ids: e, {"x": {("e",): [*"ee"], ("f",): ["f"]}}),
+        ({"x": BY_AGENT}, "x", of_agent, {"x": dict(zip(BY_AGENT, ([0, 1, 2], [4, 5], [1, 2]), strict=True))}),
+    ],
+    ids=["one", "two", "episodes", "agents"],
+)
+def test_a_function_changes_every_item_and_is_told_whose_it_is(
+    batch: Any, column: Any, func: Any, changed: Any
+) -> None:
+    batch = copy.deepcopy(batch)
+    ConnectorV2.foreach_batch_item_change_in_place(batch, column, func)
+    assert batch == changed
 
 
 def test_an_unknown_column_is_named() -> None:

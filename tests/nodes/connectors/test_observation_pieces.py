@@ -18,7 +18,6 @@ from rollflow.nodes import (
     ObservationPreprocessor,
     OneHotObservations,
     PrevActionsPrevRewards,
-    SingleAgentObservationPreprocessor,
 )
 from rollflow.nodes.connectors.env_to_module.observation_pieces import WriteObservationsToEpisodes
 from rollflow.stream import ColumnError, ConnectorError
@@ -133,10 +132,6 @@ def test_a_rollouts_integer_columns_refuse_fractions(piece: type[ConnectorV2]) -
     made = Rollout(makers, fragment_length=8, env_to_module_connector=lambda _: piece())
     with pytest.raises(ColumnError, match=r"column '(obs|actions)': got float64\[.*\], expected int64"), made:
         next(iter(made.fragments()))
-
-
-def test_both_names_are_one_class() -> None:
-    assert ObservationPreprocessor is SingleAgentObservationPreprocessor
 
 
 # Flat and one-hot observations

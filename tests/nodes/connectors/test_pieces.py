@@ -17,7 +17,6 @@ from rollflow.nodes.connectors.common.batch_individual_items import BatchIndivid
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.learner.train_columns import (
-    AddColumnsFromEpisodesToBatch,
     AddColumnsFromEpisodesToTrainBatch,
 )
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
@@ -68,10 +67,6 @@ def test_a_column_that_a_piece_put_there_stays_while_the_others_are_added() -> N
     batch = call(AddColumnsFromEpisodesToTrainBatch(), {"rewards": {("a",): [9.0, 9.0]}}, [episode("a", 2)])
     assert batch["rewards"] == {("a",): [9.0, 9.0]}
     assert batch["actions"] == {("a",): [0, 10]}
-
-
-def test_an_older_name_is_the_same_piece() -> None:
-    assert AddColumnsFromEpisodesToBatch is AddColumnsFromEpisodesToTrainBatch
 
 
 # Items and arrays
@@ -173,16 +168,6 @@ def test_what_becomes_a_tensor_and_an_array_again_is_the_same_memory(array: np.n
 def test_views_become_tensors_of_the_same_numbers(view: Callable[[Any], Any]) -> None:
     array = view(np.arange(12.0).reshape(3, 4))
     np.testing.assert_array_equal(call(NumpyToTensor(), {"x": array})["x"].numpy(), array)
-
-
-@pytest.mark.parametrize("row", range(8))
-def test_tensors_begin_where_products_of_matrices_round_in_the_same_way(row: int) -> None:
-    rows = np.empty((8, 3, 7), np.float32)  # of 84 bytes, so that few begin at a multiple of 16
-    rows[:] = np.random.default_rng(0).normal(size=(3, 7))
-    tensor = call(NumpyToTensor(), {"x": rows[row]})["x"]
-    assert tensor.data_ptr() % 16 == 0
-    np.testing.assert_array_equal(tensor.numpy(), rows[0])
-    assert np.shares_memory(tensor.numpy(), rows) == (rows[row].ctypes.data % 16 == 0)
 
 
 def test_a_read_only_array_is_copied_without_a_warning() -> None:

@@ -90,15 +90,29 @@ def assert_same_trace(before: Any, after: Any, *, with_generator: bool = True) -
 
 
 PIECES: Any = [GeneralAdvantageEstimation, VTrace, Asks]
+MODULES: Any = {
+    "module": {"one": Net, "two": Net},
+    "agent_to_module_mapping_fn": lambda agent, episode, **kwargs: {"a": "one", "b": "two"}[agent],
+}
+
+
+def pair() -> Together:
+    """Two agents, which have a module each."""
+    return Together({"a": Noise(), "b": Noise()})
 
 
 @pytest.mark.parametrize("piece", PIECES)
-@pytest.mark.parametrize("place", ["batches", "pipeline", "learner", "dataset", "by itself"])
+@pytest.mark.parametrize(
+    "place", ["batches", "pipeline", "learner", "dataset", "by itself", "agents", "agents published"]
+)
 def test_train_batches_leave_no_trace_in_the_module(piece: Any, place: str, tmp_path: Any) -> None:
     connector = lambda obs_space, act_space: piece()  # noqa: E731
     options: Any = {"num_envs": 4, "fragment_length": 8, "num_fragments": 2, "seed": 0, "learner_connector": connector}
-    with Rollout(Noise, module=Net, **options) as rollout:
+    several = place.startswith("agents")
+    made: Any = MultiAgentRollout(pair, **MODULES, **options) if several else Rollout(Noise, module=Net, **options)
+    with made as rollout:
         module: Any = rollout.module
+        modules = list(module.values()) if several else [module]
         if place == "batches":
             before = trace_of(module)
             assert len(list(rollout.batches())) == 2
@@ -107,8 +121,14 @@ def test_train_batches_leave_no_trace_in_the_module(piece: Any, place: str, tmp_
         fragments = list(rollout.fragments())
         if place == "dataset":
             write_dataset(fragments, tmp_path / "set", rollout=rollout)
-        before = trace_of(module)
-        if place == "pipeline":
+        before = list(map(trace_of, modules))
+        if place == "agents":
+            assert set(rollout.learner.batch_of(fragments)) == {"one", "two"}
+        elif place == "agents published":
+            batches = MultiAgentLearnerPipeline(rollout.learner)(fragments[0]).batches
+            assert batches is not None
+            assert set(batches) == {"one", "two"}
+        elif place == "pipeline":
             rollout.learner_pipeline.of_fragments(fragments, module)
         elif place == "by itself" and piece is not Asks:  # which runs what it is given
             piece()(rl_module=module, batch={}, episodes=fragments[0].episodes())
@@ -118,33 +138,8 @@ def test_train_batches_leave_no_trace_in_the_module(piece: Any, place: str, tmp_
         elif place == "dataset":
             source = DatasetSource(tmp_path / "set", module=module, learner_connector=connector, batch_size=16)
             assert len(list(source.batches())) == 4
-        assert_same_trace(before, trace_of(module))
-
-
-@pytest.mark.parametrize("piece", PIECES)
-@pytest.mark.parametrize("published", [False, True])
-def test_several_agents_modules_are_left_alone_too(piece: Any, published: bool) -> None:
-    with MultiAgentRollout(
-        lambda: Together({"a": Noise(), "b": Noise()}),
-        module={"one": Net, "two": Net},
-        agent_to_module_mapping_fn=lambda agent, episode, **kwargs: {"a": "one", "b": "two"}[agent],
-        num_envs=2,
-        fragment_length=8,
-        num_fragments=1,
-        seed=0,
-        learner_connector=lambda obs_space, act_space: piece(),
-    ) as rollout:
-        [fragment] = rollout.fragments()
-        modules = [rollout.module["one"], rollout.module["two"]]
-        before = [trace_of(module) for module in modules]
-        if published:
-            batch = MultiAgentLearnerPipeline(rollout.learner)(fragment).batches
-        else:
-            batch = rollout.learner.batch_of([fragment])
-        assert batch is not None
-        assert set(batch) == {"one", "two"}
-        for each, module in zip(before, modules, strict=True):
-            assert_same_trace(each, trace_of(module))
+        for each, own in zip(before, modules, strict=True):
+            assert_same_trace(each, trace_of(own))
 
 
 @pytest.mark.parametrize("piece", [GeneralAdvantageEstimation(normalize_advantages=False), VTrace()])

@@ -12,7 +12,6 @@ from small_env import SmallEnv
 from together import Together
 
 from rollflow import DefaultModelConfig, MultiAgentRollout, Rollout
-from rollflow.nodes import DefaultModule
 from rollflow.nodes.connectors.alpha import (
     ActionConnectorDataType,
     ActionConnectorPipeline,
@@ -22,11 +21,8 @@ from rollflow.nodes.connectors.alpha import (
     AgentConnectorsOutput,
     ClipRewardAgentConnector,
     ConnectorContext,
-    ConnectorPolicy,
     ImmutableActionsConnector,
     SampleBatch,
-    connected_inference,
-    default_action_connectors,
     default_agent_connectors,
     register_lambda_action_connector,
     register_lambda_agent_connector,
@@ -337,20 +333,3 @@ def test_agents_of_one_module_in_one_environment_are_one_list() -> None:
             np.testing.assert_array_equal(chunk.get_observations()[:, 0], expected)
             np.testing.assert_array_equal(chunk.get_rewards(), np.full(len(chunk), 5.0))
     assert {int(a) for e in episodes for c in e.agent_episodes.values() for a in c.get_actions()} == {0, 1}
-
-
-def test_a_policy_acts_for_several_agents_as_one_list() -> None:
-    torch.manual_seed(0)
-    module = DefaultModule(SPACE, CHOICES)
-    ctx = ConnectorContext.from_policy(module)
-    agents = default_agent_connectors(ctx)
-    agents.prepend(SumOfAgents(ctx))
-    policy = ConnectorPolicy(module, agents, default_action_connectors(ctx))
-    data = [AgentConnectorDataType("e", f"{i}", {"new_obs": np.array([float(i)], np.float32)}) for i in (1, 2, 3)]
-    outputs = connected_inference(policy, data, explore=False)
-    with torch.inference_mode():
-        logits = module.forward_inference({"obs": torch.tensor([[6.0]])})["action_dist_inputs"][0].numpy()
-    assert len(outputs) == 3
-    for action, states, fetches in outputs:
-        assert (action, states) == (int(logits.argmax()), [])
-        np.testing.assert_array_equal(fetches["action_dist_inputs"], logits)
