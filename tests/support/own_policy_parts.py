@@ -49,15 +49,6 @@ class OwnModule(RLModule):
         return {"action_dist_inputs": self.layer(batch["obs"])}
 
 
-class Plain(torch.nn.Module):
-    """Module that does not say how it is made."""
-
-    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"action_dist_inputs": torch.zeros(len(batch["obs"]), 4)}
-
-    forward_exploration = forward_inference
-
-
 class Versioned(ConnectorV2):
     """Piece that was renamed an argument of, from version 1 to version 2."""
 

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from piece_forms import MODES, OneByOne, equal
 
-from rollflow import ConnectorV2, GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode
-from rollflow.nodes import LearnerConnectorPipeline
+from rollflow import GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode
+from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, LearnerConnectorPipeline
 from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
 from rollflow.nodes.connectors.module_to_env.individual_items import RemoveSingleTsTimeRankFromBatch
 from rollflow.stream import ConnectorError, ModuleError
@@ -99,18 +99,9 @@ def test_training_goes_over_the_same_states_as_acting_did(max_seq_len: int, size
 def test_learner_pieces_give_the_same_on_columns_and_one_by_one(
     max_seq_len: int, sizes: dict[str, Any], with_next: bool
 ) -> None:
-    class AddNext(ConnectorV2):
-        columnar = True
-
-        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-            for episode in episodes:
-                following = [episode.get_observations(t + 1) for t in range(len(episode))]
-                self.add_n_batch_items(batch, "new_obs", following, len(episode), episode)
-            return batch
-
     with rollout_of(**sizes, max_seq_len=max_seq_len) as rollout:
         fragments = list(rollout.fragments())
-    pieces = [AddNext()] if with_next else []
+    pieces = [AddNextObservationsFromEpisodesToTrainBatch()] if with_next else []
     columnar, plain = (
         LearnerConnectorPipeline.default(None, None, [*pieces, GeneralAdvantageEstimation(), *more], stateful=True)
         for more in ([], [OneByOne()])

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_policies import ACTIONS, BOX, SPACES
-from own_policy_parts import Doubled, Forgetful, OwnModule, Plain, Versioned
+from own_policy_parts import Bare, Doubled, Forgetful, OwnModule, Versioned
 
 from rollflow import ConnectorV2, Policy
 from rollflow.nodes import LambdaConnector
@@ -65,8 +65,8 @@ def test_a_piece_whose_state_would_be_lost_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_module_that_does_not_say_how_it_is_made_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"Plain does not say how it is made; expected .* get_config"):
-        Policy(Plain(), **SPACES).save(tmp_path / "p")
+    with pytest.raises(PolicyError, match=r"Bare does not say how it is made; expected .* get_config"):
+        Policy(Bare(), **SPACES).save(tmp_path / "p")
 
 
 def test_a_piece_that_does_not_come_back_is_found_when_it_is_saved(tmp_path: Path) -> None:
