@@ -47,7 +47,7 @@ class Column:
     def row(self, row: int) -> Tree:
         """Row `row`, a tree of views `any[N, ...]`."""
         array = self._array
-        return array[row] if array is not None else map_tree(lambda leaf: leaf[row], self.tree)
+        return array[row] if array is not None else self._treespec.unflatten([leaf[row] for leaf in self._leaves])
 
     def rows(self, start: int, stop: int) -> Tree:
         """Rows `start` to `stop`, a tree of views `any[stop - start, N, ...]`."""
@@ -69,7 +69,8 @@ class Column:
             if not is_narrower(array.dtype, values.dtype):  # else the next row's numbers are checked as well
                 self._source_dtype = values.dtype
             return
-        for leaf, value in zip(self._leaves, self._matched_row(values), strict=True):
+        parts = self._alike(values)
+        for leaf, value in zip(self._leaves, self._matched_row(values) if parts is None else parts, strict=True):
             leaf[row] = value
 
     def write_slot(self, row: int, slot: int, item: Tree) -> None:
@@ -172,6 +173,17 @@ class Column:
     def nbytes(self) -> int:
         """Bytes in the arrays."""
         return sum(leaf.nbytes for leaf in self._leaves)
+
+    def _alike(self, values: Tree) -> list[NDArray[Any]] | None:
+        """The leaves of a whole row, which need no check: arrays of the column's own shapes and dtypes; else None."""
+        try:
+            parts: list[Any] = self._treespec.flatten_up_to(values)
+        except ValueError:
+            return None
+        for leaf, part in zip(self._leaves, parts, strict=True):
+            if type(part) is not np.ndarray or part.dtype is not leaf.dtype or part.shape != leaf.shape[1:]:
+                return None
+        return parts
 
     def _matched(self, values: Tree, leading: tuple[int, ...]) -> list[NDArray[Any]]:
         """The leaves of `values` as arrays, once each is found to have the axes `leading` and then its leaf's shape."""

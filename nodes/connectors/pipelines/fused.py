@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 from numpy.typing import NDArray
 
@@ -72,11 +73,14 @@ def observations_as_tensor(pieces: Sequence[Any], module: Any, observations: Tre
         return None
     if len(pieces) > len(_INTO_MODULE) and is_stateful(module):
         return None
-    if type(observations) is not np.ndarray or not observations.flags.carray:
-        return None
     if getattr(module, "framework", "torch") != "torch" or module is None:
         return None
-    return {Columns.OBS: aligned(torch.from_numpy(observations))}
+    if type(observations) is np.ndarray:
+        return {Columns.OBS: aligned(torch.from_numpy(observations))} if observations.flags.carray else None
+    leaves, structure = optree.tree_flatten(observations, none_is_leaf=True)
+    if not all(type(leaf) is np.ndarray and leaf.flags.carray for leaf in leaves):
+        return None
+    return {Columns.OBS: structure.unflatten([aligned(torch.from_numpy(leaf)) for leaf in leaves])}
 
 
 def _sampled_actions(
