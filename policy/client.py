@@ -39,7 +39,7 @@ from rollflow.policy.serving.request import (
     UnknownPolicyError,
 )
 from rollflow.stream.data.errors import RollflowError, WireError, shown
-from rollflow.stream.data.tree import Tree, tree_at
+from rollflow.stream.data.tree import Tree, tree_at, with_tuples
 from rollflow.stream.net.backoff import WaitReminder, pause_s
 
 SessionName = str | int
@@ -166,7 +166,7 @@ class PolicyClient:
         with self._held(policy, [session], until) as (name, [held]):
             answer = self._asked({"policy": name, **fields, "begins": not held.has_begun, "number": held.number}, until)
             held.go_on()
-        return _with_tuples(answer["action"])
+        return with_tuples(answer["action"])
 
     def act_batch(
         self,
@@ -201,7 +201,7 @@ class PolicyClient:
             places = answer["places"]
             for place in places:
                 held[place].go_on()
-        actions = _with_tuples(answer["actions"])
+        actions = with_tuples(answer["actions"])
         if refused := answer["refused"]:
             errors = {each["place"]: _error_of(each) for each in refused}
             if not places and len({(type(error), str(error)) for error in errors.values()}) == 1:
@@ -494,13 +494,6 @@ def _error_of(answer: Mapping[str, Any]) -> ServingError:
 
 def _plain(session: SessionName | None) -> SessionName | None:
     return int(session) if isinstance(session, np.integer) else session
-
-
-def _with_tuples(tree: Tree) -> Tree:
-    """A tree with a tuple for each list, which msgpack makes of them."""
-    if isinstance(tree, dict):
-        return {key: _with_tuples(part) for key, part in tree.items()}
-    return tuple(map(_with_tuples, tree)) if isinstance(tree, list) else tree
 
 
 def _count_of(observations: Any) -> int:

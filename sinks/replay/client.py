@@ -20,7 +20,7 @@ from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensor
 from rollflow.sinks.trainer.newest_weights import PublishedWeights
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError
-from rollflow.stream.data.tree import Tree
+from rollflow.stream.data.tree import with_tuples
 from rollflow.stream.net.request_link import RequestLink
 
 _HOSTS_SHARE = 0.9  # of the time that an answer is waited for, so that a reason not to sample comes in time
@@ -78,7 +78,7 @@ class ReplayClient:
         count = None if count is None else checked_count("count", count, 1)
         wait_s = _HOSTS_SHARE * self.timeout if wait_s is None else float(wait_s)
         columns = self._ask("sample", {"count": count, "wait_s": wait_s}).columns
-        return tensors_of({name: _with_tuples(tree) for name, tree in columns.items()})
+        return tensors_of({name: with_tuples(tree) for name, tree in columns.items()})
 
     def update_priorities(self, ids: Any, values: Any, module_id: str | None = None) -> None:
         """Set the priorities of steps, as `Replay.update_priorities` does.
@@ -132,10 +132,3 @@ class ReplayClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _with_tuples(tree: Tree) -> Tree:
-    """A tree of arrays with tuples in the place of lists, which a message has for them."""
-    if isinstance(tree, dict):
-        return {name: _with_tuples(part) for name, part in tree.items()}
-    return tuple(map(_with_tuples, tree)) if isinstance(tree, list | tuple) else tree

@@ -28,7 +28,7 @@ from rollflow.stream.net.dial_wait import DialWait
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
 from rollflow.stream.net.transport import transport_for
-from rollflow.stream.wire.software import software
+from rollflow.stream.wire.software import hello_of
 
 logger = logging.getLogger(__name__)
 
@@ -242,17 +242,8 @@ class TrainerUplink:
 
     def hello(self) -> wire.Hello:
         """The first message of a connection that is made now."""
-        return wire.Hello(
-            versions=(wire.VERSION, wire.VERSION),
-            role="source",
-            software=software(),
-            name=self.link.name,
-            nonce=secrets.token_bytes(wire.NONCE_BYTES),
-            session=self.session.token,
-            max_frame=self.link.limits.max_frame,
-            autoreset="SAME_STEP",
-            **self._described(),
-        )
+        told = self._described()
+        return hello_of("source", self.link.name, self.session.token, self.link.limits, autoreset="SAME_STEP", **told)
 
     # What the loop asks for
 

@@ -92,6 +92,13 @@ def part_at(tree: Tree, path: Sequence[Any], name: str, expected: str) -> Tree:
     return part
 
 
+def with_tuples(tree: Tree) -> Tree:
+    """A tree with a tuple for each list, which messages have for them."""
+    if isinstance(tree, dict):
+        return {key: with_tuples(part) for key, part in tree.items()}
+    return tuple(map(with_tuples, tree)) if isinstance(tree, list | tuple) else tree
+
+
 def unstack_tree(tree: Tree) -> list[Tree]:
     """The rows of a tree of arrays `any[N, ...]`: N trees of arrays `any[...]`."""
     return [tree_at(tree, row) for row in range(len(leaves_of(tree)[0]))]

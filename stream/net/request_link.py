@@ -7,6 +7,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError, WireError
@@ -14,7 +15,7 @@ from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
 from rollflow.stream.net.transport import transport_for
-from rollflow.stream.wire.software import software
+from rollflow.stream.wire.software import hello_of
 
 logger = logging.getLogger(__name__)
 
@@ -152,20 +153,8 @@ class RequestLink:
     ) -> Peer[wire.SamplerConnection]:
         """Peer of a socket with a server at its other end, which is told hello."""
         assert dialled is not None
-        hello = wire.Hello(
-            versions=(wire.VERSION, wire.VERSION),
-            role="sampler",
-            software=software(),
-            name=self._name[:256],
-            nonce=secrets.token_bytes(wire.NONCE_BYTES),
-            session=self.session.token,
-            max_frame=self._limits.max_frame,
-            slots=(1,),
-            observation_space={},
-            action_space={},
-            autoreset="DISABLED",
-            metadata={},
-        )
+        nothing: dict[str, Any] = {"observation_space": {}, "action_space": {}, "autoreset": "DISABLED", "metadata": {}}
+        hello = hello_of("sampler", self._name[:256], self.session.token, self._limits, slots=(1,), **nothing)
         connection = wire.SamplerConnection(hello, self.session, secret=self._secret, limits=self._limits, now=now)
         transport = transport_for(sock, connection, self._tls, dialled=dialled.address)
         return Peer(transport, connection, where, dialled=dialled)

@@ -1,7 +1,12 @@
-"""Name and version of this software, for people at the other end of a wire."""
+"""Name and version of this software, for people at the other end of a wire, and the hello that has it."""
 
+import secrets
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from rollflow.stream.wire.codec.handshake import NONCE_BYTES, VERSION, Hello, Role
+from rollflow.stream.wire.codec.limits import Limits
 
 
 @cache
@@ -11,3 +16,17 @@ def software() -> str:
         return f"rollflow {version('rollflow')}"
     except PackageNotFoundError:
         return "rollflow"
+
+
+def hello_of(role: Role, name: str, session: bytes, limits: Limits, **more: Any) -> Hello:
+    """The first message of a connection that is made now, with `more` fields."""
+    return Hello(
+        versions=(VERSION, VERSION),
+        role=role,
+        software=software(),
+        name=name,
+        nonce=secrets.token_bytes(NONCE_BYTES),
+        session=session,
+        max_frame=limits.max_frame,
+        **more,
+    )

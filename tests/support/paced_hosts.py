@@ -95,7 +95,7 @@ class PacedHosts:
     """
 
     def __init__(self, kind: type[Host], agents: int = 0, hosts: int = 1, limits: Limits = HASTY) -> None:
-        self._kind, self.agents = kind, agents
+        self.kind, self.agents = kind, agents
         self.options: dict[str, Any] = {"agents": agents, "nested": 1, "at_once": True} if agents else {}
         place = RemoteRollouts if kind is RolloutHost else RemoteEnvs
         self.envs: Any = listening(place, limits=limits, hosts=hosts)
@@ -126,7 +126,7 @@ class PacedHosts:
     def host_of(self, envs: list[Any], address: Any = None, **options: Any) -> Any:
         """Start a host of environments, which dials an address, or the rollout."""
         address = self.address if address is None else address
-        if self._kind is not RolloutHost:
+        if self.kind is not RolloutHost:
             return hosting(address, envs, **options)
         acting = {"module": modules_of_agents(), "agent_to_module_mapping_fn": module_of} if self.agents else {}
         return rollouts_on(address, envs, **acting, **options)
@@ -138,4 +138,4 @@ class PacedHosts:
 
     def process_of(self, envs: list[Any], **options: Any) -> HostProcess:
         """Start a host in a process of its own, of environments in plain form."""
-        return HostProcess(self.address, envs, kind=self._kind, has_agents=bool(self.agents), **options)
+        return HostProcess(self.address, envs, kind=self.kind, has_agents=bool(self.agents), **options)

@@ -26,7 +26,7 @@ from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.observe.stacks import answering_dumps
-from rollflow.stream.wire.software import software
+from rollflow.stream.wire.software import hello_of
 
 logger = logging.getLogger(__name__)
 
@@ -411,14 +411,11 @@ class Host:
     # Inside
 
     def _hello(self) -> wire.Hello:
-        return wire.Hello(
-            versions=(wire.VERSION, wire.VERSION),
-            role=self.role,
-            software=software(),
-            name=self.name,
-            nonce=secrets.token_bytes(wire.NONCE_BYTES),
-            session=self._session.token,
-            max_frame=self._limits.max_frame,
+        return hello_of(
+            self.role,
+            self.name,
+            self._session.token,
+            self._limits,
             slots=tuple(lane.env.num_envs for lane in self._lanes),
             metadata=self._metadata,
             busy=self._welcomed_peer is not None,

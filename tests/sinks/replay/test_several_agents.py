@@ -108,8 +108,6 @@ def without(output: str, fragment: MultiAgentFragment) -> MultiAgentFragment:
     """The fragment, whose module "b" has not made an output."""
     part = fragment.of_module("b")
     part.columns = {name: column for name, column in part.columns.items() if name != output}
-    whole = fragment.of_module
-    vars(fragment)["of_module"] = lambda module_id: part if module_id == "b" else whole(module_id)
     return fragment
 
 

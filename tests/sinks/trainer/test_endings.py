@@ -21,7 +21,6 @@ from feeding_rollouts import (
     await_come,
     failing,
     feeding,
-    graph_of,
     graph_over,
     learner_of,
     rollout_of,
@@ -321,17 +320,6 @@ def doomed(folder: Path) -> Rollout:
     return Rollout([partial(Doomed, 0, folder, "raise", 20, 1)], module=NumberedModule(), fragment_length=8)
 
 
-def test_a_rollout_that_raises_has_not_come_to_its_end(tmp_path: Path) -> None:
-    told = r"every rollout is lost and none came within 0\.5 s: .* the rollout has failed: RuntimeError: it broke"
-    with trainer(yields="fragments", limits=HASTY, join_timeout=0.5) as stream:
-        parts = graph_over(doomed(tmp_path), stream.address)
-        with pytest.raises(RuntimeError, match="it broke"), running(*parts) as feed:
-            await_come(stream)
-            with pytest.raises(RunError, match=told):
-                list(stream)
-            feed.ended.result(60)
-
-
 @pytest.mark.slow
 def test_one_of_the_same_name_takes_the_place_of_one_that_was_killed(caplog: pytest.LogCaptureFixture) -> None:
     """Under "pace", where all would wait for it otherwise."""
@@ -383,22 +371,6 @@ def test_what_does_not_come_can_not_be_sent(sends: Any, is_learnt: bool, told: s
     graph.connect(source, sink)
     with pytest.raises(GraphError, match=told):
         graph.validate()
-
-
-@pytest.mark.parametrize("ends", ["trainer", "rollout"])
-def test_a_graph_waits_for_whichever_end_comes_first(ends: str) -> None:
-    async def main(address: str) -> str | None:
-        graph, _, sink = graph_of(address, [0], num_fragments=3 if ends == "rollout" else None)
-        async with graph.run():
-            return await sink.wait_goodbye()
-
-    with ThreadPoolExecutor() as threads, trainer(yields="fragments") as stream:
-        feeding = threads.submit(anyio.run, main, str(stream.address))
-        fragments = [next(iter(stream))] if ends == "trainer" else list(stream)
-        if ends == "rollout":
-            feeding.result(60)
-    assert len(fragments) == (1 if ends == "trainer" else 3)
-    assert feeding.result() == ("the trainer has ended" if ends == "trainer" else None)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +444,7 @@ def test_what_was_watched_and_has_failed_is_told_as_well() -> None:
             feed.ended.result(60)
 
 
-def test_whoever_waits_for_a_goodbye_outside_of_the_run_is_told_of_its_end(tmp_path: Path) -> None:
+def test_a_rollout_that_raises_has_not_come_to_its_end_and_whoever_waits_for_a_goodbye_is_told(tmp_path: Path) -> None:
     async def main(address: str) -> None:
         graph, _, sink = graph_over(doomed(tmp_path), address)
         async with anyio.create_task_group() as tasks:
@@ -484,7 +456,8 @@ def test_whoever_waits_for_a_goodbye_outside_of_the_run_is_told_of_its_end(tmp_p
     with ThreadPoolExecutor() as threads, trainer(yields="fragments", limits=HASTY, join_timeout=0.5) as stream:
         ended = threads.submit(anyio.run, main, str(stream.address))
         await_come(stream)
-        with pytest.raises(RunError, match="it broke"):
+        told = r"every rollout is lost and none came within 0\.5 s: .* the rollout has failed: RuntimeError: it broke"
+        with pytest.raises(RunError, match=told):
             list(stream)
         ended.result(60)
 

@@ -59,12 +59,13 @@ def paced(
     assert stream.lost == {}
 
 
-MAX_LAG = pytest.mark.parametrize("max_lag", [0, 1])
-AGENTS = pytest.mark.parametrize("agents", [0, 2])
+@pytest.fixture
+def max_lag(remote: PacedHosts) -> int:
+    """0 or 1 with hosts of either kind, and with one agent or several."""
+    return int((remote.kind is EnvHost) == (remote.agents > 0))
 
 
 @pytest.mark.slow
-@MAX_LAG
 def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_waited_for(
     max_lag: int, remote: PacedHosts
 ) -> None:
@@ -79,7 +80,6 @@ def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_w
 
 
 @pytest.mark.slow
-@MAX_LAG
 def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag: int, remote: PacedHosts) -> None:
     lengths = iter([4000, 9000, 3000, 15000, 6000, 5000, 2500, 4000, 3000, 5000, 2500])
     wires: list[BrokenWire] = []
@@ -98,7 +98,6 @@ def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag:
 
 
 @pytest.mark.slow
-@MAX_LAG
 def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_next_round(
     max_lag: int, remote: PacedHosts
 ) -> None:
@@ -180,7 +179,7 @@ def test_several_trainers_which_might_count_a_lane_in_different_rounds_are_refus
 
 
 @pytest.mark.parametrize("sends", ["fragments", "batches"])
-@MAX_LAG
+@pytest.mark.parametrize("max_lag", [0, 1])
 def test_what_a_rollout_gives_that_comes_while_the_trainer_is_at_a_batch_is_no_older(max_lag: int, sends: str) -> None:
     options: dict[str, Any] = {"lanes": 2, "num_fragments": 8, "sink": {"sends": sends, "fragments_per_batch": 2}}
     with trainer(max_lag=max_lag, on_excess="pace") as stream:
@@ -202,8 +201,7 @@ def test_what_a_rollout_gives_that_comes_while_the_trainer_is_at_a_batch_is_no_o
 
 @pytest.mark.slow
 @pytest.mark.wait_times(first_pause_s=0.001)
-@MAX_LAG
-@AGENTS
+@pytest.mark.parametrize(("max_lag", "agents"), [(0, 2), (1, 0)])
 def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agents: int) -> None:
     remote = PacedHosts(
         RolloutHost, agents, hosts=2, limits=Limits(heartbeat_s=5.0)
@@ -221,7 +219,7 @@ def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agen
 @pytest.mark.slow
 @pytest.mark.wait_times(first_pause_s=0.001)
 @pytest.mark.parametrize("step", [16, 21], ids=["in its first step", "later"])
-@AGENTS
+@pytest.mark.parametrize("agents", [0, 2])
 def test_environments_that_raise_cut_a_fragment_short_and_those_that_always_do_are_waited_for_no_more(
     step: int, agents: int, tmp_path: Path
 ) -> None:
@@ -236,9 +234,9 @@ def test_environments_that_raise_cut_a_fragment_short_and_those_that_always_do_a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sends", ["fragments", "batches"])
-@MAX_LAG
-@AGENTS
+@pytest.mark.parametrize(
+    ("sends", "max_lag", "agents"), [("fragments", 0, 0), ("fragments", 1, 2), ("batches", 1, 0), ("batches", 0, 2)]
+)
 def test_what_a_host_was_making_when_it_was_killed_never_comes_and_is_not_waited_for(
     max_lag: int, agents: int, sends: str, tmp_path: Path
 ) -> None:
@@ -260,13 +258,13 @@ def test_what_a_host_was_making_when_it_was_killed_never_comes_and_is_not_waited
 def test_a_version_is_seen_once_turns_can_begin_with_it() -> None:
     envs, seen = listening(RemoteRollouts), []
     with rollouts_on(envs.addresses[0], makers(0)), rollout_over(envs) as rollout:
-        broadcast = rollout.environments.broadcast
+        send = rollout._execution.send
 
-        def broadcasting(published: Any) -> None:
+        def sending(published: Any) -> None:
             seen.append(rollout.policy_version)
-            broadcast(published)
+            send(published)
 
-        rollout.environments.broadcast = broadcasting
+        rollout._execution.send = sending
         assert rollout.publish_as(3, weights(3.0))
         assert not rollout.publish_as(3, weights(4.0))
         assert seen == [0]
@@ -304,9 +302,10 @@ def rounds_without_it(stream: TrainerStream, rounds: int, *, publishes: bool = T
 
 @pytest.mark.slow
 @pytest.mark.wait_times(first_pause_s=0.0)
-@pytest.mark.parametrize("how", LOST)
-@pytest.mark.parametrize("where", ["processes", "rollouts"])
-@pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize(
+    ("max_lag", "where", "how"),
+    [(0, "processes", "later"), (1, "processes", "at once"), (1, "rollouts", "later"), (0, "rollouts", "at once")],
+)
 def test_the_others_go_on_as_fresh_as_before_also_at_another_trainer(
     max_lag: int, where: Any, how: str, tmp_path: Path
 ) -> None:

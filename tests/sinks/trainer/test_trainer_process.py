@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import feeding_rollouts
 import pytest
 from feeding_rollouts import SHORT
 
-from rollflow import Graph, Rollout, feed
-from rollflow.sinks import Sources, TrainerProcess, TrainerSink
+from rollflow import Rollout, feed
+from rollflow.sinks import Sources, TrainerProcess
 from rollflow.sinks.trainer.process import _remove_left
 from rollflow.stream.data.errors import RunError
 
@@ -191,20 +190,6 @@ def test_it_ends_with_its_parent_even_where_that_is_killed() -> None:
         parent.kill()
         select.select([child], [], [])
         os.close(child)
-
-
-@pytest.mark.slow
-def test_a_graph_of_ones_own_ends_with_its_trainer() -> None:
-    async def main(trainer: TrainerProcess) -> None:
-        graph = Graph("mine")
-        graph.connect(rollout_of().fragments, TrainerSink(trainer.address, watch=trainer.watch))
-        async with graph.run() as run:
-            await run.wait()
-
-    with pytest.raises(RunError, match="it broke") as raised:
-        with TrainerProcess(broken) as trainer:
-            anyio.run(main, trainer)
-    assert "in node 'trainer_sink'" in raised.value.__notes__
 
 
 @pytest.mark.slow
