@@ -1,20 +1,14 @@
 """`rollflow replay-host`: a replay in a process of its own, and what is told of wrong arguments."""
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from feeding_rollouts import feeding
-from killable_trainer import forked
+from serving_process import command
 
 from rollflow import Replay
-from rollflow.cli.main import main
-from rollflow.sinks import Newest, ReplayClient, SamplesPerInsert
-
-
-def _command(arguments: list[str]) -> None:
-    sys.exit(main(arguments))
+from rollflow.sinks import ReplayClient, SamplesPerInsert
 
 
 @pytest.mark.slow
@@ -24,18 +18,13 @@ def test_a_host_writes_a_checkpoint_when_it_is_told_to_end_and_goes_on_from_it(t
     saved = ["--checkpoint", f"{tmp_path}/replay", "--every", "0.1"]
     made = 0
     for times in (1, 2):
-        host = forked().Process(target=_command, args=(["replay-host", *where, *kept, *saved],))
-        host.start()
-        try:
+        with command("replay-host", *where, *kept, *saved) as host:
             with ReplayClient(f"unix:{tmp_path}/trainers") as client:
                 with feeding(f"unix:{tmp_path}/rollouts", [times], num_fragments=2, seed=times) as running:
                     assert client.sample()["rewards"].shape == (8,)
                 report = client.report()
             host.terminate()
-            host.join(60)
-        finally:
-            host.kill()
-        assert host.exitcode == 128 + signal.SIGTERM
+            assert host.wait(60) == 128 + signal.SIGTERM
         made += running.rollout.num_steps
         assert (report.inserted, report.sampled) == (made, 8 * times)
     again = Replay(512, rate=SamplesPerInsert(2.0, 16), batch_size=8)
@@ -43,22 +32,19 @@ def test_a_host_writes_a_checkpoint_when_it_is_told_to_end_and_goes_on_from_it(t
     assert len(again) == made
 
 
-def made() -> Replay:
-    return Replay(512, sampler=Newest(), batch_size=3)
-
-
 @pytest.mark.slow
 def test_a_replay_of_ones_own_is_served_until_the_command_is_told_to_end(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rollflow import Replay\n"
+        "from rollflow.sinks import Newest\n"
+        "def made():\n"
+        "    return Replay(512, sampler=Newest(), batch_size=3)\n"
+    )
     where = ["--rollouts", f"unix:{tmp_path}/rollouts", "--trainers", f"unix:{tmp_path}/trainers"]
-    host = forked().Process(target=_command, args=(["replay-host", *where, "--replay", f"{__name__}:made"],))
-    host.start()
-    try:
+    with command("replay-host", *where, "--replay", "mine:made", cwd=tmp_path) as host:
         with ReplayClient(f"unix:{tmp_path}/trainers") as client:
             with feeding(f"unix:{tmp_path}/rollouts", [0], num_fragments=2) as running:
                 pass
             assert client.sample()["rewards"].tolist() == [running.rollout.num_steps - each for each in range(3)]
         host.terminate()
-        host.join(60)
-    finally:
-        host.kill()
-    assert host.exitcode == 128 + signal.SIGTERM
+        assert host.wait(60) == 128 + signal.SIGTERM

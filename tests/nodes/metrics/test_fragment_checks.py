@@ -109,33 +109,24 @@ class Once(RandomEnv):
         return super().look() * (np.nan if self.steps == 50 else np.float32(1))
 
 
-class Wild(RLModule):
-    """Actions that the space has not."""
+class By(Logits):
+    """What a function makes of observations."""
+
+    def __init__(self, forward: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> None:
+        super().__init__(0.0)
+        self.by = forward
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"actions": torch.full((len(batch["obs"]),), 7)}
+        return self.by(batch["obs"])
 
 
-class Sure(Logits):
-    """A probability of 1 for an action that the observation says."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"action_dist_inputs": 1e4 * torch.nn.functional.pad(batch["obs"] - batch["obs"].flip(1), (0, 1))}
-
-
-class Own(Logits):
-    """Inputs of a distribution of one's own, which are no logits."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        count = len(batch["obs"])
-        return {"action_dist_inputs": torch.zeros(count, 1), "actions": torch.arange(count) % 3}
-
-
-class Greedy(Logits):
-    """Q values that lie far apart, and actions other than the best."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {**super()._forward(batch), "actions": (batch["obs"][:, 0] < 0.1).long()}
+WILD = By(lambda obs: {"actions": torch.full((len(obs),), 7)})  # which the space has not
+# A probability of 1 for an action that the observation says; inputs of a distribution of one's own, which are no
+# logits; Q values that lie far apart, and actions other than the best.
+SURE = By(lambda obs: {"action_dist_inputs": 1e4 * torch.nn.functional.pad(obs - obs.flip(1), (0, 1))})
+OWN = By(lambda obs: {"action_dist_inputs": torch.zeros(len(obs), 1), "actions": torch.arange(len(obs)) % 3})
+FAR = torch.tensor([90.0, 60.0, 30.0])
+GREEDY = By(lambda obs: {"action_dist_inputs": FAR.expand(len(obs), -1), "actions": (obs[:, 0] < 0.1).long()})
 
 
 def no_training(rollout: Rollout) -> None:
@@ -164,18 +155,18 @@ CASES: dict[str, tuple[Any, Any, Callable[[Rollout], None], str]] = {
     "no choice": (lambda: RandomEnv(action_space=gym.spaces.Discrete(1)), Logits(0.0), publish, ""),
     "actions outside": (
         RandomEnv,
-        Wild(),
+        WILD,
         no_training,
         "the module's actions are outside of Discrete(3): 7 is one of them",
     ),
     "no entropy": (
         RandomEnv,
-        Sure(0.0),
+        SURE,
         publish,
         "every action was the likeliest one, with a probability above 0.999999, in 30 fragments",
     ),
-    "a distribution of one's own": (RandomEnv, Own(0.0), publish, ""),
-    "greedy": (RandomEnv, Greedy(90.0, 60.0, 30.0), publish, ""),
+    "a distribution of one's own": (RandomEnv, OWN, publish, ""),
+    "greedy": (RandomEnv, GREEDY, publish, ""),
 }
 
 

@@ -67,10 +67,6 @@ MESSAGES = (
         st.dictionaries(st.text(max_size=4), st.text(max_size=4)),
         MAPS,
     )
-    | st.builds(wire.Cut, LANES, NUMBERS)
-    | st.builds(wire.Settings, MAPS)
-    | st.builds(wire.States, MAPS)
-    | st.builds(wire.Metrics, MAPS)
     | st.builds(wire.Refused, st.text(max_size=64), st.text(max_size=9))
     | st.builds(rows, obs=TREES, final_obs=st.none() | TREES, infos=MAPS, final_infos=MAPS)
 )
