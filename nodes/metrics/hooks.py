@@ -19,36 +19,30 @@ class Hooks:
     def __init__(self, returns: Any) -> None:
         self._returns = returns
         self._ended: deque[FinishedEpisode] = deque()
-        self._on_batch: list[Callable[[Any], Any]] = []
-        self._on_episode: list[Callable[[FinishedEpisode], Any]] = []
-        self._on_publish: list[Callable[[Any], Any]] = []
+        self._functions: dict[str, list[Callable[[Any], Any]]] = {"batch": [], "episode": [], "publish": []}
 
     def add(self, kind: str, function: C) -> C:
         """Have a function be called from now on with every "batch", "episode" or "publish"; the function."""
         if not callable(function):
             raise TypeError(f"on_{kind} got {function!r}, expected a function that takes one argument")
-        functions: list[Any] = getattr(self, f"_on_{kind}")
-        functions.append(function)
-        if self._on_episode:
+        self._functions[kind].append(function)
+        if kind == "episode":
             self._returns.on_finished = self._ended.append
         return function
 
     def tell_episodes(self) -> None:
         """Call functions with the episodes that have ended meanwhile, each once."""
         while self._ended:
-            episode = self._ended.popleft()
-            for function in self._on_episode:
-                function(episode)
+            self.tell("episode", self._ended.popleft())
 
-    def tell_batch(self, batch: Any) -> None:
-        """Call functions with a train batch."""
-        for function in self._on_batch:
-            function(batch)
+    def tell(self, kind: str, value: Any) -> None:
+        """Call functions of a kind with a value, such as a "batch"."""
+        for function in self._functions[kind]:
+            function(value)
 
     def tell_version(self, version: V) -> V:
         """Call functions with a policy version, or module id -> version, which is returned."""
-        for function in self._on_publish:
-            function(version)
+        self.tell("publish", version)
         return version
 
     def tell_if_new(self, version: Any, *, is_new: bool) -> bool:

@@ -576,7 +576,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             raise
         if batch:
             self._learner_meter.items += 1
-            self.hooks.tell_batch(batch)
+            self.hooks.tell("batch", batch)
             yield batch
 
 

@@ -13,6 +13,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+from command_errors import Says
 from held_envs import await_file
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
@@ -201,13 +202,12 @@ class ResendingHost(EnvHost):
 @pytest.mark.parametrize("env", ["CartPole-v1", tictactoe.env])
 @pytest.mark.parametrize("kind", [EnvHost, ResendingHost])
 def test_our_own_host_passes_every_check_also_where_it_sends_an_answer_again_after_a_reconnection(
-    kind: type[EnvHost], env: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: type[EnvHost], env: Any, tmp_path: Path, shown: Says
 ) -> None:
     (tmp_path / "key").write_text("open sesame")
     host = kind(env, num_envs=3, lanes=2, secret="open sesame")
     with served(host, tmp_path) as address:
-        assert main(["check-host", address, "--secret-file", f"{tmp_path}/key"]) == 0
-    *told, last = capsys.readouterr().out.splitlines()
+        *told, last = shown("check-host", address, "--secret-file", f"{tmp_path}/key").splitlines()
     assert last == "all is well"
     assert len(told) >= 17
     assert all(line.startswith("ok ") for line in told)

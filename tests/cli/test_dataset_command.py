@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command_errors import assert_one_line
+from command_errors import Says
 from numbered_agents import numbered_agents
 from replayed import Played
 from serial_module import SerialModule
@@ -48,25 +48,24 @@ def rewrite(file: Path, name: str, row: int, value: object) -> None:
             writer.write_table(table, row_group_size=len(table))
 
 
-def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, shown: Says) -> None:
     path = write(tmp_path / "data", played, metadata={"by": "us"})
     source = DatasetSource(path)
-    assert main(["dataset", "show", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert f"observations  {source.observation_space}\nactions       {source.action_space}\n" in shown
+    text = shown("dataset", "show", path)
+    assert f"observations  {source.observation_space}\nactions       {source.action_space}\n" in text
     episodes, steps = source.num_episodes, source.num_steps
-    assert f"run 0         {episodes} episodes, {steps} steps; environment not known; by us\n" in shown
+    assert f"run 0         {episodes} episodes, {steps} steps; environment not known; by us\n" in text
     cut = sum("cut" in episode.custom_data for episode in source.episodes())
-    assert f"episodes      {episodes}, {cut} without beginning or end\nsteps         {steps}\n" in shown
+    assert f"episodes      {episodes}, {cut} without beginning or end\nsteps         {steps}\n" in text
     lengths = [len(episode) for episode in source.episodes()]
-    assert f"length        mean {np.mean(lengths):.2f}, deviation {np.std(lengths):.2f}, median" in shown
-    *_, bars = shown.partition("length  ")
+    assert f"length        mean {np.mean(lengths):.2f}, deviation {np.std(lengths):.2f}, median" in text
+    *_, bars = text.partition("length  ")
     assert sum(int(line.rsplit(maxsplit=1)[-1]) for line in bars.splitlines()[1:]) == episodes
 
 
 @pytest.mark.parametrize("all_are", [False, True])
 def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
-    all_are: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    all_are: bool, tmp_path: Path, shown: Says
 ) -> None:
     steps = [0]
 
@@ -81,19 +80,17 @@ def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
             for fragment in rollout.fragments():
                 sink(fragment)
     returns = DatasetSource(tmp_path / "data").summary().returns
-    assert main(["dataset", "show", str(tmp_path / "data")]) == 0
-    shown = capsys.readouterr().out
+    text = shown("dataset", "show", tmp_path / "data")
     if all_are:
-        assert f"return        all {len(returns)} are NaN or infinite\n" in shown
+        assert f"return        all {len(returns)} are NaN or infinite\n" in text
     else:
-        assert f"return        mean {np.nanmean(returns):.2f}, " in shown
-        assert f" of {len(returns) - 1}; NaN or infinite: 1\n" in shown
+        assert f"return        mean {np.nanmean(returns):.2f}, " in text
+        assert f" of {len(returns) - 1}; NaN or infinite: 1\n" in text
 
 
-def test_check_finds_nothing_in_whole_files(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_finds_nothing_in_whole_files(played: Played, tmp_path: Path, shown: Says) -> None:
     path = write(tmp_path / "data", played)
-    assert main(["dataset", "check", str(path)]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    printed = shown("dataset", "check", path).splitlines()
     files = sorted((path / "steps").glob("*.parquet"))
     assert printed == [*(f"ok     {file}" for file in files), "all is well"]
 
@@ -127,7 +124,7 @@ def test_check_names_a_flipped_bit_and_goes_on(
 
 
 def test_merge_keeps_episodes_and_runs_apart(
-    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Says, shown: Says
 ) -> None:
     one, other = (write(tmp_path / name, played, metadata={"name": name}) for name in ("one", "other"))
     assert main(["dataset", "merge", str(one), str(other), "--out", str(tmp_path / "both")]) == 0
@@ -139,15 +136,15 @@ def test_merge_keeps_episodes_and_runs_apart(
         (each.id_, len(each), each.custom_data) for path in (one, other) for each in DatasetSource(path).episodes()
     ]
     assert main(["dataset", "check", str(tmp_path / "both")]) == 0
-    assert main(["dataset", "merge", str(one), "--out", str(tmp_path / "both")]) == 0
-    assert f"; {DatasetSource(tmp_path / 'both').num_episodes} in all" in capsys.readouterr().out
-    assert main(["dataset", "merge", str(one), "--out", str(tmp_path / "other" / ".." / "one")]) == 1
-    assert_one_line(error := capsys.readouterr().err)
-    assert "is read as well, expected another folder" in error
+    text = shown("dataset", "merge", one, "--out", tmp_path / "both")
+    assert f"; {DatasetSource(tmp_path / 'both').num_episodes} in all" in text
+    assert "is read as well, expected another folder" in refused(
+        "dataset", "merge", one, "--out", tmp_path / "other" / ".." / "one"
+    )
 
 
 def test_a_merge_that_fails_leaves_nothing_or_says_what_it_has_left(
-    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    played: Played, tmp_path: Path, refused: Says
 ) -> None:
     one, other = write(tmp_path / "one", played), write(tmp_path / "other", played)
     last = sorted((other / "steps").glob("*.parquet"))[-1]
@@ -158,8 +155,7 @@ def test_a_merge_that_fails_leaves_nothing_or_says_what_it_has_left(
     assert main(["dataset", "merge", str(one), "--out", str(new)]) == 0
     shutil.rmtree(new)
     for out in (new, old):
-        assert main(["dataset", "merge", str(one), str(other), "--out", str(out)]) == 1
-        assert_one_line(error := capsys.readouterr().err)
+        error = refused("dataset", "merge", one, other, "--out", out)
         assert str(last) in error
     assert not new.exists()
     assert not list(tmp_path.glob(".*"))
@@ -175,19 +171,16 @@ def test_a_histogram_has_every_value_however_large(values: list[float]) -> None:
 
 
 def test_merge_refuses_datasets_of_several_kinds_before_it_writes(
-    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    played: Played, tmp_path: Path, refused: Says
 ) -> None:
     one, other = write(tmp_path / "one", played), write(tmp_path / "other", played, extra=())
-    assert main(["dataset", "merge", str(one), str(one), str(other), "--out", str(tmp_path / "both")]) == 1
-    assert_one_line(error := capsys.readouterr().err)
+    error = refused("dataset", "merge", one, one, other, "--out", tmp_path / "both")
     assert f"{other} does not go with {one}: the columns [" in error
     assert "expected datasets of one kind" in error
     assert not (tmp_path / "both").exists()
 
 
-def test_filter_keeps_the_episodes_within_the_bounds(
-    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_filter_keeps_the_episodes_within_the_bounds(played: Played, tmp_path: Path, refused: Says) -> None:
     path = write(tmp_path / "data", played)
     write(path, played)
     everything = [(each.get_return(), len(each), "cut" in each.custom_data) for each in DatasetSource(path).episodes()]
@@ -199,24 +192,21 @@ def test_filter_keeps_the_episodes_within_the_bounds(
     ]
     second = everything[len(everything) // 2 :]
     assert few == [each for each in second if each[0] >= median and each[1] <= 9 and not each[2]] != []
-    capsys.readouterr()
     nothing = ["--min-version", "1", "--out", str(tmp_path / "none")]
-    assert main(["dataset", "filter", str(path), *nothing]) == 1
-    assert_one_line(error := capsys.readouterr().err)
-    assert f"none of {len(everything)} episodes of {path} is within the bounds" in error
+    assert f"none of {len(everything)} episodes of {path} is within the bounds" in refused(
+        "dataset", "filter", path, *nothing
+    )
     for bounds, told in (
         (["--min-return", "nan"], "a bound of returns is NaN"),
         (["--run", "2"], f"there is no run 2 in {path}, expected 0 to 1"),
     ):
-        assert main(["dataset", "filter", str(path), *bounds, "--out", str(tmp_path / "none")]) == 1
-        assert_one_line(error := capsys.readouterr().err)
-        assert told in error
+        assert told in refused("dataset", "filter", path, *bounds, "--out", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.slow
 def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Says, shown: Says
 ) -> None:
     _, makers = numbered_agents(2, agents=2, nested=1, length=6)
     data, good, both = (str(tmp_path / name) for name in ("data", "good", "both"))
@@ -235,12 +225,10 @@ def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
             sink(fragment)
     source = DatasetSource(data)
     summary = source.summary()
-    assert main(["dataset", "show", data]) == 0
-    shown = capsys.readouterr().out
-    assert "agents        agent 0, agent 1\nmodule        nested\nobservations  Dict(" in shown
-    assert f"steps         {source.num_steps}\n" in shown
-    assert main(["dataset", "check", data]) == 0
-    assert capsys.readouterr().out.endswith("env_episodes/000003.parquet\nall is well\n")
+    text = shown("dataset", "show", data)
+    assert "agents        agent 0, agent 1\nmodule        nested\nobservations  Dict(" in text
+    assert f"steps         {source.num_steps}\n" in text
+    assert shown("dataset", "check", data).endswith("env_episodes/000003.parquet\nall is well\n")
     assert main(["dataset", "filter", data, "--whole", "--out", good]) == 0
     whole = DatasetSource(good)
     assert whole.num_episodes == np.count_nonzero(summary.is_whole) < source.num_episodes
@@ -251,9 +239,7 @@ def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
     assert DatasetSource(both).num_steps == source.num_steps + whole.num_steps
     assert [each["rollout"]["seed"] for each in DatasetSource(both).description["runs"]] == [0, 0]
     options = ["--to", "minari", "--id", "numbered/play-v3", "--out", str(tmp_path / "other")]
-    assert main(["dataset", "convert", data, *options]) == 1
-    assert_one_line(error := capsys.readouterr().err)
-    assert f"{data} is of several agents, expected one" in error
+    assert f"{data} is of several agents, expected one" in refused("dataset", "convert", data, *options)
     assert not (tmp_path / "other").exists()
     rewrite(tmp_path / "data/env_episodes/000001.parquet", "agent_steps", 0, 99)
     assert main(["dataset", "check", data]) == 1
@@ -261,7 +247,7 @@ def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
 
 
 def test_convert_writes_what_minari_opens(
-    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Says
 ) -> None:
     path = write(tmp_path / "data", played)
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "all"))
@@ -275,6 +261,6 @@ def test_convert_writes_what_minari_opens(
     assert DatasetSource(tmp_path / "back").num_steps == source.num_steps
     metadata = json.loads((tmp_path / "back/dataset.json").read_text())["runs"][0]["metadata"]
     assert metadata["dataset_id"] == "numbered/play-v3"
-    assert main(["dataset", "check", str(tmp_path / "all/numbered/play-v3")]) == 1
-    assert_one_line(error := capsys.readouterr().err)
-    assert "is Minari's, expected a dataset of rollflow's own" in error
+    assert "is Minari's, expected a dataset of rollflow's own" in refused(
+        "dataset", "check", tmp_path / "all/numbered/play-v3"
+    )

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_errors import assert_one_line
+from command_errors import Says
 from held_envs import Held, await_held, let_go
 from numbered_module import NumberedModule
 from remote_hosts import listening
 from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
 
 from rollflow import Rollout, Watch
-from rollflow.cli.main import main
 
-Shown = pytest.CaptureFixture[str]
 WATCHED: Any = {**OPTIONS, "watch": Watch(stall_after=60.0)}
 
 
@@ -38,30 +36,27 @@ def ended(process: subprocess.Popen[str]) -> int:
     return process.returncode
 
 
-def test_a_step_that_hangs_is_shown_with_its_line_and_goes_on(tmp_path: Path, capsys: Shown) -> None:
+def test_a_step_that_hangs_is_shown_with_its_line_and_goes_on(tmp_path: Path, shown: Says) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
     rollout = Rollout(env, num_envs=1, module=NumberedModule(), where="threads", **WATCHED)
     with being_read(rollout, lambda: let_go(tmp_path, 0)):
         await_held(tmp_path, 0)
-        assert main(["doctor", str(os.getpid())]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"process {os.getpid()}, ")
-    assert f"{line_of(Held.step, 'self._wait()')} in step: self._wait()" in shown
-    assert shown.index("main thread:") < shown.index("\nthread ")
+        text = shown("doctor", os.getpid())
+    assert text.startswith(f"process {os.getpid()}, ")
+    assert f"{line_of(Held.step, 'self._wait()')} in step: self._wait()" in text
+    assert text.index("main thread:") < text.index("\nthread ")
 
 
 @pytest.mark.slow
-def test_workers_are_shown_with_their_process_and_by_themselves(tmp_path: Path, capsys: Shown) -> None:
+def test_workers_are_shown_with_their_process_and_by_themselves(tmp_path: Path, shown: Says) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
     rollout = Rollout(env, num_envs=1, module=NumberedModule(), where="processes", **WATCHED)
     worker = rollout.environments._workers[0].pid
     with being_read(rollout, lambda: let_go(tmp_path, 0)):
         await_held(tmp_path, 0)
         await_blocker(rollout, "env")
-        assert main(["doctor", str(os.getpid())]) == 0
-        with_its_parent = capsys.readouterr().out
-        assert main(["doctor", str(worker)]) == 0
-        alone = capsys.readouterr().out
+        with_its_parent = shown("doctor", os.getpid())
+        alone = shown("doctor", worker)
     line = line_of(Held.step, "self._wait()")
     assert line in with_its_parent.split(f"process {worker}, which it has started\n")[1]
     assert alone.startswith(f"process {worker}, ")
@@ -69,24 +64,23 @@ def test_workers_are_shown_with_their_process_and_by_themselves(tmp_path: Path, 
 
 
 def test_a_process_without_a_run_is_left_alone_and_the_error_says_what_to_do(
-    capsys: Shown,
+    refused: Says,
 ) -> None:
     process = waiting_process("-c", "print('here', flush=True); input()")
-    assert main(["doctor", str(process.pid)]) == 1
-    error = capsys.readouterr().err
-    assert_one_line(error)
-    assert f"nothing can be seen of process {process.pid}: a process answers on Linux, while it runs rollflow" in error
+    assert (
+        f"nothing can be seen of process {process.pid}: a process answers on Linux, while it runs rollflow"
+        in refused("doctor", process.pid)
+    )
     assert ended(process) == 0
 
 
-def test_a_process_that_is_stopped_is_said_to_be(capsys: Shown) -> None:
+def test_a_process_that_is_stopped_is_said_to_be(shown: Says) -> None:
     process = waiting_process("-c", "print('here', flush=True); input()")
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    assert main(["doctor", str(process.pid)]) == 0
+    assert f"do: kill -CONT {process.pid}" in shown("doctor", process.pid)
     process.send_signal(signal.SIGCONT)
     assert ended(process) == 0
-    assert f"do: kill -CONT {process.pid}" in capsys.readouterr().out
 
 
 _HOST = """
@@ -109,21 +103,19 @@ with TrainerStream("tcp://127.0.0.1:0"):
 
 
 @pytest.mark.slow
-def test_a_trainer_answers_the_signal_too(capsys: Shown) -> None:
+def test_a_trainer_answers_the_signal_too(shown: Says) -> None:
     process = waiting_process("-c", _TRAINER.format(path=sys.path))
-    assert main(["doctor", str(process.pid)]) == 0
+    assert shown("doctor", process.pid).splitlines()[1].startswith("main thread:")
     assert ended(process) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("main thread:")
 
 
 @pytest.mark.slow
-def test_a_host_answers_the_signal_too(tmp_path: Path, capsys: Shown) -> None:
+def test_a_host_answers_the_signal_too(tmp_path: Path, shown: Says) -> None:
     remote = listening()
     program = _HOST.format(path=sys.path, folder=tmp_path, address=str(remote.addresses[0]))
     process = waiting_process("-c", program)
     rollout = Rollout(remote, module=NumberedModule(), **OPTIONS)
     with being_read(rollout, lambda: let_go(tmp_path, 0)):
         await_held(tmp_path, 0)
-        assert main(["doctor", str(process.pid)]) == 0
+        assert line_of(Held.step, "self._wait()") in shown("doctor", process.pid)
     assert ended(process) == 0
-    assert line_of(Held.step, "self._wait()") in capsys.readouterr().out

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import serving_process
-from command_errors import assert_one_line
+from command_errors import Says
 from extras import needs
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from numbered_module import NumberedEnv, NumberedModule
@@ -106,14 +106,14 @@ def test_a_video_of_each_episode_has_a_frame_for_each_observation(policy: Path, 
 
 
 def test_videos_want_environments_that_render_and_the_package(
-    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, refused: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DatasetError, match="the environment's render_mode is None, expected 'rgb_array' for videos"):
         FilmedEnv(lambda: gym.make("CartPole-v1"), tmp_path, 0, 1)
     monkeypatch.setitem(sys.modules, "av", None)
-    assert main(command(policy, tmp_path / "data", "--video", str(tmp_path / "videos"))) == 1
-    assert_one_line(error := capsys.readouterr().err)
-    assert "pip install 'rollflow[video]'" in error
+    assert "pip install 'rollflow[video]'" in refused(
+        *command(policy, tmp_path / "data", "--video", str(tmp_path / "videos"))
+    )
     assert not (tmp_path / "data").exists()
 
 

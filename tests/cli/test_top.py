@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_errors import Says
 from ending_envs import Doomed
 from feeding_rollouts import graph_over, running as fed_graph
 from numbered_module import NumberedModule
@@ -132,39 +133,31 @@ def test_many_parties_are_cut_short() -> None:
     assert "lane 1 " not in text
 
 
-def test_once_shows_what_runs_here(running: Rollout, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--once"]) == 0
-    text = capsys.readouterr().out
+def test_once_shows_what_runs_here(running: Rollout, shown: Says) -> None:
+    text = shown("top", "--once")
     assert f"Rollout {running.environments.describe()}" in text
     assert f"pid {os.getpid()}" in text
     assert "module_to_env" in text
 
 
 @pytest.mark.parametrize("kind", ["all", "pid", "path", "unix"])
-def test_json_has_the_runs_that_are_asked_for(
-    kind: str, running: Rollout, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_runs_that_are_asked_for(kind: str, running: Rollout, folder: Path, shown: Says) -> None:
     [path] = folder.iterdir()
     address = {"all": [], "pid": [str(os.getpid())], "path": [str(path)], "unix": [f"unix:{path}"]}[kind]
-    assert main(["top", *address, "--once", "--json"]) == 0
-    [found] = json.loads(capsys.readouterr().out)
+    [found] = json.loads(shown("top", *address, "--once", "--json"))
     assert found["figures"]["time/total_timesteps"] == running.num_steps
     assert found["path"] == str(path)
 
 
-def test_without_a_run_it_says_where_it_looked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_run_it_says_where_it_looked(folder: Path, capsys: pytest.CaptureFixture[str], shown: Says) -> None:
     assert main(["top"]) == 0  # once, where this is no terminal
     assert "".join(capsys.readouterr().out.split()) == f"norunofthisuseronthismachinehasasocketin{folder}"
-    assert main(["top", "--once", "--json"]) == 0
-    assert capsys.readouterr().out == "[]\n"
+    assert shown("top", "--once", "--json") == "[]\n"
 
 
-def test_the_package_that_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, refused: Says) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["top"]) == 1
-    assert "takes the package rich, expected --json, or pip install 'rollflow[view]'" in capsys.readouterr().err
+    assert "takes the package rich, expected --json, or pip install 'rollflow[view]'" in refused("top")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_errors import assert_one_line
+from command_errors import Says
 from serving_process import command
 from traces import assert_nested, events_of, flows, tracks
 
@@ -103,12 +103,10 @@ def test_a_process_that_was_forked_meanwhile_does_not_hold_up_the_end(
     assert json.loads(text)[-1]["name"] == "end of the trace"
 
 
-def test_a_run_is_traced_by_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_traced_by_one_at_a_time(tmp_path: Path, refused: Says) -> None:
     with Rollout("CartPole-v1", fragment_length=8, watch=Watch(trace=str(tmp_path / "run.trace"))) as rollout:
         next(rollout.batches())
-        assert main(["trace", str(os.getpid()), "0.1"]) == 1
-    text = capsys.readouterr().err
-    assert_one_line(text)
+        text = refused("trace", os.getpid(), "0.1")
     assert text.endswith(" gives no trace: it is being traced already, or has none to give\n")
     assert not list(tmp_path.glob("*.gz"))
 

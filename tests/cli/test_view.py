@@ -16,10 +16,10 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from command_errors import Says
 
 from rollflow import Rollout
 from rollflow.cli import top, view
-from rollflow.cli.main import main
 from rollflow.stream.observe.snapshot import with_rates
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -120,14 +120,12 @@ def test_names_are_no_markup_and_a_stall_stands_out_unless_a_reader_waits_for_a_
 
 
 def test_a_port_that_is_taken_and_a_package_that_is_missing_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, refused: Says
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["view", "--port", str(taken.getsockname()[1])]) == 1
-    assert "expected a free port" in capsys.readouterr().err
+        assert "expected a free port" in refused("view", "--port", taken.getsockname()[1])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["view"]) == 1
-    assert "takes the package starlette: pip install 'rollflow[view]'" in capsys.readouterr().err
+    assert "takes the package starlette: pip install 'rollflow[view]'" in refused("view")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from rollflow.stream.wire.codec import field
 
@@ -25,10 +25,8 @@ MOST_NUMBER = (1 << 53) - 1  # the largest integer that a double, and so every l
 
 LaneId = Annotated[int, field.whole(0, MOST_NUMBER)]
 Number = Annotated[int, field.whole(1, MOST_NUMBER)]
-Role = Annotated[
-    Literal["env", "agents", "rollout", "agent_rollout", "source", "sampler"],
-    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "sampler"),
-]
+_Role = Literal["env", "agents", "rollout", "agent_rollout", "source", "sampler"]
+Role = Annotated[_Role, field.one_of(*get_args(_Role))]
 ROLLOUTS = ("rollout", "agent_rollout")  # roles of hosts that run whole rollouts
 WITH_AGENTS = ("agents", "agent_rollout")  # roles of hosts whose environments have several agents each
 Autoreset = Annotated[Literal["NEXT_STEP", "SAME_STEP", "DISABLED"], field.one_of("NEXT_STEP", "SAME_STEP", "DISABLED")]
