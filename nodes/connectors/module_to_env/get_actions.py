@@ -170,6 +170,8 @@ def may_mask(rl_module: Any) -> bool:
 
 def rules_all_out(logits: NDArray[Any]) -> bool:
     """True if one of the rows, f32[N, n] of one Discrete action, rules out every action."""
+    if np.minimum.reduce(logits, axis=None) > RULED_OUT:  # none is: in a third of the time
+        return False
     return not np.minimum.reduce(np.maximum.reduce(logits, axis=-1)) > RULED_OUT
 
 

@@ -39,7 +39,7 @@ from rollflow.nodes.connectors.module_to_env.individual_items import (
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import Categorical, DistributionType, JointRaces, Races
-from rollflow.stream.data.columns import RULED_OUT, Columns
+from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
@@ -139,8 +139,8 @@ def _acted(
         is_usable = is_usable and not (may_mask(module) and rules_all_out(arrays[Columns.ACTION_DIST_INPUTS]))
     else:
         actions, logp = distribution.likeliest_with_logp()
-        most = np.maximum.reduce(arrays[Columns.ACTION_DIST_INPUTS], axis=-1)
-        is_usable = np.minimum.reduce(most) > RULED_OUT and np.maximum.reduce(most) < np.inf
+        given = arrays[Columns.ACTION_DIST_INPUTS]
+        is_usable = np.maximum.reduce(given, axis=None) < np.inf and not rules_all_out(given)
     arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
     return arrays, bool(is_usable)
 
