@@ -4,7 +4,8 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from feeding_rollouts import graph_of, weights, weights_of_agents
+from feeding_rollouts import graph_of, trainer, weights, weights_of_agents
 from remote_rollouts import await_that
 from serial_module import at_of
 
@@ -222,3 +223,33 @@ def _feed(address: str, slots: list[int], options: dict[str, Any]) -> None:
             await run.wait()
 
     anyio.run(main)
+
+
+def take(address: str, halt_at: int | None, told: Any) -> None:
+    """Tell what a trainer takes, which stands still at fragments of a number."""
+    torch.set_num_threads(1)
+    with trainer(address, yields="fragments") as stream:
+        for fragment in stream:
+            rewards = sum(float(part.gather("rewards").sum()) for part in getattr(fragment, "parts", [fragment]))
+            told.send((fragment.lane, fragment.sequence, rewards))
+            if fragment.sequence == halt_at:
+                signal.pause()
+
+
+@contextmanager
+def trainer_process(address: str, halt_at: int | None = None) -> Iterator[tuple[Any, Any]]:
+    """A trainer in a process, and the end of a pipe by which it tells what it takes."""
+    mine, theirs = forked().Pipe(duplex=False)
+    process = forked().Process(target=take, args=(address, halt_at, theirs))
+    process.start()
+    theirs.close()
+    yield process, mine
+    process.join()
+
+
+def received(told: Any) -> Any:
+    """The next thing that comes by a pipe; None: its other end is closed."""
+    try:
+        return told.recv()
+    except EOFError:
+        return None

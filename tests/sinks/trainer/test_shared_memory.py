@@ -2,9 +2,8 @@
 
 import gc
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from feeding_rollouts import feeding, graph_of, in_lanes_order, running, sequences_of, trainer
-from killable_trainer import FeedChild
+from killable_trainer import FeedChild, received, trainer_process
 from memory_lending import arrays_of, file_of, files_mapped, parts_of, shared_address
 from numpy.typing import NDArray
 from remote_rollouts import await_that
@@ -87,24 +86,6 @@ def test_what_a_trainer_keeps_stays_as_it_was_while_the_rollout_goes_on(where: s
 
 # Whoever is killed
 
-_TRAINER = """
-import sys; sys.path[:] = {path!r}
-import os, torch
-from feeding_rollouts import SHORT
-from rollflow import TrainerStream
-torch.set_num_threads(1)
-with TrainerStream({address!r}, yields="fragments", limits=SHORT) as stream:
-    for fragment in stream:
-        rewards = sum(float(part.gather("rewards").sum()) for part in getattr(fragment, "parts", [fragment]))
-        print(fragment.lane, fragment.sequence, rewards, flush=True)
-        {then}
-"""
-
-
-def trainer_process(address: str, then: str) -> "subprocess.Popen[str]":
-    program = _TRAINER.format(path=sys.path, address=address, then=then)
-    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "agents"), [("inline", 0), ("rollouts", 0), ("inline", 2), ("processes", 2)])
@@ -113,28 +94,24 @@ def test_a_trainer_that_is_killed_loses_nothing_and_leaves_nothing(where: str, a
     others, came = files_mapped(), []
     with feeding(address, agents=agents, num_fragments=20, **placed(where)) as feed:
         for moment in (1, 4, 9):
-            with trainer_process(
-                address, f"sys.stdin.read() if stream.handed and fragment.sequence == {moment} else 0"
-            ) as process:
-                assert process.stdout is not None
-                lines = []
-                while not lines or lines[-1][1] != str(moment):
-                    lines.append(process.stdout.readline().split())
+            with trainer_process(address, moment) as (process, told):
+                lines = [told.recv()]
+                while lines[-1][1] != moment:
+                    lines.append(told.recv())
                 process.kill()
             came.append(lines)
-        with trainer_process(address, "") as process:
-            assert process.stdout is not None
-            came.append([line.split() for line in process.stdout])
-        assert process.returncode == 0
+        with trainer_process(address) as (process, told):
+            came.append(list(iter(partial(received, told), None)))
+        assert process.exitcode == 0
         mapped = len(files_mapped() - others)
     whole = {}
     for lines in came:
         for lane, sequence, rewards in lines:
-            assert whole.setdefault((int(lane), int(sequence)), rewards) == rewards
+            assert whole.setdefault((lane, sequence), rewards) == rewards
     assert sorted(whole) == [(lane, sequence) for lane in range(2) for sequence in range(20)]
     for before, after in pairwise(came):
         # All but the last were moved on from before the trainer was killed; nobody knows whether the rollout has heard.
-        again = {tuple(line[:2]) for line in before} & {tuple(line[:2]) for line in after}
+        again = {line[:2] for line in before} & {line[:2] for line in after}
         assert len(again) <= 4
     assert mapped <= 2 * 2 * (2 + 2 + 2) * (2 if agents else 1)  # each part of the agents lies in blocks of its own
     assert not Path(address.removeprefix("shm:")).exists()
@@ -171,7 +148,7 @@ def check_same(kept: Sequence[Any], copies: Sequence[list[NDArray[Any]]]) -> Non
 @pytest.mark.slow
 def test_the_socket_of_a_trainer_that_was_killed_is_replaced(address: str) -> None:
     path = Path(address.removeprefix("shm:"))
-    with trainer_process(address, "") as process:
+    with trainer_process(address) as (process, _):
         await_that(path.exists)
         process.kill()
     assert path.exists()

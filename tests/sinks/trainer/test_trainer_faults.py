@@ -1,8 +1,6 @@
 """Who holds a rollout back that feeds a trainer, by its report, and what the stall doctor says of faults."""
 
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ import stalled_runs
 from doctor_clock import Looking
 from feeding_rollouts import HASTY, SHORT, Feed, feeding, graph_over, rollout_of, running, trainer, weights
 from held_envs import Held, await_that, let_go
+from killable_trainer import trainer_process
 from numbered_module import NumberedEnv, NumberedModule
 from stalled_rollouts import line_of
 
@@ -68,26 +67,13 @@ def failed(folder: Path) -> Iterator[Any]:
         failing.result()
 
 
-_PROGRAM = """
-import sys; sys.path[:] = {path!r}
-from rollflow import TrainerStream
-with TrainerStream({address!r}, yields="fragments") as stream:
-    next(iter(stream))
-    print("has", flush=True)
-    sys.stdin.read()
-"""
-
-
 @contextmanager
 def killed(folder: Path) -> Iterator[Any]:
     address = f"unix:{folder}/trainer"
-    program = _PROGRAM.format(path=sys.path, address=address)
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process, ThreadPoolExecutor(1) as pool:
+    with trainer_process(address, halt_at=0) as (process, told), ThreadPoolExecutor(1) as pool:
 
         def kill() -> None:
-            assert process.stdout is not None
-            process.stdout.readline()
+            told.recv()
             process.kill()
 
         killing = pool.submit(kill)
