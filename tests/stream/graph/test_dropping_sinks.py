@@ -134,21 +134,6 @@ async def test_an_async_function_of_an_item_is_a_node() -> None:
     assert seen == [2 * number for number in range(0, 20, 2)]
 
 
-def test_an_async_function_whose_parameter_is_no_item_is_told_what_to_write() -> None:
-    async def stats(number) -> None:  # type: ignore[no-untyped-def]
-        pass
-
-    async def two(number: int, other: int) -> None:
-        pass
-
-    item = "or, for an async def that is called with one item after the other, one parameter with the item's type"
-    with pytest.raises(GraphError, match="parameter 'number' of stats has no annotation that can be read") as raised:
-        Graph().add(stats=stats)
-    assert str(raised.value).endswith(item)
-    with pytest.raises(GraphError, match="parameter 'number' of two is annotated int"):
-        Graph().add(two=two)
-
-
 # Mistakes
 
 

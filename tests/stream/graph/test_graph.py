@@ -102,6 +102,10 @@ def test_a_graph_is_a_node_of_another() -> None:
         text=to_text,
         show=show,
     )
+    with pytest.raises(GraphError, match=r"'twice.a': node 'twice' has no inlet 'a'; inlets: number"):
+        outer.connect("source", "twice.a")
+    with pytest.raises(GraphError, match=r"graph 'outer' has a node 'twice' already"):
+        outer.add(twice=double)
     outer.validate()
     assert list(outer.nodes) == ["source", "twice/a", "twice/b", "text", "show"]
     assert outer.groups() == [["source"], ["twice/a", "twice/b", "text", "show"]]
@@ -128,6 +132,17 @@ async def asynchronous_generator(number: int) -> AsyncIterator[int]:
 ASYNCHRONOUS = r"node 'x' is <.*>, whose call is asynchronous, expected a callable of one parameter that returns"
 
 
+async def bare_item(number) -> None:  # type: ignore[no-untyped-def]
+    pass
+
+
+async def two_items(number: int, other: int) -> None:
+    pass
+
+
+ONE_ITEM = "; or, for an async def that is called with one item after the other, one parameter with the item's type"
+
+
 class Bare:
     async def run(self, items) -> None:  # type: ignore[no-untyped-def]
         del items
@@ -144,6 +159,8 @@ class Bare:
         (AsynchronousCall(), ASYNCHRONOUS),
         (asynchronous_generator, ASYNCHRONOUS),
         (str, r"node 'x': <class 'str'> has no signature to be read"),
+        (bare_item, f"parameter 'number' of bare_item has no annotation that can be read.*{ONE_ITEM}"),
+        (two_items, "parameter 'number' of two_items is annotated int"),
     ],
 )
 def test_what_is_no_node_is_refused(node: Any, told: str) -> None:
@@ -218,19 +235,6 @@ def test_a_gate_where_another_way_leads_through_a_channel_is_refused() -> None:
     graph = drawn("source > a > away > b > show", "a >gate b", thread="away", gate=Gate(), **nodes)
     with pytest.raises(GraphError, match=r"a.out → b.number: a gate can't stand where another way from 'a' to 'b'"):
         graph.validate()
-
-
-def test_a_composite_names_its_own_ports() -> None:
-    inner = Graph("inner")
-    inner.add(a=double)
-    inner.input("number", "a")
-    inner.output("doubled", "a")
-    outer = Graph("outer")
-    outer.add(source=numbers, twice=inner)
-    with pytest.raises(GraphError, match=r"'twice.a': node 'twice' has no inlet 'a'; inlets: number"):
-        outer.connect("source", "twice.a")
-    with pytest.raises(GraphError, match=r"graph 'outer' has a node 'twice' already"):
-        outer.add(twice=double)
 
 
 class Doubling:

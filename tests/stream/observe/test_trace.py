@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from traces import assert_valid, events_of, repaired
+from traces import assert_valid, events_of
 
 from rollflow import Graph
 from rollflow.stream.graph.counters import RunCounters
@@ -111,18 +111,6 @@ def test_a_trace_that_gets_large_ends_whole_and_says_so(tmp_path: Path, caplog: 
     assert path.stat().st_size > 1000
     [text] = [record.getMessage() for record in caplog.records]
     assert text == "the trace ends after 1,000 bytes: `rollflow trace` writes another one"
-
-
-@pytest.mark.slow
-def test_a_trace_can_be_read_while_it_is_written(tmp_path: Path) -> None:
-    path, asked = tmp_path / "run.trace", threading.Semaphore(0)
-    trace = Trace(open_trace(str(path)), "mine", asked.release, lambda: not asked.release())
-    record = trace.recorder("env", "env")
-    record(trace.began, trace.began + 7000)
-    asked.acquire()
-    asked.acquire()  # so what was there at the first look is written
-    assert [event["dur"] for event in repaired(path) if event["ph"] == "X"] == [7.0]
-    trace.close()
 
 
 @pytest.mark.parametrize("path", [3, "", "/", "/nowhere/run.trace"])
