@@ -82,8 +82,7 @@ class InlineDriver(_RingDriver):
     """
 
     def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
-        self._interruption = Wakeup()
-        super().__init__(credits, InlineRun(ring, interruption=self._interruption))
+        super().__init__(credits, InlineRun(ring))
         self._reader = 0  # thread that drives the run now; 0: none
         self._reading = threading.Lock()  # held while `_reader` is cleared, or is broken off
         self._at_work = threading.RLock()  # held while the ring runs; `close` may come from another thread
@@ -176,7 +175,6 @@ class InlineDriver(_RingDriver):
     def _end(self) -> None:
         self.run.counters.end()
         self.run.close()
-        self._interruption.close()
         self._fragments.clear()
 
 
@@ -184,8 +182,7 @@ class ThreadDriver(_RingDriver):
     """Runs the ring in a thread of its own, so that it can go on while the reader is at work."""
 
     def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
-        self._bell = Wakeup()
-        super().__init__(credits, InlineRun(ring, self._bell))
+        super().__init__(credits, InlineRun(ring, is_answering=True))
         self._commands: deque[Callable[[], None]] = deque()
         self._has_stopped = threading.Event()
         self._arrived = threading.Event()
@@ -258,9 +255,8 @@ class ThreadDriver(_RingDriver):
         if self._is_closed:
             return
         self._is_closed, began = True, monotonic()
-        self.run.interrupt()
         self.run.counters.end()
-        self._bell.ring()
+        self.run.interrupt()
         if self._has_stopped.wait(backoff.times.close_s):
             self._thread.join(_NODES_CLOSE_S)
         if self._thread.is_alive():
@@ -268,7 +264,6 @@ class ThreadDriver(_RingDriver):
             what = "a node has not closed" if self._has_stopped.is_set() else "an environment or the module hangs"
             logger.warning("the rollout's thread is left behind: %s after %.1f s", what, monotonic() - began)
             return
-        self._bell.close()
         self._fragments = deque([None])
         if error is None and self._errors:
             raise self._errors.pop()
@@ -277,7 +272,7 @@ class ThreadDriver(_RingDriver):
     def _command(self, command: Callable[[], None]) -> None:
         if not self._is_closed:
             self._commands.append(command)
-            self._bell.ring()
+            self.run.bell.ring()
 
     def _work(self) -> None:
         try:

@@ -20,10 +20,10 @@ from rollflow.stream.observe.waits import Look
 class InlineRun:
     """Runs a graph of synchronous, inline nodes in the caller's thread, while the caller asks for outputs.
 
-        bell            rung by another thread to make `next_outputs` return, even without outputs
         mark            record of the call under way, for others to read: see `CallMark`
-        interruption    rung by `interrupt`; None: a wait for a background node goes on until the node has something
+        is_answering    whether `next_outputs` returns where the bell rings, and between two steps, even without outputs
 
+        bell        ends a wait for background nodes, rung from another thread
         counters    meters of the nodes; who asks for the outputs counts by that of the caller
         chain       the chain of all nodes
 
@@ -35,9 +35,9 @@ class InlineRun:
     def __init__(
         self,
         graph: Graph,
-        bell: Wakeup | None = None,
         mark: CallMark | None = None,
-        interruption: Wakeup | None = None,
+        *,
+        is_answering: bool = False,
     ) -> None:
         graph.validate()
         if not can_run_inline(graph):
@@ -49,8 +49,8 @@ class InlineRun:
         self.chain = Chain(graph, graph.flow_order(), self.counters.nodes, mark)
         self.counters.chains.append(self.chain)
         self._failure: BaseException | None = None
-        self._waiter = Waiter(self.chain.background, *(each for each in (bell, interruption) if each is not None))
-        self._bell, self._interruption = bell, interruption
+        self.bell, self._is_answering = Wakeup(), is_answering
+        self._waiter = Waiter(self.chain.background, self.bell)
         self._state = "new"
         self._is_interrupted = False
         self._steps: Iterator[None] | None = None  # over the outputs of the nodes' `start` or `finish`
@@ -62,7 +62,7 @@ class InlineRun:
         self.counters.began = clock()
         self.counters.live.add(self.chain.names[0])
         self.chain.thread = get_ident()
-        waits = self.counters.caller.waits() if self._bell is None else nullcontext()
+        waits = nullcontext() if self._is_answering else self.counters.caller.waits()
         try:
             with waits:
                 self._steps = self.chain.start()
@@ -101,7 +101,7 @@ class InlineRun:
         chain = self.chain
         while not chain.pending and not self._is_interrupted:
             if self._steps is not None and self._step():
-                if self._bell is not None:
+                if self._is_answering:
                     break  # a thread that rings it is answered between two steps
                 continue
             if chain.reopened:
@@ -112,9 +112,9 @@ class InlineRun:
                 continue
             elif chain.parked and chain.unpark():
                 continue
-            elif (chain.background and chain.in_flight) or (chain.parked and self._bell is not None):
+            elif (chain.background and chain.in_flight) or (chain.parked and self._is_answering):
                 self._waiter.wait()
-                if self._bell is not None:
+                if self._is_answering:
                     break
             elif chain.parked or self._state == "finished":
                 return []
@@ -128,8 +128,7 @@ class InlineRun:
         """Make `next_outputs` return once the nodes are done with the current item. Thread-safe."""
         self._is_interrupted = True
         self.chain.reopened = True  # ends `pump_on`
-        if self._interruption is not None:
-            self._interruption.ring()
+        self.bell.ring()
 
     def _step(self) -> bool:
         """Carry one more output of the nodes' `start` or `finish`; return True if there was one."""
@@ -178,6 +177,7 @@ class InlineRun:
                 close_nodes(self.graph)
             finally:
                 self.chain.close()
+                self.bell.close()
 
 
 def can_run_inline(graph: Graph) -> bool:
