@@ -24,14 +24,6 @@ _OBJECTS = {  # option -> argument of a rollout that is given what it names
 }
 
 
-def add_connection(parser: argparse.ArgumentParser, *, connect: str, listen: str) -> None:
-    """Add an address to dial or to listen on, with a help text for each, and the arguments of `add_protection`."""
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--connect", metavar="ADDRESS", help=f"{connect}: tcp://host:port or unix:/path")
-    where.add_argument("--listen", metavar="ADDRESS", help=f"{listen}: tcp://host:port or unix:/path")
-    add_protection(parser)
-
-
 def add_allow(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names packages whose classes a saved policy may have."""
     parser.add_argument(

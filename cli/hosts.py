@@ -48,7 +48,10 @@ def _add_hosting(parser: argparse.ArgumentParser, *, lanes: int, lanes_help: str
     parser.add_argument("--num-envs", type=int, default=None, help="how many (1, or as a vector environment has)")
     parser.add_argument("--lanes", type=int, default=None, help=f"groups that step apart: {lanes_help} ({lanes})")
     parser.set_defaults(most_lanes=lanes)
-    arguments.add_connection(parser, connect="dial this gateway", listen="wait here for a gateway")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--connect", metavar="ADDRESS", help="dial this gateway: tcp://host:port or unix:/path")
+    where.add_argument("--listen", metavar="ADDRESS", help="wait here for a gateway: tcp://host:port or unix:/path")
+    arguments.add_protection(parser)
     parser.add_argument(
         "--name",
         help="what this host is called in messages; it takes the place of a lost "

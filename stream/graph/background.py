@@ -41,16 +41,14 @@ class Waiter:
     """Blocks a thread until a background node has completed something.
 
     nodes    nodes and their meters; the time counts for nodes with items in flight
-    bells    also end a wait, and are then silenced
+    bell     also ends a wait, and is then silenced
     """
 
-    def __init__(self, nodes: Sequence[tuple[Background, NodeMeter]], *bells: Wakeup) -> None:
-        self._nodes = nodes
-        self._bells = {bell.fileno(): bell for bell in bells}
+    def __init__(self, nodes: Sequence[tuple[Background, NodeMeter]], bell: Wakeup) -> None:
+        self._nodes, self._bell = nodes, bell
         self._poll = make_poll()
         self._listens = {node.fileno(): False for node, _ in nodes if node.fileno() >= 0}
-        for fd in self._bells:
-            self._poll.register(fd, POLLIN)
+        self._poll.register(bell.fileno(), POLLIN)
 
     def wait(self) -> None:
         """Block until a node has completed something, its patience is over, or a bell rings."""
@@ -61,9 +59,8 @@ class Waiter:
         least = least_patience(node for node, _ in awaited)
         with AtWork([meter for _, meter in awaited]):
             ready = self._poll.poll(None if least is None else least * 1e3)
-        for fd, _ in ready:
-            if fd in self._bells:
-                self._bells[fd].silence()
+        if any(fd == self._bell.fileno() for fd, _ in ready):
+            self._bell.silence()
 
     def _listen(self, fd: int, listens: bool) -> None:
         if self._listens.get(fd, listens) == listens:

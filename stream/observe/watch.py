@@ -59,10 +59,6 @@ class StallRules:
         """Seconds between two looks."""
         return _LOOK_S if self.after is None else min(_LOOK_S, self.after / 10)
 
-    def is_late(self, elapsed_s: float) -> bool:
-        """True if a look comes so late that the machine, or this process, must have stood still itself."""
-        return elapsed_s > self.look_s + _LATE_S
-
 
 class LongCalls:
     """Long calls of the parties, as seen by looks: a call that lasts less than a look is short, and not seen.
@@ -159,7 +155,7 @@ class StallWatch:
     def look(self) -> tuple[list[str], Diagnosis | None]:
         """Look once: texts to be logged, and the diagnosis of a stall where one is told for the first time."""
         now = self._rules.clock()
-        if self._last is not None and self._rules.is_late(now - self._last):
+        if self._last is not None and now - self._last > self._rules.look_s + _LATE_S:  # the machine stood still
             self._begin_anew()
         found = self._look_at(now)
         self._last = self._rules.clock()  # to ask a worker, a host or a trainer takes its time
