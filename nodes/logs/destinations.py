@@ -264,9 +264,11 @@ class Progress:
 
     def close(self) -> None:
         """End with the last row, and the steps per second of the whole run."""
-        if self._last is not None:
-            self._show(self._last, text_of(self._last, "time/fps"))
-        self._stop()
+        try:
+            if self._last is not None:
+                self._show(self._last, text_of(self._last, "time/fps"))
+        finally:
+            self._stop()
 
     def _show(self, row: Row, text: str) -> None:
         if self._bar is not None:

@@ -98,11 +98,14 @@ def stack_lines(stack: Sequence[StackFrame]) -> list[str]:
 
 def outside_of_rollflow(traceback: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames of rollflow's own code."""
-    if traceback is None:
-        return None
-    frame, rest = traceback.tb_frame, outside_of_rollflow(traceback.tb_next)
-    is_inside = frame.f_globals.get("__name__", "").startswith("rollflow.")
-    return rest if is_inside else TracebackType(rest, frame, traceback.tb_lasti, traceback.tb_lineno)
+    entries, kept = [], None
+    while traceback is not None:
+        entries.append(traceback)
+        traceback = traceback.tb_next
+    for each in reversed(entries):
+        if not str(each.tb_frame.f_globals.get("__name__")).startswith("rollflow."):
+            kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept
 
 
 def is_debugged_now() -> bool:
