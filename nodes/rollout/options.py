@@ -107,7 +107,7 @@ class Watch:
                    and line; None: never. In a graph `graph.run` has it
     on_stall       "raise": a run that stands still also ends, with a StallError
     trace          file for a trace of stages, lanes and fragments, for ui.perfetto.dev; compressed if it ends in .gz.
-                   In a graph `graph.run` has it
+                   In a graph `graph.run` has it, and `feed` writes this one
     log_every      seconds between two rows of the log, at least
     log_x          x axis of trackers: "steps" of environments, "updates" handed out, or "time" in s
     metrics        what pieces log into; None: a `MetricsLogger`
