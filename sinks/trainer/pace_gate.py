@@ -116,64 +116,6 @@ class ResendBuffer:
         return islice(self._entries, max(0, number + 1 - self._first), None)
 
 
-class LaneNews:
-    """Collects which lanes come and go, and gives each news once.
-
-    lanes    at the beginning; None: the trainer is to know of none
-    ring     called when there is news, in the graph's thread
-
-    last_items    lane -> None while it is there; once it is gone, number of an item behind which it has no fragment.
-                  Never changed in place: hellos are made in a thread of their own
-    """
-
-    def __init__(self, lanes: Iterable[int] | None, ring: Callable[[], None]) -> None:
-        self.last_items: dict[int, int | None] = dict.fromkeys(lanes or ())
-        self._is_enabled = lanes is not None
-        self._ring = ring
-        self._come: list[int] = []
-        self._gone: dict[int, int] = {}  # lane -> number of its fragments in all
-        self._given: dict[int, int] = {}  # lane -> number of its fragments that came to the sink
-
-    def see(self, lane: int) -> None:
-        """Note a lane that is ready to begin a fragment."""
-        if self._is_enabled and lane not in self.last_items:
-            self.last_items = self.last_items | {lane: None}
-            self._come.append(lane)
-            self._ring()
-
-    def given(self, lane: int) -> int:
-        """Number of a lane's fragments that came to the sink."""
-        return self._given.get(lane, 0)
-
-    def give(self, lane: int, sequence: int) -> None:
-        """Note that a lane's fragment has come to the sink."""
-        self._given[lane] = sequence + 1
-
-    def gone(self, lane: int, fragments: int) -> None:
-        """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""
-        if lane in self.last_items:
-            self._gone[lane] = fragments
-            self._ring()
-
-    def take(self, number: int) -> list[LaneJoined | LaneLeft]:
-        """Take the news: lanes that have come, and lanes that are gone, with all fragments in items up to `number`."""
-        if not (self._come or self._gone):
-            return []
-        news: list[LaneJoined | LaneLeft] = [LaneJoined(lane) for lane in self._come]
-        self._come.clear()
-        over = [lane for lane, fragments in self._gone.items() if self.given(lane) >= fragments]
-        for lane in over:
-            del self._gone[lane]
-            self._given.pop(lane, None)
-        self.last_items = self.last_items | dict.fromkeys(over, number)
-        return news + [LaneLeft(lane, number) for lane in over]
-
-    def forget(self, number: int) -> None:
-        """Forget lanes that are gone, if the trainer never wants again items up to `number`."""
-        if any(last is not None and last <= number for last in self.last_items.values()):
-            self.last_items = {lane: last for lane, last in self.last_items.items() if last is None or last > number}
-
-
 _NUMBER = field.whole(0, 1 << 53)
 
 
@@ -258,10 +200,15 @@ class BatchCredits:
 class PaceGate:
     """Gate that lets a lane begin a fragment once its trainer is there, waits for it, and its weights are in use.
 
+    It also collects which lanes come and go, and gives each such news once.
+
     buffer      items that were given to the trainer
     name        of the trainer, in reports
-    lanes       news of the rollout's lanes
+    lanes       at the beginning; None: the trainer is to know of none
+    ring        called when there is news of lanes, in the graph's thread
 
+    last_items  lane -> None while it is there; once it is gone, number of an item behind which it has no fragment.
+                Never changed in place: hellos are made in a thread of their own
     credits    for train batches whose pace is bounded; None: others are sent, or fragments
     order      of the trainer; None: it has not been there yet
     done       number of the last item that the trainer is done with
@@ -269,12 +216,16 @@ class PaceGate:
     problem    why there is no trainer; "": there is one
     """
 
-    def __init__(self, buffer: ResendBuffer, name: str, lanes: LaneNews) -> None:
+    def __init__(self, buffer: ResendBuffer, name: str, lanes: Iterable[int] | None, ring: Callable[[], None]) -> None:
         self.credits: BatchCredits | None = None
         self.order: StreamOrder | None = None
         self.done = self.version = 0
         self.problem = ""
-        self.lanes = lanes
+        self.last_items: dict[int, int | None] = dict.fromkeys(lanes or ())
+        self._tells_lanes, self._ring = lanes is not None, ring
+        self._come: list[int] = []
+        self._gone: dict[int, int] = {}  # lane -> number of its fragments in all
+        self._given: dict[int, int] = {}  # lane -> number of its fragments that came to the sink
         self._buffer, self._name = buffer, name
         self._begun: dict[int, int] = {}  # lane -> sequence of its last fragment that was let through
         self._changed: Callable[[], None] = nobody
@@ -303,7 +254,10 @@ class PaceGate:
         """True if the lane may take its next step."""
         if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
             return True
-        self.lanes.see(lane.index)
+        if self._tells_lanes and lane.index not in self.last_items:
+            self.last_items = self.last_items | {lane.index: None}
+            self._come.append(lane.index)
+            self._ring()
         if not self._is_wanted(lane):
             return False
         self._begun[lane.index] = lane.sequence
@@ -326,7 +280,35 @@ class PaceGate:
     def gone(self, lane: int, fragments: int) -> None:
         """Note that a lane has ended, with `fragments` in all, of which some may be on their way."""
         self._begun.pop(lane, None)
-        self.lanes.gone(lane, fragments)
+        if lane in self.last_items:
+            self._gone[lane] = fragments
+            self._ring()
+
+    def given(self, lane: int) -> int:
+        """Number of a lane's fragments that came to the sink."""
+        return self._given.get(lane, 0)
+
+    def give(self, lane: int, sequence: int) -> None:
+        """Note that a lane's fragment has come to the sink."""
+        self._given[lane] = sequence + 1
+
+    def take_news(self, number: int) -> list[LaneJoined | LaneLeft]:
+        """Take the news: lanes that have come, and lanes that are gone, with all fragments in items up to `number`."""
+        if not (self._come or self._gone):
+            return []
+        news: list[LaneJoined | LaneLeft] = [LaneJoined(lane) for lane in self._come]
+        self._come.clear()
+        over = [lane for lane, fragments in self._gone.items() if self.given(lane) >= fragments]
+        for lane in over:
+            del self._gone[lane]
+            self._given.pop(lane, None)
+        self.last_items = self.last_items | dict.fromkeys(over, number)
+        return news + [LaneLeft(lane, number) for lane in over]
+
+    def forget_lanes(self, number: int) -> None:
+        """Forget lanes that are gone, if the trainer never wants again items up to `number`."""
+        if any(last is not None and last <= number for last in self.last_items.values()):
+            self.last_items = {lane: last for lane, last in self.last_items.items() if last is None or last > number}
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Register the function to be called when a lane that was refused might be admitted."""
@@ -347,5 +329,5 @@ class PaceGate:
             return False
         if self.credits is not None:
             return self.credits.admits(self.done, order.ahead)
-        under_way = lane.sequence - self.lanes.given(lane.index)  # on their way to the sink
+        under_way = lane.sequence - self.given(lane.index)  # on their way to the sink
         return under_way + self._buffer.count(lane.index, self.done) < order.ahead

@@ -24,7 +24,7 @@ from rollflow.sinks.trainer.messages import (
     message_of_fragment,
     parted_weights,
 )
-from rollflow.sinks.trainer.pace_gate import BatchCredits, LaneNews, PaceGate, ResendBuffer
+from rollflow.sinks.trainer.pace_gate import BatchCredits, PaceGate, ResendBuffer
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
 from rollflow.stream.data.errors import GraphError, ModuleError, shown
@@ -98,8 +98,7 @@ class RolloutEnd:
     trainer    its name, in reports
     ring       called when a lane of the rollout has come, or is gone
 
-    gate     holds the rollout back
-    lanes    of the rollout, as a trainer that gets fragments is to know them
+    gate     holds the rollout back, and knows its lanes as a trainer that gets fragments is to know them
     seen     sees its fragments, where train batches are sent
     ids      modules whose weights the trainer publishes; None: there is one module
 
@@ -120,8 +119,8 @@ class RolloutEnd:
         self.ids = _claimed_ids(rollout) if isinstance(rollout, MultiAgentRollout) else None
         self._all_ends = _ends.setdefault(rollout, weakref.WeakSet())
         self._all_ends.add(self)
-        self.lanes = LaneNews(range(rollout.environments.num_lanes) if sends == "fragments" else None, ring)
-        self.gate = PaceGate(kept, trainer, self.lanes)
+        lanes = range(rollout.environments.num_lanes) if sends == "fragments" else None
+        self.gate = PaceGate(kept, trainer, lanes, ring)
         self.seen = BatchObserver(rollout, self.gate.see)
         rollout.hold_back(self.gate)
         if sends == "batches":
@@ -137,7 +136,7 @@ class RolloutEnd:
 
         newest    version and id of the newest weights that came from a trainer; None: none have
         """
-        lanes = self.lanes.last_items  # before the others: one that comes meanwhile has its slots among them
+        lanes = self.gate.last_items  # before the others: one that comes meanwhile has its slots among them
         environments = self.rollout.environments
         slots = tuple(env.num_envs for env in environments.envs) or (1,)
         if not environments.has_fixed_lanes:

@@ -260,11 +260,11 @@ class TrainerSink:
             self._notify()
 
     def _send_lane_news(self) -> None:
-        lanes = self._rollout_end.lanes
-        for news in lanes.take(self._session.given):
+        gate = self._rollout_end.gate
+        for news in gate.take_news(self._session.given):
             self._uplink.tell(news)
         if not self._rollout_end.rollout.environments.has_fixed_lanes:
-            lanes.forget(self._session.kept)
+            gate.forget_lanes(self._session.kept)
 
     def _notify(self) -> None:
         """Wake the tasks that wait for a change."""
@@ -312,7 +312,7 @@ class TrainerSink:
             raise TypeError(f"a {type(item).__name__} came to a sink that sends {self._sends}, expected these")
         if isinstance(item, AnyFragment):
             message, steps = end.message_of(number, item), item.num_steps
-            end.lanes.give(item.lane, item.sequence)
+            end.gate.give(item.lane, item.sequence)
         else:
             message = message_of_batch(number, item, modules=end.ids, episodes=end.seen.take_episodes())
             steps = int(message.rest["steps"])

@@ -3,7 +3,7 @@
 import logging
 import ssl
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +17,6 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
-from rollflow.sinks.trainer.intake import ArrivalOrder, LaneRounds
 from rollflow.sinks.trainer.item_maker import ItemMaker, StreamReturns, Yields, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener, checked_address
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
@@ -52,6 +51,90 @@ class Sources:
 
     def __post_init__(self) -> None:
         check_numbers(sources=(self.count, 1), join_timeout=(self.join_timeout, 0))
+
+
+_ByLane = dict[tuple[bytes, int], tuple[ArrivedItem, ...]]
+
+
+class ArrivalOrder:
+    """Sets of `count` items, in the order in which they came.
+
+    count    None: one for every lane of the rollouts that are there, and what is left of others
+
+    waiting    items that have come, oldest first
+    """
+
+    def __init__(self, count: int | None) -> None:
+        self.waiting: list[ArrivedItem] = []
+        self._count = count
+
+    def begin(self, present: Collection[RolloutPeer], version: int) -> bool:
+        """False: the lanes that take part do not change here."""
+        return False
+
+    def joined(self, arrived: Iterable[ArrivedItem]) -> list[ArrivedItem]:
+        """Waiting items, with `arrived` added."""
+        return [*self.waiting, *arrived]
+
+    def take(self, present: Collection[RolloutPeer]) -> tuple[list[list[ArrivedItem]], list[ArrivedItem]]:
+        """Next sets, and the items that wait then; no sets unless one is whole, or no rollout is `present` any more."""
+        count, waiting = self._size(present), self.waiting
+        num_sets = len(waiting) // count if present else min(1, len(waiting))
+        if self._count is None:
+            num_sets = min(1, num_sets)  # the next may be of another size
+        sets = [waiting[begin : begin + count] for begin in range(0, num_sets * count, count)]
+        return sets, waiting[num_sets * count :]
+
+    def _size(self, present: Collection[RolloutPeer]) -> int:
+        """Number of items in a set."""
+        if self._count is not None:
+            return self._count
+        size = sum(source.streams for source in present)
+        if len(self.waiting) >= size and (left := {arrived.source for arrived in self.waiting}.difference(present)):
+            counts = Counter(arrived.source for arrived in self.waiting)
+            size += sum(min(source.streams, counts[source]) for source in left)
+        return max(1, size)
+
+
+class LaneRounds:
+    """Rounds of one fragment of every lane, each lane's next, or of one train batch of every rollout.
+
+    waiting    (token, lane) -> items that have come
+
+    The lanes of a round are settled when it begins. A lane that comes meanwhile is in the next one; a lane that is gone
+    is in those for which it has given fragments.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: _ByLane = {}
+        self._has_begun = False
+
+    def begin(self, present: Collection[RolloutPeer], version: int) -> bool:
+        """Let the next round be of all lanes that there are now, unless a round has begun; True if they have changed.
+
+        version    newest policy version, when the trainer has no batch that it may publish for
+        """
+        if self._has_begun and any(source.awaited - source.gone for source in present):
+            return False
+        return any([source.await_all(version) for source in present])
+
+    def joined(self, arrived: Iterable[ArrivedItem]) -> _ByLane:
+        """Waiting items, with `arrived` added but for those that were handed over before a restart."""
+        waiting = dict(self.waiting)
+        for each in arrived:
+            if each.number not in each.source.beyond:
+                key = each.source.session.token, each.lane
+                waiting[key] = (*waiting.get(key, ()), each)
+        return waiting
+
+    def take(self, present: Collection[RolloutPeer]) -> tuple[list[list[ArrivedItem]], _ByLane]:
+        """Next round, alone, and the items that wait then; no round unless it has all lanes that are waited for."""
+        awaited = {(source.session.token, lane) for source in present for lane in source.awaited - source.gone}
+        self._has_begun = not awaited <= self.waiting.keys()
+        if self._has_begun or not self.waiting:
+            return [], self.waiting
+        taken = [items[0] for items in self.waiting.values()]
+        return [taken], {key: items[1:] for key, items in self.waiting.items() if len(items) > 1}
 
 
 class TrainerStream:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from rollflow.sinks.trainer.intake import ArrivalOrder, LaneRounds
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, RolloutPeer
+from rollflow.sinks.trainer.stream import ArrivalOrder, LaneRounds
 
 
 def taken_of(supply: ArrivalOrder | LaneRounds, present: Sequence[RolloutPeer]) -> list[list[ArrivedItem]]:

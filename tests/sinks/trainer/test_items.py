@@ -14,9 +14,9 @@ from feeding_rollouts import trainer
 from taken_batches import taken_of
 
 from rollflow import Rollout
-from rollflow.sinks.trainer.intake import ArrivalOrder, LaneRounds
 from rollflow.sinks.trainer.messages import layout_told, message_of_fragment
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
+from rollflow.sinks.trainer.stream import ArrivalOrder, LaneRounds
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.backoff import WaitReminder
 from rollflow.stream.wire import Fragment, TrainerSession
@@ -137,7 +137,7 @@ def _is_interrupted(supply: ArrivalOrder | LaneRounds, lines: int) -> bool:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith(("intake.py", "trainer/stream.py")):
+        if not frame.f_code.co_filename.endswith("trainer/stream.py"):
             return None
         left -= event == "line"
         if not left:

@@ -15,11 +15,11 @@ from property_examples import examples
 from taken_batches import taken_of
 
 from rollflow import Fragment
-from rollflow.sinks.trainer.intake import LaneRounds
 from rollflow.sinks.trainer.item_maker import Batches
-from rollflow.sinks.trainer.pace_gate import LaneNews, PaceGate, ResendBuffer, StreamOrder
+from rollflow.sinks.trainer.pace_gate import PaceGate, ResendBuffer, StreamOrder
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
+from rollflow.sinks.trainer.stream import LaneRounds
 from rollflow.stream.wire import LaneLeft, SourceSession, TrainerSession
 
 TOKEN = bytes(16)
@@ -64,8 +64,7 @@ class Rollout:
     def __init__(self, lanes: int) -> None:
         self.lanes = {index: Lane(index) for index in range(lanes)}
         self.kept, self.session = ResendBuffer(1 << 30), SourceSession(TOKEN)
-        self.news = LaneNews(self.lanes, lambda: None)
-        self.gate = PaceGate(self.kept, "it", self.news)
+        self.gate = PaceGate(self.kept, "it", self.lanes, lambda: None)
         self.pieces: list[Piece] = []  # by their numbers
         self.under_way: deque[Piece] = deque()
         self.to_tell: deque[Any] = deque()
@@ -99,12 +98,12 @@ class Rollout:
     def give(self) -> None:
         """Have the sink look at what there is."""
         self.gate.done, self.gate.version = self.session.done, self.version
-        self.to_tell += self.news.take(self.session.given)
-        self.news.forget(self.session.kept)
+        self.to_tell += self.gate.take_news(self.session.given)
+        self.gate.forget_lanes(self.session.kept)
         window = 1 if self.gate.order is None else self.gate.order.window
         if self.under_way and self.session.given - self.session.done < window:
             piece = self.under_way.popleft()
-            self.news.give(piece.lane, piece.sequence)
+            self.gate.give(piece.lane, piece.sequence)
             self.pieces.append(piece)
             self.session.given += 1
             message: Any = SimpleNamespace(number=self.session.given, lane=piece.lane)
@@ -194,7 +193,7 @@ class World:
         self.up.clear()
         self.down.clear()
         session = self.rollout.session
-        self.trainer.meet(self.rollout.news.last_items)
+        self.trainer.meet(self.rollout.gate.last_items)
         self.rollout.next = max(self.trainer.source.session.taken, session.kept) + 1
         session.done, self.told = session.kept, [None, None, None]
 
