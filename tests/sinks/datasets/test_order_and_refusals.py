@@ -81,9 +81,10 @@ def test_a_window_keeps_what_was_made_together(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agents", ["one", "several"])
-@pytest.mark.parametrize("complete", [True, False])
-@pytest.mark.parametrize("seed", [None, 4])
+@pytest.mark.parametrize(
+    ("seed", "complete", "agents"),
+    [(None, False, "one"), (None, True, "several"), (4, True, "one"), (4, False, "several")],
+)
 def test_a_loaded_state_goes_on_exactly(
     path: Path, tmp_path: Path, seed: int | None, complete: bool, agents: str
 ) -> None:
@@ -119,8 +120,7 @@ def test_a_loop_that_is_left_goes_on_in_the_next(path: Path, played: Played) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 200])
-@pytest.mark.parametrize("seed", [None, 4])
+@pytest.mark.parametrize(("ranks", "seed"), [(2, None), (3, 4), (200, 4)])
 def test_ranks_get_disjoint_shares_that_cover_everything(
     path: Path, played: Played, ranks: int, seed: int | None
 ) -> None:
