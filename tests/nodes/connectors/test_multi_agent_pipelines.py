@@ -154,17 +154,11 @@ def test_all_columns_of_a_module_have_one_order() -> None:
     assert shared["memorized_map_structure"] == {"m": [("e", "b"), ("e", "a"), ("f", "a")]}
 
 
-def test_a_mapping_function_is_given_the_agents_episode() -> None:
-    piece = AgentToModuleMapping(agent_to_module_mapping_fn=lambda agent_id, episode: episode.multi_agent_episode_id)
-    assert call(piece, {"obs": {("f", "a", None): [1]}}, EPISODES) == {"f": {"obs": [1]}}
-
-
-def test_a_function_maps_agents_that_have_no_module_yet() -> None:
-    piece = AgentToModuleMapping(agent_to_module_mapping_fn=lambda agent_id, episode: f"module of {agent_id}")
-    assert call(piece, {"obs": {("e", "a", None): [1], ("e", "b", "n"): [2]}}) == {
-        "module of a": {"obs": [1]},
-        "n": {"obs": [2]},
-    }
+def test_a_function_maps_agents_that_have_no_module_yet_and_is_given_their_episode() -> None:
+    named = lambda agent_id, episode: f"{agent_id} of {episode.multi_agent_episode_id}"  # noqa: E731
+    batch = {"obs": {("f", "a", None): [1], ("e", "b", "n"): [2]}}
+    mapped = call(AgentToModuleMapping(agent_to_module_mapping_fn=named), batch, EPISODES)
+    assert mapped == {"a of f": {"obs": [1]}, "n": {"obs": [2]}}
 
 
 def test_modules_that_there_are_not_and_columns_in_another_form_are_refused() -> None:

@@ -74,18 +74,6 @@ class Held:
         self.count["of"][0] += 1
 
 
-class Holds(Normalizer):
-    """Leaves what it has learnt to an object of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = Held()
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        self.held(batch)
-        return batch
-
-
 class Preprocesses(ObservationPreprocessor):
     seen = 0
 
@@ -128,7 +116,6 @@ def called(piece: Any, times: int = 3) -> ConnectorPipelineV2:
     [
         (Normalizer(), "Normalizer changes 'count'.* while it runs but declares no state"),
         (ConnectorPipelineV2(connectors=[Normalizer()]), "Normalizer changes 'count'.* while it runs"),
-        (Holds(), "Holds changes 'held' while it runs"),
         (LambdaConnector(Held()), "Held changes 'function' while it runs"),
         (Saves(), r"Saves has a state but no set_state of its own, .*; expected a set_state\(state\) beside its get_s"),
     ],

@@ -1,6 +1,5 @@
 """A module's three ways forward, its values, its states and the distributions it names."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -103,25 +102,6 @@ def test_a_module_names_the_distribution_of_its_action_space() -> None:
 def test_a_module_without_an_action_space_has_no_distribution() -> None:
     with pytest.raises(ModuleError, match="Policy has no action_space: give it to the constructor, or set it"):
         Policy(SEEN).get_exploration_action_dist_cls()
-
-
-def test_a_copy_has_weights_of_its_own() -> None:
-    module = Policy(SEEN, spaces.Discrete(2))
-    module.get_train_action_dist_cls()
-    other = copy.deepcopy(module)
-    other.load_state_dict({name: weight + 1 for name, weight in module.state_dict().items()})
-    assert not torch.equal(other.action_layer.weight, module.action_layer.weight)
-    assert other.get_train_action_dist_cls().required_input_dim == 2
-
-
-def test_losses_reach_the_weights_through_the_distribution() -> None:
-    module = Policy(SEEN, spaces.Discrete(2))
-    output = module.forward_train({"obs": torch.ones(4, 3)})
-    distribution: Any = module.get_train_action_dist_cls().from_logits(output["action_dist_inputs"])
-    distribution.logp(torch.tensor([0, 1, 0, 1])).sum().backward()
-    # d logp / d bias is the action as one-hot less its probabilities; two of each action make 2 - 4 p.
-    probabilities = torch.softmax(output["action_dist_inputs"][0], -1)
-    torch.testing.assert_close(module.action_layer.bias.grad, 2 - 4 * probabilities)
 
 
 # `MultiRLModule` by itself

@@ -261,6 +261,7 @@ def test_observations_of_one_request_may_fail_apart() -> None:
             client.act_batch(np.ones((64, 2)))
         assert {len(raised.value.actions) + len(raised.value.errors)} == {64}
         assert {type(error) for error in raised.value.errors.values()} == {OverloadedError}
+        assert {str(error) for error in raised.value.errors.values()} == {"2 requests wait already; ask again later"}
         assert all(action.tolist() == [1.0, 0.0] for action in raised.value.actions.values())
         place, other = next(iter(raised.value.actions)), next(iter(raised.value.errors))
         assert client.act_batch(np.ones((2, 2)), sessions=[place, other])[:, 0].tolist() == [2.0, 1.0]

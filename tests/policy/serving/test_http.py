@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from served_policies import Echo, Held, Sums, policy_of, served
+from served_policies import Echo, Sums, policy_of, served
 from websockets.sync.client import connect
 
-from rollflow.policy.serving import BatchOptions
 from rollflow.policy.serving.http import HttpServer
 from rollflow.policy.serving.items import CONTENT_TYPE, pack, unpack
 from rollflow.policy.serving.shelf import Shelf
@@ -42,15 +40,6 @@ def test_an_action_in_msgpack_with_arrays(server: HttpServer) -> None:
     response = httpx.post(f"{server.url}/v1/policies/echo/act", content=body, headers=headers)
     answer = unpack(response.content)
     assert (answer["action"].dtype, answer["action"].tolist(), answer["number"]) == (np.float32, [3.0, 0.0], 0)
-
-
-def test_sessions_remember_each_for_itself(server: HttpServer) -> None:
-    sums = []
-    for session, number, begins in [("a", 1, True), ("b", 10, True), ("a", 2, False), ("b", 20, False)]:
-        sums.append(ask(server, "sums", observation=[number, 0], session=session, begins=begins).json()["action"][0])
-    assert sums == [1.0, 10.0, 3.0, 30.0]
-    lost = ask(server, "sums", observation=[1, 0], session="c")
-    assert (lost.status_code, lost.json()["error"][:36]) == (410, "session 'c' has no memory here: it n")
 
 
 @pytest.mark.parametrize(
@@ -131,23 +120,6 @@ def test_probes_and_metrics() -> None:
         metrics = httpx.get(f"{server.url}/metrics").text
     assert 'rollflow_serve_actions_total{policy="echo",version="1"} 1.0' in metrics
     assert 'rollflow_serve_batch_size_bucket{le="+Inf",policy="echo",version="1"} 1.0' in metrics
-
-
-def test_too_many_requests_get_429_and_the_others_their_answers() -> None:
-    held = Held(policy_of(Echo))
-    options = BatchOptions(max_waiting=2)
-    with served(held, names=["echo"], options=options, secret=None) as (_, server), ThreadPoolExecutor(8) as clients:
-        first = clients.submit(ask, server, observation=[0, 0])
-        held.begun.acquire()
-        others = [clients.submit(ask, server, observation=[number, 0]) for number in range(1, 7)]
-        done = as_completed(others)
-        refused = [next(done).result() for _ in range(4)]
-        for _ in range(2):
-            held.go.release()
-        answered = [other.result() for other in (first, *others)]
-    assert [response.status_code for response in refused] == [429] * 4
-    assert refused[0].json()["error"] == "2 requests wait already; ask again later"
-    assert sorted(response.status_code for response in answered) == [200] * 3 + [429] * 4
 
 
 def test_a_secret_is_asked_for() -> None:
