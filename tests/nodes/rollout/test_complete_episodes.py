@@ -160,20 +160,6 @@ def test_stateful_modules_begin_every_episode_with_the_initial_state() -> None:
                 assert leaf[1].any()
 
 
-async def test_the_async_form_gives_the_same(anyio_backend: Any) -> None:
-    def rollout() -> Rollout:
-        makers = numbered_envs(3, lengths=(2, 20))[1]
-        return Rollout(makers, module=NumberedModule(), fragment_length=6, num_fragments=8, seed=5)
-
-    with rollout() as plain:
-        expected = [batch["obs"] for batch in plain.batches(complete_episodes=True)]
-    async with rollout() as running:
-        batches = [batch["obs"] async for batch in running.batches(complete_episodes=True)]
-    assert running.lost == plain.lost
-    assert len(batches) == len(expected) > 1
-    assert all(torch.equal(one, other) for one, other in zip(batches, expected, strict=True))
-
-
 def test_what_is_held_is_the_open_episodes_alone() -> None:
     makers = numbered_envs(2, lengths=(50, 50))[1]
     with Rollout(makers, module=NumberedModule(), fragment_length=10, num_fragments=11, seed=0) as rollout:

@@ -47,7 +47,20 @@ from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, mask_log
 from rollflow.sinks import Sequences
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
 
-AWAY = ["processes", "rollouts", "hosts", "hosted rollouts"]
+PLACES = [
+    "inline",
+    "threads",
+    "processes",
+    "rollouts",
+    "hosts",
+    pytest.param("hosted rollouts", marks=pytest.mark.slow),
+]
+
+
+def in_place(place: str, drawn: st.SearchStrategy[Any]) -> Callable[[Callable[[Any], None]], None]:
+    """Have a function check drawn settings: fewer where a rollout takes long to begin."""
+    count = examples(36 if place in ("inline", "threads") else 12)
+    return lambda check: settings(max_examples=count)(given(drawn)(check))()
 
 
 class Setting(NamedTuple):
@@ -261,18 +274,10 @@ def first_infos(chunks: Any) -> Iterator[tuple[SingleAgentEpisode, dict[str, Any
     return ((chunk, chunk.get_infos(0)) for chunk in chunks)
 
 
-@given(drawn_settings, st.sampled_from(["inline", "threads"]))
-@settings(max_examples=examples(80))
-def test_values_are_those_of_direct_stepping(drawn: Setting, place: str) -> None:
-    check_place(place, drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", AWAY)
-@given(drawn=drawn_settings)
-@settings(max_examples=examples(12))
-def test_values_are_those_of_direct_stepping_in_every_place(place: str, drawn: Setting) -> None:
-    check_place(place, drawn)
+@pytest.mark.hypothesis  # which are drawn within
+@pytest.mark.parametrize("place", PLACES)
+def test_values_are_those_of_direct_stepping(place: str) -> None:
+    in_place(place, drawn_settings)(lambda drawn: check_place(place, drawn))
 
 
 def check_agents(place: str, drawn: Setting, others: list[Form]) -> None:
@@ -311,18 +316,11 @@ def agent_as_module(agent: str, episode: Any) -> str:
     return agent
 
 
-@given(drawn_settings, st.lists(forms, max_size=2), st.sampled_from(["inline", "threads"]))
-@settings(max_examples=examples(60))
-def test_values_of_several_agents_are_those_of_direct_stepping(drawn: Setting, others: list[Form], place: str) -> None:
-    check_agents(place, drawn, others)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["processes", "rollouts"])
-@given(drawn=drawn_settings, others=st.lists(forms, max_size=2))
-@settings(max_examples=examples(12))
-def test_values_of_several_agents_are_the_same_in_every_place(place: str, drawn: Setting, others: list[Form]) -> None:
-    check_agents(place, drawn, others)
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("place", ["inline", "threads", "processes", "rollouts"])
+def test_values_of_several_agents_are_those_of_direct_stepping(place: str) -> None:
+    drawn = st.tuples(drawn_settings, st.lists(forms, max_size=2))
+    in_place(place, drawn)(lambda drawn: check_agents(place, *drawn))
 
 
 # Masks, schedules and initial states
@@ -422,15 +420,7 @@ def check_stored(fragments: list[Any], drawn: Chosen) -> None:
         assert batch["state_in"]["count"][:, 0].tolist() == [INITIAL + step for step in firsts.tolist()]
 
 
-@given(chosen_settings, st.sampled_from(["inline", "threads"]))
-@settings(max_examples=examples(40))
-def test_masks_schedules_and_states_hold(drawn: Chosen, place: str) -> None:
-    check_choices(place, drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", AWAY)
-@given(drawn=chosen_settings)
-@settings(max_examples=examples(10))
-def test_masks_schedules_and_states_hold_in_every_place(place: str, drawn: Chosen) -> None:
-    check_choices(place, drawn)
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("place", PLACES)
+def test_masks_schedules_and_states_hold(place: str) -> None:
+    in_place(place, chosen_settings)(lambda drawn: check_choices(place, drawn))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, run
+from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made
 from hypothesis import given, settings, strategies as st
 from leftovers import LONGEST_S, join_loop_workers
 from lost_agents import emitted_steps, in_time
@@ -38,25 +38,18 @@ GATHERING: dict[str, dict[str, Any]] = {
 
 
 @few
-@given(drawn=drawn_settings, count=st.integers(1, 6), how=st.sampled_from(list(GATHERING)))
-def test_every_step_is_handed_out_and_every_version_is_that_of_its_pass(drawn: Drawn, count: int, how: str) -> None:
+@given(drawn_settings, st.integers(1, 6), st.sampled_from(list(GATHERING)), st.sampled_from(list(WAYS)))
+def test_every_step_is_handed_out_and_every_version_is_that_of_its_pass(
+    drawn: Drawn, count: int, how: str, way: str
+) -> None:
     _, rollout = made(drawn, **GATHERING[how])
-    fragments = run(rollout, count)
+    fragments = WAYS[way](rollout, count)
     assert len(emitted_steps(fragments)) == rollout.num_steps
     assert rollout.lost == {}
     for fragment in fragments:
         for module_id in fragment.module_ids:
             columns = fragment.of_module(module_id)
             assert columns.gather("weight").tolist() == columns.gather("policy_version").tolist()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", GATHERING)
-def test_it_is_so_however_it_is_run(way: str, how: str) -> None:
-    _, rollout = made(Drawn(3, 3, 3, 1, 9, False, 8, 1, True, 1), **GATHERING[how])
-    fragments = WAYS[way](rollout, 4)
-    assert len(emitted_steps(fragments)) == rollout.num_steps
-    assert rollout.lost == {}
 
 
 def passes_of(**options: Any) -> dict[str, int]:

@@ -463,14 +463,6 @@ def test_whether_a_module_explores_is_said_when_it_is_added() -> None:
     assert set(rows(fragment, "b")) != {3}
 
 
-@pytest.mark.parametrize("explore", [{"c": True}, {"a": "yes"}])
-def test_what_says_nothing_of_exploring_is_refused(explore: Any) -> None:
-    with pytest.raises(
-        ModuleError, match=r"expected a bool, or a dict: module id -> bool, with ids among \['a', 'b'\]"
-    ):
-        marathon(explore=explore)
-
-
 # Which module serves whom
 
 

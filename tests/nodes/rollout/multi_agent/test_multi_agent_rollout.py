@@ -278,17 +278,6 @@ def test_explain_names_the_stages() -> None:
     )
 
 
-def test_lanes_stop_after_their_fragments_and_a_drain_gives_the_rest() -> None:
-    makers = [Talk] * 3
-    with MultiAgentRollout(
-        makers, module={"a": Values(), "b": Values()}, lanes=2, fragment_length=3, num_fragments=2, seed=0
-    ) as rollout:
-        fragments = list(rollout.fragments())
-    assert sorted((each.lane, each.sequence) for each in fragments) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [each.num_rows for each in fragments] == [3] * 4
-    assert sum(each.num_steps for each in fragments) == rollout.num_steps
-
-
 # What it refuses
 
 
@@ -318,6 +307,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "agent_to_module_mapping_fn is 3, expected a dict: agent id -> module id, or a function",
     ),
     "a word for a bool": (Talk, {"explore": "no"}, ModuleError, "explore is 'no', expected a bool, or a dict: module"),
+    "a word in a dict": (Talk, {"explore": {"a": "yes"}}, ModuleError, "module id -> bool, with ids among .*'a', 'b'"),
+    "an unknown one explores": (Talk, {"explore": {"c": True}}, ModuleError, "module id -> bool, with ids among"),
     "a module that is none": (Talk, {"module": {"a": None, "b": 42}}, ModuleError, "module 'b': module is int, which"),
     "a callable that makes nothing": (lambda: None, {}, EnvError, "the callable for environment 0 gave None"),
     "a piece for all agents": (
