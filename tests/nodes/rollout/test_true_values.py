@@ -1,4 +1,4 @@
-"""What a piece, a module and an environment are given is what was given, bit for bit, in the type of its space."""
+"""Numbers that a type does not hold are refused, and actions are in the types of their spaces; see `test_values`."""
 
 from functools import partial
 from typing import Any
@@ -14,24 +14,10 @@ from together import Together
 
 from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, Policy, RLModule, Rollout
 from rollflow.nodes import RandomModule
-from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.env_to_module.observation_pieces import WriteObservationsToEpisodes
-from rollflow.stream import ColumnError, LaneEpisodes
+from rollflow.stream import ColumnError
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees, tree_at
 
-SIZE, LENGTH = 2, 3  # numbers of an observation, and steps of an episode
-# Ends of each type, and numbers that a narrower type, or a float of fewer digits, would change.
-NUMBERS: dict[str, list[Any]] = {
-    "bool": [True, False, True, True],
-    "uint8": [0, 255, 7, 128],
-    "int8": [-128, 127, -1, 0],
-    "uint16": [65535, 3000, 256, 0],
-    "int32": [-(2**31), 2**31 - 1, -3, 2**24 + 1],
-    "int64": [-(2**63), 2**63 - 1, 2**53 + 1, -300],
-    "float16": [-65504.0, 65504.0, 6e-8, 1 / 3],
-    "float32": [-3.4e38, 3.4e38, 1e-45, 16777216.0],
-    "float64": [-1.7e308, 1.7e308, 1.7e9 + 1 / 3, 5e-324],
-}
+SIZE = 2  # numbers of an observation
 
 
 def box(dtype: Any, size: int = SIZE) -> spaces.Box:
@@ -42,144 +28,6 @@ def box(dtype: Any, size: int = SIZE) -> spaces.Box:
     if kind.kind == "b":
         return spaces.Box(np.zeros(size, kind), np.ones(size, kind), dtype=kind.type)
     return spaces.Box(np.iinfo(kind).min, np.iinfo(kind).max, (size,), kind.type)
-
-
-def observation_at(dtype: str, t: int) -> np.ndarray[Any, Any]:
-    numbers = NUMBERS[dtype]
-    return np.array([numbers[t % len(numbers)], numbers[(t + 1) % len(numbers)]], dtype)
-
-
-class Ends(SmallEnv):
-    """Shows the numbers of a dtype; nested: in a Dict, beside a float."""
-
-    length = LENGTH
-
-    def __init__(self, dtype: str, *, nested: bool) -> None:
-        self.dtype, self.nested = dtype, nested
-        self.observation_space = spaces.Dict({"a": box(dtype), "b": box("float32", 1)}) if nested else box(dtype)
-
-    def look(self) -> Any:
-        seen = observation_at(self.dtype, self.t)
-        return {"a": seen, "b": np.full(1, self.t / 3, np.float32)} if self.nested else seen
-
-
-def wider(dtype: Any) -> np.dtype[Any]:
-    """The dtype that has the bits of an item as a number: no cast leads there that keeps them."""
-    kind = np.dtype(dtype)
-    return np.dtype(f"i{kind.itemsize}") if kind.kind == "u" else np.dtype(f"u{kind.itemsize}")
-
-
-class _Changes(ConnectorV2):
-    """Changes the type of the first leaf of observations, by columns or by episodes."""
-
-    columnar = True
-
-    def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
-        if isinstance(seen, spaces.Dict):
-            return spaces.Dict({**seen.spaces, "a": self.space_of(seen["a"])})
-        return self.space_of(seen)
-
-    def space_of(self, seen: Any) -> Any:
-        raise NotImplementedError
-
-    def changed(self, numbers: Any) -> Any:
-        raise NotImplementedError
-
-    def of_items(self, items: Any) -> Any:
-        return {**items, "a": self.changed(items["a"])} if isinstance(items, dict) else self.changed(items)
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        if isinstance(episodes, LaneEpisodes):
-            episodes.set_observations(self.of_items(episodes.observations()))
-            return batch
-        for episode in self.single_agent_episode_iterator(episodes):
-            episode.set_observations(new_data=self.of_items(episode.get_observations(-1)), at_indices=-1)
-        return batch
-
-
-class AsBits(_Changes):
-    """Gives the bits of each number as a whole number of the same size."""
-
-    def space_of(self, seen: Any) -> Any:
-        return box(wider(seen.dtype))
-
-    def changed(self, numbers: Any) -> Any:
-        return np.ascontiguousarray(numbers).view(wider(numbers.dtype))
-
-
-class AsBytes(_Changes):
-    """Gives the bytes of all numbers."""
-
-    def space_of(self, seen: Any) -> Any:
-        return box("uint8", SIZE * seen.dtype.itemsize)
-
-    def changed(self, numbers: Any) -> Any:
-        return np.ascontiguousarray(numbers).view(np.uint8)
-
-
-class EachAsBits(AsBits):
-    """`AsBits`, episode by episode."""
-
-    columnar = False
-
-
-class EachAsBytes(AsBytes):
-    """`AsBytes`, episode by episode."""
-
-    columnar = False
-
-
-class ByTheBatch(AsBytes):
-    """`AsBytes` of the batch's observations; `WriteObservationsToEpisodes` behind it has them recorded."""
-
-    columnar = True
-    changes_episodes = False
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        batch["obs"] = self.of_items(batch["obs"])
-        return batch
-
-
-CHAINS: dict[str, list[type[ConnectorV2]]] = {
-    "by columns": [AsBits, AsBytes],
-    "by episodes": [EachAsBits, EachAsBytes],
-    "by episodes first": [EachAsBits, AsBytes],
-    "by columns first": [AsBits, EachAsBytes],
-    "once": [AsBytes],
-    "in the batch": [AsBits, AddObservationsFromEpisodesToBatch, ByTheBatch, WriteObservationsToEpisodes],
-}
-
-
-class Sees(RLModule):
-    """Acts at random, and gives what it has seen."""
-
-    def setup(self) -> None:
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def _forward(self, batch: Any, **kwargs: Any) -> Any:
-        seen = batch["obs"]["a"] if isinstance(batch["obs"], dict) else batch["obs"]
-        return {"actions": torch.zeros(len(seen), dtype=torch.int64), "seen": seen.clone()}
-
-
-def pieces_of(chain: str, *_: Any) -> list[ConnectorV2]:
-    return [make() for make in CHAINS[chain]]
-
-
-def expected_bytes(dtype: str, t: int) -> list[int]:
-    return observation_at(dtype, t).view(np.uint8).tolist()
-
-
-def check_chunk(chunk: Any, dtype: str, *, nested: bool) -> int:
-    """Check that an episode's observations are the environment's, bit for bit, and what the module saw as well."""
-    observations = chunk.get_observations()
-    bits = observations["a"] if nested else observations
-    assert bits.dtype == np.uint8
-    steps = range(chunk.t_started, chunk.t + 1)
-    assert bits.tolist() == [expected_bytes(dtype, t) for t in steps]
-    if nested:
-        assert observations["b"][:, 0].tolist() == [np.float32(t / 3) for t in steps]
-    assert chunk.get_extra_model_outputs("seen").tolist() == bits[:-1].tolist()
-    return len(chunk)
 
 
 def made(env: Any, *, several: bool, **options: Any) -> Any:
@@ -202,113 +50,33 @@ def chunks_of(fragments: list[Any], *, several: bool) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("dtype", ["uint16", "int64", "float64", "bool"])  # `test_values` draws the others
-def test_each_piece_is_given_what_its_predecessor_gave(dtype: str, chain: str, nested: bool, several: bool) -> None:
-    options: Any = {"module": Sees, "env_to_module_connector": partial(pieces_of, chain)}
-    fragments = run(partial(Ends, dtype, nested=nested), several=several, **options)
-    chunks = chunks_of(fragments, several=several)
-    assert sum(check_chunk(chunk, dtype, nested=nested) for chunk in chunks) == 30 * (1 + several)
-    assert any(chunk.is_terminated for chunk in chunks)  # whose last observations are the environment's as well
+class Grows(SmallEnv):
+    """Shows thousands, from 0 on."""
+
+    observation_space = box("uint16")
+
+    def look(self) -> Any:
+        return np.full(SIZE, 3000 * self.t, np.uint16)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("dtype", NUMBERS)
-def test_so_it_is_in_a_policys_sessions(dtype: str, chain: str, nested: bool) -> None:
-    env = Ends(dtype, nested=nested)
-    policy = Policy(
-        Sees, pieces_of(chain), observation_space=env.observation_space, action_space=env.action_space, seed=0
-    )
-    for t in range(40):  # over the end of a lane's columns
-        env.t = t
-        policy.act_batch(stack_trees([env.look(), env.look()]), sessions=["a", "b"] if t % 2 else ["b", "a"])
-        assert policy.outputs["seen"].tolist() == [expected_bytes(dtype, t)] * 2
+class FirstAsBytes(ConnectorV2):
+    """Gives the first observation of an episode in one byte, as its space says, and leaves others as they are."""
 
-
-class JointlyAsBits(ConnectorV2):
-    """`AsBits` for all agents of an environment together."""
+    columnar = True
 
     def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
-        return spaces.Dict({agent: box(wider(part.dtype)) for agent, part in seen.spaces.items()})
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        for episode in episodes:
-            seen = episode.get_observations(-1)
-            made = {agent: np.ascontiguousarray(each).view(wider(each.dtype)) for agent, each in seen.items()}
-            episode.set_observations(new_data=made, at_indices=-1)
-        return batch
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "int64", "float64"])
-def test_so_it_is_behind_pieces_that_see_all_agents(dtype: str) -> None:
-    options: Any = {"module": Sees, "env_to_module_connector": partial(pieces_of, "once")}
-    options |= {"joint_connector": lambda env: [JointlyAsBits(), JointlyAgain()]}
-    fragments = run(partial(Ends, dtype, nested=False), several=True, **options)
-    chunks = chunks_of(fragments, several=True)
-    assert sum(check_chunk(chunk, dtype, nested=False) for chunk in chunks) == 60
-
-
-class JointlyAgain(JointlyAsBits):
-    """The same once more, which gives other types again."""
-
-
-class Leaves(_Changes):
-    """Gives floats of 64 bits, though its space has 32."""
-
-    def space_of(self, seen: Any) -> Any:
-        return box("float32")
-
-    def changed(self, numbers: Any) -> Any:
-        return numbers.astype(np.float64) / 3.0
-
-
-class Notes(ConnectorV2):
-    """Notes the dtypes of what it is given."""
-
-    columnar = True
-
-    def __init__(self, *args: Any, dtypes: set[str], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.dtypes = dtypes
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        for leaf in leaves_of(episodes.newest()):
-            self.dtypes.add(leaf.dtype.name)
-        return batch
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_what_a_piece_leaves_is_given_on_in_the_type_that_its_space_says(several: bool) -> None:
-    given: set[str] = set()
-    connector: Any = lambda env: [Leaves(), Notes(dtypes=given)]  # noqa: E731
-    run(partial(Ends, "uint8", nested=False), several=several, module=Sees, env_to_module_connector=connector)
-    assert given == {"float32"}
-
-
-class SometimesNot(AsBytes):
-    """`AsBytes` of the first observation alone, which leaves others as they are."""
-
-    columnar = True
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        return super().__call__(batch=batch, episodes=episodes) if episodes.just_begun().any() else batch
-
-    def space_of(self, seen: Any) -> Any:
         return box("uint8")
 
-    def changed(self, numbers: Any) -> Any:
-        return (numbers % 256).astype(np.uint8)
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        if episodes.just_begun().any():
+            episodes.set_observations(episodes.observations().astype(np.uint8))
+        return batch
 
 
 def test_numbers_that_the_recorded_type_does_not_hold_are_refused_and_never_wrapped() -> None:
-    env = partial(Ends, "uint16", nested=False)
-    text = "column 'obs': got 3000, expected whole numbers from 0 to 255, as uint8 has"
     with (
-        pytest.raises(ColumnError, match=text),
-        Rollout(env, module=Sees, env_to_module_connector=lambda env: SometimesNot(), seed=0) as rollout,
+        pytest.raises(ColumnError, match="column 'obs': got 3000, expected whole numbers from 0 to 255, as uint8 has"),
+        Rollout(Grows, module=RandomModule, env_to_module_connector=lambda env: FirstAsBytes(), seed=0) as rollout,
     ):
         next(rollout.fragments())
 
@@ -331,7 +99,7 @@ class Wide(gym.vector.VectorEnv[Any, Any, Any]):
 
 
 def test_an_environments_numbers_that_its_space_does_not_hold_are_refused_at_any_step() -> None:
-    rollout = Rollout(Wide(), module=Sees, fragment_length=2, seed=0)
+    rollout = Rollout(Wide(), module=RandomModule, fragment_length=2, seed=0)
     with rollout:
         fragments = rollout.fragments()
         assert next(fragments).column("obs").tolist() == [[[127, 127]]] * 2

@@ -1,7 +1,7 @@
 """Truth of values: pieces, modules, environments and learners are given what direct stepping has, bit for bit."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -38,12 +38,15 @@ from rollflow import (
     EpsilonGreedy,
     GeneralAdvantageEstimation,
     MultiAgentRollout,
+    Policy,
     Replay,
     RLModule,
     Rollout,
     SingleAgentEpisode,
 )
 from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, mask_logits
+from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.env_to_module.observation_pieces import WriteObservationsToEpisodes
 from rollflow.sinks import Sequences
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
 
@@ -66,7 +69,7 @@ def in_place(place: str, drawn: st.SearchStrategy[Any]) -> Callable[[Callable[[A
 class Setting(NamedTuple):
     """Random settings of a rollout.
 
-    pieces    target dtype of each connector piece that rewrites the observations, and whether it is columnar
+    pieces    target dtype of each connector piece that rewrites the observations, and how it does so: see `FOLDS`
     """
 
     form: Form
@@ -75,7 +78,7 @@ class Setting(NamedTuple):
     fragment_length: int
     lookback: int
     mode: AutoresetMode
-    pieces: tuple[tuple[str, bool], ...]
+    pieces: tuple[tuple[str, str], ...]
     prefetch: int
     seed: int
 
@@ -87,6 +90,8 @@ forms = st.builds(
     action=st.sampled_from(sorted(ACTION_SPACES)),
     longest=st.integers(1, 9),
 )
+targets = st.sampled_from(["u1", "i2", "f2", "f4"])
+rewritten = st.lists(st.tuples(targets, st.sampled_from(["by episodes", "by columns", "as floats"])), max_size=2)
 drawn_settings = st.builds(
     Setting,
     form=forms,
@@ -95,7 +100,9 @@ drawn_settings = st.builds(
     fragment_length=st.integers(1, 8),
     lookback=st.integers(0, 12),
     mode=st.sampled_from(list(AutoresetMode)),
-    pieces=st.lists(st.tuples(st.sampled_from(["u1", "i2", "f2", "f4"]), st.booleans()), max_size=2).map(tuple),
+    pieces=rewritten.map(tuple)
+    | targets.map(lambda target: (("u2", "by columns"), (target, "in the batch")))
+    | targets.map(lambda target: ((target, "as floats"), ("u2", "by columns"))),
     prefetch=st.integers(0, 1),
     seed=st.integers(0, 2**32 - 1),
 ).filter(lambda drawn: drawn.lanes <= drawn.slots)
@@ -139,6 +146,45 @@ class ColumnarFold(Fold):
         return batch
 
 
+class FloatFold(ColumnarFold):
+    """Leaves numbers in another type than its space says, which the next piece is given in that."""
+
+    def turned(self, observations: Any) -> Any:
+        return map_tree(lambda leaf: leaf.astype(np.float64), super().turned(observations))
+
+
+class BatchFold(ColumnarFold):
+    """The same for the batch's observations, which a piece behind it has recorded."""
+
+    columnar = True
+    changes_episodes = False
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {**batch, "obs": self.turned(batch["obs"])}
+
+
+class JointFold(Fold):
+    """The same for all agents of an environment together."""
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in episodes:
+            seen = {agent: folded(each, self.target) for agent, each in episode.get_observations(-1).items()}
+            episode.set_observations(new_data=seen, at_indices=-1)
+        return batch
+
+
+FOLDS: dict[str, Callable[[str], list[ConnectorV2]]] = {
+    "by episodes": lambda target: [Fold(target)],
+    "by columns": lambda target: [ColumnarFold(target)],
+    "as floats": lambda target: [FloatFold(target)],
+    "in the batch": lambda target: [
+        AddObservationsFromEpisodesToBatch(),
+        BatchFold(target),
+        WriteObservationsToEpisodes(),
+    ],
+}
+
+
 class Exact(RLModule):
     """Takes the action that follows from each bit of an observation; its parts have a training mode.
 
@@ -166,12 +212,12 @@ class Exact(RLModule):
 
 
 def pieces_of(drawn: Setting) -> Callable[[Any], list[ConnectorV2]]:
-    return lambda env: [(ColumnarFold if columnar else Fold)(target) for target, columnar in drawn.pieces]
+    return lambda env: [piece for target, how in drawn.pieces for piece in FOLDS[how](target)]
 
 
-def turned_by(drawn: Setting) -> Callable[[Any], Any]:
+def turned_by(drawn: Setting, joint: Sequence[str] = ()) -> Callable[[Any], Any]:
     def turned(observation: Any) -> Any:
-        for target, _ in drawn.pieces:
+        for target in (*joint, *(target for target, _ in drawn.pieces)):
             observation = folded(observation, target)
         return observation
 
@@ -280,13 +326,14 @@ def test_values_are_those_of_direct_stepping(place: str) -> None:
     in_place(place, drawn_settings)(lambda drawn: check_place(place, drawn))
 
 
-def check_agents(place: str, drawn: Setting, others: list[Form]) -> None:
+def check_agents(place: str, drawn: Setting, others: list[Form], joint: list[str]) -> None:
     forms = [drawn.form, *others]
     modules = {f"agent {slot}": Exact() for slot in range(len(forms))}
     rollout = MultiAgentRollout(
         [lambda: Together({f"agent {slot}": TypedEnv(slot, form) for slot, form in enumerate(forms)})],
         module=modules,
         agent_to_module_mapping_fn=agent_as_module,
+        joint_connector=(lambda env: list(map(JointFold, joint))) if joint else None,
         env_to_module_connector=pieces_of(drawn),
         fragment_length=drawn.fragment_length,
         lookback=drawn.lookback,
@@ -298,7 +345,7 @@ def check_agents(place: str, drawn: Setting, others: list[Form]) -> None:
     with rollout:
         fragments = list(rollout.fragments())
     played = [
-        stepped_directly(TypedEnv(slot, form), turned_by(drawn), 2 * drawn.fragment_length + 3)
+        stepped_directly(TypedEnv(slot, form), turned_by(drawn, joint), 2 * drawn.fragment_length + 3)
         for slot, form in enumerate(forms)
     ]
     served, made = set(), dict[str, int]()
@@ -319,8 +366,25 @@ def agent_as_module(agent: str, episode: Any) -> str:
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("place", ["inline", "threads", "processes", "rollouts"])
 def test_values_of_several_agents_are_those_of_direct_stepping(place: str) -> None:
-    drawn = st.tuples(drawn_settings, st.lists(forms, max_size=2))
+    drawn = st.tuples(drawn_settings, st.lists(forms, max_size=2), st.lists(targets, max_size=2))
     in_place(place, drawn)(lambda drawn: check_agents(place, *drawn))
+
+
+@settings(max_examples=examples(40))
+@given(drawn_settings)
+def test_a_policys_sessions_see_the_values_of_direct_stepping(drawn: Setting) -> None:
+    env, turned = TypedEnv(0, drawn.form), turned_by(drawn)
+    spaces: Any = {"observation_space": env.observation_space, "action_space": env.action_space}
+    policy = Policy(Exact, pieces_of(drawn)(env), **spaces, seed=0)
+    observation, _ = env.reset()
+    for t in range(40):  # over the end of a lane's columns
+        two = stack_trees([observation, observation])
+        policy.act_batch(two, sessions=["a", "b"] if t % 2 else ["b", "a"])
+        expected = turned(observation)
+        same_bits(policy.outputs["seen"], [expected] * 2, map_tree(np.asarray, expected))
+        observation, _, *ends, _ = env.step(action_for(env.action_space, expected))
+        if any(ends):
+            observation, _ = env.reset()
 
 
 # Masks, schedules and initial states
