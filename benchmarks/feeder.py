@@ -23,7 +23,7 @@ from rollflow.stream.wire import (
     Hello,
     Limits,
     SharedAddress,
-    parse_trainer_address,
+    parse_address,
 )
 
 _SPACE = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -39,7 +39,7 @@ def feed_fragments(address: str, size: int) -> None:
     """Send fragments of so many bytes again and again; for "shm:" they lie in memory that is shared."""
     rollout = rollout_of(size)
     environments = rollout.environments
-    if isinstance(parse_trainer_address(address), SharedAddress):
+    if isinstance(parse_address(address, may_share=True), SharedAddress):
         environments.share()
     with rollout:
         fragments = list(rollout.fragments())[1:]  # the first step of a lane is not in shared memory
@@ -113,7 +113,7 @@ def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any])
 
 def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int], Fragment]) -> None:
     """Send one message after the other, as they are made of their numbers."""
-    target, limits, kept = parse_trainer_address(address), Limits(), ResendBuffer(1 << 30)
+    target, limits, kept = parse_address(address, may_share=True), Limits(), ResendBuffer(1 << 30)
     lender = FragmentLender(1 << 30) if isinstance(target, SharedAddress) else None
 
     told["metadata"] |= {"sends": sends, "shares_memory": lender is not None}

@@ -23,7 +23,7 @@ from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop, look_s, quoted, refusal_level
 from rollflow.stream.net.transport import check_server_tls, transport_for
-from rollflow.stream.wire import Address, Hello, check_secret, parse_trainer_address
+from rollflow.stream.wire import Address, Hello, check_secret, parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class TrainerListener:
 
 def checked_address(address: str | Address, secret: bytes | None, tls: ssl.SSLContext | None) -> Address:
     """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
-    parsed = parse_trainer_address(address)
+    parsed = parse_address(address, may_share=True)
     check_secret(parsed, secret)
     check_shared(parsed, tls)
     check_server_tls(tls)

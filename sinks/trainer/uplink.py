@@ -76,7 +76,7 @@ def link_to(
 
     Raises WireError for an invalid address, or one that needs a secret.
     """
-    target, known = wire.parse_trainer_address(address), secret_bytes(secret)
+    target, known = wire.parse_address(address, may_share=True), secret_bytes(secret)
     wire.check_secret(target, known)
     check_shared(target, tls)
     check_tls(target, tls)

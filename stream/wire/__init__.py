@@ -7,7 +7,6 @@ from rollflow.stream.wire.address import (
     UnixAddress,
     check_secret,
     parse_address,
-    parse_trainer_address,
 )
 from rollflow.stream.wire.codec.frame import FrameDecoder
 from rollflow.stream.wire.codec.handshake import (

@@ -57,17 +57,13 @@ class SharedAddress(UnixAddress):
 Address = TcpAddress | UnixAddress
 
 
-def parse_address(address: str | Address) -> Address:
-    """Parse the address of a gateway or host. Raises WireError for a text that is no address."""
-    return _parsed(address, f"{_TCP_FORMS} or 'unix:/path'", UnixAddress)
+def parse_address(address: str | Address, *, may_share: bool = False) -> Address:
+    """Parse the address of a gateway, a host or a trainer. Raises WireError for a text that is no address.
 
-
-def parse_trainer_address(address: str | Address) -> Address:
-    """Parse the address of a trainer, which may be `shm:/path`. Raises WireError for a text that is no address."""
-    return _parsed(address, f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'", UnixAddress, SharedAddress)
-
-
-def _parsed(address: str | Address, forms: str, *kinds: type[UnixAddress]) -> Address:
+    may_share    whether it may be `shm:/path`, as a trainer's may
+    """
+    kinds = (UnixAddress, SharedAddress) if may_share else (UnixAddress,)
+    forms = f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'" if may_share else f"{_TCP_FORMS} or 'unix:/path'"
     text = str(address) if isinstance(address, Address) else address
     if not isinstance(text, str):
         raise _no_address(text, f"a string: {forms}")
