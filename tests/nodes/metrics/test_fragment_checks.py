@@ -344,7 +344,7 @@ def test_a_lane_with_slow_steps_is_named_in_a_run_that_has_one(
     }
     with Rollout(envs, module=EVEN, **options) as rollout:
         looking = Looking(rollout._doctor)
-        for _ in zip(range(600), rollout.fragments(), strict=False):
+        for _ in zip(range(240), rollout.fragments(), strict=False):
             texts += looking.once()
         monkeypatch.setattr(Paced, "steps", 10**9)  # the slow one goes on
     assert [text.split(" gave ")[0] for text in texts] == named

@@ -91,6 +91,7 @@ def test_without_a_log_nothing_is_measured_and_ones_own_values_go_nowhere() -> N
             rollout.log("train/loss", 1.0)
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollflow log")]
     assert rollout.lag.last is None
+    assert rollout.log._own == {}
 
 
 def test_several_agents_have_returns_and_versions_by_module(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_who_holds_back_on_purpose_is_no_stall(kind: Any) -> None:
 def test_steps_that_get_on_are_no_stall_though_no_fragment_comes() -> None:
     probe = Told()
     looking = Looking(probe)
-    for number in range(1000):
+    for number in range(200):
         probe.waits = on_lane(replace(STEP, mark=number // 4))  # two seconds each
         assert looking.once() == []
 
