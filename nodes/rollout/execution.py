@@ -99,9 +99,8 @@ class OnePolicy:
         )
         forward = ModuleForward(acting.copy, self.weights, **self.pass_options)
         largest = max(env.num_envs for env in environments.envs)
-        joint = joint_forward(forward, largest, passes.max_batch, passes.max_wait, in_thread=passes.in_thread)
         act = ModuleToEnv(acting.module_to_env, env_space=environments.action_space, threads=passes.threads, **context)
-        return prepare, joint or forward, act
+        return prepare, joint_forward(forward, largest, passes), act
 
     def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
@@ -182,9 +181,8 @@ class AgentsPolicy:
         forward = AgentForward(self._modules)
         agents = sum(len(part.agents) for part in environments.parts)
         largest = max(envs.num_envs for envs in environments.envs) * agents
-        joint = joint_forward(forward, largest, passes.max_batch, passes.max_wait, in_thread=passes.in_thread)
         act = ModuleToAgents(acting.module_to_env, metrics=self.metrics, threads=passes.threads)
-        return prepare, joint or forward, act
+        return prepare, joint_forward(forward, largest, passes), act
 
     def begin_lane(self, lane: Any) -> None:
         """Do nothing: a lane makes what a module samples with when it first serves an agent."""

@@ -136,7 +136,6 @@ class Rollout(RolloutLoop[Fragment]):
         check_flags(explore=options.explore)
         self.env_kwargs, env = dict(options.env_kwargs or {}), with_kwargs(env, options.env_kwargs)
         super().__init__(env, options, rollout=Rollout, places=ONE_AGENT, policy=OnePolicy)
-        self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
@@ -229,6 +228,7 @@ class Rollout(RolloutLoop[Fragment]):
         stateful = acting.is_stateful
         self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, stateful=stateful)
         self.learner_pipeline.refuse_edits_while_run_by(self)
+        self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
         self._make_lanes()
 
     def _make_lanes(self) -> None:

@@ -90,6 +90,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
             )
             self._ledger = Ledger()  # of fragments in a graph
             self._execution = execution_for(self.environments, acts, options.num_fragments, self._ledger)
+            self.log = RolloutLog(self, self._rounds.note, options.log_to)
         of_loop = self.environments, lag, self._rounds, options.prefetch
         self._credits, self._lane_counts = credits_of(*of_loop, self._execution)
         self.hooks = self._rounds.hooks
@@ -106,7 +107,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._learner_meter = NodeMeter(LEARNER)
         self._notes_told = 0  # of the environments
         self._doctor: RolloutDoctor | None = None
-        self.log = RolloutLog(self, self._rounds.note, options.log_to)
 
     # Parts of a rollout
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rollflow.stream.graph.meter import CallTimes, NodeMeter, clock
 from rollflow.stream.graph.wakeup import Wakeup
@@ -217,17 +217,18 @@ class _PassThread(Generic[L]):
         self.bell.close()
 
 
-def joint_forward(
-    forward: LanesForward[L], largest: int, max_batch: int | None, max_wait: float, *, in_thread: bool
-) -> JointForward[L] | None:
-    """The node that does passes over several lanes; None: every lane has passes of its own.
+def joint_forward(forward: LanesForward[L], largest: int, how: Any) -> LanesForward[L] | JointForward[L]:
+    """The node that does passes over several lanes; `forward` itself where every lane has passes of its own.
 
         largest    slots of the largest lane
+        how        passes are done: a `Forward`
 
     Raises ValueError where a lane does not fit into a pass.
     """
-    if max_batch is None and not in_thread:
-        return None
+    max_batch = how.max_batch
+    if not how.joins_lanes:
+        return forward
     if max_batch is not None and max_batch < largest:
         raise ValueError(f"max_batch is {max_batch}, expected at least {largest}: a lane's slots go together")
-    return JointForward(forward, max_batch=max_batch or largest, max_wait=max_wait, in_thread=in_thread)
+    options = {"max_wait": how.max_wait, "in_thread": how.in_thread}
+    return JointForward(forward, max_batch=max_batch or largest, **options)

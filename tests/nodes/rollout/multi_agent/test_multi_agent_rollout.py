@@ -11,7 +11,7 @@ import torch
 from drawn_agents import Drawn, made, publish_next
 from numbered_agents import NumberedAgents
 
-from rollflow import GeneralAdvantageEstimation, MultiAgentRollout, RLModule
+from rollflow import MultiAgentRollout, RLModule
 from rollflow.nodes import (
     ClipActions,
     DefaultModule,
@@ -20,7 +20,6 @@ from rollflow.nodes import (
     PrevActionsPrevRewards,
     RandomModule,
 )
-from rollflow.nodes.connectors.learner.train_columns import AddInfosFromEpisodesToTrainBatch
 from rollflow.stream import ColumnError, ConnectorError, EnvError, LagError, ModuleError
 
 
@@ -114,35 +113,6 @@ def test_returns_are_added_up_over_fragments() -> None:
         list(rollout.fragments())
     assert list(rollout.returns.returns) == [127.0] * 3
     assert list(rollout.returns.by_module["b"].returns) == [112.0] * 3
-
-
-def test_advantages_are_worked_out_agent_by_agent() -> None:
-    connector = lambda obs, act: GeneralAdvantageEstimation(gamma=0.5, lambda_=0.5)  # noqa: E731
-    with talk(learner_connector=connector) as rollout:
-        [batch] = rollout.batches()
-    # delta = r + 0.5 * 1 - 1; targets are advantages before they are normalised, plus values.
-    targets = {agent: batch[agent]["value_targets"].tolist() for agent in "ab"}
-    assert targets == {"a": [2.5 + 0.25 * 11.5 + 1, 12.5], "b": [47.5 + 0.25 * 63.5 + 1, 64.5]}
-
-
-def test_infos_come_into_the_batches_of_their_agents() -> None:
-    connector = lambda obs, act: AddInfosFromEpisodesToTrainBatch()  # noqa: E731
-    with talk(learner_connector=connector) as rollout:
-        [batch] = rollout.batches()
-    turns = {agent: [info["turn"] for info in batch[agent]["infos"]] for agent in "ab"}
-    assert turns == {"a": [0, 2], "b": [1, 3]}
-
-
-def test_previous_actions_and_rewards_are_the_agents_own() -> None:
-    options = {"fragment_length": 2, "num_fragments": 2, "module": None}
-    with talk(env_to_module_connector=lambda part: PrevActionsPrevRewards(), **options) as rollout:
-        fragments = list(rollout.fragments())
-    chunks = [chunk for fragment in fragments for chunk in fragment.agent_episodes("default_policy")]
-    seen: dict[Any, list[Any]] = {"a": [], "b": []}
-    for chunk in chunks:
-        seen[chunk.agent_id] += [each.get_observations(-1) for each in [chunk]]
-    told = {agent: [(float(each["prev_n_rewards"][0])) for each in own] for agent, own in seen.items()}
-    assert told == {"a": [3.0, 12.0], "b": [64.0]}
 
 
 @pytest.mark.parametrize(("rows", "batches"), [(4, 1), (1, 2)])  # a batch of frozen modules alone is left out
