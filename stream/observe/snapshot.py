@@ -22,11 +22,12 @@ def with_rates(now: Snapshot, before: Snapshot | None) -> dict[str, Any]:
     steps_per_s      environment steps per second, of all parts together; None: the run counts none
     nodes, edges     each also has `items_per_s`; the shares `busy`, `idle` and `blocked` of a node are since then
     """
-    past_s = now.get("elapsed_s", 0.0) - ({} if before is None else before).get("elapsed_s", 0.0)
+    before = before or {}
+    past_s = now.get("elapsed_s", 0.0) - before.get("elapsed_s", 0.0)
     if past_s <= 0.0:
-        past_s, before = now.get("elapsed_s", 0.0), None
-    nodes_before, edges_before = _nodes(before), _edges(before)
-    nodes = {name: _node(node, nodes_before.get(name, {}), past_s) for name, node in _nodes(now).items()}
+        past_s, before = now.get("elapsed_s", 0.0), {}
+    nodes_before, edges_before = before.get("nodes", {}), _edges(before)
+    nodes = {name: _node(node, nodes_before.get(name, {}), past_s) for name, node in now.get("nodes", {}).items()}
     edges = [
         {**edge, "items_per_s": _rate(edge["items"], edges_before.get(key, {}).get("items", 0), past_s)}
         if "items" in edge
@@ -59,7 +60,7 @@ def stall_text(snapshot: Snapshot) -> str:
 def last_errors(snapshot: Snapshot) -> list[str]:
     """What went wrong last in each node that goes on all the same, a line each."""
     lines = []
-    for name, node in _nodes(snapshot).items():
+    for name, node in snapshot.get("nodes", {}).items():
         if error := node.get("last_error"):
             when = "now" if error["age_s"] is None else f"{error['age_s']:,.0f} s ago"
             lines.append(f"{name}, {when}: {error['text']}")
@@ -78,14 +79,8 @@ def main_figures(snapshot: Snapshot) -> Iterator[tuple[str, float]]:
                 yield f"{name} ({label})" if label else name, value
 
 
-def _nodes(snapshot: Snapshot | None) -> Mapping[str, Any]:
-    nodes: Mapping[str, Any] = {} if snapshot is None else snapshot.get("nodes", {})
-    return nodes
-
-
-def _edges(snapshot: Snapshot | None) -> dict[tuple[str, str, str], Any]:
-    edges = [] if snapshot is None else snapshot.get("edges", [])
-    return {(edge["source"], edge["port"], edge["target"]): edge for edge in edges}
+def _edges(snapshot: Snapshot) -> dict[tuple[str, str, str], Any]:
+    return {(edge["source"], edge["port"], edge["target"]): edge for edge in snapshot.get("edges", ())}
 
 
 def _node(node: Snapshot, before: Snapshot, past_s: float) -> dict[str, Any]:
@@ -97,9 +92,9 @@ def _rate(now: float, before: float, past_s: float) -> float:
     return max(0.0, now - before) / max(past_s, 1e-9)
 
 
-def _steps_per_s(now: Snapshot, before: Snapshot | None) -> float | None:
+def _steps_per_s(now: Snapshot, before: Snapshot) -> float | None:
     """Steps by the figures of the run, or of its parts."""
-    counted, earlier = _figures(now), {} if before is None else _figures(before)
+    counted, earlier = _figures(now), _figures(before)
     rates = []
     for name, figures in counted.items():
         steps, since = figures["time/total_timesteps"], earlier.get(name, {})
