@@ -61,11 +61,14 @@ FITTING = {
 class LoggedEnv(gym.Env[Any, Any]):
     """Environment with random observations, rewards and ends, all of which it keeps in `log`.
 
-    log    (observation, reward, whether an episode begins) of what a policy sees, step by step
+    log     (observation, reward, whether an episode begins) of what a policy sees, step by step
+    ends    how likely it is that a step ends the episode
     """
 
-    def __init__(self, observations: spaces.Space[Any], actions: spaces.Space[Any], seed: int) -> None:
-        self.observation_space, self.action_space = observations, actions
+    def __init__(
+        self, observations: spaces.Space[Any], actions: spaces.Space[Any], seed: int, ends: float = 0.15
+    ) -> None:
+        self.observation_space, self.action_space, self.ends = observations, actions, ends
         self.log: list[tuple[Any, float, bool]] = []
         self._rng = np.random.default_rng(seed)
 
@@ -76,7 +79,7 @@ class LoggedEnv(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         observation, reward = drawn_item(self.observation_space, self._rng), float(self._rng.normal())
-        ends = bool(self._rng.random() < 0.15)
+        ends = bool(self._rng.random() < self.ends)
         if not ends:
             self.log.append((observation, reward, False))
         return observation, reward, ends, False, {}

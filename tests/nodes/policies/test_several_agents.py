@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_policies import ACTIONS, BOX, MASKED, drawn_item
+from drawn_policies import ACTIONS, BOX, MASKED, LoggedEnv
 from gymnasium import spaces
 from mpe2 import simple_spread_v3
+from together import Together
 
 from rollflow import FrameStacking, MeanStdFilter, MultiAgentRollout, Policy
 from rollflow.nodes import (
@@ -26,27 +27,10 @@ STEPS = 24
 CONFIG = {"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6}
 
 
-class LoggedAgents(MultiAgentEnv):
-    """Two walkers and a masked one, with random observations and rewards, all of which are kept in `log`."""
-
-    possible_agents = ("ann", "bob", "cat")
-    observation_spaces = {"ann": BOX, "bob": BOX, "cat": MASKED}  # noqa: RUF012
-    action_spaces = {"ann": ACTIONS["box"], "bob": ACTIONS["box"], "cat": ACTIONS["discrete"]}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        self.log: list[tuple[dict[str, Any], dict[str, float]]] = []
-        self._rng = np.random.default_rng(5)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        observations = {agent: drawn_item(self.observation_spaces[agent], self._rng) for agent in self.possible_agents}
-        self.log.append((observations, dict.fromkeys(self.possible_agents, 0.0)))
-        return observations, {}
-
-    def step(self, actions: Any) -> Any:
-        observations, _ = self.reset()
-        rewards = {agent: float(self._rng.normal()) for agent in self.possible_agents}
-        self.log[-1] = observations, rewards
-        return observations, rewards, {"__all__": False}, {"__all__": False}, {}
+def logged_agents() -> Together:
+    """Two walkers and a masked agent, whose episodes do not end; each environment keeps what it gave."""
+    walkers = {name: LoggedEnv(BOX, ACTIONS["box"], seed, ends=0.0) for seed, name in enumerate(("ann", "bob"))}
+    return Together({**walkers, "cat": LoggedEnv(MASKED, ACTIONS["discrete"], 2, ends=0.0)})
 
 
 def pieces(part: Any) -> list[Any]:
@@ -60,7 +44,7 @@ def pieces(part: Any) -> list[Any]:
     ]
 
 
-def rollout_over(env: LoggedAgents, **kwargs: Any) -> MultiAgentRollout:
+def rollout_over(env: Together, **kwargs: Any) -> MultiAgentRollout:
     """A rollout of one fragment, with a module for the walkers, and one for the masked agent."""
     mapping = {"ann": "walker", "bob": "walker", "cat": "cat"}
     return MultiAgentRollout(
@@ -78,7 +62,7 @@ def rollout_over(env: LoggedAgents, **kwargs: Any) -> MultiAgentRollout:
 
 @pytest.mark.parametrize("explore", [False, True])
 def test_each_agents_policy_computes_what_the_rollout_computed(explore: bool, tmp_path: Path) -> None:
-    env = LoggedAgents()
+    env = logged_agents()
     rollout = rollout_over(env, explore=explore)
     for agent in ("ann", "cat"):
         rollout.policy(agent).save(tmp_path / agent)
@@ -88,12 +72,10 @@ def test_each_agents_policy_computes_what_the_rollout_computed(explore: bool, tm
     (episode,) = fragment.episodes()
     recorded = {agent: episode.agent_episodes[agent] for agent in env.possible_agents}
     for step in range(STEPS):
-        observations, rewards = env.log[step]
         for agents in (("ann", "bob"), ("cat",)):
             policy = policies[agents[0]]
-            policy.act_batch(
-                stack_trees([observations[agent] for agent in agents]), [rewards[agent] for agent in agents], agents
-            )
+            observations, rewards, _ = zip(*(env.envs[agent].log[step] for agent in agents), strict=True)
+            policy.act_batch(stack_trees(observations), rewards, agents)
             for row, agent in enumerate(agents):
                 expected = recorded[agent].get_extra_model_outputs("action_dist_inputs", step)
                 np.testing.assert_array_equal(policy.outputs["action_dist_inputs"][row], expected)
@@ -175,12 +157,12 @@ def test_policies_of_a_rollout_over_pettingzoo_are_evaluated() -> None:
 
 def test_agents_without_a_policy_of_their_own_are_refused() -> None:
     with pytest.raises(PolicyError, match=r"agent 'dan': the agents are \['ann', 'bob', 'cat'\]"):
-        rollout_over(LoggedAgents()).policy("dan")
-    by_function = MultiAgentRollout(LoggedAgents, agent_to_module_mapping_fn=_mapped, module={"a": None, "b": None})
+        rollout_over(logged_agents()).policy("dan")
+    by_function = MultiAgentRollout(logged_agents, agent_to_module_mapping_fn=_mapped, module={"a": None, "b": None})
     with pytest.raises(PolicyError, match="may have another module in each episode; expected policy"):
         by_function.policy("ann")
     assert by_function.policy("ann", "a").trained_on["module"] == "a"
-    jointly = rollout_over(LoggedAgents(), joint_connector=lambda env: LambdaConnector(lambda batch: None, name="x"))
+    jointly = rollout_over(logged_agents(), joint_connector=lambda env: LambdaConnector(lambda batch: None, name="x"))
     with pytest.raises(PolicyError, match="joint_connector pieces see all agents together"):
         jointly.policy("ann")
 
