@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from extras import needs
 from gymnasium import spaces
+from gymnasium.wrappers import TransformAction, TransformObservation
 from hypothesis import given, strategies as st
 
 from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Policy
@@ -140,22 +141,17 @@ def test_actions_that_are_kept_stay_within_the_environments_bounds() -> None:
     assert adapted.act(np.array([-0.5, 2.0], np.float32)).tolist() == [-0.5, 2.0]
 
 
-class NewCartPole(gym.Env[Any, Any]):
+def new_cart_pole() -> gym.Env[Any, Any]:
     """CartPole with two numbers more to see, and one more action to give."""
 
-    observation_space, action_space = spaces.Box(-10, 10, (6,), np.float32), spaces.MultiDiscrete([2, 2])
-
-    def __init__(self) -> None:
-        self.old = gym.make("CartPole-v1")
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        observation, infos = self.old.reset(seed=seed)
-        return np.hstack((observation, [8.0, 6.0])).astype(np.float32), infos
-
-    def step(self, action: Any) -> Any:
+    def old_action(action: Any) -> int:
         assert action[1] == 1
-        observation, *others = self.old.step(int(action[0]))
-        return np.hstack((observation, [8.0, 6.0])).astype(np.float32), *others
+        return int(action[0])
+
+    more = np.array([8.0, 6.0], np.float32)
+    seen, chosen = spaces.Box(-10, 10, (6,), np.float32), spaces.MultiDiscrete([2, 2])
+    old = gym.make("CartPole-v1")
+    return TransformAction(TransformObservation(old, lambda obs: np.hstack((obs, more)), seen), old_action, chosen)
 
 
 POLE: dict[str, Any] = {
@@ -172,7 +168,7 @@ def test_an_adapted_policy_plays_as_it_did_and_is_saved_as_any_other(lstm: bool,
     pieces = [MeanStdFilter(update_stats=False), PrevActionsPrevRewards(n_prev_actions=2), FlattenObservations()]
     old = policy_for(env.observation_space, env.action_space, [*pieces, FrameStacking(num_frames=2)], use_lstm=lstm)
     old.trained_on = {"env": "CartPole-v1"}
-    adapted = old.adapted(NewCartPole(), fields=POLE)
+    adapted = old.adapted(new_cart_pole(), fields=POLE)
     adapted.save(tmp_path / "a", program=True)
     loaded = Policy.load(tmp_path / "a")
     loaded.save(tmp_path / "b", program=True)
@@ -180,7 +176,7 @@ def test_an_adapted_policy_plays_as_it_did_and_is_saved_as_any_other(lstm: bool,
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
     assert loaded.trained_on == old.trained_on
     before = old.evaluate("CartPole-v1", 3)
-    np.testing.assert_array_equal(loaded.evaluate(NewCartPole, 3).returns, before.returns)
+    np.testing.assert_array_equal(loaded.evaluate(new_cart_pole, 3).returns, before.returns)
 
 
 @pytest.mark.slow
@@ -300,11 +296,11 @@ def test_connectors_of_ones_own_stand_around_the_policys() -> None:
     ctx = ConnectorContext(observation_space=env.observation_space, action_space=env.action_space)
     before = old.evaluate("CartPole-v1", 2).returns
     for agent_connectors in ([Halved()], [FourOfSix(ctx)]):
-        adapted = old.adapted(NewCartPole(), agent_connectors, [WithOne(ctx)])
-        np.testing.assert_array_equal(adapted.evaluate(NewCartPole, 2).returns, before)
+        adapted = old.adapted(new_cart_pole(), agent_connectors, [WithOne(ctx)])
+        np.testing.assert_array_equal(adapted.evaluate(new_cart_pole, 2).returns, before)
     with pytest.raises(
         ConnectorError, match=r"come out of .*, but the policy takes .*\n.*shape \[6\], expected shape \[4\]"
     ):
-        old.adapted(NewCartPole(), [FlattenObservations()], [WithOne(ctx)])
+        old.adapted(new_cart_pole(), [FlattenObservations()], [WithOne(ctx)])
     with pytest.raises(ConnectorError, match=r"the environment takes .*\n.*, expected shape \[2\]"):
-        old.adapted(NewCartPole(), [Halved()], [AdaptActions(space=spaces.Discrete(3), fields={"action": "action"})])
+        old.adapted(new_cart_pole(), [Halved()], [AdaptActions(space=spaces.Discrete(3), fields={"action": "action"})])
