@@ -1,19 +1,18 @@
 """A trainer in a process of its own, which may be killed at any moment and started again."""
 
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from feeding_rollouts import graph_of, trainer, weights, weights_of_agents
+from remote_hosts import forked
 from remote_rollouts import await_that
 from serial_module import at_of
 
@@ -85,14 +84,6 @@ def check_whole(records: Sequence[Record]) -> None:
             for slot, (first, newest) in record.numbers.items():
                 assert first == last.get(slot, 0) + 1, record
                 last[slot] = newest
-
-
-def forked() -> ForkServerContext:
-    """Processes that need not import anything again: there may be hundreds, one after the other."""
-    context = multiprocessing.get_context("forkserver")
-    slow_imports = ["anyio.from_thread", "rollflow.nodes.rollout.rollout", "rollflow.sinks"]
-    context.set_forkserver_preload(slow_imports)
-    return context
 
 
 class TrainerChild:

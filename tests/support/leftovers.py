@@ -6,7 +6,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def descriptors_here() -> set[tuple[int, str]]:
 
 def _of_servers() -> set[int | None]:
     """Descriptors by which fork servers and the tracker of resources know that this process has not ended."""
-    servers: list[Any] = list(worker_process._servers.values())
+    servers: list[Any] = [*worker_process._servers.values(), forkserver._forkserver]
     tracker: Any = resource_tracker._resource_tracker
     return {tracker._fd, *(server._forkserver_alive_fd for server in servers if server is not None)}
 

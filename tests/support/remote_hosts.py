@@ -1,18 +1,21 @@
 """Hosts for tests, of environments and of whole rollouts, in threads and in processes, and a wire that breaks."""
 
+import multiprocessing
+import os
 import random
 import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 from numbered_env import NumberedEnv
 
 from rollflow import RemoteEnvs
@@ -26,23 +29,6 @@ from rollflow.stream.wire import Connection, ConnectionBroken, HostConnection, H
 Remote = TypeVar("Remote", bound=RemoteHosts)
 
 SHORT = Limits(heartbeat_s=5.0, grace_s=30.0)
-_PROGRAM = """
-import sys; sys.path[:] = {path!r}
-from functools import partial
-from pathlib import PosixPath
-import {module}
-from rollflow.nodes import EnvHost, RolloutHost
-makers = [partial({module}.{name}, *args, **kwargs) for args, kwargs in {makers!r}]
-{before}
-with {kind}(makers, lanes={lanes}, secret={secret!r}, name={host!r}{more}) as host:
-    host.connect({address!r}, retry_s=30.0)
-"""
-# What a host of whole rollouts has beside environments, of one agent or of several.
-_NUMBERED = {"before": "from {} import NumberedModule", "more": ", module=NumberedModule()"}
-_OF_AGENTS = {
-    "before": "from feeding_rollouts import module_of, modules_of_agents",
-    "more": ", module=modules_of_agents(), agent_to_module_mapping_fn=module_of",
-}
 
 
 @contextmanager
@@ -89,11 +75,18 @@ def serving(host: Host, address: str) -> Iterator[str]:
             thread.join()
 
 
+def forked() -> ForkServerContext:
+    """Processes that need not import anything again: there may be hundreds, one after the other."""
+    context = multiprocessing.get_context("forkserver")
+    slow_imports = ["anyio.from_thread", "rollflow.nodes.rollout.rollout", "rollflow.sinks"]
+    context.set_forkserver_preload(slow_imports)
+    return context
+
+
 class HostProcess:
-    """A host in a process of its own: environments `module.name(*args, **kwargs)`, one for each of `makers`.
+    """A host in a process of its own: environments `env(*args, **kwargs)`, one for each of `makers`.
 
     kind        `RolloutHost`: it has a `NumberedModule`, or as many as `feeding_rollouts` has for several agents
-    module      name of the file that has this
     has_agents  whether the environments have several agents
     """
 
@@ -102,38 +95,37 @@ class HostProcess:
         address: Any,
         makers: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         *,
-        lanes: int = 1,
-        secret: str | None = None,
-        name: str = "process",
         env: type[Any] = NumberedEnv,
         kind: type[Host] = EnvHost,
-        module: str = "numbered_module",
         has_agents: bool = False,
+        **options: Any,
     ) -> None:
-        acting = _OF_AGENTS if has_agents else _NUMBERED
-        numbered = {name: text.format(module) for name, text in acting.items()}
-        program = _PROGRAM.format(
-            **numbered if kind is RolloutHost else dict.fromkeys(_NUMBERED, ""),
-            kind=kind.__name__,
-            path=sys.path,
-            module=env.__module__,
-            name=env.__name__,
-            makers=list(makers),
-            lanes=lanes,
-            secret=secret,
-            host=name,
-            address=str(address),
-        )
-        self.process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+        envs = [partial(env, *args, **kwargs) for args, kwargs in makers]
+        host = partial(kind, envs, **{"name": "process", **options})
+        self.process = forked().Process(target=_serve, args=(str(address), host, kind is RolloutHost, has_agents))
+        self.process.start()
 
     def signal(self, number: int) -> None:
         """Send a signal."""
-        self.process.send_signal(number)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
-    def end(self) -> str:
-        """Kill it if it is still there; what it had to say."""
+    def end(self) -> None:
+        """Kill it if it is still there."""
         self.process.kill()
-        return self.process.communicate()[1]
+        self.process.join()
+
+
+def _serve(address: str, kind: Callable[..., Host], acts: bool, has_agents: bool) -> None:
+    """Serve a gateway, with modules if the host acts."""
+    from feeding_rollouts import module_of, modules_of_agents  # which has imports of its own from here
+    from numbered_module import NumberedModule
+
+    torch.set_num_threads(1)
+    of_agents = {"module": modules_of_agents(), "agent_to_module_mapping_fn": module_of}
+    acting: dict[str, Any] = {} if not acts else of_agents if has_agents else {"module": NumberedModule()}
+    with kind(**acting) as host:
+        host.connect(address, retry_s=30.0)
 
 
 class BrokenWire:

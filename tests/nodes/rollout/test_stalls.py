@@ -235,7 +235,7 @@ def test_a_host_that_was_killed_is_named_and_then_that_none_is_left(tmp_path: Pa
     def kill() -> None:
         await_held(tmp_path, 0)
         host.signal(signal.SIGKILL)
-        host.process.communicate()
+        host.process.join()
         await_that(none_is_left, rollout.diagnose)
 
     another = HostProcess(remote.addresses[0], [((1,), {})], name="another")
