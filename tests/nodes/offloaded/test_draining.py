@@ -6,7 +6,6 @@ Nothing is lost, and nobody is waited for in vain.
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -382,24 +381,6 @@ def test_one_that_does_not_come_back_is_waited_for_no_longer_than_it_has(
     assert rollout.lost == {"workers": 10 + 2}  # the step under way among them
     assert "lane 0 is lost: host victim" in caplog.text
     assert "not back within 0.5 s" in caplog.text
-
-
-def test_a_first_reset_is_not_waited_for(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts)
-    held = [partial(Held, slot, tmp_path, resets=[0] if slot == 0 else []) for slot in range(2)]
-    try:
-        with rollouts_on(envs.addresses[0], held, lanes=2):
-            with rollout_over(envs, prefetch=1) as rollout:
-                await_held(tmp_path, 0)
-                began = time.monotonic()
-                taken = drained(rollout)
-                assert time.monotonic() - began < LONGEST_S / 2
-                assert sum(fragment.num_steps for fragment in taken) == rollout.num_steps
-            let_go(tmp_path, 0)
-    finally:
-        let_go(tmp_path, 0)
-    assert rollout.lost == {}
-    assert {fragment.lane for fragment in taken} <= {1}
 
 
 def test_a_lane_that_is_late_is_not_waited_for(tmp_path: Path, lane_clock: LaneClock) -> None:

@@ -1,4 +1,4 @@
-"""Whole rollouts on other hosts: what episodes carry, and states of modules."""
+"""Environments and whole rollouts on other hosts: spaces and infos, what episodes carry, and states of modules."""
 
 from typing import Any
 
@@ -51,28 +51,33 @@ class Sampled(gym.Env[Any, Any]):
         return space.sample(), 1.0, bool(self.np_random.random() < 0.2), False, infos
 
 
-def both(read: Any, env: Any, envs: Any, acts: Any = None, **options: Any) -> list[list[Any]]:
+HOSTS = pytest.mark.parametrize("there", [pytest.param("hosts", id="environments"), "hosted rollouts"])
+
+
+def both(there: str, read: Any, env: Any, envs: Any, acts: Any = None, **options: Any) -> list[list[Any]]:
     """What is read of a rollout on a host, and of one here."""
     found = []
-    for place in ("hosted rollouts", "inline"):
+    for place in (there, "inline"):
         with rollout_at(place, env, acts=acts, envs=envs, **options) as made, made as rollout:
             found.append(list(read(rollout)))
     return found
 
 
-def test_nested_spaces_infos_and_what_episodes_carry_come_through() -> None:
+@HOSTS
+def test_nested_spaces_infos_and_what_episodes_carry_come_through(there: str) -> None:
     options: Any = {"fragment_length": 8, "num_fragments": 3, "seed": 1}
     notes: Any = {"env_to_module_connector": lambda env: Notes()}
-    ours, inline = both(Rollout.fragments, Sampled, {"num_envs": 1}, notes, **options)
+    ours, inline = both(there, Rollout.fragments, Sampled, {"num_envs": 1}, notes, **options)
     assert_alike(ours, inline)
     chunks = [chunk for fragment in ours for chunk in fragment.episodes()]
     assert all(chunk.custom_data["calls"] >= len(chunk) for chunk in chunks)
     assert {key for chunk in chunks for infos in chunk.get_infos() for key in infos} == {"began", "seen", "nested"}
 
 
-def test_a_stateful_module_goes_on_from_where_its_episodes_are() -> None:
+@HOSTS
+def test_a_stateful_module_goes_on_from_where_its_episodes_are(there: str) -> None:
     options: Any = {"fragment_length": 7, "num_fragments": 4, "seed": 1, "model_config": {"use_lstm": True}}
-    ours, inline = both(Rollout.batches, "CartPole-v1", {"num_envs": 3, "lanes": 2}, **options)
+    ours, inline = both(there, Rollout.batches, "CartPole-v1", {"num_envs": 3, "lanes": 2}, **options)
     assert "state_in" in ours[0]
     for mine, other in zip(ours, inline, strict=True):
         check(mine, other)

@@ -60,18 +60,11 @@ def doomed_at(place: str, makers: list[Any], *, lanes: int = 1, workers: int = 1
 REASONS = {"raise": "RuntimeError: it broke", "kill": "was killed by SIGKILL"}
 
 
-@pytest.mark.parametrize(
-    ("place", "fate", "prefetch"),
-    [
-        ("rollouts", "raise", 0),
-        ("hosted rollouts", "raise", 0),
-        ("hosted rollouts", "raise", 2),
-    ],
-)
+@pytest.mark.parametrize(("place", "prefetch"), [("rollouts", 0), ("hosted rollouts", 0), ("hosted rollouts", 2)])
 def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
-    place: str, fate: str, prefetch: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    place: str, prefetch: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    makers = doomed(tmp_path, 21, slots=2, fate=fate)
+    makers = doomed(tmp_path, 21, slots=2)
     with doomed_at(place, makers, num_fragments=5, prefetch=prefetch) as made, made as rollout:
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
@@ -85,7 +78,7 @@ def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
     assert rollout.lost == {"workers": 2}
     [one, other] = taken[2].episodes()
     assert [(len(chunk), chunk.is_truncated, chunk.is_terminated) for chunk in (one, other)] == [(5, True, False)] * 2
-    assert [REASONS[fate] in reason for reason in lost_in(taken)] == [True] * 2
+    assert [REASONS["raise"] in reason for reason in lost_in(taken)] == [True] * 2
     assert taken[3].losses == []
     ids = [{chunk.id_ for chunk in fragment.episodes()} for fragment in taken]
     assert ids[0] == ids[1] == ids[2]

@@ -116,29 +116,6 @@ def test_a_host_that_is_started_again_is_another() -> None:
 # Hosts that come and go
 
 
-@pytest.mark.parametrize("pace", [{}, {"max_lag": 1, "on_excess": "pace", "prefetch": 1}], ids=["free", "pace"])
-def test_hosts_join_and_leave_while_the_rollout_runs(pace: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    envs = listening(RemoteRollouts, limits=HASTY)
-    first = rollouts_on(envs.addresses[0], makers(0))
-    host = first.__enter__()
-    with rollout_over(envs, **pace) as rollout:
-        fragments = iter(rollout.fragments())
-        taken = [next(fragments)]
-        with rollouts_on(envs.addresses[0], makers(1, 2), lanes=2):
-            taken += taken_until(fragments, lambda more: slots_of(more) >= {0, 1, 2})
-        taken += taken_until(fragments, lambda more: len(more) > 20 and slots_of(more[-5:]) == {0})
-        host.stop()
-        with rollouts_on(envs.addresses[0], makers(3)):  # no host is left, until this one comes
-            taken += taken_until(fragments, lambda more: 3 in slots_of(more))
-            rollout.drain()
-            taken += list(fragments)
-    first.__exit__(None, None, None)
-    assert sorted({fragment.lane for fragment in taken}) == [0, 1, 2, 3]
-    check_laws(taken, rollout.lost, slots_lost=3 * (8 + 1))
-    check_counts(taken, rollout)
-    assert "said goodbye: the host was stopped" in caplog.text
-
-
 def test_a_host_that_waits_for_others_can_say_how_far_it_is_afterwards(tmp_path: Path) -> None:
     """The host reports when it comes, and again only once the first report has been heard."""
     envs = listening(RemoteRollouts, hosts=2)
@@ -158,21 +135,6 @@ def test_a_host_that_waits_for_others_can_say_how_far_it_is_afterwards(tmp_path:
             let_go(tmp_path, 0)
         ended.set()
         joining.join()
-
-
-def test_a_host_that_leaves_before_the_first_step_is_a_lane_that_has_left() -> None:
-    envs = listening(RemoteRollouts, hosts=2)
-    with rollouts_on(envs.addresses[0], makers(0)):
-        with rollouts_on(envs.addresses[0], makers(1)) as leaving:
-            rollout = rollout_over(envs, num_fragments=2)
-            gateway = rollout.environments.gateway
-            leaving.stop()
-            await_that(lambda: len(gateway.hosts) == 1)
-        with rollout:
-            taken = list(rollout.fragments())
-    assert [fragment.sequence for fragment in taken] == [0, 1]
-    assert slots_of(taken) == {0}
-    assert rollout.lost == {}
 
 
 # With several agents, or with one and with several

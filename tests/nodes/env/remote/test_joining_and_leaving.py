@@ -4,7 +4,6 @@ import gc
 import itertools
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,13 +12,26 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from leftovers import nothing_left
+from paced_hosts import PacedHosts
 from remote_agents import ONE, SEVERAL, Kind
 from remote_hosts import SHORT, HostProcess, RawHost, end_waits_once, hosting, listening
-from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
+from remote_rollouts import (
+    HASTY,
+    await_that,
+    check_counts,
+    check_laws,
+    makers,
+    reset_of,
+    rollout_over,
+    slots_of,
+    taken_until,
+    told,
+)
 from small_env import SmallEnv
 
 from rollflow import Forward, RemoteEnvs, Rollout, Timeouts
-from rollflow.nodes import EnvHost
+from rollflow.nodes import EnvHost, RolloutHost
+from rollflow.nodes.env.remote.host import Host
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits
@@ -41,62 +53,53 @@ def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
         host.end()
 
 
-def test_a_host_that_leaves_before_the_first_step_is_a_lane_that_has_left() -> None:
-    envs = listening(hosts=2)
-    with hosting(envs.addresses[0], makers(0)):
-        with hosting(envs.addresses[0], makers(1)) as leaving:
-            rollout = rollout_over(envs, num_fragments=2)
-            gateway = rollout.environments.gateway
+@pytest.mark.parametrize("kind", [EnvHost, RolloutHost])
+def test_a_host_that_leaves_before_the_first_step_is_a_lane_that_has_left(kind: type[Host]) -> None:
+    remote = PacedHosts(kind, hosts=2)
+    with remote.host(0):
+        with remote.host(1) as leaving:
+            rollout = remote.rollout(num_fragments=2)
             leaving.stop()
-            while len(gateway.hosts) == 2:
-                time.sleep(0.01)
+            await_that(lambda: len(rollout.environments.gateway.hosts) == 1)
         with rollout:
             taken = list(rollout.fragments())
     assert [fragment.sequence for fragment in taken] == [0, 1]
     assert slots_of(taken) == {0}
+    assert rollout.lost == {}
 
 
-def test_hosts_join_and_leave_while_the_rollout_runs(caplog: pytest.LogCaptureFixture) -> None:
-    envs = listening(limits=HASTY)
-    with rollout_over_first(envs, makers(0)) as (rollout, first):
+@pytest.mark.parametrize(
+    ("kind", "pace"),
+    [(EnvHost, {}), (RolloutHost, {}), (RolloutHost, {"max_lag": 1, "on_excess": "pace", "prefetch": 1})],
+    ids=["environments", "rollouts on them", "rollouts on them under pace"],
+)
+def test_hosts_join_and_leave_while_the_rollout_runs(
+    kind: type[Host], pace: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    remote = PacedHosts(kind)
+    with remote.host(0) as first, remote.rollout(**pace) as rollout:
         fragments = iter(rollout.fragments())
         taken = [next(fragments)]
-        with hosting(envs.addresses[0], makers(1, 2), lanes=2):
+        with remote.host(1, 2, lanes=2):
             taken += taken_until(fragments, lambda more: slots_of(more) >= {0, 1, 2})
             assert rollout.environments.lanes_at_work == {0, 1, 2}
         taken += taken_until(fragments, lambda more: len(more) > 20 and slots_of(more[-5:]) == {0})
         assert rollout.environments.lanes_at_work == {0}
         first.stop()
-        with hosting(envs.addresses[0], makers(3)):  # no host is left, until this one comes
+        with remote.host(3):  # no host is left, until this one comes
             taken += taken_until(fragments, lambda more: 3 in slots_of(more))
             rollout.drain()
             taken += list(fragments)
     assert sorted({f.lane for f in taken}) == [0, 1, 2, 3]
-    check_laws(taken, rollout.lost, slots_lost=3)
+    check_laws(taken, rollout.lost, slots_lost=3 * (1 if kind is EnvHost else 8 + 1))
+    check_counts(taken, rollout)
     assert "said goodbye: the host was stopped" in caplog.text
-
-
-class rollout_over_first:
-    """A rollout and its first host, which may be stopped while the rollout goes on."""
-
-    def __init__(self, envs: RemoteEnvs, envs_of_host: list[Any]) -> None:
-        self.hosting = hosting(envs.addresses[0], envs_of_host)
-        self.envs = envs
-
-    def __enter__(self) -> tuple[Rollout, EnvHost]:
-        host = self.hosting.__enter__()
-        self.rollout = rollout_over(self.envs)
-        return self.rollout.__enter__(), host
-
-    def __exit__(self, *raised: Any) -> None:
-        self.rollout.__exit__(*raised)
-        self.hosting.__exit__(*raised)
 
 
 @pytest.mark.slow
 def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
     envs = listening()
-    with rollout_over_first(envs, makers(0)) as (rollout, host):
+    with hosting(envs.addresses[0], makers(0)) as host, rollout_over(envs) as rollout:
         rollout.environments.join_timeout = 1.0
         fragments = iter(rollout.fragments())
         next(fragments)
@@ -181,20 +184,6 @@ def test_a_rollout_that_is_never_entered_leaves_nothing_behind() -> None:
 def test_wrong_arguments_are_refused(make: Callable[[], Any], told: str) -> None:
     with pytest.raises((ValueError, EnvError, WireError), match=told):
         make()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"where": "threads"}, "where is 'threads', but remote environments are where their hosts are"),
-        ({"num_envs": 3}, "num_envs is 3 and lanes is None, expected neither: hosts say how many"),
-        ({"forward": Forward(max_batch=1)}, "max_batch is 1, expected at least 2"),
-    ],
-)
-def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(options: dict[str, Any], told: str) -> None:
-    envs = listening()
-    with hosting(envs.addresses[0], makers(0, 1)), pytest.raises((ValueError, EnvError), match=told):
-        Rollout(envs, **options)
 
 
 def test_remote_environments_are_for_one_rollout() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import anyio
 import pytest
-from held_envs import LONGEST_S, Held, await_held, times_made
+from held_envs import LONGEST_S, Held, await_held, let_go, times_made
 from numbered_module import NumberedModule
+from places import rollout_at
 
 from rollflow import Rollout
 from rollflow.stream.net.backoff import waiting
@@ -65,18 +66,23 @@ def test_a_lane_that_is_to_be_made_again_comes_back_at_once(tmp_path: Path, wher
     assert times_made(tmp_path, 0) == (1 if waits == "lost" else 2)
 
 
-@pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_a_first_reset_is_not_waited_for(tmp_path: Path, where: Any) -> None:
+@pytest.mark.parametrize("place", ["processes", "rollouts", "hosted rollouts"])
+def test_a_first_reset_is_not_waited_for(tmp_path: Path, place: str) -> None:
     makers = [partial(Held, slot, tmp_path, resets=[0] if slot == 0 else []) for slot in range(2)]
-    options: Any = {"module": NumberedModule(), "fragment_length": 2, "lanes": 2, "workers": 2, "seed": 0}
-    with Rollout(makers, where=where, prefetch=1, **options) as rollout:
-        await_held(tmp_path, 0)
-        began = time.monotonic()
-        rollout.drain()
-        fragments = list(rollout.fragments())
-        assert time.monotonic() - began < LONGEST_S / 2
-        assert sum(fragment.num_steps for fragment in fragments) == rollout.num_steps
-        assert {fragment.lane for fragment in fragments} <= {1}
+    options: Any = {"fragment_length": 2, "seed": 0} | ({} if place == "hosted rollouts" else {"workers": 2})
+    acts = {"module": NumberedModule()}
+    with rollout_at(place, makers, envs={"lanes": 2}, acts=acts, prefetch=1, **options) as made:
+        try:
+            with made as rollout:
+                await_held(tmp_path, 0)
+                began = time.monotonic()
+                rollout.drain()
+                fragments = list(rollout.fragments())
+                assert time.monotonic() - began < LONGEST_S / 2
+                assert sum(fragment.num_steps for fragment in fragments) == rollout.num_steps
+                assert {fragment.lane for fragment in fragments} <= {1}
+        finally:
+            let_go(tmp_path, 0)  # or the host would wait for it
     assert rollout.lost == {}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from ending_envs import Doomed
 from numbered_module import NumberedEnv, NumberedModule
+from places import rollout_at
 from remote_hosts import hosting, listening
 
 from rollflow import Rollout
@@ -18,27 +19,24 @@ pytestmark = pytest.mark.wait_times(first_pause_s=1000.0, worker_pause_s=1000.0)
 TOLD = r"the environments of every lane raised before they had made a step: lane 0: .*; lane 1: RuntimeError: it broke"
 
 
-def first_of(makers: list[Any], **options: Any) -> Any:
-    with Rollout(makers, module=NumberedModule(), fragment_length=4, seed=0, **options) as rollout:
-        return next(iter(rollout.fragments()))
-
-
-@pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_a_first_step_that_raises_in_every_lane_is_reported_at_once(where: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [
+        ("processes", "in a worker process:"),
+        ("rollouts", "in a worker process:"),
+        pytest.param("hosts", "on host sim (tcp://127.0.0.1:", id="a host"),
+    ],
+)
+def test_a_first_step_that_raises_in_every_lane_is_reported_at_once(place: str, where: str, tmp_path: Path) -> None:
     makers = [partial(Doomed, slot, tmp_path, "raise", 0, 100) for slot in range(2)]
-    with pytest.raises(EnvError, match=TOLD) as raised:
-        first_of(makers, lanes=2, where=where)
+    options: Any = {"fragment_length": 4, "seed": 0} | ({} if place == "hosts" else {"workers": 2})
+    acts = {"module": NumberedModule()}
+    with rollout_at(place, makers, envs={"lanes": 2}, acts=acts, hosts={"name": "sim"}, **options) as made:
+        with pytest.raises(EnvError, match=TOLD) as raised, made as rollout:
+            next(iter(rollout.fragments()))
     assert [Doomed.lives(tmp_path, slot) for slot in range(2)] == [[0], [0]]
-    assert any("lane 0, in a worker process:\nTraceback" in note for note in raised.value.__notes__)
-
-
-def test_hosts_environments_that_raise_in_their_first_step_are_reported_at_once(tmp_path: Path) -> None:
-    envs = listening()
-    makers = [partial(Doomed, slot, tmp_path, "raise", 0, 100) for slot in range(2)]
-    with hosting(envs.addresses[0], makers, lanes=2, name="sim"), pytest.raises(EnvError, match=TOLD) as raised:
-        first_of(envs)
-    assert [Doomed.lives(tmp_path, slot) for slot in range(2)] == [[0], [0]]
-    [note] = [note for note in raised.value.__notes__ if note.startswith("lane 0, on host sim (tcp://127.0.0.1:")]
+    [note] = [note for note in raised.value.__notes__ if note.startswith(f"lane 0, {where}")]
+    assert "Traceback" in note
     assert "RuntimeError: it broke" in note
 
 

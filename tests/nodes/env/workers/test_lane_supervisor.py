@@ -195,13 +195,3 @@ def test_it_goes_on_where_that_may_be_an_accident(what: str) -> None:
     else:
         supervisor.is_draining = True
     supervisor.check_first_errors()
-
-
-def test_the_run_ends_where_no_lane_is_left() -> None:
-    supervisor = supervisor_of(2, max_failures=0)
-    for lane in supervisor.lanes:
-        supervisor.check_any_left()
-        lane.reason = f"reason {lane.index}"
-        supervisor.fail(lane)
-    with pytest.raises(EnvError, match=r"every lane was lost 1 times in a row, .*: lane 0: reason 0; lane 1: reason 1"):
-        supervisor.check_any_left()

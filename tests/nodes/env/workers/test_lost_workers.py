@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ending_envs import Doomed, check_chunks, lives_of, rewards_by_slot
+from ending_envs import Doomed, NeverReset, check_chunks, lives_of, rewards_by_slot
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 from property_examples import examples
@@ -114,11 +114,6 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
 
 
-class NeverReset(NumberedEnv):
-    def reset(self, **kwargs: Any) -> Any:
-        raise RuntimeError("no reset")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(
@@ -132,7 +127,7 @@ def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(
     assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
         (lane, sequence) for lane in (0, 2) for sequence in range(3)
     ]
-    assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: no reset" in caplog.text
+    assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it has no beginning" in caplog.text
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -156,10 +151,11 @@ def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Pa
     assert 0 <= missing <= lost <= 3 * 2
 
 
-def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_where_no_lane_is_left_the_run_ends_with_the_reasons(where: Any, tmp_path: Path) -> None:
     maker = partial(Doomed, 0, tmp_path, "kill", 0, 100)
     told = r"every lane was lost 6 times in a row, the last time by: lane 0: process \d+ was killed by SIGKILL"
-    with Rollout(maker, where="processes", module=NumberedModule(), seed=0) as rollout:
+    with Rollout(maker, where=where, module=NumberedModule(), seed=0) as rollout:
         with pytest.raises(EnvError, match=told):
             next(iter(rollout.fragments()))
 
