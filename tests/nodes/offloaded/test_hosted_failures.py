@@ -303,7 +303,7 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
     held = [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]
     try:
         with wired(held, timeouts=Timeouts(step=0.3, reset=60.0), prefetch=1) as (rollout, _, wire):
-            rollout.environments.join_timeout = 0.2
+            rollout.environments.join_timeout = 0.0  # the clock would have to go on for others to be waited for
             await_that(lambda: rollout.num_steps == 12)
             await_late(rollout, lane_clock)
             lane_clock.go_on(rollout, 5.0)
