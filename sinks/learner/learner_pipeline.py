@@ -1,7 +1,7 @@
 """Learner pipelines as nodes: they gather fragments and make train batches of them."""
 
-import abc
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from rollflow.nodes.argument_checks import check_numbers
@@ -23,20 +23,24 @@ class LearnerOutput(NamedTuple):
     batches: Batch | None
 
 
-class FragmentGatherer(abc.ABC, Generic[F]):
+class FragmentGatherer(Generic[F]):
     """Node that gathers fragments for train batches; the last batch, at the end of the stream, may have fewer.
 
     fragments_per_batch    number of fragments in a batch, which takes them in the order in which they come
+    batch_of               makes a train batch of fragments, {} where there is nothing to learn
+
     left_out               number of fragments in no batch: without a transition, too old, or with nothing to learn
     is_running             True once it has taken a fragment, until its run is over
     """
 
     where: Literal["inline", "thread"] = "thread"
 
-    def __init__(self, fragments_per_batch: int, lag: LagBound | None) -> None:
+    def __init__(
+        self, fragments_per_batch: int, lag: LagBound | None, batch_of: Callable[[Sequence[F]], Batch]
+    ) -> None:
         check_numbers(fragments_per_batch=(fragments_per_batch, 1))
         self.fragments_per_batch, self.left_out = fragments_per_batch, 0
-        self._lag = lag
+        self._lag, self._batch_of = lag, batch_of
         self._waiting: list[F] = []
         self._origins = BatchOrigins()
         self.is_running = False
@@ -45,9 +49,6 @@ class FragmentGatherer(abc.ABC, Generic[F]):
     def watch(self, changed: Callable[[], None]) -> None:
         """Register a function to be called, in the thread that makes batches, when `left_out` grows."""
         self._watchers.append(changed)
-
-    @abc.abstractmethod
-    def _batch_of(self, fragments: Sequence[F]) -> Batch: ...
 
     def finish(self) -> Iterator[LearnerOutput]:
         """Make a batch of the fragments that are left."""
@@ -115,11 +116,10 @@ class LearnerPipeline(FragmentGatherer[Fragment]):
         lag: LagBound | None = None,
         metrics: Any = None,
     ) -> None:
-        super().__init__(fragments_per_batch, lag)
+        batch_of = partial(pipeline.of_fragments, rl_module=module, metrics=metrics)
+        super().__init__(fragments_per_batch, lag, batch_of)
         self.pipeline = pipeline
         pipeline.refuse_edits_while_run_by(self)
-        self._module = module
-        self._metrics = metrics
 
     def __call__(self, fragments: Fragment) -> LearnerOutput:
         """Take one fragment; gives a batch once enough of them are there."""
@@ -129,9 +129,6 @@ class LearnerPipeline(FragmentGatherer[Fragment]):
     def slowest_piece(self) -> str:
         """Name of the piece that took most of its time."""
         return slowest_piece([self.pipeline])
-
-    def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
-        return self.pipeline.of_fragments(fragments, self._module, self._metrics)
 
 
 class MultiAgentLearnerPipeline(FragmentGatherer[MultiAgentFragment]):
@@ -146,14 +143,11 @@ class MultiAgentLearnerPipeline(FragmentGatherer[MultiAgentFragment]):
     """
 
     def __init__(self, learner: AgentLearner, *, fragments_per_batch: int = 1, lag: LagBound | None = None) -> None:
-        super().__init__(fragments_per_batch, lag)
         if not isinstance(learner, AgentLearner):
             raise ValueError(f"learner is a {type(learner).__name__}, expected rollout.learner")
+        super().__init__(fragments_per_batch, lag, partial(learner.batch_of, as_published=True))
         self.learner = learner
 
     def __call__(self, fragments: MultiAgentFragment) -> LearnerOutput:
         """Take one fragment; gives a batch once enough of them are there."""
         return self._take(fragments)
-
-    def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
-        return self.learner.batch_of(fragments, as_published=True)

@@ -194,10 +194,14 @@ BATCHES = 8
 class Counted(FragmentGatherer[Any]):
     """Makes batches of numbers."""
 
+    def __init__(self, count: int) -> None:
+        super().__init__(count, None, self._made)
+
     def __call__(self, fragments: Any) -> Any:
         return self._take(fragments).batches
 
-    def _batch_of(self, fragments: Any) -> dict[str, Any]:
+    @staticmethod
+    def _made(fragments: Any) -> dict[str, Any]:
         return {} if all(fragment.is_in_vain for fragment in fragments) else {"of": fragments}
 
 
@@ -220,7 +224,7 @@ class Begun:
 def test_whatever_is_late_no_fragment_is_in_a_batch_beyond_its_bound_and_all_goes_on(
     data: Any, lanes: int, fragments_per_batch: int, ahead: int, may_be_empty: bool
 ) -> None:
-    gathering = Counted(fragments_per_batch, None)
+    gathering = Counted(fragments_per_batch)
     credits = BatchCredits(gathering)
     making: dict[int, Begun] = {}
     sequences, going = [0] * lanes, list(range(lanes))
@@ -258,7 +262,7 @@ def test_whatever_is_late_no_fragment_is_in_a_batch_beyond_its_bound_and_all_goe
 
 
 def test_a_fragment_that_was_lost_is_waited_for_no_more() -> None:
-    gathering = Counted(1, None)
+    gathering = Counted(1)
     credits = BatchCredits(gathering)
     for sequence in range(2):
         assert credits.admits(0, 2)
@@ -270,7 +274,7 @@ def test_a_fragment_that_was_lost_is_waited_for_no_more() -> None:
 
 def test_what_is_left_out_is_told() -> None:
     told: list[int] = []
-    gathering = Counted(2, None)
+    gathering = Counted(2)
     gathering.watch(lambda: told.append(gathering.left_out))
     for steps, is_in_vain in [(0, False), (1, True), (1, True), (1, False), (1, True)]:
         gathering(Begun(0, 0, 0, steps, is_in_vain))
