@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import struct
 import sys
 import zipfile
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from altered_policies import FORBIDDEN, MOST_MEMORY, bounded_memory, change_arra
 from drawn_policies import drawn_policy
 
 from rollflow import Policy
-from rollflow.nodes.policies.artifact_files import ARRAYS
+from rollflow.nodes.policies.artifact_files import ARRAYS, arrays_of
 from rollflow.stream import PolicyError
 
 
@@ -170,6 +171,21 @@ def test_a_file_larger_than_it_may_be_is_not_read(copied: Path, name: str) -> No
         return
     with bounded_memory(), pytest.raises(PolicyError, match=f"{name} has {MOST_MEMORY} bytes, expected"):
         Policy.load(copied)
+
+
+HEADERS = ['{"x": 3}', '{"x": {"dtype": "F64", "shape": [4503599627370496], "data_offsets": [0, 36028797018963968]}}']
+BODIES = [
+    b"",
+    b"\xff" * 8,
+    struct.pack("<Q", 1 << 40),
+    *(struct.pack("<Q", len(each)) + each.encode() for each in HEADERS),
+]
+
+
+@pytest.mark.parametrize("data", BODIES, ids=range(len(BODIES)))
+def test_what_is_no_safetensors_file_is_refused(data: bytes) -> None:
+    with bounded_memory(), pytest.raises(PolicyError, match=r"x.safetensors"):
+        arrays_of(data, "x.safetensors")
 
 
 # Zips
