@@ -35,9 +35,7 @@ class _RingDriver(abc.ABC):
     def __init__(self, credits: FragmentCredits, run: InlineRun) -> None:
         self.run, self._credits = run, credits
         self._fragments: deque[Any] = deque()  # the last is None once there are no more
-        self._errors: list[
-            BaseException
-        ] = []  # what the ring's thread has raised; the reader raises it, and keeps none
+        self._errors: list[BaseException] = []  # of the ring's thread; whoever raises one keeps no reference to it
         self._stalled: StallError | None = None
         self._is_closed = False
 
