@@ -20,6 +20,15 @@ class OneByOne(ConnectorV2):
         return batch
 
 
+class ByEpisodes(ConnectorV2):
+    """Makes the pipeline take the way by episodes from here on, and changes nothing."""
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in self.single_agent_episode_iterator(episodes):
+            episode.set_observations(new_data=episode.get_observations(-1), at_indices=-1)
+        return batch
+
+
 class Breaks(ConnectorV2):
     """Raises at its tenth call, or when told to."""
 

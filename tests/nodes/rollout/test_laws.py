@@ -11,6 +11,7 @@ from fragment_equality import assert_alike, assert_equal_batches
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, logits_of, numbered_envs
+from piece_forms import ByEpisodes
 from property_examples import examples
 from ways import WAYS
 
@@ -104,15 +105,6 @@ def test_the_autoreset_modes_give_the_same_transitions(drawn: Setting) -> None:
             assert first[:shared] == other[:shared]
 
 
-class Loop(ConnectorV2):
-    """Makes the pipeline take the way by episodes, and changes nothing."""
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            episode.set_observations(new_data=episode.get_observations(-1), at_indices=-1)
-        return batch
-
-
 @few
 @given(drawn_settings, MODES, st.integers(1, 4))
 def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, mode: AutoresetMode, count: int) -> None:
@@ -137,8 +129,8 @@ def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: Autore
     fragments = []
     for connectors in (
         {},
-        {"env_to_module_connector": lambda env: Loop()},
-        {"module_to_env_connector": lambda env: Loop()},
+        {"env_to_module_connector": lambda env: ByEpisodes()},
+        {"module_to_env_connector": lambda env: ByEpisodes()},
     ):
         _, rollout = made(drawn, mode, **connectors)
         fragments.append(run(rollout, count))

@@ -14,6 +14,7 @@ from feeding_rollouts import agents_rollout_over, fed, trainer
 from leftovers import join_loop_workers, shared_mappings
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
+from piece_forms import ByEpisodes
 from places import PLACES
 from remote_hosts import hosting, listening
 from remote_rollouts import makers, rollouts_on
@@ -90,18 +91,9 @@ class Steps(SmallEnv):
         return 1.0
 
 
-class EachEpisode(ConnectorV2):
-    """A piece without a columnar form, which has live episodes made."""
-
-    def __call__(self, *, episodes: Any, batch: Any, **kwargs: Any) -> Any:
-        for episode in self.single_agent_episode_iterator(episodes):
-            episode.get_observations(-1)
-        return batch
-
-
 def rollout_of(fails_at: int | None = None, **options: Any) -> Rollout:
     given = {"num_envs": 4, "fragment_length": 8, "num_fragments": 3, "seed": 0, **options}
-    pieces = {"env_to_module_connector": lambda env: EachEpisode()}
+    pieces = {"env_to_module_connector": lambda env: ByEpisodes()}  # which has live episodes made
     return Rollout(lambda: Steps(fails_at), **{**pieces, **given})
 
 

@@ -10,6 +10,7 @@ import torch
 from agent_logs import steps_of
 from drawn_agents import Drawn, drawn_settings, made, mapping_of, run
 from hypothesis import example, given, settings, strategies as st
+from piece_forms import ByEpisodes
 from property_examples import examples
 from serial_module import at_of
 
@@ -159,15 +160,6 @@ class SumsUp(RLModule):
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         total = sum(leaf.double().reshape(len(leaf), -1).sum(1) for leaf in leaves_of(batch["obs"]))
         return {"action_dist_inputs": torch.sin(total[:, None] + torch.arange(7)).float(), "vf_preds": total.float()}
-
-
-class ByEpisodes(ConnectorV2):
-    """Makes the pipeline take the way by episodes from here on, and changes nothing."""
-
-    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-        for episode in self.single_agent_episode_iterator(episodes):
-            episode.set_observations(new_data=episode.get_observations(-1), at_indices=-1)
-        return batch
 
 
 PIECES: dict[str, Any] = {
