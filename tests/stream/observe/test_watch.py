@@ -276,10 +276,10 @@ def test_other_memory_is_not_named(usage: list[tuple[int, int]]) -> None:
 
 def test_a_process_that_keeps_more_has_more() -> None:
     before = process_memory()
-    kept = np.ones(64 * MB, np.uint8)
+    kept = np.ones(256 * MB, np.uint8)
     after = process_memory()
-    assert kept.nbytes == 64 * MB
-    assert min(b - a for a, b in zip(before, after, strict=True)) > 60 * MB
+    assert kept.nbytes == 256 * MB
+    assert min(b - a for a, b in zip(before, after, strict=True)) > 200 * MB  # others may give some back meanwhile
     assert process_memory()[1] < memory_bound()
 
 
