@@ -9,11 +9,11 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numbered_env import NumberedEnv
 from numbered_module import NumberedModule
-from remote_hosts import hosting, listening
+from places import rollout_at
 from small_env import SmallEnv
 
-from rollflow import RemoteEnvs, RemoteRollouts, Rollout
-from rollflow.nodes import EnvHost, RandomModule, RolloutHost
+from rollflow import Rollout
+from rollflow.nodes import RandomModule
 from rollflow.stream import EnvError
 
 PLACES = [
@@ -64,17 +64,15 @@ def test_its_slots_are_those_that_the_lane_is_to_have() -> None:
         lanes_of(partial(vector_of, 3), num_envs=4, lanes=1)
 
 
-@pytest.mark.parametrize(("remote", "host"), [(RemoteEnvs, EnvHost), (RemoteRollouts, RolloutHost)])
-def test_hosts_take_such_callables_and_keywords(remote: Any, host: Any) -> None:
-    for env, options in (
+@pytest.mark.parametrize("place", [pytest.param("hosts", id="environments"), "hosted rollouts"])
+def test_hosts_take_such_callables_and_keywords(place: str) -> None:
+    for env, envs in (
         (partial(vector_of, 3), {"lanes": 2}),
         ("Sized-v0", {"lanes": 2, "num_envs": 6, "env_kwargs": {"size": 5, "offset": 1}}),
     ):
-        envs = listening(remote)
-        module = {} if remote is RemoteEnvs else {"module": RandomModule}
-        with hosting(envs.addresses[0], env, kind=host, **options, **module):
-            with Rollout(envs, module=RandomModule, fragment_length=2, num_fragments=1, seed=0) as rollout:
-                fragments = list(rollout.fragments())
+        options: Any = {"acts": {"module": RandomModule}, "fragment_length": 2, "num_fragments": 1, "seed": 0}
+        with rollout_at(place, env, envs=envs, **options) as made, made as rollout:
+            fragments = list(rollout.fragments())
         assert [fragment.layout.num_slots for fragment in fragments] == [3, 3]
         if env == "Sized-v0":
             np.testing.assert_array_equal(fragments[0].column("obs"), np.ones((2, 3, 5), np.float32))

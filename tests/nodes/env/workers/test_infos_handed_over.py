@@ -2,21 +2,18 @@
 
 import enum
 import logging
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from numbered_agents import NumberedAgents
-from remote_hosts import hosting, listening
+from places import rollout_at
 from serial_module import SerialModule
 from small_env import SmallEnv
 
-from rollflow import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
-from rollflow.nodes import EnvHost, RandomModule, RolloutHost
-
-REMOTE: dict[str, Any] = {"hosts": (RemoteEnvs, EnvHost), "rollouts on hosts": (RemoteRollouts, RolloutHost)}
+from rollflow import MultiAgentRollout, Rollout
+from rollflow.nodes import RandomModule
 
 
 class StepType(enum.IntEnum):
@@ -50,17 +47,6 @@ class Informs(SmallEnv):
         return dict(GIVEN)
 
 
-def rollout_in(where: str, opened: ExitStack, makers: list[Any], **options: Any) -> Any:
-    settings = {"fragment_length": 8, "num_fragments": 2, "seed": 0, **options}
-    kind = MultiAgentRollout if isinstance(settings["module"], SerialModule) else Rollout
-    if where not in REMOTE:
-        return opened.enter_context(kind(makers, where=where, lanes=1, **settings))
-    envs, host = listening(REMOTE[where][0]), REMOTE[where][1]
-    more = {"module": settings["module"]} if host is RolloutHost else {}
-    opened.enter_context(hosting(envs.addresses[0], makers, kind=host, **more))
-    return opened.enter_context(kind(envs, **settings))
-
-
 class AgentsInform(NumberedAgents):
     def step(self, actions: Any) -> Any:
         return *super().step(actions)[:4], {"agent 1": dict(GIVEN)}
@@ -72,17 +58,18 @@ MAKERS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["processes", "rollouts", "hosts"])
+@pytest.mark.parametrize("place", ["processes", "rollouts", "hosts"])
 @pytest.mark.parametrize("agents", MAKERS)
 def test_an_info_goes_to_other_processes_as_its_plain_values(
-    agents: str, where: str, caplog: pytest.LogCaptureFixture
+    agents: str, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     has_several = agents == "several agents"
-    with ExitStack() as opened:
-        module: Any = SerialModule() if has_several else RandomModule
-        rollout = rollout_in(where, opened, MAKERS[agents], module=module)
-        fragments = list(rollout.fragments())
+    kind, module = (MultiAgentRollout, SerialModule()) if has_several else (Rollout, RandomModule)
+    options: Any = {"fragment_length": 8, "num_fragments": 2, "seed": 0}
+    with rollout_at(place, MAKERS[agents], kind=kind, acts={"module": module}, envs={"lanes": 1}, **options) as made:
+        with made as rollout:
+            fragments = list(rollout.fragments())
     infos = [
         info
         for fragment in fragments
@@ -98,6 +85,6 @@ def test_an_info_goes_to_other_processes_as_its_plain_values(
     assert rollout.lost == {}
     lines = [line for line in caplog.messages if "left out" in line]
     assert any("info['deep']['set'] is {1, 2}, of type set, can't be" in line for line in lines)
-    if not (has_several and where == "rollouts"):
+    if not (has_several and place == "rollouts"):
         told = "environment 1, agent 'agent 1': info" if has_several else "slot 0: info"
         assert any(told in line for line in lines)
