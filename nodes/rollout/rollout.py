@@ -196,14 +196,6 @@ class Rollout(RolloutLoop[Fragment]):
 
     # What every rollout has
 
-    def _check_ready(self) -> None:
-        observations = self.env_to_module.observation_space
-        if self._options.module is None and observations is not None and observations != self.module.observation_space:
-            raise ModuleError(
-                f"env_to_module was edited: it leaves observations in {observations}, but the default module was made "
-                f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
-            )
-
     def signs(self) -> Sequence[Sign]:
         """Silent faults: those of every rollout, of its module and of its returns."""
         (published, returns), version = self._checks, self.policy_version
@@ -232,6 +224,12 @@ class Rollout(RolloutLoop[Fragment]):
         self._make_lanes()
 
     def _make_lanes(self) -> None:
+        observations = self.env_to_module.observation_space
+        if self._options.module is None and observations is not None and observations != self.module.observation_space:
+            raise ModuleError(
+                f"env_to_module was edited: it leaves observations in {observations}, but the default module was made "
+                f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
+            )
         pipelines, stateful = (*self._policy.pipelines, self.learner_pipeline), self._policy.acting.is_stateful
         self.environments.make_lanes(lookback_for(self._options.lookback, pipelines, stateful=stateful))
         for lane in self.environments.lanes:

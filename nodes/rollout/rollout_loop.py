@@ -132,7 +132,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     @abc.abstractmethod
     def _make_lanes(self) -> None:
-        """Have lanes for the pipelines as they are."""
+        """Have lanes for the pipelines as they are. Raises ModuleError where its parts don't fit together."""
 
     @abc.abstractmethod
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
@@ -158,9 +158,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         """As a node of a graph whose run is over: let go of what held it back and watched it."""
         self._gates, self._watching = [], []
         self._execution.let_go()
-
-    def _check_ready(self) -> None:
-        """Raise ModuleError where its parts don't fit together."""
 
     @abc.abstractmethod
     def _slowest_learner_piece(self) -> str:
@@ -434,7 +431,6 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def _begin(self) -> None:
         if self._state != "new":
             raise RunError(f"the rollout is {self._state}: it runs once, make another one")
-        self._check_ready()
         self.environments.report_lanes_to(self._lane_counts)
         self._state = "running"
 
