@@ -62,7 +62,12 @@ def test_a_pipe_gets_the_first_row_and_after_a_minute_another_and_the_last(
     assert capsys.readouterr().err == f"4 of 5 updates in 8 s: {last}"
 
 
-def test_nothing_is_written_twice_and_nothing_without_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1", "TERM": "dumb"}], ids=["pipe", "dumb terminal"])
+def test_nothing_is_written_twice_and_nothing_without_a_row(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     opened().close()
     assert capsys.readouterr().err == ""
     progress = opened()
@@ -86,17 +91,6 @@ def test_a_terminal_has_one_line_with_the_time_left(
     assert "1,235 steps/s, return 20.5, version 7" in shown.err
     assert shown.err.rindex("1,000 steps/s") > shown.err.rindex("1,235 steps/s")
     assert "a program's own line" in shown.out + shown.err
-
-
-def test_a_terminal_that_can_not_write_over_a_line_has_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    progress = opened()
-    progress.write(row(1))
-    progress.close()
-    assert "1 updates in 2 s: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["batches", "fragments"])

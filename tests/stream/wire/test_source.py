@@ -30,27 +30,22 @@ def test_an_end_is_told_what_is_for_it(kind: str) -> None:
     assert [type(event) for event in carry()] == [type(news)]
 
 
-def test_a_trainer_that_knows_nothing_gets_what_is_kept() -> None:
+@pytest.mark.parametrize(
+    ("taken", "done", "kept", "known"), [(0, 4, 2, (3, 2, 0)), (2, 4, 4, (5, 4, 2))], ids=["nothing", "an older state"]
+)
+def test_a_trainer_that_knows_little_gets_what_is_kept_and_is_told_what_it_missed(
+    taken: int, done: int, kept: int, known: tuple[int, int, int]
+) -> None:
     ends = Ends(given=5)
     for number in range(1, 6):
         ends.give(number)
-    for done in (wire.Done(4, 2), wire.Done(1, 0)):  # it does not go back
-        ends.session.take(done)
-        assert (ends.session.done, ends.session.kept) == (4, 2)
-    again = Ends(ends.session)
-    assert (again.source.next, again.session.done) == (3, 2)
-    assert isinstance(again.give(3)[0], wire.Fragment)
-    assert (again.known.taken, again.known.done, again.known.missed) == (3, 2, 0)
-
-
-def test_a_trainer_that_goes_on_from_an_older_state_is_told_what_it_missed() -> None:
-    ends = Ends(given=5)
-    for number in range(1, 6):
-        ends.give(number)
-    ends.session.take(wire.Done(4, 4))
-    again = Ends(ends.session, wire.TrainerSession(TOKEN, taken=2))
-    assert isinstance(again.give(5)[0], wire.Fragment)
-    assert (again.known.missed, again.known.done) == (2, 4)
+    for each in (wire.Done(done, kept), wire.Done(1, 0)):  # it does not go back
+        ends.session.take(each)
+        assert (ends.session.done, ends.session.kept) == (done, kept)
+    again = Ends(ends.session, wire.TrainerSession(TOKEN, taken=taken))
+    assert (again.source.next, again.session.done) == (kept + 1, kept)
+    assert isinstance(again.give(kept + 1)[0], wire.Fragment)
+    assert (again.known.taken, again.known.done, again.known.missed) == known
 
 
 def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
