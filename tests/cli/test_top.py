@@ -75,7 +75,7 @@ RUN: dict[str, Any] = {
 }
 
 
-def shown(*runs: Any, width: int = 80) -> str:
+def drawn(*runs: Any, width: int = 80) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(picture([with_rates(run, None) for run in runs], "/run"))
@@ -83,7 +83,7 @@ def shown(*runs: Any, width: int = 80) -> str:
 
 
 def test_a_panel_has_stages_edges_parties_and_the_diagnosis() -> None:
-    text = shown(RUN, width=90)
+    text = drawn(RUN, width=90)
     lines = text.splitlines()
     assert lines[0].startswith("╭─ graph [bold]mine ─")
     assert lines[1].startswith("│ held back by sink (busy 75% of 2.0 s) ")
@@ -119,15 +119,15 @@ def test_figures_in_words() -> None:
 
 def test_a_run_that_does_not_answer_and_one_of_a_trainer() -> None:
     error = {"path": "/run/8-a.sock", "pid": 8, "error": "no answer in 2 s: its process is stopped, or held up"}
-    assert "│ no answer in 2 s: its process is stopped, or held up " in shown(error)
+    assert "│ no answer in 2 s: its process is stopped, or held up " in drawn(error)
     trainer = {**error, "kind": "TrainerStream", "name": "tcp://0.0.0.0:7020", "sources": ["a", "b"]}
     del trainer["error"]
-    assert "│ fed by a, b " in shown(trainer)
+    assert "│ fed by a, b " in drawn(trainer)
 
 
 def test_many_parties_are_cut_short() -> None:
     parties = [{**RUN["parties"][0], "name": f"lane {number}", "age_s": number / 10} for number in range(10)]
-    text = shown({**RUN, "parties": parties})
+    text = drawn({**RUN, "parties": parties})
     assert "│ lane 9 is in its call since 0.9 s " in text
     assert "│ and 2 more " in text
     assert "lane 1 " not in text
@@ -187,7 +187,7 @@ def test_what_went_wrong_last_in_a_stage_stays_in_view(tmp_path: Path) -> None:
             next(fragments)
         [run] = [with_rates(each, None) for each in run_socket.snapshots()]
     line = r"env, \d+ s ago: lane 1: RuntimeError: it broke"
-    assert re.search(f"│ {line} ", shown(run, width=200))
+    assert re.search(f"│ {line} ", drawn(run, width=200))
     assert any(re.fullmatch(line, text) for text in view.shown(run)["texts"])
 
 
