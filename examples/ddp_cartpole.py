@@ -36,8 +36,8 @@ def train(rank: int, init_method: str, updates: int, save_to: Path) -> None:
     policy, gae = Policy(), GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95)
     parallel = nn.parallel.DistributedDataParallel(policy)  # from here on all have the weights of rank 0
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, eps=1e-5)
-    batches = Batches(module=policy, learner_connector=lambda obs, act: gae)
-    with TrainerStream("tcp://127.0.0.1:0", yields=batches) as stream:
+    batches = Batches(learner_connector=lambda obs, act: gae)
+    with TrainerStream("tcp://127.0.0.1:0", yields=batches, module=policy) as stream:
         process = rollout(rank, str(stream.address))
         stream.publish(policy.state_dict())
         for number, batch in enumerate(stream, start=1):

@@ -37,8 +37,8 @@ def main(seed: int = 0) -> float:
     policy, began = Policy(), time.perf_counter()
     gae = GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95)
     # The trainer gets the policy, and so do its connectors: it is the same there.
-    batches = Batches(module=policy, learner_connector=lambda obs, act: gae)
-    stream = {"yields": batches, "max_lag": MAX_LAG, "on_excess": "pace"}
+    batches = Batches(learner_connector=lambda obs, act: gae)
+    stream = {"yields": batches, "module": policy, "max_lag": MAX_LAG, "on_excess": "pace"}
     rollout = Rollout("CartPole-v1", module=policy, num_envs=NUM_ENVS, fragment_length=FRAGMENT_LENGTH, seed=seed)
     with TrainerProcess(train, policy, seed, stream=stream) as trainer:
         goodbye = feed(rollout, trainer.address, watch=trainer.watch)

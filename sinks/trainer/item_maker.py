@@ -31,26 +31,22 @@ _MOST_MODULES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Train batches that a `TrainerStream` gives: `TrainerStream(address, yields=Batches(module=policy))`.
+    """Train batches that a `TrainerStream` gives: `TrainerStream(address, yields=Batches(fragments=8))`.
 
     fragments            number of fragments in a batch, in the order in which they come. None: as many as there are
                          lanes in all the rollouts that are there or may come back; under "pace", one of each
     learner_connector    `lambda obs_space, act_space: piece or list of pieces`, before the default ones
-    module               passed to the pieces as `rl_module`
 
-    Raises ValueError for a number that is not whole, or below 1; ConnectorError for what makes no pieces; ModuleError
-    for what is no module.
+    Raises ValueError for a number that is not whole, or below 1; ConnectorError for what makes no pieces.
     """
 
     fragments: int | None = None
     learner_connector: LearnerConnector | None = None
-    module: Any = None
 
     def __post_init__(self) -> None:
         check_numbers(fragments=(self.fragments, 1))
         if self.learner_connector is not None:
             check_connector(self.learner_connector, "learner_connector", "obs_space, act_space")
-        check_module(self.module)
 
 
 Yields = Literal["batches", "fragments"] | Batches
@@ -91,15 +87,16 @@ class ItemMaker:
     """Makes items for the trainer's loop: train batches by the learner pipeline, or the fragments, one at a time.
 
     batches    how train batches are made; None: fragments are handed over
+    module     that their pieces see; of several modules module id -> module
     metrics    that their pieces see
 
     returns    of the episodes in what was made
     """
 
-    def __init__(self, batches: Batches | None, metrics: Any) -> None:
+    def __init__(self, batches: Batches | None, module: Any, metrics: Any) -> None:
         self.returns = StreamReturns()
         self._gives_batches, batches = batches is not None, batches or Batches()
-        self._learner_connector, self._module, self._metrics = batches.learner_connector, batches.module, metrics
+        self._learner_connector, self._module, self._metrics = batches.learner_connector, module, metrics
         # By what they are made for: the module, of several, the part of its agents, and whether it is stateful.
         self._pipelines: dict[tuple[str | None, int, bool], LearnerConnectorPipeline] = {}
 

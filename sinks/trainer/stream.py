@@ -17,7 +17,7 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
-from rollflow.sinks.trainer.item_maker import ItemMaker, StreamReturns, Yields, checked_batches
+from rollflow.sinks.trainer.item_maker import ItemMaker, StreamReturns, Yields, check_module, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener, checked_address
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
 from rollflow.sinks.trainer.newest_weights import PublishedWeights, checked_id
@@ -146,6 +146,7 @@ class TrainerStream:
         yields                 "batches": train batches, column -> tensor `any[B, ...]`, of the learner pipeline, which
                                runs here, or of a `LearnerPipeline` where the rollout is; of several modules as module
                                id -> train batch. `Batches(...)`: the same, with options. "fragments": one by one
+        module                 passed to the learner pieces as `rl_module`; of several modules module id -> module
         sources                rollouts that are waited for first; others may come any time. None: 0, and no end.
                                `Sources(2, join_timeout=60)`: the same, with how long they are waited for
         prefetch               batches that rollouts may send ahead
@@ -179,7 +180,6 @@ class TrainerStream:
         "TrainerStream",
         fragments_per_batch="yields=Batches(fragments=…)",
         learner_connector="yields=Batches(learner_connector=…)",
-        module="yields=Batches(module=…)",
         join_timeout="sources=Sources(1, join_timeout=…)",
         metrics="watch=Watch(metrics=…)",
         log_every="watch=Watch(log_every=…)",
@@ -193,6 +193,7 @@ class TrainerStream:
         secret: Secret = None,
         tls: ssl.SSLContext | None = None,
         yields: Yields = "batches",
+        module: Any = None,
         sources: int | Sources | None = 1,
         prefetch: int = 1,
         max_lag: int | None = None,
@@ -203,6 +204,7 @@ class TrainerStream:
         watch: Watch = _WATCH,
     ) -> None:
         check_numbers(max_lag=(max_lag, 0))
+        check_module(module)
         batches = checked_batches(yields, on_excess, ack, max_lag)
         awaited = sources if isinstance(sources, Sources) else Sources(sources)
         known, limits = secret_bytes(secret), limits or Limits()
@@ -210,7 +212,7 @@ class TrainerStream:
         self.handed: list[BatchItem] = []
         self.metrics = metrics_of(checked_record("watch", watch, Watch))
         self._gives_batches = batches is not None
-        self._item_maker = ItemMaker(batches, self.metrics)
+        self._item_maker = ItemMaker(batches, module, self.metrics)
         self._staleness = StalenessBound(
             max_lag, on_excess, batches=batches, prefetch=prefetch, stays=awaited.count is None
         )

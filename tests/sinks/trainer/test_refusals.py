@@ -78,6 +78,8 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
             {"on_excess": "pace", "yields": Batches(fragments=3)},
             "a batch is one fragment of every lane, expected Batch",
         ),
+        ({"module": "x"}, "module is 'x', expected a module, or module id -> module"),
+        ({"module": NumberedModule}, "module is <class .*NumberedModule'>, expected a module"),
         ({"yields": "steps"}, "yields is 'steps', expected one of 'batches', 'fragments', 'Batches\\(...\\)'"),
         ({"sources": 0}, "sources is 0, expected a whole number from 1 on"),
         ({"on_excess": "wait"}, "on_excess is 'wait', expected one of 'drop', 'pace', 'mask', 'raise'"),
@@ -99,8 +101,6 @@ def test_what_a_stream_can_not_work_with_is_refused_when_it_is_made(options: dic
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"module": "x"}, "module is 'x', expected a module, or module id -> module"),
-        ({"module": NumberedModule}, "module is <class .*NumberedModule'>, expected a module"),
         ({"learner_connector": 3}, "learner_connector is 3, expected a function that returns a piece"),
         ({"fragments": 0}, "fragments is 0, expected a whole number from 1 on"),
     ],

@@ -84,8 +84,8 @@ def test_what_cannot_be_logged_to_is_refused_when_it_is_made() -> None:
 
 def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Path) -> None:
     rollout = rollout_of(range(4), lanes=2, num_fragments=3, watch=Watch(trace=str(tmp_path / "feed.trace.gz")))
-    batches = Batches(module=NumberedModule(), fragments=2)
-    stream = trainer(yields=batches, watch=Watch(trace=str(tmp_path / "trainer.trace")))
+    batches = Batches(fragments=2)
+    stream = trainer(yields=batches, module=NumberedModule(), watch=Watch(trace=str(tmp_path / "trainer.trace")))
     with fed(stream, rollout, name="sim"):
         assert sum(1 for _ in stream) == 3
     of_trainer, of_feed = events_of(tmp_path / "trainer.trace"), events_of(tmp_path / "feed.trace.gz")

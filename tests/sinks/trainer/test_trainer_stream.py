@@ -124,7 +124,7 @@ def test_a_learner_connector_runs_where_the_trainer_is() -> None:
     settings: dict[str, Any] = {"fragment_length": 8, "num_fragments": 2, "seed": 0, "module": Critic()}
     with Rollout("CartPole-v1", num_envs=2, learner_connector=pieces, **settings) as rollout:
         here = list(rollout.batches())
-    with trainer(yields=Batches(learner_connector=pieces, module=Critic())) as stream:
+    with trainer(yields=Batches(learner_connector=pieces), module=Critic()) as stream:
         with running(*graph_over(Rollout("CartPole-v1", num_envs=2, **settings), stream.address)):
             there = list(stream)
     check(here, there)
@@ -133,7 +133,7 @@ def test_a_learner_connector_runs_where_the_trainer_is() -> None:
 @pytest.mark.slow
 def test_a_learner_connector_that_nothing_would_run_is_refused() -> None:
     pieces: Any = lambda *_: [GeneralAdvantageEstimation()]  # noqa: E731
-    with trainer(yields=Batches(learner_connector=pieces, module=Critic())) as stream:
+    with trainer(yields=Batches(learner_connector=pieces), module=Critic()) as stream:
         other = Rollout("CartPole-v1", num_envs=2, fragment_length=8, num_fragments=2, seed=0)
         match = "sends train batches already made, so learner_connector would be passed over"
         with pytest.raises(RunError, match=match), running(*graph_over(other, stream.address, sends="batches")):
@@ -325,7 +325,7 @@ def test_padding_has_no_age(sends: str) -> None:
     config = DefaultModelConfig(use_lstm=True, lstm_cell_size=4, max_seq_len=5)
     rollout = MultiAgentRollout(envs_of(DRAWN._replace(nested=0))[1], model_config=config, fragment_length=8, seed=0)
     module = rollout.module if sends == "fragments" else None  # whose states the pieces at the trainer ask for
-    with feeding_rollouts.fed(trainer(prefetch=0, yields=Batches(module=module)), rollout, sends=sends) as (stream, _):
+    with feeding_rollouts.fed(trainer(prefetch=0, module=module), rollout, sends=sends) as (stream, _):
         for batches in islice(stream, 5):
             batch = batches["default_policy"]
             assert not batch["loss_mask"].all()
