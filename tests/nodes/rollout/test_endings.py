@@ -30,6 +30,8 @@ FAILING = {
 }
 ENDINGS = ["left", "drained", "ended", *FAILING]
 SEVERAL = {"one agent": False, "several agents": True}
+# Each way with each ending, in turn with one agent and with several.
+LOOPS = [(way, end, bool((w + e) % 2)) for w, way in enumerate(WAYS) for e, end in enumerate(ENDINGS)]
 
 
 def breaking(function: Any, calls: int = 9) -> Any:
@@ -91,14 +93,10 @@ def read(rollout: Any, ending: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("several", SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_after_a_loop_nothing_is_left_and_every_environment_is_closed(
-    way: dict[str, Any], ending: str, several: bool
-) -> None:
+@pytest.mark.parametrize(("way", "ending", "several"), LOOPS)
+def test_after_a_loop_nothing_is_left_and_every_environment_is_closed(way: str, ending: str, several: bool) -> None:
     with nothing_left():
-        envs, rollout = ending_in(ending, several=several, **way)
+        envs, rollout = ending_in(ending, several=several, **WAYS[way])
         if ending in FAILING:
             with pytest.raises(ZeroDivisionError, match="no more") as caught:
                 read(rollout, ending)
@@ -148,15 +146,21 @@ async def read_in_graph(rollout: Any, ending: str, scope: anyio.CancelScope) -> 
 
 @pytest.mark.slow
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
-@pytest.mark.parametrize("several", SEVERAL.values(), ids=SEVERAL)
-@pytest.mark.parametrize("way", [{}, WAYS["forward in a thread"]], ids=["inline", "forward in a thread"])
+@pytest.mark.parametrize(
+    ("anyio_backend", "way", "several"),
+    [
+        ("asyncio", "inline", False),
+        ("trio", "inline", True),
+        ("trio", "forward in a thread", False),
+        ("asyncio", "forward in a thread", True),
+    ],
+)
 @pytest.mark.parametrize("reading", [read_async, read_in_graph], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("ending", [*ENDINGS, "cancelled"])
 async def test_no_task_is_left_and_every_environment_is_closed(
-    ending: str, reading: Any, way: dict[str, Any], several: bool
+    ending: str, reading: Any, way: str, several: bool
 ) -> None:
-    envs, rollout = ending_in(ending, several=several, **way)
+    envs, rollout = ending_in(ending, several=several, **WAYS[way])
     before = {task.id for task in anyio.get_running_tasks()}
     with anyio.CancelScope() as scope:
         if ending in FAILING:
