@@ -26,7 +26,7 @@ from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 WHERE = ["inline", "threads", "processes", "rollouts"]
 # Where the environments are, and how many agents each has; 0: one, which is not told by its name.
-PLACES = pytest.mark.parametrize(("where", "agents"), [*((each, 0) for each in WHERE), ("inline", 2), ("processes", 2)])
+PLACES = pytest.mark.parametrize(("where", "agents"), [(where, agents) for where in WHERE for agents in (0, 2)])
 
 
 @pytest.fixture
