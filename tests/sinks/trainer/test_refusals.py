@@ -114,8 +114,8 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
     ("call", "told"),
     [
         (
-            partial(TrainerStream, module=None, trace=None),
-            r"TrainerStream has no keyword 'module', expected yields=Batches\(module=…\); 'trace', expected watch=",
+            partial(TrainerStream, fragments_per_batch=4, trace=None),
+            r"TrainerStream has no keyword 'fragments_per_batch', expected yields=Batches\(fragments=…\); 'trace', expected watch=",
         ),
         (
             partial(feed, None, trace="x"),
