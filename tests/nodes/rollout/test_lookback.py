@@ -21,7 +21,7 @@ from rollflow import (
     SingleAgentEpisode,
 )
 from rollflow.nodes import LearnerConnectorPipeline, RandomModule
-from rollflow.sinks import LearnerPipeline, Storage
+from rollflow.sinks import Batches, LearnerPipeline, Storage
 from rollflow.stream import ConnectorError, ReplayError
 
 SEEN, CHOSEN = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
@@ -173,7 +173,7 @@ def test_episodes_by_hand_with_too_little_lookback_are_refused() -> None:
 def test_a_trainer_elsewhere_refuses_the_first_fragment_of_a_rollout_that_keeps_too_little(
     pieces: str, lookback: int
 ) -> None:
-    stream = trainer(learner_connector=PIECES[pieces])
+    stream = trainer(yields=Batches(learner_connector=PIECES[pieces]))
     with fed(stream, rollout(5, 3, lookback=lookback)):
         if lookback == 3:
             assert_stacks(observations(stream), 30)
