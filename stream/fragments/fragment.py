@@ -462,20 +462,6 @@ class Fragment:
         self.losses.insert(0, Loss(self.first_row, slots, slots[:0], reason))
         self.episode_number = self.episode_number - 1  # the numbers of the lost episodes
 
-    def end_with_loss(self, reason: str) -> None:
-        """Record that the environments were lost after this fragment's last step, before the fragment is sealed.
-
-        Open episodes end as truncated, with `reason` in their chunks' `custom_data["lost"]`.
-        """
-        chunks, slots = self.chunks, np.arange(self.layout.num_slots)
-        is_open = (chunks.stop == self.last_row) & ~chunks.terminated & ~chunks.truncated
-        cut = chunks.slot[is_open]
-        self.columns[Columns.TRUNCATEDS].tree[self.last_row - 1, cut] = True
-        for slot, number in zip(cut.tolist(), chunks.number[is_open].tolist(), strict=True):
-            self.custom_data[slot, number] = {"lost": reason}
-        self.losses.append(Loss(self.last_row, slots, cut, reason))
-        del self.chunks  # computed again with the loss
-
     def seal(self, num_rows: int) -> None:
         """Set the length to the first `num_rows` vector steps, and make every column read-only."""
         self.num_rows = num_rows
