@@ -16,6 +16,7 @@ from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of
 from rollflow.sinks.datasets.episode_block import EpisodeSummary, histogram
 from rollflow.sinks.datasets.minari_episodes import minari_data_of, write_minari
 from rollflow.stream.data.errors import DatasetError
+from rollflow.stream.data.space import describe_space
 
 _BYTES_AT_ONCE = 256 << 20  # of steps in memory
 
@@ -124,21 +125,28 @@ def _merge(args: argparse.Namespace) -> int:
         if (source.agents is None) != (sources[0].agents is None):
             several, one = (path, args.paths[0]) if source.agents else (args.paths[0], path)
             raise DatasetError(f"{several} is of several agents, and {one} of one, expected one kind").see("dataset")
-        for of, kind in _kinds_of(source).items():
-            difference = kind_difference(first.get(of, kind), kind, (f"in {args.paths[0]}", f"in {path}"))
-            if difference is not None:
-                raise DatasetError(
-                    f"{path} does not go with {args.paths[0]}: {of}{difference}; expected datasets of one kind"
-                ).see("dataset")
+        sides = f"in {args.paths[0]}", f"in {path}"
+        kinds = {of: (first.get(of, kind), kind) for of, kind in _kinds_of(source).items()}
+        differences = {of: kind_difference(*pair, sides) for of, pair in kinds.items()}
+        if told := "; ".join(f"{of}{text}" for of, text in differences.items() if text is not None):
+            raise DatasetError(f"{path} does not go with {args.paths[0]}: {told}; expected datasets of one kind").see(
+                "dataset"
+            )
     return _write(sources, args.out)
 
 
 def _kinds_of(source: DatasetSource) -> dict[str, dict[str, Any]]:
     """The kind of a dataset's steps, by nothing, or of each module's, by text that names it."""
-    kind: dict[str, Any] = {each: getattr(source, each) for each in ("observation_space", "action_space", "columns")}
+    names = ("observation_space", "action_space", "columns")
+    parts: dict[str, Any] = {name: getattr(source, name) for name in names}
     if source.agents is None:
-        return {"": kind}
-    return {f"module {each}: ": {name: of[each] for name, of in kind.items()} for each in source.columns}
+        kinds = {"": parts}
+    else:
+        kinds = {f"module {each}: ": {name: of[each] for name, of in parts.items()} for each in source.columns}
+    return {
+        of: {name: part if name == "columns" else describe_space(part) for name, part in kind.items()}
+        for of, kind in kinds.items()
+    }
 
 
 def _filter(args: argparse.Namespace) -> int:

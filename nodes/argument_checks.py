@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
@@ -105,14 +105,19 @@ def with_moved(callee: str, **moved: str) -> Callable[[Callable[P, T]], Callable
     def checking(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def checked(*args: P.args, **given: P.kwargs) -> T:
-            if wrong := [name for name in given if name in moved]:
-                told = "; ".join(f"{name!r}, expected {moved[name]}" for name in wrong)
-                raise TypeError(f"{callee} has no keyword {told}")
+            refuse_moved(callee, given, moved)
             return function(*args, **given)
 
         return checked
 
     return checking
+
+
+def refuse_moved(callee: str, given: Iterable[str], moved: Mapping[str, str]) -> None:
+    """Raise TypeError where names of keywords are earlier ones, as `with_moved` does."""
+    if wrong := [name for name in given if name in moved]:
+        told = "; ".join(f"{name!r}, expected {moved[name]}" for name in wrong)
+        raise TypeError(f"{callee} has no keyword {told}")
 
 
 def seeds_of(seed: Any) -> tuple[int, tuple[int, ...] | None]:

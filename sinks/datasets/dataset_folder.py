@@ -276,7 +276,7 @@ class DatasetFolder:
             raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
 
     def check_kind(self, description: dict[str, Any], kind: dict[str, Any]) -> None:
-        """Raise DatasetError, with the first field that differs, unless fragments of a kind fit a description."""
+        """Raise DatasetError, with the fields that differ, unless fragments of a kind fit a description."""
         if difference := kind_difference(description, kind, ("in the dataset", "in the fragment")):
             raise DatasetError(
                 f"a fragment does not fit the dataset at {self.path}: {difference}; expected fragments of one kind"
@@ -284,17 +284,20 @@ class DatasetFolder:
 
 
 def kind_difference(ours: Mapping[str, Any], others: Mapping[str, Any], sides: tuple[str, str]) -> str | None:
-    """Text of the first place where the kinds of two fragments, or datasets, differ; None if they are equal.
+    """Text of the places where the kinds of two fragments, or datasets, differ; None if they are equal.
 
     ours, others    with `observation_space`, `action_space` and `columns`
     sides           where each of them is found, for the text
     """
-    mine, theirs = ours["columns"].keys(), others["columns"].keys()
-    if mine != theirs:
-        alone = zip((sorted(mine - theirs), sorted(theirs - mine)), sides, strict=True)
-        return ", ".join(f"the columns {names} are {side} alone" for names, side in alone if names)
-    fields = ("observation_space", "action_space", "columns")
-    return next(filter(None, (first_difference(ours[each], others[each], each, sides) for each in fields)), None)
+    spaces = ("observation_space", "action_space")
+    texts = [first_difference(ours[each], others[each], each, sides) for each in spaces]
+    mine, theirs = ours["columns"], others["columns"]
+    alone = zip((sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())), sides, strict=True)
+    texts += [f"the columns {names} are {side} alone" for names, side in alone if names]
+    texts += [
+        first_difference(mine[name], theirs[name], f"columns[{name!r}]", sides) for name in mine if name in theirs
+    ]
+    return ", ".join(filter(None, texts)) or None
 
 
 def environment_of(run: Mapping[str, Any]) -> str | None:

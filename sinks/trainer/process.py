@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -21,16 +20,18 @@ import anyio
 import cloudpickle
 import torch
 
-from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.argument_checks import check_numbers, refuse_moved
 from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count
-from rollflow.sinks.trainer.stream import TrainerStream
+from rollflow.sinks.trainer.stream import MOVED, TrainerStream
 from rollflow.stream.data.errors import RunError, shown
+from rollflow.stream.data.system import system_module
 from rollflow.stream.net import backoff
 
 logger = logging.getLogger(__name__)
 
-_PREFIX, _SOCKET = "rollflow-trainer-", "trainer"  # of folders, and of the socket in each
+fcntl = system_module("fcntl")
+_PREFIX, _LOCK = "rollflow-", ".rollflow-sockets"  # of folders, and of the locked file in each
 _STREAM_OPTIONS = tuple(inspect.signature(TrainerStream).parameters)[1:]  # all but the address
 
 
@@ -64,6 +65,7 @@ class TrainerProcess:
             raise ValueError(f"train is {shown(train)}, expected a function that is called as train(stream, *args)")
         if not isinstance(stream, Mapping | None):
             raise ValueError(f"stream is {shown(stream)}, expected the arguments of a TrainerStream by their names")
+        refuse_moved("TrainerStream", stream or (), MOVED)
         if unknown := [name for name in stream or () if name not in _STREAM_OPTIONS]:
             names = list(_STREAM_OPTIONS)
             raise ValueError(f"stream has {unknown}, expected arguments of a TrainerStream among {names}")
@@ -81,9 +83,8 @@ class TrainerProcess:
         if self._worker is not None:
             raise RunError("the trainer has been started: it runs once, make another one")
         function, args, options = self._job
-        _remove_left()
-        self._folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self.address = f"shm:{self._folder}/{_SOCKET}"
+        self._folder = OwnFolder()
+        self.address = f"shm:{self._folder.path}/trainer"
         threads = None if "OMP_NUM_THREADS" in os.environ else core_count()  # None: torch's default
         try:
             job = cloudpickle.dumps((function, args, self.address, options, threads))
@@ -95,7 +96,7 @@ class TrainerProcess:
         except BaseException:
             if self._worker is not None:
                 self._worker.kill()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
             raise
         return self
 
@@ -114,7 +115,7 @@ class TrainerProcess:
             worker.kill()
             self._has_ended = True
             self._link.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
         if error is None and self._error is not None:
             raise self._error
 
@@ -206,12 +207,32 @@ def _run(
                 has_left = True
 
 
+class OwnFolder:
+    """Temporary folder of this process and those that it forks; `close` removes it.
+
+    Making one also removes folders of processes that were killed. Each owner holds a lock on a file in its folder. The
+    system releases it when the last owner has ended, in whatever way.
+
+    path    of the folder
+    """
+
+    def __init__(self) -> None:
+        _remove_left()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        fresh = self.path / "new"
+        self._lock = fresh.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        fresh.rename(self.path / _LOCK)  # others look for it by this name, once it is locked
+
+    def close(self) -> None:
+        """Remove the folder with all its contents; a second call does nothing."""
+        if not self._lock.closed:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.close()
+
+
 def _remove_left() -> None:
-    """Remove the folders of processes that were killed: nobody listens there any more."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_SOCKET}"):
-        # A trainer's socket is of another type: it refuses the connection with another error, and sees nothing of it.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking, suppress(OSError):
-            try:
-                asking.connect(str(path))
-            except ConnectionRefusedError:
-                shutil.rmtree(path.parent, ignore_errors=True)
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError), lock.open("r+") as file:  # it has an owner, or was removed meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)

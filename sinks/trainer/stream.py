@@ -33,6 +33,16 @@ logger = logging.getLogger(__name__)
 
 _NOT_YET = object()
 _WATCH = Watch()
+# Keyword of earlier versions -> what is to be written instead.
+MOVED = {
+    "fragments_per_batch": "yields=Batches(fragments=…)",
+    "learner_connector": "yields=Batches(learner_connector=…)",
+    "join_timeout": "sources=Sources(1, join_timeout=…)",
+    "metrics": "watch=Watch(metrics=…)",
+    "log_every": "watch=Watch(log_every=…)",
+    "log_x": "watch=Watch(log_x=…)",
+    "trace": "watch=Watch(trace=…)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +186,7 @@ class TrainerStream:
     Raises RunError where the address can't be listened on, no rollout comes, or all are lost.
     """
 
-    @with_moved(
-        "TrainerStream",
-        fragments_per_batch="yields=Batches(fragments=…)",
-        learner_connector="yields=Batches(learner_connector=…)",
-        join_timeout="sources=Sources(1, join_timeout=…)",
-        metrics="watch=Watch(metrics=…)",
-        log_every="watch=Watch(log_every=…)",
-        log_x="watch=Watch(log_x=…)",
-        trace="watch=Watch(trace=…)",
-    )
+    @with_moved("TrainerStream", **MOVED)
     def __init__(
         self,
         address: str | Address,
@@ -211,6 +212,8 @@ class TrainerStream:
         self.address: Address = checked_address(address, known, tls)
         self.handed: list[BatchItem] = []
         self.metrics = metrics_of(checked_record("watch", watch, Watch))
+        if watch.on_stall != "log":
+            raise ValueError(f"on_stall is {watch.on_stall!r}, expected 'log': a trainer's stream has no stall doctor")
         self._gives_batches = batches is not None
         self._item_maker = ItemMaker(batches, module, self.metrics)
         self._staleness = StalenessBound(

@@ -40,7 +40,7 @@ def default_agent_connectors(ctx: ConnectorContext) -> AgentConnectorPipeline:
     """Rewards clipped, observations preprocessed, states buffered, and the policy's input made.
 
     `ctx.config["clip_rewards"]` clips rewards by their sign if it is True, to -number … number if it is a number.
-    Raises ConnectorError for an `observation_filter` in `ctx.config`.
+    Raises ConnectorError for an `observation_filter` in `ctx.config` other than "NoFilter".
     """
     connectors: list[AgentConnector] = []
     clip = ctx.config.get("clip_rewards")

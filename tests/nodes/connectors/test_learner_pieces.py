@@ -118,6 +118,13 @@ def test_returns_of_several_steps_by_hand(
     assert [batch[name].dtype for name in ("rewards", "n_step")] == [np.float32, np.int64]
 
 
+def test_more_steps_than_there_are_reach_to_the_end() -> None:
+    batch = batch_of(NStepReturns(n_step=9, gamma=0.5), episode([1, 2, 4], truncated=True))
+    assert batch["rewards"].tolist() == [3, 4, 4]
+    assert batch["truncateds"].tolist() == [True] * 3
+    assert batch["n_step"].tolist() == [3, 2, 1]
+
+
 def test_one_step_returns_are_the_transitions_themselves() -> None:
     chunks = [episode([1, 2, 4], truncated=True), episode([8, 2], terminated=True), episode([3])]
     batch = batch_of(NStepReturns(n_step=1), *chunks)

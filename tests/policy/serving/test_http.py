@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from served_policies import Echo, Sums, policy_of, served
+from served_policies import Echo, Held, Sums, policy_of, served
 from websockets.sync.client import connect
 
+from rollflow.policy.serving import BatchOptions
 from rollflow.policy.serving.http import HttpServer
 from rollflow.policy.serving.items import CONTENT_TYPE, pack, unpack
 from rollflow.policy.serving.shelf import Shelf
@@ -120,6 +122,20 @@ def test_probes_and_metrics() -> None:
         metrics = httpx.get(f"{server.url}/metrics").text
     assert 'rollflow_serve_actions_total{policy="echo",version="1"} 1.0' in metrics
     assert 'rollflow_serve_batch_size_bucket{le="+Inf",policy="echo",version="1"} 1.0' in metrics
+
+
+def test_a_request_too_many_gets_429() -> None:
+    held = Held(policy_of(Echo))
+    options = BatchOptions(max_waiting=1)
+    with served(held, names=["echo"], options=options, secret=None) as (_, server), ThreadPoolExecutor(3) as clients:
+        first = clients.submit(ask, server, observation=[0, 0])
+        held.begun.acquire()
+        others = [clients.submit(ask, server, observation=[1, 0]) for _ in range(2)]
+        refused = next(as_completed(others)).result()
+        for _ in range(2):
+            held.go.release()
+        assert (refused.status_code, refused.json()["error"][:24]) == (429, "1 requests wait already;")
+        assert sorted(each.result().status_code for each in (first, *others)) == [200, 200, 429]
 
 
 def test_a_secret_is_asked_for() -> None:

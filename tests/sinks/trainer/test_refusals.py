@@ -16,9 +16,9 @@ from numbered_module import NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
-from rollflow import GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, feed
+from rollflow import GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, Watch, feed
 from rollflow.nodes import EnvHost
-from rollflow.sinks import Batches, TrainerSink
+from rollflow.sinks import Batches, TrainerProcess, TrainerSink
 from rollflow.sinks.trainer.stream import _failure_of
 from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, TcpAddress, encode
@@ -80,6 +80,10 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
         ),
         ({"module": "x"}, "module is 'x', expected a module, or module id -> module"),
         ({"module": NumberedModule}, "module is <class .*NumberedModule'>, expected a module"),
+        (
+            {"watch": Watch(on_stall="raise")},
+            "on_stall is 'raise', expected 'log': a trainer's stream has no stall doctor",
+        ),
         ({"yields": "steps"}, "yields is 'steps', expected one of 'batches', 'fragments', 'Batches\\(...\\)'"),
         ({"sources": 0}, "sources is 0, expected a whole number from 1 on"),
         ({"on_excess": "wait"}, "on_excess is 'wait', expected one of 'drop', 'pace', 'mask', 'raise'"),
@@ -118,11 +122,15 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
             r"TrainerStream has no keyword 'fragments_per_batch', expected yields=.*; 'trace', expected watch=",
         ),
         (
+            lambda address: TrainerProcess(print, stream={"log_x": "steps"}),
+            r"TrainerStream has no keyword 'log_x', expected watch=Watch\(log_x=…\)",
+        ),
+        (
             partial(feed, None, trace="x"),
             r"feed has no keyword 'trace', expected Watch\(trace=…\) of the rollout",
         ),
     ],
-    ids=["TrainerStream", "feed"],
+    ids=["TrainerStream", "TrainerProcess", "feed"],
 )
 def test_a_keyword_that_has_moved_is_told_its_place(call: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
