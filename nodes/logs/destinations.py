@@ -281,9 +281,12 @@ class Progress:
 
 
 def text_of(row: Row, rate: str = "time/fps_now") -> str:
-    """What is worth a person's look in a row, in words; `rate` is the figure of steps per second."""
+    """What is worth a person's look in a row, in words.
+
+    rate    figure of steps per second; where it is 0, that of the whole run stands for it
+    """
     values = row.values
-    parts = [f"{values.get(rate, 0.0):,.0f} steps/s"]
+    parts = [f"{values.get(rate) or values.get('time/fps', 0.0):,.0f} steps/s"]
     if "rollout/ep_rew_mean" in values:
         parts.append(f"return {values['rollout/ep_rew_mean']:,.4g}")
     versions = sorted({int(value) for name, value in values.items() if name.startswith("policy/version")})

@@ -31,6 +31,7 @@ PIECES = {"env_to_module": "MeanStdFilter"}
         ({}, "0 steps/s"),
         (VALUES, "1,235 steps/s, return 20.5, version 7"),
         ({**VALUES, "busy/env": 0.05, "busy/module": 0.09}, "1,235 steps/s, return 20.5, version 7"),
+        ({"time/fps": 5.0, "time/fps_now": 0.0}, "5 steps/s"),
         ({"time/fps_now": 10.0, "busy/env": 0.25, "busy/caller": 0.75}, "10 steps/s, caller 75% busy"),
         ({"policy/version/a": 3.0, "policy/version/b": 5.0}, "0 steps/s, versions 3 to 5"),
         ({"policy/version/a": 3.0, "policy/version/b": 3.0}, "0 steps/s, version 3"),
