@@ -223,13 +223,15 @@ class Rollout(RolloutLoop[Fragment]):
         self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
         self._make_lanes()
 
-    def _make_lanes(self) -> None:
+    def _check_fits(self) -> None:
         observations = self.env_to_module.observation_space
         if self._options.module is None and observations is not None and observations != self.module.observation_space:
             raise ModuleError(
                 f"env_to_module was edited: it leaves observations in {observations}, but the default module was made "
                 f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
             )
+
+    def _make_lanes(self) -> None:
         pipelines, stateful = (*self._policy.pipelines, self.learner_pipeline), self._policy.acting.is_stateful
         self.environments.make_lanes(lookback_for(self._options.lookback, pipelines, stateful=stateful))
         for lane in self.environments.lanes:

@@ -132,7 +132,10 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
 
     @abc.abstractmethod
     def _make_lanes(self) -> None:
-        """Have lanes for the pipelines as they are. Raises ModuleError where its parts don't fit together."""
+        """Have lanes for the pipelines as they are."""
+
+    def _check_fits(self) -> None:  # several agents have nothing to check
+        """Raise ModuleError where its parts don't fit together: nothing has begun yet."""
 
     @abc.abstractmethod
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
@@ -175,6 +178,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
                 "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline; where a "
                 "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
             )
+        self._check_fits()
         self._is_in_graph = True
         self.environments.report_lanes_to(self._lane_counts)
         ring = self._ring(self._gate())
@@ -431,6 +435,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def _begin(self) -> None:
         if self._state != "new":
             raise RunError(f"the rollout is {self._state}: it runs once, make another one")
+        self._check_fits()
         self.environments.report_lanes_to(self._lane_counts)
         self._state = "running"
 

@@ -1,5 +1,6 @@
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -888,12 +889,19 @@ def test_a_builder_may_take_the_spaces_and_a_device_too() -> None:
     assert given == [rollout.environments.envs[0], {"__env_single__": space}, None]
 
 
-def test_a_default_module_does_not_fit_a_pipeline_edited_after_it() -> None:
-    rollout = Rollout("CartPole-v1")
+@pytest.mark.parametrize("where", ["inline", "processes"])
+def test_a_default_module_does_not_fit_a_pipeline_edited_after_it(where: Any, tmp_path: Path) -> None:
+    rollout = Rollout("CartPole-v1", where=where, fragment_length=4, num_fragments=1, log=f"csv:{tmp_path}/rows.csv")
     rollout.env_to_module.prepend(FrameStacking(num_frames=2))
     for begin in (lambda: Graph().add(rollout=rollout), rollout.__enter__):
         with pytest.raises(ModuleError, match="env_to_module was edited: it leaves observations in Box"):
             begin()
+    assert repr(rollout).startswith("<Rollout new")
+    assert not list(tmp_path.iterdir())
+    assert "env_to_module" in rollout.explain()
+    rollout.env_to_module.remove(FrameStacking)
+    with rollout:
+        assert [fragment.num_steps for fragment in rollout.fragments()] == [4]
 
 
 def test_one_seed_makes_one_default_module_and_leaves_torch_its_own() -> None:
