@@ -1,6 +1,7 @@
 """The laws that hold of every rollout of several agents, on environments that number the steps of each."""
 
 from collections import Counter, defaultdict
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,19 @@ def test_every_agent_step_stands_in_exactly_one_chunk(drawn: Drawn, count: int, 
     assert rollout.num_steps == sum(len(steps) for steps, _ in told)
     assert rollout.lost == {}
     assert sorted(hanging_actions(fragments)) == sorted(each for _, hanging in told for each in hanging)
+
+
+@few
+@given(drawn_settings, st.integers(1, 5), PREFETCH)
+def test_what_is_not_handed_out_is_counted_as_lost(drawn: Drawn, count: int, prefetch: int) -> None:
+    envs, rollout = made(drawn, prefetch=prefetch)
+    with rollout:
+        fragments = list(islice(rollout.fragments(), count))
+    steps = [step for env in envs for step in steps_of(env.log)[0]]
+    emitted = emitted_steps(fragments)
+    assert Counter(emitted) <= Counter(steps)
+    assert rollout.num_steps == len(steps)
+    assert rollout.lost.get("closed", 0) == len(steps) - len(emitted)
 
 
 @few
