@@ -127,7 +127,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Modules that are not named stay as they are. From any thread. Raises ModuleError for a module that does not
         exist, and for weights that are not its own; then nothing is published.
         """
-        return self.hooks.tell_version(self._policy.publish(weights, self._execution.send))
+        return dict(self.hooks.tell_version(self._policy.publish(weights, self._execution.send)))
 
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
         """Publish weights under a version that a trainer elsewhere counts, which alone publishes then.

@@ -43,8 +43,8 @@ class LagBound:
         first: Callable[[], Mapping[Any, int]] | None = None,
     ) -> None:
         check_staleness(max_lag, on_excess)
-        self.versions, self._trained, self._first = versions, trained, first
-        self.max_lag = max_lag
+        self.versions, self._first, self.max_lag = versions, first, max_lag
+        self._trained = None if trained is None else frozenset(trained)  # the list is the caller's
         self.on_excess: OnExcess = on_excess
         self.dropped_fragments = 0
         self.dropped_steps = 0

@@ -118,7 +118,8 @@ def test_episodes_of_several_agents_are_told_with_all_their_rewards() -> None:
                     [each] = [each for each in told if each.id_ == episode.id_]
                     assert each.is_terminated == episode.is_terminated
                     assert each.length == episode.env_t
-        rollout.publish({"default_policy": rollout.module["default_policy"].state_dict()})
+        weights = {"default_policy": rollout.module["default_policy"].state_dict()}
+        assert rollout.publish(weights) is not versions[-1]  # which is the hook's
     assert len(told) == rollout.returns.count > 4
     np.testing.assert_array_equal([each.episode_return for each in told], rollout.returns.returns)
     assert versions == [{"default_policy": 1}]

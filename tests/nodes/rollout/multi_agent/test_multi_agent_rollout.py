@@ -208,9 +208,9 @@ def test_a_removed_module_that_is_mapped_to_is_refused_where_its_agent_begins() 
 
 @pytest.mark.parametrize(("learnt", "taken"), [(["a"], 3), (["b"], 6)])
 def test_too_old_is_what_a_trained_module_made(learnt: list[str], taken: int) -> None:
-    options = {"num_envs": 2, "lanes": 2, "num_fragments": 3, "max_lag": 0, "modules_to_train": learnt}
-    count = 0
-    with talk(**options) as rollout:
+    ids, count = list(learnt), 0
+    with talk(num_envs=2, lanes=2, num_fragments=3, max_lag=0, modules_to_train=ids) as rollout:
+        ids.clear()  # the rollout has its own
         for _ in rollout.fragments():
             count += 1
             rollout.publish({"a": Values().state_dict()})  # by then the other lane's fragment has come
