@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from places import PLACES
+from serial_module import SerialModule
 from stalled_rollouts import await_bottleneck
 
-from rollflow import Graph, Rollout
+from rollflow import Graph, MultiAgentRollout, Rollout
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.stream import Outlet, Report
 from rollflow.stream.graph.meter import CallTimes
@@ -27,9 +29,10 @@ class Slow(ConnectorV2):
 
 
 @pytest.mark.parametrize("place", ["inline", "threads", "processes", "rollouts"])
-def test_a_report_has_the_calls_of_each_stage_and_the_slowest_piece(place: str) -> None:
+@pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
+def test_a_report_has_the_calls_of_each_stage_and_the_slowest_piece(kind: Any, place: str) -> None:
     options: dict[str, Any] = {
-        "module": NumberedModule(),
+        "module": NumberedModule() if kind is Rollout else SerialModule(),
         "fragment_length": 8,
         "num_fragments": 3,
         "seed": 0,
@@ -38,9 +41,10 @@ def test_a_report_has_the_calls_of_each_stage_and_the_slowest_piece(place: str) 
     pieces: dict[str, Any] = {
         name: lambda *spaces: Slow() for name in ("env_to_module_connector", "module_to_env_connector")
     }
-    envs, learnt = [partial(NumberedEnv, number) for number in range(4)], Slow()
+    env: Any = NumberedEnv if kind is Rollout else partial(NumberedAgents, nested=0)
+    envs, learnt = [partial(env, number) for number in range(4)], Slow()
     learnt.size = 3_000_000  # it is called three times: what another piece does at first must not outlast it
-    with Rollout(envs, learner_connector=lambda *spaces: learnt, **options, **pieces, **PLACES[place]) as rollout:
+    with kind(envs, learner_connector=lambda *spaces: learnt, **options, **pieces, **PLACES[place]) as rollout:
         assert len(list(rollout.batches())) == 3
         report = rollout.report()
     nodes = {node.name: node for node in report.nodes}
