@@ -35,7 +35,8 @@ class _RingDriver(abc.ABC):
     def __init__(self, credits: FragmentCredits, run: InlineRun) -> None:
         self.run, self._credits = run, credits
         self._fragments: deque[Any] = deque()  # the last is None once there are no more
-        self._errors: list[BaseException] = []  # of the ring's thread; whoever raises one keeps no reference to it
+        # Of the ring's thread; whoever raises one keeps no reference to it.
+        self._errors: list[BaseException] = []
         self._stalled: StallError | None = None
         self._is_closed = False
 

@@ -212,9 +212,8 @@ def test_where_none_is_at_work_none_holds_the_others_back() -> None:
     assert report.bottleneck is None
     assert str(report).splitlines()[-1] == "all of them wait: none is busy for long (b, the busiest, for 5% of 1.0 s)"
     assert report_of(0, 10**9, [*waiting, meter("c", 0, 200)], []).bottleneck == "b"
-    assert (
-        report_of(0, 10**9, [meter(name, 30) for name in "abcd"], []).bottleneck == "a"
-    )  # that have no time left over
+    # Those that have no time left over.
+    assert report_of(0, 10**9, [meter(name, 30) for name in "abcd"], []).bottleneck == "a"
     harmless = report_of(0, 10**9, [*waiting, meter("log", 900)], [], frozenset({"log"}))
     assert harmless.bottleneck is None
 
