@@ -47,7 +47,7 @@ class Environments(LaneSource):
 
     def set_chosen_space(self, space: gym.Space[Any]) -> None:
         """Set the space of the module's choices, in which `actions` are recorded. Before the lanes are made."""
-        self.chosen_space = space
+        self.chosen_space, self._lanes_fit = space, False
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Step the lane's environments with the actions that it brings."""

@@ -105,6 +105,7 @@ class LaneSource(abc.ABC):
         self.call_times = CallTimes()
         self.trace: FragmentTrace | None = None
         self.lanes: Sequence[Any] = []
+        self._lanes_fit = False  # those that stand, but for their lookback
         with closing_on_error(self._close_opened):
             self.envs: Sequence[Any] = self._made(env, num_envs, lanes)
             self.num_envs = sum(each.num_envs for each in self.envs)
@@ -115,13 +116,15 @@ class LaneSource(abc.ABC):
         """Have lanes write where other processes on this host may look. Before the first step only."""
         if not self.is_shared:
             self._refuse_if_started("their memory")
-            self.is_shared = True
+            self.is_shared, self._lanes_fit = True, False
 
     def make_lanes(self, lookback: int) -> None:
-        """Make lanes that look back so many steps (H). Before the first step only; again, they are made anew."""
+        """Make lanes that look back so many steps (H). Before the first step only; others are made anew."""
         self._refuse_if_started("their lookback")
+        if self._lanes_fit and lookback == self.lookback:
+            return
         self._release_lanes()
-        self.lookback = lookback
+        self.lookback, self._lanes_fit = lookback, True
         each = zip(self.envs, self.first_slots(), strict=True)
         self.lanes = [self._lane(index, envs, first) for index, (envs, first) in enumerate(each, self._first_lane)]
 

@@ -105,6 +105,7 @@ class OffloadedRollouts(LaneSource):
 
     def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
         """Have lanes look back so many steps (H); they are where the environments are."""
+        self._refuse_if_started("their lookback")
         self.lookback = lookback
 
     def _release(self) -> None:

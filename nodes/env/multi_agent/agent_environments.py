@@ -41,6 +41,7 @@ class AgentEnvironments(LaneSource):
         """
         parts = zip(self.parts, chosen, strict=True)
         self.parts = tuple(part._replace(chosen_space=space) for part, space in parts)
+        self._lanes_fit = False
 
     def make_lanes(  # type: ignore[override]  # these take more
         self, lookback: int, mapping: Any, shared_data: Callable[[int, Any], dict[str, Any]]

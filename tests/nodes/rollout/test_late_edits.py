@@ -11,9 +11,9 @@ from numbered_module import NumberedEnv, NumberedModule
 from piece_forms import OneByOne
 
 from rollflow import Graph, MultiAgentRollout, Rollout
-from rollflow.nodes import ConnectorPipelineV2, LearnerConnectorPipeline
+from rollflow.nodes import ConnectorPipelineV2, LambdaConnector, LearnerConnectorPipeline
 from rollflow.sinks import LearnerPipeline
-from rollflow.stream import ConnectorError
+from rollflow.stream import ConnectorError, RunError
 
 TOLD = "is edited while it is in use by a rollout that runs, .*; expected the edit before the run, or pieces by a conn"
 
@@ -84,6 +84,8 @@ WAYS: dict[str, Callable[[], Any]] = {
 def test_an_edit_within_the_block_is_refused(way: str) -> None:
     with WAYS[way]() as rollout:
         check_refused(*all_of(rollout))
+        with pytest.raises(RunError, match="their lookback stays as it is"):
+            rollout._make_lanes()
         for _ in rollout.batches():
             check_refused(*all_of(rollout))
     check_taken(*all_of(rollout))
@@ -122,6 +124,22 @@ async def test_an_edit_of_a_learner_pipeline_of_a_graph_is_refused_once_it_has_b
         await run["batches"].receive()
         check_refused(pipeline)
     check_taken(pipeline)
+
+
+@pytest.mark.parametrize("make", [made, of_agents])
+def test_lanes_stand_until_they_are_to_be_others(make: Any) -> None:
+    rollout = make()
+    rollout.explain()  # of several agents there are none before
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: all_of(rollout)[-1].prepend(LambdaConnector(lambda batch: batch, lookback=9)),
+        rollout.environments.share,
+    ]
+    for change, stands in zip(changes, (True, False, False), strict=True):
+        [lane] = rollout.environments.lanes
+        change()
+        rollout.explain()
+        assert (rollout.environments.lanes[0] is lane) == stands
 
 
 def test_pipelines_within_are_refused_too_and_copies_are_not() -> None:
