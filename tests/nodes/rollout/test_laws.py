@@ -1,6 +1,7 @@
 """The laws that hold of every rollout, on environments that number their own steps; `test_values` has others."""
 
 from collections import defaultdict
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,16 @@ def test_every_transition_stands_in_exactly_one_chunk(drawn: Setting, mode: Auto
         assert emitted[env.slot] == env.log
     assert rollout.num_steps == sum(len(env.log) for env in envs)
     assert rollout.lost == {}
+
+
+@few
+@given(drawn_settings, MODES, st.integers(1, 6))
+def test_what_is_not_handed_out_is_counted_as_lost(drawn: Setting, mode: AutoresetMode, count: int) -> None:
+    envs, rollout = made(drawn, mode, prefetch=drawn.prefetch)
+    with rollout:
+        handed = sum(fragment.num_steps for fragment in islice(rollout.fragments(), count))
+    assert rollout.num_steps == sum(len(env.log) for env in envs)
+    assert rollout.lost.get("closed", 0) == rollout.num_steps - handed
 
 
 @few
