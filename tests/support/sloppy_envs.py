@@ -8,7 +8,7 @@ from gymnasium import spaces
 from small_env import SmallEnv
 from together import Together
 
-from rollflow import RLModule
+from rollflow import RLModule, Rollout
 from rollflow.stream.data.tree import leaves_of
 
 SPACE = spaces.Dict({"near": spaces.Box(-1, 1, (3,), np.float32), "door": spaces.Discrete(2)})
@@ -19,6 +19,13 @@ class Zeros(RLModule):
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return {"actions": torch.zeros(len(leaves_of(batch["obs"])[0]), dtype=torch.int64)}
+
+
+def fragments_of(env: Any, *, kind: Any = Rollout, **options: Any) -> list[Any]:
+    """The fragments of a rollout that acts by 0: three of four rows, unless the options say otherwise."""
+    settings = {"module": Zeros(), "fragment_length": 4, "num_fragments": 3, "seed": 0, **options}
+    with kind(env, **settings) as rollout:
+        return list(rollout.fragments())
 
 
 def observation(step: int, late: bool) -> dict[str, Any]:

@@ -137,10 +137,7 @@ class LeavingAgents(NumberedAgents):
     close = Leaves.close
 
 
-CLOSED_THERE: Any = pytest.mark.parametrize(("kind", "env"), [(Rollout, Leaves), (MultiAgentRollout, LeavingAgents)])
-
-
-@CLOSED_THERE
+@pytest.mark.parametrize(("kind", "env"), [(Rollout, Leaves), (MultiAgentRollout, LeavingAgents)])
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
 def test_an_environment_that_can_not_be_closed_is_told_of_in_every_place(
     kind: Any, env: Any, where: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -160,22 +157,18 @@ def test_an_environment_that_can_not_be_closed_is_told_of_in_every_place(
     assert {each.name for each in tmp_path.iterdir()} == {"0", "1", "2", "3"}
 
 
-@CLOSED_THERE
-def test_what_closing_raises_goes_into_the_notes_of_what_ended_the_block(kind: Any, env: Any, tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        with kind(partial(env, 0, tmp_path), module=RandomModule, seed=0):
-            failing()
-    assert any("no space left for the recording" in note for note in caught.value.__notes__)
+HOSTED = [(host, env) for host in (EnvHost, RolloutHost) for env in (Leaves, LeavingAgents)]
 
 
-@pytest.mark.parametrize("host", [EnvHost, RolloutHost])
-@pytest.mark.parametrize("env", [Leaves, LeavingAgents])
-def test_a_host_tells_of_environments_that_can_not_be_closed(host: Any, env: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "env"), [(Rollout, Leaves), (MultiAgentRollout, LeavingAgents), *HOSTED])
+def test_what_closing_raises_is_raised_or_goes_into_the_notes_of_what_ended_the_block(
+    kind: Any, env: Any, tmp_path: Path
+) -> None:
     makers = [partial(env, slot, tmp_path) for slot in range(4)]
-    with pytest.raises(OSError, match="no space left for the recording"), host(makers, lanes=2):
+    with pytest.raises(OSError, match="no space left for the recording"), kind(makers, lanes=2):
         pass
     assert {each.name for each in tmp_path.iterdir()} == {"0", "1", "2", "3"}
-    with pytest.raises(ZeroDivisionError) as caught, host(makers, lanes=2):
+    with pytest.raises(ZeroDivisionError) as caught, kind(makers, lanes=2):
         failing()
     assert any("no space left for the recording" in note for note in caught.value.__notes__)
 

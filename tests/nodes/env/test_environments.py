@@ -8,10 +8,10 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
-from sloppy_envs import Zeros
+from sloppy_envs import Zeros, fragments_of
 from small_env import SmallEnv
 
-from rollflow import Fragment, Rollout
+from rollflow import Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.testing import check
 
@@ -38,13 +38,12 @@ class Scripted(SmallEnv):
         return self.info
 
 
-def fragments_of(env: Any, **options: Any) -> list[Fragment]:
-    with Rollout(env, **{"module": Zeros(), "fragment_length": 5, "num_fragments": 2, "seed": 0, **options}) as rollout:
-        return list(rollout.fragments())
-
-
 def test_what_an_environment_writes_over_is_kept() -> None:
-    chunks = [chunk for fragment in fragments_of(Scripted) for chunk in fragment.episodes()]
+    chunks = [
+        chunk
+        for fragment in fragments_of(Scripted, fragment_length=5, num_fragments=2)
+        for chunk in fragment.episodes()
+    ]
     shown = [[tuple(map(int, row)) for row in chunk.get_observations(slice(None))] for chunk in chunks]
     assert shown == [
         [(1, 0), (1, 1), (1, 2), (1, 3)],

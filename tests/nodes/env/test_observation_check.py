@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from remote_hosts import hosting, listening
-from sloppy_envs import SPACE, Sloppy, Zeros, sloppy_agents
+from sloppy_envs import SPACE, Sloppy, Zeros, fragments_of, sloppy_agents
 
 from rollflow import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout
 from rollflow.nodes import RolloutHost
@@ -17,14 +17,6 @@ from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, Obse
 
 DTYPE = "observation['near'] is float64, expected float32 as in its space: it is cast"
 BOUNDS = "observation['near'][1] is 7.0, expected -1.0 to 1.0: it is outside its space"
-
-
-def run(env: Any, *, kind: Any = Rollout, count: int = 3, **options: Any) -> None:
-    with kind(
-        env, **{"module": Zeros(), "fragment_length": 4, "num_fragments": count, "seed": 0, **options}
-    ) as rollout:
-        for _ in rollout.fragments():
-            pass
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -39,7 +31,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_another_dtype_and_what_is_outside_the_space_are_said_once(
     where: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run([partial(Sloppy, slot != 0) for slot in range(4)], lanes=2, where=where)
+    fragments_of([partial(Sloppy, slot != 0) for slot in range(4)], lanes=2, where=where)
     dtype, bounds = said(caplog)
     for told, what in ((dtype, DTYPE), (bounds, BOUNDS)):
         assert what in told
@@ -48,7 +40,7 @@ def test_another_dtype_and_what_is_outside_the_space_are_said_once(
 
 
 def test_a_later_step_is_seen_as_well(caplog: pytest.LogCaptureFixture) -> None:
-    run(partial(Sloppy, late=True), lanes=1)
+    fragments_of(partial(Sloppy, late=True), lanes=1)
     _, bounds = said(caplog)
     assert bounds.startswith(f"lane 0, slot 0, vector step 3: {BOUNDS}")
     assert 3 in CHECKED_STEPS
@@ -86,7 +78,7 @@ class Careless(Sloppy):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
 def test_rewards_flags_and_infos_are_said_once_as_well(where: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run([partial(Sloppy, False), partial(Careless, flag=None, info=False)] * 2, lanes=2, where=where)
+    fragments_of([partial(Sloppy, False), partial(Careless, flag=None, info=False)] * 2, lanes=2, where=where)
     logged = said(caplog)
     assert len(logged) == 3
     for text in (
@@ -100,7 +92,7 @@ def test_rewards_flags_and_infos_are_said_once_as_well(where: Any, caplog: pytes
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_a_vector_environment_of_ones_own_is_seen_as_well(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
     vector = SyncVectorEnv([partial(Sloppy, False)] * 2, autoreset_mode=mode)
-    run(OfFloats(vector))
+    fragments_of(OfFloats(vector))
     dtype, bounds = said(caplog)
     assert dtype.startswith(f"lane 0, slot 0, the first reset: {DTYPE}")
     assert bounds.startswith("lane 0, slot 1, the first reset: observation['near'][0] is 7.0, expected -1.0 to 1.0")
@@ -108,7 +100,7 @@ def test_a_vector_environment_of_ones_own_is_seen_as_well(mode: Any, caplog: pyt
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes"])
 def test_agents_are_named(where: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run(sloppy_agents, kind=MultiAgentRollout, num_envs=2, lanes=2, where=where)
+    fragments_of(sloppy_agents, kind=MultiAgentRollout, num_envs=2, lanes=2, where=where)
     dtype, bounds = said(caplog)
     assert f"reset, agent 'b': {DTYPE}" in dtype
     assert f"env step 0, agent 'b': {BOUNDS}" in bounds
@@ -123,7 +115,7 @@ def test_of_hosts_that_step_the_rollout_sees_the_values_and_the_host_the_dtypes(
 ) -> None:
     envs = listening(RemoteEnvs)
     with hosting(envs.addresses[0], [env] * 2, lanes=2):
-        run(envs, kind=kind)
+        fragments_of(envs, kind=kind)
     [seen_here] = [told for told in said(caplog) if f"vector step 0{agent}: " in told]
     assert BOUNDS in seen_here
     assert sum(DTYPE in told for told in said(caplog)) == 1
@@ -132,7 +124,7 @@ def test_of_hosts_that_step_the_rollout_sees_the_values_and_the_host_the_dtypes(
 def test_of_hosts_that_do_rollouts_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     envs = listening(RemoteRollouts)
     with hosting(envs.addresses[0], [Sloppy] * 2, kind=RolloutHost, lanes=2, module=Zeros(), name="far away"):
-        run(envs)
+        fragments_of(envs)
     dtype, bounds = said(caplog)
     assert DTYPE in dtype
     assert BOUNDS in bounds

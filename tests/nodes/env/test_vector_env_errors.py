@@ -12,7 +12,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from sloppy_envs import Zeros
+from sloppy_envs import fragments_of
 from small_env import SmallEnv
 
 from rollflow import Rollout
@@ -40,24 +40,18 @@ class Odd(SmallEnv):
         return self.reward if self.t >= self.since else 1.0
 
 
-def run(env: Any, **options: Any) -> None:
-    with Rollout(env, **{"module": Zeros(), "fragment_length": 4, "num_fragments": 3, "seed": 0, **options}) as rollout:
-        for _ in rollout.fragments():
-            pass
-
-
 @pytest.mark.parametrize("where", PLACES)
 def test_a_wrong_shape_after_the_first_reset_names_the_slot_and_both_shapes(where: Any) -> None:
     told = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
     with pytest.raises(EnvError, match=told):
-        run([Odd, partial(Odd, size=4)], lanes=1, where=where)
+        fragments_of([Odd, partial(Odd, size=4)], lanes=1, where=where)
 
 
 @pytest.mark.parametrize("where", PLACES)
 def test_a_wrong_shape_in_every_slot_of_a_later_step_names_a_slot_and_both_shapes(where: Any) -> None:
     told = r"column 'obs': got float32\[2, 4\], expected float32\[2, 3\]; slot 0 has shape \[4\], expected \[3\]"
     with pytest.raises(ColumnError, match=told):
-        run([partial(Odd, size=4, since=2)] * 2, lanes=1, where=where)
+        fragments_of([partial(Odd, size=4, since=2)] * 2, lanes=1, where=where)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -68,9 +62,9 @@ def test_in_a_vector_environment_of_ones_own_slots_are_named_as_well(mode: Any) 
     told = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
     for since in (0, 2):
         with pytest.raises(EnvError, match=told):
-            run(vector(size=4, since=since))
+            fragments_of(vector(size=4, since=since))
     with pytest.raises((TypeError, ValueError), match=r"sequence|scalar") as raised:
-        run(vector(reward=np.ones(2)))
+        fragments_of(vector(reward=np.ones(2)))
     assert any("each environment's gives (observation, reward," in note for note in raised.value.__notes__)
 
 
@@ -95,7 +89,7 @@ def test_a_reset_that_gives_the_observation_alone_is_named(size: int, mode: Any)
         with pytest.raises(
             EnvError, match=rf"^slot 0: reset gave an array float32\[{size}\], expected a tuple \(observation, info\)"
         ):
-            run(partial(ResetsAlone, size, since=since), autoreset_mode=mode)
+            fragments_of(partial(ResetsAlone, size, since=since), autoreset_mode=mode)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,7 @@ def test_a_reset_that_gives_the_observation_alone_is_told_of_a_vector_environmen
     size: int, expected: str
 ) -> None:
     with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
-        run(SyncVectorEnv([partial(ResetsAlone, size)]))
+        fragments_of(SyncVectorEnv([partial(ResetsAlone, size)]))
     assert re.search(expected, "\n".join([str(raised.value), *raised.value.__notes__]))
 
 
@@ -118,7 +112,7 @@ def test_a_vector_environment_whose_reset_gives_the_observations_alone_is_named(
     with pytest.raises(
         EnvError, match=r"reset gave an array float32\[2, 3\], expected a tuple \(observations, infos\)"
     ):
-        run(Alone(SyncVectorEnv([Odd, Odd])))
+        fragments_of(Alone(SyncVectorEnv([Odd, Odd])))
 
 
 class Informs(Odd):
@@ -139,20 +133,13 @@ class Informs(Odd):
 @pytest.mark.parametrize("where", PLACES)
 def test_an_info_that_cannot_be_recorded_is_named(where: Any) -> None:
     with pytest.raises(EnvError, match="slot 1, its first step: info is a list of 1, expected a dict"):
-        run([Odd, partial(Informs, {}, ["a"])], lanes=1, where=where)
+        fragments_of([Odd, partial(Informs, {}, ["a"])], lanes=1, where=where)
     with pytest.raises(EnvError, match="slot 1, the first reset: info is a list of 1, expected a dict"):
-        run([Odd, partial(Informs, ["a"], {})], lanes=1, where=where)
+        fragments_of([Odd, partial(Informs, ["a"], {})], lanes=1, where=where)
 
 
 def test_one_slot_without_infos_leaves_those_of_the_others() -> None:
-    with Rollout(
-        [partial(Informs, {}, None), partial(Informs, {}, {"a": 1})],
-        module=Zeros(),
-        fragment_length=2,
-        num_fragments=1,
-        seed=0,
-    ) as rollout:
-        [fragment] = rollout.fragments()
+    [fragment, _, _] = fragments_of([partial(Informs, {}, None), partial(Informs, {}, {"a": 1})], fragment_length=2)
     first, second = (chunk.get_infos(-1) for chunk in fragment.episodes())
     assert (first, second) == ({}, {"a": 1})
 
@@ -160,7 +147,7 @@ def test_one_slot_without_infos_leaves_those_of_the_others() -> None:
 def test_an_error_of_the_environments_own_stays_what_it_is() -> None:
     vector = SyncVectorEnv([Odd, partial(Odd, error=ValueError("its own"))])
     with pytest.raises(ValueError, match="its own") as raised:
-        run(vector)
+        fragments_of(vector)
     assert str(raised.value) == "its own"
 
 
@@ -172,7 +159,7 @@ class Writes(Odd):
 def test_a_part_without_columns_is_named_alike_everywhere(where: Any) -> None:
     told = r"slot 0: the observation space at \['b'\]\['note'\] is Text\(.*\), which has no columns; expected Box"
     with pytest.raises(EnvError, match=told):
-        run([Writes, Writes], where=where)
+        fragments_of([Writes, Writes], where=where)
 
 
 class Gives(SmallEnv):
@@ -218,7 +205,9 @@ def test_an_observation_of_another_kind_is_told_with_its_slot_and_what_was_expec
 ) -> None:
     space, right, wrong, told = WRONG[name]
     with pytest.raises(EnvError, match=rf"^slot 1: an observation that is not in its space: column .*{told}") as raised:
-        run([partial(Gives, space, right, each, since) for each in (right, wrong)], lanes=1, autoreset_mode=mode)
+        fragments_of(
+            [partial(Gives, space, right, each, since) for each in (right, wrong)], lanes=1, autoreset_mode=mode
+        )
     assert any(note.startswith("lane 0, ") for note in raised.value.__notes__)
     assert "\n" not in str(raised.value)
 
@@ -226,14 +215,8 @@ def test_an_observation_of_another_kind_is_told_with_its_slot_and_what_was_expec
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_tensors_are_taken_by_their_values(mode: Any) -> None:
     seen = {"a": torch.tensor([0.5, -0.25]), "b": torch.tensor(1)}
-    with Rollout(
-        [partial(Gives, PARTS, seen, seen, reward=torch.tensor(0.5))] * 2,
-        module=Zeros(),
-        fragment_length=4,
-        num_fragments=1,
-        autoreset_mode=mode,
-    ) as rollout:
-        [fragment] = rollout.fragments()
+    envs = [partial(Gives, PARTS, seen, seen, reward=torch.tensor(0.5))] * 2
+    [fragment] = fragments_of(envs, num_fragments=1, autoreset_mode=mode)
     np.testing.assert_array_equal(fragment.column("obs")["a"], np.full((4, 2, 2), [0.5, -0.25], np.float32))
     np.testing.assert_array_equal(fragment.column("obs")["b"], np.ones((4, 2), np.int64))
     np.testing.assert_array_equal(fragment.column("rewards"), np.full((4, 2), 0.5, np.float32))
@@ -253,10 +236,7 @@ def test_tensors_are_taken_by_their_values(mode: Any) -> None:
     ],
 )
 def test_a_real_number_of_any_class_is_a_reward(reward: Any, expected: Any, mode: Any) -> None:
-    with Rollout(
-        [partial(Odd, reward=reward), Odd], module=Zeros(), fragment_length=4, num_fragments=1, autoreset_mode=mode
-    ) as rollout:
-        [fragment] = rollout.fragments()
+    [fragment] = fragments_of([partial(Odd, reward=reward), Odd], num_fragments=1, autoreset_mode=mode)
     np.testing.assert_array_equal(fragment.column("rewards"), np.array([[expected, 1.0]] * 4, np.float32))
 
 
@@ -275,7 +255,7 @@ def test_a_real_number_of_any_class_is_a_reward(reward: Any, expected: Any, mode
 )
 def test_a_reward_that_is_no_number_is_refused(reward: Any, told: str, mode: Any) -> None:
     with pytest.raises(EnvError, match=f"slot 1: its reward is {told}.*, expected one number") as raised:
-        run([Odd, partial(Odd, reward=reward)], lanes=1, autoreset_mode=mode)
+        fragments_of([Odd, partial(Odd, reward=reward)], lanes=1, autoreset_mode=mode)
     assert len(str(raised.value)) < 200
 
 
@@ -283,13 +263,8 @@ def test_a_reward_that_is_no_number_is_refused(reward: Any, told: str, mode: Any
 def test_a_box_without_numbers_is_a_space(where: Any) -> None:
     empty, parts = np.zeros(0, np.float32), spaces.Dict({"none": spaces.Box(-1, 1, (0,)), "some": BOX})
     for space, seen in ((spaces.Box(-1, 1, (0,)), empty), (parts, {"none": empty, "some": PART["a"]})):
-        with Rollout(
-            [partial(Gives, space, seen, seen)] * 2,
-            module=RandomModule,
-            fragment_length=5,
-            num_fragments=1,
-            where=where,
-        ) as rollout:
+        options: Any = {"module": RandomModule, "fragment_length": 5, "num_fragments": 1, "where": where}
+        with Rollout([partial(Gives, space, seen, seen)] * 2, **options) as rollout:
             [batch] = rollout.batches()
         obs = batch["obs"] if space is not parts else batch["obs"]["none"]
         assert tuple(obs.shape) == (10, 0)

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -151,11 +152,7 @@ def test_a_save_that_fails_leaves_the_policy_that_was_there(tmp_path: Path, monk
     policy = policy_of("box", "discrete", "filter")
     policy.save(tmp_path / "p")
     before = contents(tmp_path / "p")
-
-    def fail(*_: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
         policy.save(tmp_path / "p")
     assert contents(tmp_path / "p") == before

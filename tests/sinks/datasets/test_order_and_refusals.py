@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -214,15 +215,9 @@ def test_fragments_of_another_kind_are_refused_with_the_field(path: Path, played
             sink(nested)
 
 
-def full(path: Path, patch: pytest.MonkeyPatch) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    patch.setattr(os, "fsync", fail)
-
-
+FULL = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 FAILURES: dict[str, Any] = {
-    "No space left on device": full,
+    "No space left on device": lambda path, patch: patch.setattr(os, "fsync", FULL),
     "No space left": lambda path, patch: (path / "steps" / ".000002.parquet.part").symlink_to("/dev/full"),
     "No such file": lambda path, patch: shutil.rmtree(path),
 }

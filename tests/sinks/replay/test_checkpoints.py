@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -161,12 +162,8 @@ def test_a_disk_that_is_full_is_told_with_the_file(
     replay.save(tmp_path / "replay")
     replay.insert(played.fragments[1])
     taken = len(replay)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space left on device") as raised:
             replay.save(tmp_path / "replay")
     [note] = raised.value.__notes__

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -235,9 +236,7 @@ def test_two_replays_with_one_path_have_rows_of_their_own(tmp_path: Path) -> Non
 def test_a_disk_without_room_for_all_rows_is_told_when_they_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ReplayError, match=r"a file of [0-9,]+ bytes can't be made: No space left on device"):
         Replay(50, storage=Storage(path=tmp_path / "rows")).insert(Played(3, 1).fragments[0])
@@ -308,8 +307,7 @@ def test_what_a_sampler_of_ones_own_draws_has_steps(draw: Any, told: str, wrap: 
 class Every(Sampler):
     """A sampler of one's own: steps in turn."""
 
-    def __init__(self) -> None:
-        self.next = 0
+    next = 0
 
     def draw(self, rows: Any, count: int, generator: np.random.Generator) -> Draw:
         kept = np.arange(rows.begin, rows.end)
@@ -452,20 +450,15 @@ def filled(fragments: Any, **options: Any) -> Replay:
     return replay
 
 
-def test_each_step_has_the_state_before_it(played: Played) -> None:
-    batch = filled(played.fragments, sampler=Newest()).sample(80)
-    assert batch["state_in"]["steps"][:, 0].tolist() == batch["obs"][:, 2].tolist()
-    assert {0.0, 3.0, 5.0} < set(batch["state_in"]["steps"][:, 0].tolist())
-
-
-def test_a_sequence_has_the_state_before_its_first_step(played: Played) -> None:
+def test_each_step_and_sequence_has_the_state_before_it_of_a_dataset_with_lookback_too(
+    played: Played, tmp_path: Path
+) -> None:
+    write_dataset(played.fragments, tmp_path)
+    for fragments in (played.fragments, DatasetSource(tmp_path, batch_size=4).fragments()):
+        batch = filled(fragments, sampler=Newest()).sample(80)
+        assert batch["state_in"]["steps"][:, 0].tolist() == batch["obs"][:, 2].tolist()
+        assert {0.0, 3.0, 5.0} < set(batch["state_in"]["steps"][:, 0].tolist())
     batch = filled(played.fragments, sampler=Sequences(3, burn_in=2)).sample(64)
     assert batch["state_in"]["steps"][:, 0].tolist() == batch["obs"][:, 0, 2].tolist()
-
-
-def test_steps_of_a_dataset_have_it_with_lookback_and_are_refused_without(played: Played, tmp_path: Path) -> None:
-    write_dataset(played.fragments, tmp_path)
-    batch = filled(DatasetSource(tmp_path, batch_size=4).fragments(), sampler=Newest()).sample(80)
-    assert batch["state_in"]["steps"][:, 0].tolist() == batch["obs"][:, 2].tolist()
     with pytest.raises(ReplayError, match="expected a lookback of 1 or more"):
         filled(DatasetSource(tmp_path, batch_size=4, lookback=0).fragments())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -306,11 +307,8 @@ def test_what_is_held_back_when_the_host_ends_is_counted_as_undelivered(tmp_path
 
 
 def test_an_error_inside_a_host_comes_out_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("the disk is gone")
-
     with pytest.raises(OSError, match="the disk is gone"), serving(Replay(64), tmp_path) as host:
-        monkeypatch.setattr(SampleServer, "_forget_lost", fail)
+        monkeypatch.setattr(SampleServer, "_forget_lost", Mock(side_effect=OSError("the disk is gone")))
         host.wait()
 
 

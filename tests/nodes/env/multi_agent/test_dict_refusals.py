@@ -187,14 +187,6 @@ class Agents(Scripted):
             setattr(self, name, value)
 
 
-class Unspaced(Scripted):
-    """With other observation spaces."""
-
-    def __init__(self, spaces: Any) -> None:
-        super().__init__()
-        self.observation_spaces = spaces
-
-
 MADE = {
     "no agents": (lambda: Agents(possible_agents=[]), "'possible_agents' is missing or empty, expected every agent"),
     "an agent named all": (lambda: Agents(possible_agents=["a", "__all__"]), "none named '__all__'"),
@@ -207,7 +199,7 @@ MADE = {
         "environment 4: agent 'b': the action space Text.* has no columns; expected Box, Discrete",
     ),
     "no dict of spaces": (
-        lambda: Unspaced(None),
+        lambda: Agents(observation_spaces=None),
         r"environment 4: agent 'a': 'observation_spaces' is None, expected a dict: agent -> gymnasium.Space, or "
         r"'get_observation_space' to give the agent's, which raises KeyError\('a'\)",
     ),
