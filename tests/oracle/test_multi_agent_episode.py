@@ -3,10 +3,9 @@
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 from both import ask
-from drawn_turns import AGENTS, Told, turns
+from drawn_turns import AGENTS, Told, plain, turns
 from episodes import Pair
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from plays import has_heir, has_repeat, observed_plays, plays
@@ -69,25 +68,16 @@ def agent_picture(episode: Any, infos: bool) -> dict[str, Any]:
         "id": (episode.agent_id, episode.module_id, episode.multi_agent_episode_id),
         "t": (episode.t_started, episode.t),
         "done": episode.is_done,
-        "observations": listed(episode.get_observations(**whole)),
+        "observations": plain(episode.get_observations(**whole)),
         "infos": episode.get_infos(**whole) if infos else None,
-        "actions": listed(episode.get_actions(**whole)),
-        "rewards": listed(episode.get_rewards(**whole)),
+        "actions": plain(episode.get_actions(**whole)),
+        "rewards": plain(episode.get_rewards(**whole)),
         "outputs": {
-            key: listed(episode.get_extra_model_outputs(key, **whole)) if len(buffer) else []
+            key: plain(episode.get_extra_model_outputs(key, **whole)) if len(buffer) else []
             for key, buffer in episode.extra_model_outputs.items()
             if len(buffer)
         },
     }
-
-
-def listed(tree: Any) -> Any:
-    """Arrays as lists: of an agent without steps Ray has now the one, now the other."""
-    if isinstance(tree, dict):
-        return {key: listed(part) for key, part in tree.items()}
-    if isinstance(tree, list):
-        return [listed(part) for part in tree]
-    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
 
 
 long_plays = turns(min_steps=2).filter(lambda told: told.length > 1 and not has_heir(told) and not has_repeat(told))
@@ -184,7 +174,7 @@ def asked_with_fill(data: st.DataObject, told: Told, total: int) -> dict[str, An
 def test_every_getter_gives_the_same(draw: Any, told: Told, numpy: bool, data: st.DataObject, name: str) -> None:
     pair = Plays.played(told, numpy and may_be_arrays(told) and draw is not asked_with_fill)
     asked = draw(data, told, told.length + (name in ("get_observations", "get_infos")))
-    read = lambda episode: without_empty(listed(getattr(episode, name)(**asked)))  # noqa: E731
+    read = lambda episode: without_empty(plain(getattr(episode, name)(**asked)))  # noqa: E731
     pair.check(read, (name, asked, told))
 
 

@@ -13,6 +13,7 @@ from rollflow.nodes import (
     LambdaConnector,
     OneHotObservations,
     PrevActionsPrevRewards,
+    RandomModule,
 )
 from rollflow.stream.data.tree import leaves_of, stack_trees
 
@@ -56,6 +57,13 @@ FITTING = {
     "discrete": ["none", "one_hot", "previous", "flat"],
     "image": ["none", "frames"],
 }
+
+
+class Repeats(RandomModule):
+    """Module whose action is what it sees."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": batch["obs"]}
 
 
 class LoggedEnv(gym.Env[Any, Any]):

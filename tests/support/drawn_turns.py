@@ -7,11 +7,21 @@ The numbers say whose and which an item is: agent "b"'s observations are 2000, 2
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from rollflow import MultiAgentEpisode
 
 AGENTS = ["a", "b", "c"]
+
+
+def plain(tree: Any) -> Any:
+    """Return the same values with lists and numbers for arrays."""
+    if isinstance(tree, dict):
+        return {key: plain(part) for key, part in tree.items()}
+    if isinstance(tree, list):
+        return [plain(part) for part in tree]
+    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
 
 
 @dataclass

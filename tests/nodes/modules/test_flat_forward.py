@@ -1,5 +1,6 @@
 """Forward passes as flat lists of operations: the same numbers up to rounding, or none of it."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -179,14 +180,6 @@ def test_a_pass_that_depends_on_numbers_is_done_as_it_is(way: Any, told: str) ->
     assert flat.reason.startswith(told)
 
 
-def test_a_rollout_gives_the_same_either_way_and_tells_which() -> None:
-    expected = fragments()
-    for flat in (False, True):
-        fragment_equality.assert_alike(fragments(forward=Forward(flat=flat)), expected)
-        explained = Rollout(numbered_envs(3)[1], module=NumberedModule(), forward=Forward(flat=flat)).explain()
-        assert ("forward pass flat" in explained) is flat
-
-
 # Forward passes by torch.compile, and on another device
 
 
@@ -196,19 +189,30 @@ def fragments(**options: Any) -> list[Any]:
         return list(rollout.fragments())
 
 
-def test_a_compiled_pass_gives_the_same() -> None:
-    # torch's eager backend goes through all of torch.compile but the making of machine code.
-    fragment_equality.assert_alike(fragments(forward=Forward(compile={"backend": "eager"})), fragments())
+# torch's eager backend goes through all of torch.compile but the making of machine code.
+EAGER = Forward(compile={"backend": "eager"})
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"forward": Forward(flat=True)}, "forward pass flat"),
+        ({"forward": Forward(flat=False)}, ""),
+        ({"forward": EAGER}, "forward pass compiled"),
+    ],
+)
+def test_a_rollout_gives_the_same_in_any_way_and_tells_which(options: Any, told: str) -> None:
+    fragment_equality.assert_alike(fragments(**options), fragments())
+    explained = str(Rollout(numbered_envs(3)[1], module=NumberedModule(), **options).explain())
+    assert re.findall("forward pass (?:flat|compiled)", explained) == [told] * bool(told)
 
 
 @pytest.mark.slow
 def test_compiled_passes_of_several_modules_give_the_same() -> None:
     drawn = DrawnAgents(2, 2, 4, 1, 9, False, 6, 1, False, 3)
-    assert_alike(agent_fragments(drawn, forward=Forward(compile={"backend": "eager"})), agent_fragments(drawn))
     # The shapes of batches differ from pass to pass where agents come and go.
-    assert_alike(
-        agent_fragments(drawn, forward=Forward(compile={"backend": "eager"}, max_batch=8)), agent_fragments(drawn)
-    )
+    for forward in (EAGER, Forward(compile={"backend": "eager"}, max_batch=8)):
+        assert_alike(agent_fragments(drawn, forward=forward), agent_fragments(drawn))
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -221,7 +225,7 @@ def test_it_is_shown_and_refused_beside_a_flat_one(several: bool) -> None:
             return str(rollout.explain())
 
     maker = partial(NumberedAgents, 0, nested=0)
-    assert "forward pass compiled" in explained(forward=Forward(compile={"backend": "eager"}))
+    assert "forward pass compiled" in explained(forward=EAGER)
     assert "forward pass flat" in explained()
     assert "forward pass" not in explained(forward=Forward(flat=False))
     assert "forward pass flat" not in explained(debug=True)

@@ -76,6 +76,14 @@ POLICIES: dict[str, Any] = {
 EXPECTED = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4] * 2  # of two episodes
 
 
+def batch_of(module: Any, env: Any = Counts, **options: Any) -> Any:
+    """The train batch of two episodes of an environment, unless the options say otherwise."""
+    settings = {"num_envs": 1, "fragment_length": 20, "num_fragments": 1, "seed": 0, **options}
+    with Rollout(env, module=module, **settings) as rollout:
+        [batch] = rollout.batches()
+    return batch
+
+
 @pytest.mark.parametrize("explore", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_acts(policy: str, explore: bool) -> None:
@@ -103,22 +111,13 @@ def test_it_acts_in_every_place(policy: str, where: Any) -> None:
         with rollouts_on(envs.addresses[0], [Counts], module=POLICIES[policy]), Rollout(envs, **options) as rollout:
             [batch] = rollout.batches()
     else:
-        with Rollout(Counts, num_envs=1, where=where, **options) as rollout:
-            [batch] = rollout.batches()
+        batch = batch_of(POLICIES[policy], where=where)
     assert batch["actions"].reshape(-1, 20).tolist() == [EXPECTED] * (2 if where == "agents" else 1)
 
 
 def test_exploration_goes_by_its_outputs() -> None:
-    with Rollout(
-        Counts,
-        module=modulo_outputs,
-        num_envs=4,
-        fragment_length=50,
-        num_fragments=1,
-        seed=0,
-        module_to_env_connector=lambda env: EpsilonGreedy(schedule=1.0),
-    ) as rollout:
-        [batch] = rollout.batches()
+    chance: Any = {"module_to_env_connector": lambda env: EpsilonGreedy(schedule=1.0)}
+    batch = batch_of(modulo_outputs, num_envs=4, fragment_length=50, **chance)
     assert batch["actions"].unique().tolist() == [0, 1, 2, 3, 4]
     assert batch["action_logp"].unique().tolist() == [pytest.approx(np.log(0.2))]
 
@@ -130,11 +129,7 @@ def test_dicts_of_actions_are_actions() -> None:
         def step(self, action: Any) -> Any:
             return super().step(action["push"])
 
-    with Rollout(
-        Pushes, module=lambda obs: {"push": modulo(obs)}, num_envs=1, fragment_length=20, num_fragments=1, seed=0
-    ) as rollout:
-        [batch] = rollout.batches()
-    assert batch["rewards"].tolist() == EXPECTED
+    assert batch_of(lambda obs: {"push": modulo(obs)}, Pushes)["rewards"].tolist() == EXPECTED
 
 
 def test_its_weights_are_published_if_it_has_any() -> None:
@@ -195,11 +190,10 @@ NO_OUTPUTS = [giving(None), giving("left"), giving(object()), GivesTensor()]
 
 @pytest.mark.parametrize("module", NO_OUTPUTS, ids=["none", "text", "object", "tensor"])
 def test_what_is_no_action_is_refused(module: Any) -> None:
-    with (
-        pytest.raises(ModuleError, match=r"(lambda> gave a dict|GivesTensor gave a Tensor) that is no dict of tensors"),
-        Rollout(Counts, module=module, num_envs=1, seed=0) as rollout,
+    with pytest.raises(
+        ModuleError, match=r"(lambda> gave a dict|GivesTensor gave a Tensor) that is no dict of tensors"
     ):
-        next(rollout.batches())
+        batch_of(module)
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from drawn_policies import Repeats
 from extras import needs
 from gymnasium import spaces
 from gymnasium.wrappers import TransformAction, TransformObservation
 from hypothesis import given, strategies as st
 
 from rollflow import ConnectorV2, FrameStacking, MeanStdFilter, Policy
-from rollflow.nodes import (
-    AdaptActions,
-    DefaultModule,
-    FlattenObservations,
-    PrevActionsPrevRewards,
-    RandomModule,
-)
+from rollflow.nodes import AdaptActions, DefaultModule, FlattenObservations, PrevActionsPrevRewards
 from rollflow.nodes.connectors.alpha import (
     ConnectorContext,
     register_lambda_action_connector,
@@ -69,16 +64,9 @@ def test_fields_that_are_the_same_need_no_word_and_those_that_came_are_dropped()
         np.testing.assert_array_equal(done["turn"], expected["turn"])
 
 
-class Shown(RandomModule):
-    """Module that shows what it sees: its action is the observation."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"actions": batch["obs"]}
-
-
 def shown(observations: Any, new: Any, given: Any, fields: Any) -> Any:
     """What the module sees of an observation of the new space."""
-    policy = Policy(Shown, observation_space=observations, action_space=observations)
+    policy = Policy(Repeats, observation_space=observations, action_space=observations)
     return policy.adapted(world(new, observations), fields=fields).act(given)
 
 
@@ -135,7 +123,7 @@ def test_actions_get_the_fields_that_came_and_lose_those_that_went() -> None:
 
 def test_actions_that_are_kept_stay_within_the_environments_bounds() -> None:
     wide, narrow = box((-2.0, 2.0), (-2.0, 2.0)), box((-1.0, 1.0), (-0.5, 3.0))
-    policy = Policy(Shown, observation_space=wide, action_space=wide)
+    policy = Policy(Repeats, observation_space=wide, action_space=wide)
     adapted = policy.adapted(world(wide, narrow), fields={"action": "action"})
     assert adapted.act(np.array([1.5, -1.5], np.float32)).tolist() == [1.0, -0.5]
     assert adapted.act(np.array([-0.5, 2.0], np.float32)).tolist() == [-0.5, 2.0]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_policies import ACTIONS, BOX, MASKED, LoggedEnv
+from drawn_policies import ACTIONS, BOX, MASKED, LoggedEnv, Repeats
 from gymnasium import spaces
 from mpe2 import simple_spread_v3
 from together import Together
@@ -17,7 +17,6 @@ from rollflow.nodes import (
     MultiAgentEnv,
     ParallelPettingZooEnv,
     PrevActionsPrevRewards,
-    RandomModule,
 )
 from rollflow.policy import evaluate_agents
 from rollflow.stream import PolicyError
@@ -106,13 +105,6 @@ class Turns(MultiAgentEnv):
         observations = {follows: np.array([self.acted[follows], 0.0], np.float32)}
         ends = {"b": self.step_number == 4, "__all__": self.step_number == 6}
         return observations, {"a": 1.0, "b": 0.5} if self.step_number <= 4 else {"a": 1.0}, ends, {}, {}
-
-
-class Repeats(RandomModule):
-    """Module whose action is what it sees."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {"actions": batch["obs"]}
 
 
 def test_each_agents_returns_and_lengths_are_told() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_turns import AGENTS, Told, turns
+from drawn_turns import AGENTS, Told, plain, turns
 from hypothesis import given, settings, strategies as st
 from property_examples import examples
 
@@ -14,15 +14,6 @@ from rollflow.stream import EpisodeIndexError
 
 NAMES = ["observations", "infos", "actions", "rewards", "outputs"]
 FORMS = st.booleans()
-
-
-def plain(tree: Any) -> Any:
-    """Return the same values with lists and numbers for arrays."""
-    if isinstance(tree, dict):
-        return {key: plain(part) for key, part in tree.items()}
-    if isinstance(tree, list):
-        return [plain(part) for part in tree]
-    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
 
 
 def state_of(episode: MultiAgentEpisode) -> Any:
