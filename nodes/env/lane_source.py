@@ -48,6 +48,7 @@ class LaneSource(abc.ABC):
         env                what environments are made of, or they themselves: subclasses say what they take
         num_envs, lanes    environments in all, and groups of them that step on their own; None: as many as there are
         fragment_length    vector steps in a fragment (T)
+        lookback           steps of the fragment before that each fragment begins with (H), unless `make_lanes` says it
         seed               of every environment
         slot_seeds         one seed for each environment, in the slots' order; None: they follow from `seed`
         first_lane,        numbers of the first lane and environment, where other lanes of the rollout are elsewhere
@@ -55,8 +56,7 @@ class LaneSource(abc.ABC):
 
     envs                     the environments of every lane
     num_envs                 environments in all
-    lanes                    as they circulate, from `make_lanes` on
-    lookback                 steps of the fragment before that each fragment begins with (H)
+    lanes                    as they circulate, from `make_lanes` or the beginning on
     is_shared                whether other processes may look at what lanes record
     is_started, is_closed    True once it is
     unrecorded_steps         transitions of vector steps that raised: some of them may not have been made
@@ -74,8 +74,6 @@ class LaneSource(abc.ABC):
     has_fixed_lanes = True
     does = "step"  # what a lane comes back from, in a trace
 
-    lookback: int
-
     def __init__(
         self,
         env: Any,
@@ -83,6 +81,7 @@ class LaneSource(abc.ABC):
         num_envs: int | None = None,
         lanes: int | None = None,
         fragment_length: int = 128,
+        lookback: int = 1,
         seed: int = 0,
         slot_seeds: Sequence[int] | None = None,
         first_lane: int = 0,
@@ -90,6 +89,7 @@ class LaneSource(abc.ABC):
     ) -> None:
         self.seed, self.slot_seeds = checked_count("seed", seed, 0), slot_seeds
         self.fragment_length = checked_count("fragment_length", fragment_length, 1)
+        self.lookback = checked_count("lookback", lookback, 0)
         self._first_lane = checked_count("first_lane", first_lane, 0)
         self._first_slot = checked_count("first_slot", first_slot, 0)
         self._first_step = 0  # of every lane
@@ -348,6 +348,8 @@ class LaneSource(abc.ABC):
             raise RunError("these environments have been run before: a rollout runs once, make another one")
         if self.is_closed:
             raise RunError("these environments have been closed: make another rollout")
+        if not self.lanes:
+            self.make_lanes(self.lookback)
         self.is_started = True
         for lane in self.lanes:
             lane.first_step = self._first_step

@@ -13,6 +13,7 @@ from rollflow.stream.graph.counters import RunCounters
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.node import close_nodes
+from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.observe.waits import Look
 
@@ -167,6 +168,10 @@ class InlineRun:
     def look(self) -> Look | None:
         """What every node and the reader do right now, for the stall doctor; None: it does not run."""
         return self.counters.look() if self._state in ("running", "finished") else None
+
+    def report(self) -> Report:
+        """A report of the counts so far."""
+        return self.counters.report()
 
     def close(self) -> None:
         """Call every node's `close()`, and let go of all items. A second call does nothing."""

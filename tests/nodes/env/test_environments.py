@@ -12,7 +12,10 @@ from sloppy_envs import Zeros, fragments_of
 from small_env import SmallEnv
 
 from rollflow import Rollout
-from rollflow.stream import EnvError
+from rollflow.nodes import Environments, EnvToModule, ModuleForward, ModuleToEnv, PolicyWeights
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.stages.ring import ring_of
+from rollflow.stream import EnvError, InlineRun
 from rollflow.stream.testing import check
 
 
@@ -187,6 +190,18 @@ def test_lists_are_taken_where_the_space_has_arrays(kind: type[Lists], count: in
     assert len(made[0]) > 6
     for mine, other in zip(*made, strict=True):
         check({**mine, "duration_s": 0}, {**other, "duration_s": 0})
+
+
+@pytest.mark.parametrize(("options", "lookback"), [({}, 1), ({"lookback": 3}, 3)], ids=["usual", "given"])
+def test_a_ring_drawn_by_hand_gives_fragments(options: dict[str, int], lookback: int) -> None:
+    environments = Environments(Scripted, num_envs=2, lanes=2, fragment_length=5, **options)
+    module, spaces_of = Zeros(), (environments.observation_space, environments.action_space)
+    prepare = EnvToModule(EnvToModulePipeline.default(*spaces_of), module, num_lanes=2, num_fragments=1)
+    act = ModuleToEnv(ModuleToEnvPipeline.default(*spaces_of), module)
+    with InlineRun(ring_of(environments, prepare, ModuleForward(module, PolicyWeights(module)), act, None)) as run:
+        [(_, first), (_, second)] = [*run.next_outputs(), *run.next_outputs()]
+        assert [node.items for node in run.report().nodes if node.name == "env"] == [10]
+    assert [(each.lane, each.layout.lookback) for each in (first, second)] == [(0, lookback), (1, lookback)]
 
 
 @pytest.mark.parametrize("missing", ["observation_space", "action_space"])
