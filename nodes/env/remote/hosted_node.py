@@ -17,6 +17,7 @@ from rollflow.nodes.env.workers.supervised_source import L, SupervisedSource
 from rollflow.nodes.env.workers.watch import call_under_way
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import NoFragment
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import Wait
 from rollflow.stream.wire import Answer, Failed, Request
 
@@ -359,7 +360,7 @@ class HostedNode(SupervisedSource):
             progress,
             party=name,
             mark=(began, progress[0]),
-            age_s=0.0 if began is None else max(0.0, monotonic() - began),
+            age_s=0.0 if began is None else max(0.0, backoff.times.clock() - began),
             where=where,
             remedy="look at the log of the host, or run rollflow doctor PID there; Timeouts(step=…) gives the lane up",
         )

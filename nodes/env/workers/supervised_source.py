@@ -1,11 +1,12 @@
 """The base of nodes whose lanes step elsewhere: in worker processes, or on hosts."""
 
 from collections.abc import Iterator, Sequence
-from time import monotonic
+from time import perf_counter_ns
 from typing import Any, TypeVar
 
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
+from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import LastError
 
 L = TypeVar("L", bound=Any)  # a lane, or a token of one, as it goes round
@@ -28,9 +29,11 @@ class SupervisedSource(LaneSource):
         for lane in self._completed():
             began = began_at.get(lane.index)
             if began is not None and not lane.is_set_aside:
-                calls.add(int((monotonic() - began) * 1e9))
+                spent = int((backoff.times.clock() - began) * 1e9)
+                calls.add(spent)
                 if self.trace is not None:
-                    self.trace.stepped(lane.index, int(began * 1e9), "reset" if lane.vector_steps == 0 else self.does)
+                    does = "reset" if lane.vector_steps == 0 else self.does
+                    self.trace.stepped(lane.index, perf_counter_ns() - spent, does)
             yield lane
 
     def _completed(self) -> Iterator[Any]:

@@ -1,6 +1,9 @@
 """Lanes that are looked at: whoever is at the same for too long is late, and nobody else."""
 
+from collections.abc import Callable
+from time import perf_counter_ns
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium as gym
 import numpy as np
@@ -10,8 +13,11 @@ from hypothesis import given, strategies as st
 from numbered_env import NumberedEnv
 
 from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.remote.hosted_node import HostedNode
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, nothing
+from rollflow.nodes.env.workers.supervised_source import SupervisedSource
 from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressWatch
+from rollflow.stream.graph.meter import CallTimes
 from rollflow.stream.net.backoff import waiting
 
 timeouts = st.none() | st.integers(1, 9)
@@ -71,6 +77,22 @@ def test_resets_that_can_not_be_told_from_their_step_add_to_its_time() -> None:
     with waiting(clock=float):
         watched.begin(0)
     assert watched._until[0] == 6.0
+
+
+def test_a_call_takes_its_time_on_the_clock_of_waits_and_its_span_is_on_that_of_traces(
+    forward: Callable[[float], None],
+) -> None:
+    watched, lane = ProgressWatch(9.0, 9.0, lambda lane: (0, Activity.STEP)), Mock(index=0, is_set_aside=False)
+    source = Mock(supervisor=Mock(deadlines=watched), progress=watched._at, call_times=CallTimes())
+    source._completed = lambda: [lane]
+    watched.begin(0)
+    forward(2.0)
+    assert HostedNode._wait_for(source, Mock(host=Mock(lost_at=None), status=lane), "env").age_s == 2.0
+    before = perf_counter_ns()
+    assert list(SupervisedSource.completed(source)) == [lane]
+    began, took = source.trace.stepped.call_args.args[1], source.call_times.longest
+    assert took == 2_000_000_000
+    assert before <= began + took <= perf_counter_ns()
 
 
 # What tells of it
