@@ -122,6 +122,7 @@ class StreamEnds:
         known: wire.TrainerSession | None = None,
         *,
         given: int = 0,
+        accepts: Any = wire.TrainerConnection,
         **said: Any,
     ) -> None:
         self.session = session or wire.SourceSession(TOKEN)
@@ -129,7 +130,7 @@ class StreamEnds:
         self.known = known or wire.TrainerSession(TOKEN)
         shared: dict[str, Any] = {"secret": SECRET, "limits": wire.Limits(), "now": 0.0}
         self.source = wire.SourceConnection(hello(**{"role": "source", **said}), self.session, **shared)
-        self.trainer = wire.TrainerConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        self.trainer = accepts(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
         self.to_trainer()
         self.to_source()
         self.events = self.to_trainer()

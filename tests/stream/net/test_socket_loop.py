@@ -85,6 +85,20 @@ def test_a_peer_whose_message_is_no_good_fails_and_the_others_go_on(looped: Loop
     assert list(looped.loop.peers) == looped.peers[1:]
 
 
+def test_a_ping_is_answered_at_once_and_a_goodbye_closes_and_is_no_failure(looped: Looped) -> None:
+    looped.send(0, Ping(7))
+    looped.serve()
+    assert looped.others[0].recv(1 << 10, socket.MSG_DONTWAIT) == b"".join(map(bytes, encode(Ping(7)))).replace(
+        b"ping", b"pong"
+    )
+    looped.send(0, Goodbye("done"))
+    looped.serve()
+    assert [type(event) for event in looped.owner.handled] == [Goodbye]
+    assert looped.owner.failed == []
+    assert looped.others[0].recv(1, socket.MSG_DONTWAIT) == b""
+    assert list(looped.loop.peers) == looped.peers[1:]
+
+
 def test_a_connection_that_is_lost_fails_by_its_own_error(looped: Looped) -> None:
     looped.others[0].close()
     looped.serve()

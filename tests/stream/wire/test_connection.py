@@ -367,11 +367,14 @@ def test_who_asks_on_and_on_and_does_not_read_is_given_up_and_the_answer_waits_f
     assert ends.host_session.take(request) is TakenRequest.AGAIN
 
 
-def test_nothing_is_sent_through_a_connection_that_is_not_running() -> None:
+@pytest.mark.parametrize("state", ["broken", "leaving"])
+def test_nothing_is_sent_through_a_connection_that_is_not_running(state: str) -> None:
     ends = running(said=hello(role="rollout"))
-    ends.host.ended()
-    ends.gateway.ended()
-    with pytest.raises(WireError, match="metrics: the connection is broken, expected running"):
+    for end in (ends.host, ends.gateway):
+        end.goodbye("done") if state == "leaving" else end.ended()
+        taken_from(end)
+    with pytest.raises(WireError, match=f"metrics: the connection is {state}, expected running"):
         ends.host.tell(wire.Metrics({}))
-    with pytest.raises(WireError, match="credit: the connection is broken, expected running"):
+    with pytest.raises(WireError, match=f"credit: the connection is {state}, expected running"):
         ends.gateway.give(1)
+    assert taken_from(ends.host) + taken_from(ends.gateway) == b""

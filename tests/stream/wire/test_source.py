@@ -90,9 +90,12 @@ def test_a_welcome_that_has_more_than_was_given_is_refused() -> None:
     assert "the trainer has 7 fragments of this stream, expected at most 2" in str(error_of([ends.welcome]))
 
 
-def test_a_host_is_no_source() -> None:
-    ends = Ends(role="env")
-    assert "hello.role is 'env', expected 'source': this is a trainer" in str(error_of(ends.events))
+@pytest.mark.parametrize(
+    ("end", "told"), [("Trainer", "'source': this is a trainer"), ("Replay", "'sampler': this is a replay host")]
+)
+def test_a_host_is_no_source(end: str, told: str) -> None:
+    ends = Ends(accepts=getattr(wire, f"{end}Connection"), role="env")
+    assert f"hello.role is 'env', expected {told}" in str(error_of(ends.events))
 
 
 class Streams(RuleBasedStateMachine):
