@@ -298,8 +298,8 @@ class TrainerSink:
         if self._is_draining:
             self._is_draining = False
             reason = self._uplink.problem or self._buffer.held_back(self._session, self._sends)
-            text = "the run is drained, and what it has made waits for %s, as long as it takes: %s; leave the run to "
-            logger.warning(text + "give it up", self._trainer_name, reason)
+            text = "the run is drained, and what it has made waits for %s, as long as it takes: %s; leave the run, or "
+            logger.warning(text + "press Ctrl-C again, to give it up", self._trainer_name, reason)
         return False
 
     def _has_left(self) -> bool:

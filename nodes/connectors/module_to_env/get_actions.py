@@ -71,7 +71,7 @@ class GetActions(ConnectorV2):
     ) -> None:
         if Columns.ACTIONS in batch:
             if slots := slots_with_nan(batch[Columns.ACTIONS]):
-                raise _unusable(Columns.ACTIONS, "is NaN", slots, shared_data, episodes)
+                raise _unusable(Columns.ACTIONS, "is NaN", slots, shared_data, episodes, rl_module)
             return
         logits = batch.get(Columns.ACTION_DIST_INPUTS)
         if logits is None:
@@ -93,9 +93,9 @@ class GetActions(ConnectorV2):
             actions, logp = distribution.sample_with_logp(races)
             # Where any row's logits are unusable.
             if not np.add.reduce(logp) > -np.inf or (may_mask(rl_module) and rules_all_out(logits.numpy())):
-                refuse_unusable(logits, shared_data, episodes, distribution_type)
+                refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
         else:
-            refuse_unusable(logits, shared_data, episodes, distribution_type)
+            refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
             if not explore:
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
@@ -175,13 +175,17 @@ def rules_all_out(logits: NDArray[Any]) -> bool:
     return not np.minimum.reduce(np.maximum.reduce(logits, axis=-1)) > RULED_OUT
 
 
-def refuse_unusable(logits: Any, shared_data: dict[str, Any], episodes: Episodes, distribution_type: Any) -> None:
+def refuse_unusable(
+    logits: Any, shared_data: dict[str, Any], episodes: Episodes, distribution_type: Any, module: Any = None
+) -> None:
     """Raise ModuleError for logits that are NaN or +inf, or rule out every action, with the slots.
 
     logits               any[N, D], a tensor or an array
     distribution_type    of the actions
+    module               that gave them; None: it is not known
 
-    The text adds which of these slots' observations are not finite: then the module is not to blame.
+    The text adds which of these slots' observations are not finite: then the module is not to blame; else which of its
+    weights are not.
     """
     array = array_of(logits) if isinstance(logits, torch.Tensor) else np.asarray(logits)
     # The least and the largest are cheap, and NaN if any is; some actions may be ruled out, but not all.
@@ -193,7 +197,7 @@ def refuse_unusable(logits: Any, shared_data: dict[str, Any], episodes: Episodes
     for fault, bad in (("is NaN", is_nan), ("rules out every action", no_choice), ("is +inf", is_inf)):
         slots = np.flatnonzero(bad).tolist()
         if slots:
-            raise _unusable(Columns.ACTION_DIST_INPUTS, fault, slots, shared_data, episodes)
+            raise _unusable(Columns.ACTION_DIST_INPUTS, fault, slots, shared_data, episodes, module)
 
 
 def slots_with_nan(actions: Tree) -> list[int]:
@@ -207,11 +211,11 @@ def slots_with_nan(actions: Tree) -> list[int]:
 
 
 def _unusable(
-    column: str, fault: str, slots: list[int], shared_data: dict[str, Any], episodes: Episodes
+    column: str, fault: str, slots: list[int], shared_data: dict[str, Any], episodes: Episodes, module: Any
 ) -> ModuleError:
     return ModuleError(
         f"'{column}' {fault} in lane {shared_data.get('lane', 0)}, vector step {shared_data.get('step', 'unknown')}, "
-        f"{_named(episodes, slots)}{_blamed(episodes, slots)}"
+        f"{_named(episodes, slots)}{_blamed(episodes, slots, module)}"
     ).see("not a number")
 
 
@@ -225,12 +229,14 @@ def _named(episodes: Episodes, slots: list[int]) -> str:
     return ", ".join(named) or f"slot {', '.join(map(str, slots))}"
 
 
-def _blamed(episodes: Episodes, slots: list[int]) -> str:
-    """The slots, of these, whose observations are not finite, in words."""
+def _blamed(episodes: Episodes, slots: list[int], module: Any) -> str:
+    """The slots, of these, whose observations are not finite, or the module's weights that are not, in words."""
     observed = [slot for slot in slots if slot < len(episodes)]
     bad = [slot for slot in observed if not _is_finite(episodes[slot].get_observations(-1))]
     if not bad:
-        return ""
+        weights = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+        names = [name for name, weight in weights if not bool(weight.isfinite().all())]
+        return f": weights are not finite: {', '.join(names)}; expected numbers" if names else ""
     return f": the observation itself is not finite in {_named(episodes, bad)}, expected numbers"
 
 

@@ -91,7 +91,7 @@ def _sampled_actions(
     arrays, is_usable = _acted(pieces, module, batch, explore, shared_data.get(RACES))
     if not is_usable:
         made = pieces[0].distribution_type(module, explore=bool(explore))
-        refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, made)
+        refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, made, module)
     return arrays
 
 

@@ -715,6 +715,15 @@ def test_a_module_is_not_blamed_for_an_environment_whose_observations_are_no_num
         next(iter(rollout.batches()))
 
 
+@pytest.mark.parametrize("explore", [True, False])
+def test_weights_that_are_no_numbers_are_named(explore: bool) -> None:
+    name, told = "policy_head.layers.0.weight", "slot 0, 1: weights are not finite: policy_head.layers.0.weight; exp"
+    with pytest.raises(ModuleError, match=told), Rollout("CartPole-v1", num_envs=2, explore=explore, seed=0) as rollout:
+        weights = rollout.module.state_dict()
+        rollout.publish({**weights, name: torch.full_like(weights[name], torch.nan)})
+        next(iter(rollout.batches()))
+
+
 def test_outputs_that_change_between_steps_are_refused() -> None:
     class Fickle(NumberedModule):
         def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:

@@ -193,7 +193,10 @@ def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(
         feed.drain()
         told = "the run is drained, and what it has made waits for the trainer at tcp:"
         await_that(lambda: told in caplog.text)
-        assert "it has 2 fragments that it has not moved on from; leave the run to give it up" in caplog.text
+        assert (
+            "it has 2 fragments that it has not moved on from; leave the run, or press Ctrl-C again, to give it up"
+            in caplog.text
+        )
         taken += fragments
     assert caplog.text.count("drained") == 1
     assert sum(fragment.num_steps for fragment in taken) == feed.rollout.num_steps
