@@ -67,14 +67,9 @@ def test_with_several_agents_the_slot_is_the_environments() -> None:
 
     class Sees(ConnectorV2):
         def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-            seen.extend((episode.lane, episode.slot, int(batch_of(episode))) for episode in agents_of(episodes))
+            agents = self.single_agent_episode_iterator(episodes)
+            seen.extend((each.lane, each.slot, int(each.get_observations(-1)[0])) for each in agents)
             return batch
-
-    def agents_of(episodes: Any) -> Any:
-        return ConnectorV2.single_agent_episode_iterator(episodes)
-
-    def batch_of(episode: Any) -> Any:
-        return episode.get_observations(-1)[0]
 
     makers = [lambda env=env: NumberedAgents(env, agents=2, nested=0) for env in range(3)]
     with MultiAgentRollout(

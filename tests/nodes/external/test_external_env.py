@@ -51,6 +51,10 @@ class Player:
                 self.log.append((number, step, action, float(step), done and terminates, done and not terminates))
             self._env.end_episode(name, seen(number, length), truncated=not terminates)
 
+    def play_until_the_end(self) -> None:
+        with pytest.raises(EnvError, match="the rollout has ended"):
+            self.play(1000)
+
 
 def env_of(address: Any, **options: Any) -> ExternalEnv:
     settings = {"observation_space": SEEN, "action_space": DONE, "secret": SECRET, "limits": SHORT, **options}
@@ -134,12 +138,7 @@ def test_connections_that_are_cut_at_drawn_moments_change_nothing(inference: Any
         module = {"module": NumberedModule()} if inference == "client" else {}
         with env_of(wire.address, episodes=2, inference=inference, **module) as env:
             players = [Player(env, seed) for seed in range(1, 3)]
-
-            def play(player: Player) -> None:
-                with pytest.raises(EnvError, match="the rollout has ended"):
-                    player.play(1000)
-
-            with running(*(lambda player=player: play(player) for player in players)):  # type: ignore[misc]
+            with running(*(player.play_until_the_end for player in players)):
                 with rollout_of(envs, num_fragments=20, module=NumberedModule()) as rollout:
                     fragments = list(rollout.fragments())
                     assert rollout.lost == {}
@@ -160,12 +159,7 @@ def test_actions_that_a_program_has_chosen_are_recorded_and_no_policy_answers_fo
     envs = listening(secret=SECRET)
     with env_of(envs.addresses[0]) as env:
         player = Player(env, 1, log_actions=True)
-
-        def play() -> None:
-            with pytest.raises(EnvError, match="the rollout has ended"):
-                player.play(1000)
-
-        with running(play), rollout_of(envs, num_fragments=6) as rollout:
+        with running(player.play_until_the_end), rollout_of(envs, num_fragments=6) as rollout:
             fragments = list(rollout.fragments())
     found = transitions_of(fragments)
     assert found == player.log[: len(found)]
@@ -257,8 +251,7 @@ def test_an_action_that_comes_late_is_for_the_observation_that_asked_for_it() ->
             env.get_action(name, seen(1, 0))
             env.log_returns(name, 7.0)
             env.end_episode(name, seen(1, 1))
-            with pytest.raises(EnvError, match="the rollout has ended"):
-                Player(env, 2).play(1000)
+            Player(env, 2).play_until_the_end()
 
         with running(play), rollout_of(envs, prefetch=16) as rollout:
             assert transitions_of([next(rollout.fragments())])[0][3:] == (7.0, True, False)

@@ -23,8 +23,8 @@ def asked(shelf: Shelf, front: Taking, session: object, *, begins: bool = False,
     return version_of(front.take()[session])
 
 
-def test_a_session_stays_with_its_version_until_it_begins_anew() -> None:
-    shelf, front = Shelf(), Taking()
+def test_a_session_stays_with_its_version_until_it_begins_anew(shelf: Shelf) -> None:
+    front = Taking()
     shelf.put("pole", policy_of(Sums), "1")
     assert asked(shelf, front, "a", begins=True) == "1"
     shelf.put("pole", policy_of(Sums), "2")
@@ -35,18 +35,16 @@ def test_a_session_stays_with_its_version_until_it_begins_anew() -> None:
     assert asked(shelf, front, "a", begins=True) == "2"
     shelf.tidy()
     assert list(shelf.versions("pole")) == ["2"]
-    shelf.close()
 
 
-def test_a_version_without_memory_is_over_at_once() -> None:
-    shelf, front = Shelf(), Taking()
+def test_a_version_without_memory_is_over_at_once(shelf: Shelf) -> None:
+    front = Taking()
     shelf.put("pole", policy_of(Echo), "1")
     assert asked(shelf, front, "a") == "1"
     shelf.put("pole", policy_of(Echo), "2")
     shelf.tidy()
     assert asked(shelf, front, "a") == "2"
     assert list(shelf.versions("pole")) == ["2"]
-    shelf.close()
 
 
 def test_an_idle_session_of_the_newest_version_is_forgotten() -> None:
@@ -62,13 +60,11 @@ def test_an_idle_session_of_the_newest_version_is_forgotten() -> None:
     shelf.close()
 
 
-def test_a_version_that_is_served_already_is_refused() -> None:
-    shelf = Shelf()
+def test_a_version_that_is_served_already_is_refused(shelf: Shelf) -> None:
     for version in ("1", "2"):
         shelf.put("pole", policy_of(Echo), version)
     with pytest.raises(ValueError, match="version '1' of policy 'pole' is served already"):
         shelf.put("pole", policy_of(Echo), "1")
-    shelf.close()
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_wait", -0.1), ("max_waiting", 0)])

@@ -1,7 +1,6 @@
 """Saved policies that are served: what is saved anew takes over, and what can't be loaded does not."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,6 @@ from rollflow.policy.serving.request import Acted
 from rollflow.policy.serving.shelf import Shelf, WatchedPolicy, Watcher, version_of
 
 ALLOW = ["served_policies"]
-
-
-@pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    shelf = Shelf()
-    yield shelf
-    shelf.close()
 
 
 def offset_of(shelf: Shelf) -> float:

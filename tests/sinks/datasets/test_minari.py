@@ -25,14 +25,17 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "minari"
 
 
+@pytest.fixture
+def source(tmp_path: Path) -> DatasetSource:
+    """A small dataset of one agent."""
+    write_dataset(Played(slots=1, fragments=1).fragments, tmp_path / "data")
+    return DatasetSource(tmp_path / "data", batch_size=20, complete_episodes=True)
+
+
 def recorded(path: Path, env: Any, module: Any, **options: Any) -> DatasetSource:
     """A dataset of a rollout."""
     with Rollout(env, module=module, num_fragments=3, fragment_length=16, seed=0, **options) as rollout:
         write_dataset(rollout.fragments(), path, rollout=rollout)
-    return whole_episodes(path)
-
-
-def whole_episodes(path: Path) -> DatasetSource:
     return DatasetSource(path, batch_size=20, complete_episodes=True)
 
 
@@ -115,9 +118,7 @@ def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.Mon
     assert DatasetSource("here/mine-v0").num_steps == source.num_steps
 
 
-def test_ids_and_folders_that_can_not_be_are_refused(tmp_path: Path, root: Path) -> None:
-    write_dataset([Played(slots=1, fragments=1).fragments[0]], tmp_path / "data")
-    source = whole_episodes(tmp_path / "data")
+def test_ids_and_folders_that_can_not_be_are_refused(source: DatasetSource, root: Path) -> None:
     with pytest.raises(DatasetError, match="the id is 'mine', expected NAME-v0"):
         convert(source, "mine")
     convert(source, "mine-v0")
@@ -129,9 +130,7 @@ def test_ids_and_folders_that_can_not_be_are_refused(tmp_path: Path, root: Path)
     assert [each.name for each in root.iterdir()] == ["mine-v0"]
 
 
-def test_what_can_not_be_read_to_its_end_leaves_nothing(tmp_path: Path, root: Path) -> None:
-    write_dataset([Played(slots=1, fragments=1).fragments[0]], tmp_path / "data")
-    source = whole_episodes(tmp_path / "data")
+def test_what_can_not_be_read_to_its_end_leaves_nothing(source: DatasetSource, root: Path) -> None:
 
     def fragments() -> Any:
         yield from source.fragments()
@@ -142,8 +141,7 @@ def test_what_can_not_be_read_to_its_end_leaves_nothing(tmp_path: Path, root: Pa
     assert not list(root.iterdir())
 
 
-def test_without_minari_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_dataset([Played(slots=1, fragments=1).fragments[0]], tmp_path / "data")
+def test_without_minari_the_extra_is_named(source: DatasetSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(DatasetError, match=r"pip install 'rollflow\[minari\]'"):
-        convert(whole_episodes(tmp_path / "data"), "mine-v0")
+        convert(source, "mine-v0")
