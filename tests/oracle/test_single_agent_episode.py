@@ -14,7 +14,7 @@ from gymnasium.spaces import Dict, Tuple
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from property_examples import examples
 
-from rollflow.stream.data.tree import stack_trees as batch
+from rollflow.stream.data.tree import leaves_of, stack_trees as batch
 
 bounds = st.none() | st.integers(-8, 8)
 slices = st.builds(slice, bounds, bounds)
@@ -121,7 +121,7 @@ def test_every_getter_gives_the_same(setting: Setting, data: st.DataObject, nump
     request, asked, arrays = draw_request(data, pair, setting)
     ours, theirs = pair.ask(request)
     if arrays and asked.get("one_hot_discrete") and ours.error is None:
-        assume(np.size(_first_leaf(ours.value)))
+        assume(np.size(leaves_of(ours.value)[0]))
     # What is filled in decides on Ray's dtype.
     assert_same_answer(ours, theirs, request, dtypes="fill" not in asked)
 
@@ -161,18 +161,12 @@ def draw_write(data: st.DataObject, pair: Pair, setting: Setting) -> Told:
         return call_of(name, **given_, new_data=items(data.draw(numbers)))
     places = ask(lambda: buffer.get(where, neg_index_as_lookback=left))
     assume(places.error is None)
-    count = len(places.value) if isinstance(places.value, list) else len(_first_leaf(places.value))
+    count = len(places.value) if isinstance(places.value, list) else len(leaves_of(places.value)[0])
     new = [items(data.draw(numbers)) for _ in range(count)]
     if not buffer.is_numpy:
         return call_of(name, **given_, new_data=new)
     assume(new)
     return call_of(name, **given_, new_data=batch(new))
-
-
-def _first_leaf(tree: Any) -> Any:
-    while isinstance(tree, dict | tuple):
-        tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
-    return tree
 
 
 def draw_operation(data: st.DataObject, pair: Pair, setting: Setting) -> Told:

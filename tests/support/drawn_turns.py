@@ -11,17 +11,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rollflow import MultiAgentEpisode
+from rollflow.stream.data.tree import map_tree
 
 AGENTS = ["a", "b", "c"]
 
 
 def plain(tree: Any) -> Any:
     """Return the same values with lists and numbers for arrays."""
-    if isinstance(tree, dict):
-        return {key: plain(part) for key, part in tree.items()}
-    if isinstance(tree, list):
-        return [plain(part) for part in tree]
-    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
+    return map_tree(lambda leaf: leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf, tree)
 
 
 @dataclass

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 from hypothesis import strategies as st
 from numbered_module import NumberedModule, numbered_envs
+from serial_module import at_of
 
 from rollflow import DatasetSink, Replay, Rollout
+from rollflow.stream.data.tree import map_tree
 
 Step = tuple[int, int, int]  # slot, episode, step
 
@@ -43,7 +44,7 @@ class Played:
 
     def check_row(self, row: dict[str, Any], frames: int = 1) -> Step:
         """Hold one row of a batch against the step that its observation names; returns that step."""
-        obs, new_obs = numbers_of(row["obs"]), numbers_of(row["new_obs"])
+        obs, new_obs = at_of(row["obs"]), at_of(row["new_obs"])
         slot, episode, step = (int(each) for each in (obs[-1] if frames > 1 else obs))
         action, reward, terminated, truncated = self.steps[slot, episode, step]
         assert (row["actions"], row["rewards"]) == (action, reward)
@@ -75,18 +76,5 @@ def plays(draw: Any) -> Played:
 
 def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a batch of single steps, as arrays and numbers."""
-
-    def at(data: Any, place: int) -> Any:
-        return (
-            {name: part[place].numpy() for name, part in data.items()}
-            if isinstance(data, dict)
-            else data[place].numpy()
-        )
-
-    return [{name: at(data, place) for name, data in batch.items()} for place in range(len(batch["rewards"]))]
-
-
-def numbers_of(observation: Any) -> np.ndarray[Any, Any]:
-    """The numbers (slot, episode, step) of an observation, nested or not."""
-    numbers: np.ndarray[Any, Any] = observation["at"] if isinstance(observation, dict) else observation
-    return numbers
+    count = len(batch["rewards"])
+    return [map_tree(lambda leaf, place=place: leaf[place].numpy(), batch) for place in range(count)]

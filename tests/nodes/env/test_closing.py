@@ -44,7 +44,9 @@ def handed_out(envs: list[Any]) -> tuple[list[Any], list[Any]]:
     return envs, [lambda env=env: env for env in envs]  # type: ignore[misc]
 
 
-KINDS: Any = pytest.mark.parametrize(("kind", "made"), [(Rollout, of_one), (MultiAgentRollout, of_several)])
+ROLLOUTS: Any = [(Rollout, of_one), (MultiAgentRollout, of_several)]
+HOSTS: Any = [(EnvHost, of_one), (EnvHost, of_several), (RolloutHost, of_one)]
+KINDS = pytest.mark.parametrize(("kind", "made"), ROLLOUTS)
 
 
 def failing(*args: Any) -> Any:
@@ -77,16 +79,7 @@ def test_an_argument_that_is_refused_makes_no_environment(kind: Any, made: Any) 
     assert envs == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "made"),
-    [
-        (Rollout, of_one),
-        (MultiAgentRollout, of_several),
-        (EnvHost, of_one),
-        (EnvHost, of_several),
-        (RolloutHost, of_one),
-    ],
-)
+@pytest.mark.parametrize(("kind", "made"), [*ROLLOUTS, *HOSTS])
 def test_environments_made_before_one_that_can_not_be_made_are_closed(kind: Any, made: Any) -> None:
     for lanes in (1, 2, 4):
         envs, makers = made()

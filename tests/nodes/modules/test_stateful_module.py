@@ -15,6 +15,7 @@ from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, LearnerC
 from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
 from rollflow.nodes.connectors.module_to_env.individual_items import RemoveSingleTsTimeRankFromBatch
 from rollflow.stream import ConnectorError, ModuleError
+from rollflow.stream.data.tree import map_tree
 
 FIRST, LARGEST = 7, 10_007
 
@@ -114,13 +115,7 @@ def test_learner_pieces_give_the_same_on_columns_and_one_by_one(
         if column in ("advantages", "value_targets"):
             np.testing.assert_allclose(one[column], other[column], rtol=1e-5, atol=1e-5)
         else:
-            equal(as_arrays(one[column]), as_arrays(other[column]))
-
-
-def as_arrays(column: Any) -> Any:
-    if isinstance(column, dict):
-        return {key: as_arrays(part) for key, part in column.items()}
-    return tuple(map(as_arrays, column)) if isinstance(column, tuple) else column.numpy()
+            equal(map_tree(torch.Tensor.numpy, one[column]), map_tree(torch.Tensor.numpy, other[column]))
 
 
 # By hand

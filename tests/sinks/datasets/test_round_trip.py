@@ -36,6 +36,7 @@ from rollflow.nodes import RandomModule
 from rollflow.sinks import LearnerPipeline, TrainerSink
 from rollflow.sinks.datasets import dataset_sink, episode_block
 from rollflow.stream import GraphError
+from rollflow.stream.data.tree import map_tree
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 
@@ -178,9 +179,7 @@ def test_nested_observations_actions_and_outputs_come_back_with_their_types(tmp_
 
 
 def _tensors(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _tensors(part) for key, part in tree.items()}
-    return tuple(map(_tensors, tree)) if isinstance(tree, tuple) else torch.from_numpy(np.array(tree))
+    return map_tree(lambda leaf: torch.from_numpy(np.array(leaf)), tree)
 
 
 @pytest.mark.parametrize("use_lstm", [False, True])

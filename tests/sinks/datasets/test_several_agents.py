@@ -33,6 +33,7 @@ from rollflow.nodes import DefaultModule, RandomModule
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.stream import DatasetError
 from rollflow.stream.data.column import Column
+from rollflow.stream.data.tree import map_tree
 
 
 @settings(max_examples=examples(6), deadline=None)
@@ -62,19 +63,16 @@ def test_a_chunk_read_in_the_same_cut_is_the_rollouts(drawn: Drawn, with_advanta
     for one, other in zip(offline, online, strict=True):
         assert one.keys() == other.keys()
         for module_id in one:
-            rows, expected = one[module_id], other[module_id]
-            places = _order(rows), _order(expected)
+            rows, expected = _in_order(one[module_id]), _in_order(other[module_id])
             for name in expected.keys() - {"truncateds"}:  # of the last episode, which is cut
-                torch.testing.assert_close(_at(rows[name], places[0]), _at(expected[name], places[1]), rtol=0, atol=0)
+                torch.testing.assert_close(rows[name], expected[name], rtol=0, atol=0)
 
 
-def _order(batch: dict[str, Any]) -> Any:
-    rows = at_of(batch["obs"]).numpy()
-    return np.lexsort(rows.T)
-
-
-def _at(data: Any, places: Any) -> Any:
-    return {name: _at(part, places) for name, part in data.items()} if isinstance(data, dict) else data[places]
+def _in_order(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its rows sorted by where they were made."""
+    places = np.lexsort(at_of(batch["obs"]).numpy().T)
+    in_order: dict[str, Any] = map_tree(lambda leaf: leaf[places], batch)
+    return in_order
 
 
 def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
@@ -90,7 +88,7 @@ def test_a_persons_view_of_the_folder(tmp_path: Path) -> None:
     assert text["runs"][0]["rollout"]["module"].keys() >= text["modules"].keys()
     rows = [row for name in text["modules"] for row in pq.read_table(tmp_path / "modules" / name / "steps").to_pylist()]
     for row in rows:
-        at = row["obs"]["at"] if isinstance(row["obs"], dict) else row["obs"]
+        at = at_of(row["obs"])
         assert row["agent_id"] == f"agent {at[1]}"
         assert (row["env_t"], row["t"]) == (at[3], at[4])
         assert row["module_id"] == mapping_of(TURNS)(row["agent_id"], MultiAgentEpisode(row["env_eps_id"]))

@@ -31,7 +31,7 @@ from rollflow.sinks import (
     Uniform,
 )
 from rollflow.stream import ReplayError
-from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.data.tree import leaves_of, map_tree
 
 SINGLE: list[Callable[[], Sampler]] = [
     Uniform,
@@ -117,15 +117,9 @@ def test_sequences_are_consecutive_steps_of_one_episode(
         batch = replay.sample(8)
         assert batch["loss_mask"].shape == (8, length + burn_in)
         for place, size in enumerate(batch["seq_lens"].tolist()):
-            row = {
-                name: {key: part[place, :size] for key, part in data.items()} if isinstance(data, dict) else data[place]
-                for name, data in batch.items()
-                if name not in ("ids", "weights", "seq_lens")
-            }
-            steps = [
-                played.check_row(each)
-                for each in rows_of({n: d if isinstance(d, dict) else d[:size] for n, d in row.items()})
-            ]
+            columns = {name: data for name, data in batch.items() if name not in ("ids", "weights", "seq_lens")}
+            row = map_tree(lambda leaf, place=place, size=size: leaf[place, :size], columns)
+            steps = [played.check_row(each) for each in rows_of(row)]
             slot, episode, first = steps[0]
             assert steps == [(slot, episode, first + k) for k in range(size)]
             assert not batch["rewards"][place, size:].any()

@@ -11,6 +11,7 @@ from property_examples import examples
 
 from rollflow import MultiAgentEpisode
 from rollflow.stream import EpisodeIndexError
+from rollflow.stream.data.tree import map_tree
 
 NAMES = ["observations", "infos", "actions", "rewards", "outputs"]
 FORMS = st.booleans()
@@ -170,9 +171,7 @@ def test_getters_by_env_steps_agree_with_lists(
 
 def _as_float32(tree: Any) -> Any:
     """Fillers of rewards are float32."""
-    if isinstance(tree, dict):
-        return {key: _as_float32(part) for key, part in tree.items()}
-    return [_as_float32(part) for part in tree] if isinstance(tree, list) else float(np.float32(tree))
+    return map_tree(lambda leaf: float(np.float32(leaf)), tree)
 
 
 @given(told=turns(may_idle=True), numpy=FORMS, name=st.sampled_from(NAMES), data=st.data())
