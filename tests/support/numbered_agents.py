@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv
+from rollflow.stream.data.tree import leaves_of, map_tree
 
 NUM_ACTIONS = 7
 ABSENT, ACTS, WAITS, ENDED = range(4)
@@ -156,3 +157,10 @@ def numbered_agents(count: int, **kwargs: Any) -> tuple[list[NumberedAgents], li
     """`count` environments, numbered as slots 0 … count - 1, and callables that hand them out."""
     envs = [NumberedAgents(slot, **kwargs) for slot in range(count)]
     return envs, [lambda env=env: env for env in envs]  # type: ignore[misc]
+
+
+def rows_of(observed: Any) -> list[tuple[int, Any]]:
+    """(slot, observation) of what a vector step shows of a part."""
+    count = len(leaves_of(observed.observations)[0])
+    slots = range(count) if observed.slots is None else observed.slots.tolist()
+    return [(slot, map_tree(lambda leaf, k=k: leaf[k], observed.observations)) for k, slot in enumerate(slots)]

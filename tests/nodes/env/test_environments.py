@@ -1,5 +1,7 @@
 """Environments of our own making, stepped one after the other."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -59,31 +61,36 @@ def test_what_an_environment_writes_over_is_kept() -> None:
         assert [info["tags"] for info in chunk.get_infos(slice(None))] == [[f"{e}/{t}"] for e, t in rows]
 
 
+def check_as_by_gymnasium(makers: Callable[[], Any], where: str, **options: Any) -> int:
+    """Check that environments give the same chunks as in gymnasium's own vector environment; how many there are."""
+    by_gymnasium = SyncVectorEnv(makers(), autoreset_mode=AutoresetMode.SAME_STEP)
+    made = [
+        [{**chunk.get_state(), "duration_s": 0} for fragment in fragments for chunk in fragment.episodes()]
+        for fragments in (fragments_of(makers(), where=where, **options), fragments_of(by_gymnasium, **options))
+    ]
+    check(*made)
+    return len(made[0])
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_same_comes_out_as_by_gymnasiums_own_stepping(nested: bool) -> None:
-    made = []
-    for ours in (True, False):
-        _, makers = numbered_envs(3, nested=nested)
-        env: Any = makers if ours else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
-        fragments = fragments_of(env, module=NumberedModule(), num_fragments=4)
-        made.append([chunk.get_state() for fragment in fragments for chunk in fragment.episodes()])
-    assert len(made[0]) > 12
-    for mine, other in zip(*made, strict=True):
-        check({**mine, "duration_s": 0}, {**other, "duration_s": 0})
+    made = lambda: numbered_envs(3, nested=nested)[1]  # noqa: E731
+    options: Any = {"module": NumberedModule(), "fragment_length": 5, "num_fragments": 4}
+    assert check_as_by_gymnasium(made, "inline", **options) > 12
 
 
-class Breaks(Scripted):
-    """Raises in one of its methods."""
+class Altered(Scripted):
+    """One of its methods does something else."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, does: Any) -> None:
         super().__init__()
-        setattr(self, method, lambda *args, **options: 1 / 0)
+        setattr(self, method, does)
 
 
 @pytest.mark.parametrize(("method", "when"), [("step", "vector step 0"), ("reset", "the first reset")])
 def test_an_error_in_an_environment_says_where(method: str, when: str) -> None:
     with pytest.raises(ZeroDivisionError) as raised:
-        fragments_of([Scripted, Scripted, lambda: Breaks(method)])
+        fragments_of([Scripted, Scripted, lambda: Altered(method, lambda *args, **options: 1 / 0)])
     assert raised.value.__notes__[:2] == ["slot 2", f"lane 0, {when}"]
 
 
@@ -92,17 +99,6 @@ def test_an_environment_that_can_not_be_made_says_where() -> None:
     with pytest.raises(EnvError, match=told) as raised:
         Rollout([Scripted, lambda: 1 / 0])
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
-
-
-class Gives(Scripted):
-    """Each step gives something else than five items."""
-
-    def __init__(self, given: Any) -> None:
-        super().__init__()
-        self.given = given
-
-    def step(self, action: Any) -> Any:
-        return self.given
 
 
 FIVE = "expected a tuple of 5: observation, reward, terminated, truncated, info"
@@ -119,7 +115,8 @@ FIVE = "expected a tuple of 5: observation, reward, terminated, truncated, info"
 )
 @pytest.mark.parametrize("others", [True, False])
 def test_a_step_that_gives_something_else_is_refused(given: Any, told: str, *, others: bool) -> None:
-    envs = [Scripted if others else lambda: Gives(given), lambda: Gives(given)]
+    gives = partial(Altered, "step", lambda action: given)
+    envs = [Scripted if others else gives, gives]
     with pytest.raises(EnvError) as caught:
         fragments_of(envs)
     assert str(caught.value) == f"slot {1 if others else 0}: {told}"
@@ -180,16 +177,8 @@ class Plain(Lists):
     ],
 )
 def test_lists_are_taken_where_the_space_has_arrays(kind: type[Lists], count: int, where: str) -> None:
-    made = []
-    for ours in (True, False):
-        makers = [lambda slot=slot: kind(slot) for slot in range(count)]
-        env: Any = makers if ours else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
-        place = {"where": where} if ours else {}
-        fragments = fragments_of(env, num_fragments=3, lanes=1, **place)
-        made.append([chunk.get_state() for fragment in fragments for chunk in fragment.episodes()])
-    assert len(made[0]) > 6
-    for mine, other in zip(*made, strict=True):
-        check({**mine, "duration_s": 0}, {**other, "duration_s": 0})
+    makers = [partial(kind, slot) for slot in range(count)]
+    assert check_as_by_gymnasium(lambda: makers, where, fragment_length=5, lanes=1) > 6
 
 
 @pytest.mark.parametrize(("options", "lookback"), [({}, 1), ({"lookback": 3}, 3)], ids=["usual", "given"])

@@ -22,17 +22,27 @@ from rollflow.stream import ColumnError, EnvError
 PLACES = ["inline", "threads", "processes", "rollouts"]
 
 
+ZEROS, LONG = np.zeros(3, np.float32), np.zeros(4, np.float32)
+
+
 class Odd(SmallEnv):
-    """Environment that is wrong from some step on: in `shape` of observations, or `reward`. Episodes of four steps."""
+    """Environment that is wrong from step `since` on: in its observation, or its reward. Episodes of four steps."""
 
     observation_space: gym.Space[Any] = spaces.Box(-1, 1, (3,), np.float32)
     length = 4
 
-    def __init__(self, *, since: int = 0, size: int = 3, reward: Any = 1.0, error: Any = None) -> None:
-        self.since, self.size, self.reward, self.error = since, size, reward, error
+    since = 0
+    right: Any = ZEROS
+    wrong: Any = ZEROS
+    reward: Any = 1.0
+    error: Any = None
+
+    def __init__(self, **attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def look(self) -> Any:
-        return np.zeros(self.size if self.t >= self.since else 3, np.float32)
+        return self.wrong if self.t >= self.since else self.right
 
     def pay(self, action: Any) -> Any:
         if self.error is not None:
@@ -44,14 +54,14 @@ class Odd(SmallEnv):
 def test_a_wrong_shape_after_the_first_reset_names_the_slot_and_both_shapes(where: Any) -> None:
     told = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
     with pytest.raises(EnvError, match=told):
-        fragments_of([Odd, partial(Odd, size=4)], lanes=1, where=where)
+        fragments_of([Odd, partial(Odd, wrong=LONG)], lanes=1, where=where)
 
 
 @pytest.mark.parametrize("where", PLACES)
 def test_a_wrong_shape_in_every_slot_of_a_later_step_names_a_slot_and_both_shapes(where: Any) -> None:
     told = r"column 'obs': got float32\[2, 4\], expected float32\[2, 3\]; slot 0 has shape \[4\], expected \[3\]"
     with pytest.raises(ColumnError, match=told):
-        fragments_of([partial(Odd, size=4, since=2)] * 2, lanes=1, where=where)
+        fragments_of([partial(Odd, wrong=LONG, since=2)] * 2, lanes=1, where=where)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -62,7 +72,7 @@ def test_in_a_vector_environment_of_ones_own_slots_are_named_as_well(mode: Any) 
     told = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
     for since in (0, 2):
         with pytest.raises(EnvError, match=told):
-            fragments_of(vector(size=4, since=since))
+            fragments_of(vector(wrong=LONG, since=since))
     with pytest.raises((TypeError, ValueError), match=r"sequence|scalar") as raised:
         fragments_of(vector(reward=np.ones(2)))
     assert any("each environment's gives (observation, reward," in note for note in raised.value.__notes__)
@@ -72,8 +82,7 @@ class ResetsAlone(Odd):
     """Its `reset` gives the observation alone from some reset on: an array of two rows comes apart like a pair."""
 
     def __init__(self, size: int = 2, *, since: int = 0) -> None:
-        super().__init__(size=size)
-        self.observation_space = spaces.Box(-1, 1, (size,), np.float32)
+        super().__init__(wrong=np.zeros(size, np.float32), observation_space=spaces.Box(-1, 1, (size,), np.float32))
         self.resets_left = since
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -162,21 +171,6 @@ def test_a_part_without_columns_is_named_alike_everywhere(where: Any) -> None:
         fragments_of([Writes, Writes], where=where)
 
 
-class Gives(SmallEnv):
-    """Environment that gives `wrong` for its observation from step `since` on, and `reward` for its rewards."""
-
-    length = 4
-
-    def __init__(self, space: gym.Space[Any], right: Any, wrong: Any, since: int = 0, reward: Any = 1.0) -> None:
-        self.observation_space, self.right, self.wrong, self.since, self.reward = space, right, wrong, since, reward
-
-    def look(self) -> Any:
-        return self.wrong if self.t >= self.since else self.right
-
-    def pay(self, action: Any) -> Any:
-        return self.reward
-
-
 BOX = spaces.Box(-1, 1, (2,), np.float32)
 PARTS = spaces.Dict({"a": BOX, "b": spaces.Discrete(2)})
 PART = {"a": np.zeros(2, np.float32), "b": 0}
@@ -205,9 +199,8 @@ def test_an_observation_of_another_kind_is_told_with_its_slot_and_what_was_expec
 ) -> None:
     space, right, wrong, told = WRONG[name]
     with pytest.raises(EnvError, match=rf"^slot 1: an observation that is not in its space: column .*{told}") as raised:
-        fragments_of(
-            [partial(Gives, space, right, each, since) for each in (right, wrong)], lanes=1, autoreset_mode=mode
-        )
+        envs = [partial(Odd, observation_space=space, right=right, wrong=each, since=since) for each in (right, wrong)]
+        fragments_of(envs, lanes=1, autoreset_mode=mode)
     assert any(note.startswith("lane 0, ") for note in raised.value.__notes__)
     assert "\n" not in str(raised.value)
 
@@ -215,7 +208,7 @@ def test_an_observation_of_another_kind_is_told_with_its_slot_and_what_was_expec
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_tensors_are_taken_by_their_values(mode: Any) -> None:
     seen = {"a": torch.tensor([0.5, -0.25]), "b": torch.tensor(1)}
-    envs = [partial(Gives, PARTS, seen, seen, reward=torch.tensor(0.5))] * 2
+    envs = [partial(Odd, observation_space=PARTS, wrong=seen, reward=torch.tensor(0.5))] * 2
     [fragment] = fragments_of(envs, num_fragments=1, autoreset_mode=mode)
     np.testing.assert_array_equal(fragment.column("obs")["a"], np.full((4, 2, 2), [0.5, -0.25], np.float32))
     np.testing.assert_array_equal(fragment.column("obs")["b"], np.ones((4, 2), np.int64))
@@ -264,7 +257,7 @@ def test_a_box_without_numbers_is_a_space(where: Any) -> None:
     empty, parts = np.zeros(0, np.float32), spaces.Dict({"none": spaces.Box(-1, 1, (0,)), "some": BOX})
     for space, seen in ((spaces.Box(-1, 1, (0,)), empty), (parts, {"none": empty, "some": PART["a"]})):
         options: Any = {"module": RandomModule, "fragment_length": 5, "num_fragments": 1, "where": where}
-        with Rollout([partial(Gives, space, seen, seen)] * 2, **options) as rollout:
+        with Rollout([partial(Odd, observation_space=space, wrong=seen)] * 2, **options) as rollout:
             [batch] = rollout.batches()
         obs = batch["obs"] if space is not parts else batch["obs"]["none"]
         assert tuple(obs.shape) == (10, 0)

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from numbered_agents import NUM_ACTIONS, AgentsTold, NumberedAgents, numbered_agents
+from numbered_agents import NUM_ACTIONS, AgentsTold, NumberedAgents, numbered_agents, rows_of
 from numpy.typing import NDArray
 from property_examples import examples
+from serial_module import at_of
 
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
-from rollflow.stream.multi_agent.agent_part import Observed, VectorStep
+from rollflow.stream.multi_agent.agent_part import VectorStep
 
 
 def chosen_for(envs: MultiAgentEnvs, acting: list[NDArray[np.int64]], rng: np.random.Generator) -> list[Any]:
@@ -23,23 +24,17 @@ def chosen_for(envs: MultiAgentEnvs, acting: list[NDArray[np.int64]], rng: np.ra
     return actions
 
 
-def slots_of(observed: Observed, part: Any, num_envs: int) -> NDArray[np.int64]:
-    return np.arange(num_envs * len(part.agents)) if observed.slots is None else observed.slots
-
-
-def by_env(observed: Any, parts: Any, num_envs: int) -> dict[int, dict[str, tuple[int, ...]]]:
+def by_env(observed: Any, parts: Any) -> dict[int, dict[str, tuple[int, ...]]]:
     """Environment -> agent -> the five numbers of its observation."""
     told: dict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for part, of_part in zip(parts, observed, strict=True):
-        rows = of_part.observations["at"] if isinstance(of_part.observations, dict) else of_part.observations
-        assert rows.dtype == np.int64
-        slots = slots_of(of_part, part, num_envs)
-        assert (np.diff(slots) > 0).all()
-        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+        rows = rows_of(of_part)
+        assert [slot for slot, _ in rows] == sorted({slot for slot, _ in rows})
+        for slot, row in rows:
             env, place = divmod(slot, len(part.agents))
-            told[env][part.agents[place]] = tuple(row)
-            if isinstance(of_part.observations, dict):
-                assert of_part.observations["agent"][slots == slot] == row[1]
+            assert at_of(row).dtype == np.int64
+            told[env][part.agents[place]] = tuple(at_of(row).tolist())
+            assert not isinstance(row, dict) or row["agent"] == row["at"][1]
     return told
 
 
@@ -132,12 +127,12 @@ def test_vector_steps_say_what_the_environments_said(
     own, makers = numbered_agents(num_envs, agents=agents, nested=nested, at_once=at_once)
     envs, rng, readers = MultiAgentEnvs(makers), np.random.default_rng(seed), [Reader(env) for env in own]
     first, _ = envs.reset([seed + env for env in range(num_envs)])
-    assert by_env(first, envs.parts, num_envs) == {env: reader.begin() for env, reader in enumerate(readers)}
+    assert by_env(first, envs.parts) == {env: reader.begin() for env, reader in enumerate(readers)}
     for _ in range(30):
         actions = chosen_for(envs, acting_in(own, envs), rng)
         step = envs.step(actions)
-        seen = by_env([part.observed for part in step.parts], envs.parts, num_envs)
-        seen_first = by_env(step.first, envs.parts, num_envs) if len(step.ended) else {}
+        seen = by_env([part.observed for part in step.parts], envs.parts)
+        seen_first = by_env(step.first, envs.parts) if len(step.ended) else {}
         over = []
         for env, reader in enumerate(readers):
             told, flags, is_over = reader.step()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from mpe2 import simple_spread_v3, simple_tag_v3
+from numbered_agents import rows_of
 from pettingzoo import AECEnv
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from pettingzoo.classic.connect_four import connect_four
@@ -85,12 +86,6 @@ def in_vector_steps(make: Callable[[], Any], seed: int, player: Player) -> dict[
             assert not any(earned.values())
             return lives
         acting = [still_acting(told) for told in step.parts]
-
-
-def rows_of(observed: Any) -> list[tuple[int, Any]]:
-    count = len(leaves_of(observed.observations)[0])
-    slots = range(count) if observed.slots is None else observed.slots.tolist()
-    return [(slot, map_tree(lambda leaf, k=k: leaf[k], observed.observations)) for k, slot in enumerate(slots)]
 
 
 def still_acting(told: Any) -> Any:
