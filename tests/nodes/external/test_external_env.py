@@ -1,8 +1,8 @@
 """Environments that step themselves: what a program plays stands in the rollout, once and as it was."""
 
 import random
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,22 +64,11 @@ def env_of(address: Any, **options: Any) -> ExternalEnv:
 @contextmanager
 def running(*players: Callable[[], None]) -> Iterator[None]:
     """Programs in threads; what they raised is raised at the end."""
-    raised: list[BaseException] = []
-
-    def run(player: Callable[[], None]) -> None:
-        try:
-            player()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(player,)) for player in players]
-    for thread in threads:
-        thread.start()
-    yield
-    for thread in threads:
-        thread.join()
-    if raised:
-        raise raised[0]
+    with ThreadPoolExecutor(len(players)) as pool:
+        played = [pool.submit(player) for player in players]
+        yield
+    for each in played:
+        each.result()
 
 
 def rollout_of(envs: Any, **options: Any) -> Rollout:

@@ -200,10 +200,9 @@ def test_the_first_reward_that_is_no_number_is_told_once_with_its_place(value: f
             super().__init__(length=10)
             self._at, self._steps = at, 0
 
-        def step(self, action: Any) -> Any:
-            seen, reward, *ends = super().step(action)
+        def pay(self, action: Any) -> float:
             self._steps += 1
-            return seen, value if self._steps in self._at else reward, *ends
+            return value if self._steps in self._at else super().pay(action)
 
     envs = [lambda at=at: Late(at) for at in ((79,), (73, 90))]
     chunks: list[Any] = []

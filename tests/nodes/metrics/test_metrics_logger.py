@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgpack
@@ -73,15 +73,12 @@ def test_arrays_and_tensors_of_one_number_are_numbers() -> None:
 def test_threads_log_side_by_side() -> None:
     metrics = MetricsLogger()
 
-    def log() -> None:
+    def log(value: int) -> None:
         for _ in range(500):
-            metrics.log_value("x", 1, reduce="sum")
+            metrics.log_value("x", value, reduce="sum")
 
-    threads = [Thread(target=log) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(log, [1] * 4))
     assert metrics.peek("x") == 2000
 
 

@@ -24,8 +24,7 @@ def test_what_waits_acts_in_one_pass() -> None:
     held.begun.acquire()
     for number in range(1, 7):
         batcher.submit(front.request(float(number), number))
-    for _ in range(3):
-        held.go.release()
+    held.go.release(3)
     answers = front.take(7)
     sizes = [value_of(batcher, "actions_total"), value_of(batcher, "batch_size_count")]
     batcher.close()
@@ -43,8 +42,7 @@ def test_requests_of_one_session_never_share_a_pass_and_keep_their_order() -> No
     held.begun.acquire()
     for ticket, (session, number) in enumerate([("a", 2.0), ("a", 3.0), ("b", 5.0), ("a", 4.0)], 1):
         batcher.submit(front.request(number, session, begins=session == "b", ticket=ticket))
-    for _ in range(4):
-        held.go.release()
+    held.go.release(4)
     answers = front.take(5)
     batcher.close()
     assert held.sizes == [1, 2, 1, 1]
@@ -91,8 +89,7 @@ def test_a_closed_one_answers_what_waits_and_takes_nothing_more() -> None:
     batcher.submit(front.request(1.0, 1))
     held.begun.acquire()
     batcher.submit(front.request(2.0, 2))
-    for _ in range(2):
-        held.go.release()
+    held.go.release(2)
     batcher.close()
     assert len(front.take(2)) == 2
     with pytest.raises(ClosedError, match="version '1' is being closed"):

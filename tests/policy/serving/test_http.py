@@ -132,8 +132,7 @@ def test_a_request_too_many_gets_429() -> None:
         held.begun.acquire()
         others = [clients.submit(ask, server, observation=[1, 0]) for _ in range(2)]
         refused = next(as_completed(others)).result()
-        for _ in range(2):
-            held.go.release()
+        held.go.release(2)
         assert (refused.status_code, refused.json()["error"][:24]) == (429, "1 requests wait already;")
         assert sorted(each.result().status_code for each in (first, *others)) == [200, 200, 429]
 
