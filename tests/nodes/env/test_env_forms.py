@@ -133,16 +133,15 @@ class WholeVectorEnv(SyncVectorEnv):
 
     closed_names: list[str] = []  # noqa: RUF012  # of all that were closed
 
-    def __init__(self, num_envs: int, name: str = "whole") -> None:
+    def __init__(self, num_envs: int) -> None:
         super().__init__([Unsteppable] * num_envs)
-        self._name = name
 
     def step(self, actions: Any) -> Any:
         zeros = np.zeros(self.num_envs)
         return np.zeros((self.num_envs, 3), np.int64), zeros, zeros > 0, zeros > 0, {}
 
     def close_extras(self, **kwargs: Any) -> None:
-        self.closed_names.append(self._name)
+        self.closed_names.append("whole")
 
 
 class Unsteppable(SeededEnv):

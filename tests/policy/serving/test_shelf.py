@@ -17,9 +17,9 @@ def version_of(outcome: Outcome) -> str:
     return outcome.version
 
 
-def asked(shelf: Shelf, front: Taking, session: object, *, begins: bool = False, version: str | None = None) -> str:
+def asked(shelf: Shelf, front: Taking, session: object, *, begins: bool = False) -> str:
     """The version that answers a request."""
-    shelf.submit("pole", front.request(1.0, session, begins=begins), version)
+    shelf.submit("pole", front.request(1.0, session, begins=begins))
     return version_of(front.take()[session])
 
 

@@ -16,10 +16,10 @@ from rollflow.stream.episodes.buffer import LookbackBuffer
 FORMS = ["list", "numpy"]
 
 
-def letters(form: str, space: gym.Space[Any] | None = None) -> LookbackBuffer:
+def letters(form: str) -> LookbackBuffer:
     """Items 10 … 16: 10 and 11 are the lookback, 12 … 16 are current."""
     items = list(range(10, 17))
-    return LookbackBuffer(items if form == "list" else np.array(items), 2, space, name="actions")
+    return LookbackBuffer(items if form == "list" else np.array(items), 2, name="actions")
 
 
 def plain(value: Any) -> Any:

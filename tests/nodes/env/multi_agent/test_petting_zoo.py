@@ -28,12 +28,11 @@ Life = list[tuple[Any, float, bool, bool]]  # an agent's observations, its rewar
 class Player:
     """Chooses actions by a generator of its own: of the legal ones where a mask tells them."""
 
-    def __init__(self, *, minds_mask: bool = True) -> None:
+    def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
-        self.minds_mask = minds_mask
 
     def __call__(self, observation: Any, space: spaces.Discrete) -> int:
-        if isinstance(observation, dict) and self.minds_mask:
+        if isinstance(observation, dict):
             return int(self.rng.choice(np.flatnonzero(observation["action_mask"])))
         return int(self.rng.integers(int(space.n)))
 
