@@ -15,7 +15,7 @@ import anyio.lowlevel
 from rollflow.stream.graph.meter import EdgeMeter, NodeMeter, WaitAttribution, clock
 
 T = TypeVar("T")
-Overflow = Literal["block", "drop_oldest"]
+Overflow = Literal["block", "drop_oldest", "latest"]
 
 CHECKPOINT_EVERY = 64
 CHECKPOINT_NS = 1_000_000
@@ -26,7 +26,7 @@ class Channel(Generic[T]):
 
         capacity    items held at most
         overflow    policy of a full channel: "block" refuses an item until there is room, "drop_oldest" drops the
-                    oldest item
+                    oldest item, "latest" does the same and says that only the newest counts
         lose        called with every dropped item
 
     A channel belongs to one event loop and is not thread-safe.

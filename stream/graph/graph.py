@@ -110,7 +110,7 @@ class Graph:
                         chained. Where they can't be, or another way between them leads through a channel, the
                         edge holds one item
             overflow    policy of a full edge: "block" holds the sender back, "drop_oldest" drops the oldest
-                        item, and counts it
+                        item, and counts it; "latest" does the same, and says that only the newest counts
             feedback    declares that this edge closes a cycle. The nodes of a cycle may not send more items than its
                         edges hold
             gate        lets items pass one by one; only between synchronous nodes connected without a capacity

@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -263,9 +263,8 @@ def check_room(name: str, capacity: int | None, overflow: str, *, feedback: bool
     """Raise GraphError where an edge can't have this capacity and overflow policy."""
     if capacity is not None and capacity < 1:
         raise GraphError(f"{name}: capacity is {capacity}, expected at least 1, or None")
-    if overflow not in ("block", "drop_oldest"):
-        also = ", which does the same" if overflow == "latest" else ""
-        raise GraphError(f"{name}: overflow is {overflow!r}, expected 'block' or 'drop_oldest'{also}")
+    if overflow not in get_args(Overflow):
+        raise GraphError(f"{name}: overflow is {overflow!r}, expected 'block', 'drop_oldest' or 'latest'")
     if overflow != "block" and (feedback or capacity is None):
         kind = "a feedback edge" if feedback else "an edge without a capacity"
         raise GraphError(f"{name}: {kind} can't have overflow='{overflow}', expected 'block'")

@@ -27,7 +27,7 @@ def test_what_an_abandoned_channel_held_and_gets_is_counted_as_dropped() -> None
 @given(
     st.lists(st.sampled_from(["offer", "take"]), max_size=40),
     st.integers(1, 4),
-    st.sampled_from(["block", "drop_oldest"]),
+    st.sampled_from(["block", "drop_oldest", "latest"]),
 )
 def test_what_was_taken_in_has_been_given_or_dropped_or_is_held(
     operations: list[str], capacity: int, overflow: Any
