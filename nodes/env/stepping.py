@@ -27,11 +27,10 @@ from rollflow.nodes.env.vector_env_errors import (
     refuse_misfit,
     rewards_of,
 )
-from rollflow.stream.data.column import Column
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.infos import SlotInfos, replaced, without
 from rollflow.stream.data.space import describe_space, is_columnar, item_of, row_of
-from rollflow.stream.data.tree import Tree, map_in, map_tree, stack_in, structure_of
+from rollflow.stream.data.tree import Tree, kind_of as kind_of_rows, leaves_of, map_tree, stack_in, structure_of
 from rollflow.stream.graph.seeding import env_seed_for
 
 logger = logging.getLogger(__name__)
@@ -48,8 +47,9 @@ class Stepped(NamedTuple):
     terminateds: NDArray[np.bool_]  # bool[N]
     truncateds: NDArray[np.bool_]  # bool[N]
     infos: Mapping[str, Any]  # gymnasium's vector form, or SlotInfos
-    # Last observations (one per ended slot, in slot order) and infos, where `observations` has the next episode's.
-    final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
+    # Last observations any[K, ...] of the K slots that ended, in new arrays, and infos, where `observations` has the
+    # next episodes' first.
+    final: tuple[Tree, Mapping[str, Any]] | None = None
 
 
 Turn = Callable[[], None]
@@ -316,38 +316,46 @@ def _begun_anew(
     done: NDArray[np.bool_],
     observations: list[Tree],
     infos: list[Any],
-    last_of: Callable[[int, Tree], Tree],
+    last_of: Callable[[list[Tree], list[int]], Tree],
     turn: Turn,
-) -> tuple[Sequence[Tree], SlotInfos]:
+) -> tuple[Tree, SlotInfos]:
     """Reset the slots that are done; return their last observations and infos.
 
     observations, infos    of all slots; those of the slots that are done are replaced by the resets'
     last_of                see `_last_observations`
     """
-    last: list[Tree] = []
+    slots = done.nonzero()[0].tolist()
+    last = last_of([observations[slot] for slot in slots], slots)  # before the resets, which may write over them
     last_infos: list[dict[str, Any]] = [{}] * len(resets)
-    for slot in np.flatnonzero(done).tolist():
-        # The reset may write over both.
-        last.append(last_of(slot, observations[slot]))
+    for slot in slots:
         last_infos[slot] = dict(infos[slot] or {})
         observations[slot], infos[slot] = _reset_slot(resets[slot], slot, turn)
     return last, SlotInfos(last_infos)
 
 
-def _last_observations(space: gym.Space[Any], structure: PyTreeSpec) -> Callable[[int, Tree], Tree]:
-    """A function of a slot and its last observation that copies the latter, or raises EnvError as `_stacked` does."""
-    column = Column.empty("obs", row_of(space, 1), 1)
+def _last_observations(space: gym.Space[Any], structure: PyTreeSpec) -> Callable[[list[Tree], list[int]], Tree]:
+    """A function of the last observations of slots, and their numbers: one tree of new arrays any[K, ...].
 
-    def copied(slot: int, observation: Tree) -> Tree:
-        if not column.try_write_slot(0, 0, observation) and (problem := misfit_of(space, observation)) is not None:
-            raise EnvError(f"slot {slot}: {problem}").see("spaces")
-        return map_in(structure, _array_copied, observation)
+    It raises EnvError, with the slot, for an observation that has no place in the space.
+    """
+    expected = kind_of_rows(row_of(space, 1)) if is_columnar(space) else None
 
-    return copied
+    def stacked(last: list[Tree], slots: list[int]) -> Tree:
+        made = _stacked(last, space, structure, slots)
+        if kind_of_rows(made) != expected:
+            _refuse_misfits(last, space, slots)
+        return made
+
+    return stacked
 
 
-def _array_copied(leaf: Any) -> NDArray[Any]:
-    return np.array(np.asarray(leaf))  # tensors take no `copy`
+def _refuse_misfits(
+    observations: list[Tree], space: gym.Space[Any], slots: Sequence[int], cause: Exception | None = None
+) -> None:
+    """Raise EnvError for the first of some slots' observations that has no place in their space."""
+    for slot, observation in zip(slots, observations, strict=True):
+        if (text := misfit_of(space, observation)) is not None:
+            raise EnvError(f"slot {slot}: {text}").see("spaces") from cause
 
 
 def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
@@ -355,23 +363,19 @@ def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
     return structure_of(item_of(space) if is_columnar(space) else 0)
 
 
-def _mapped(function: Callable[..., Any], observation: Tree, structure: PyTreeSpec) -> Tree:
-    try:
-        return map_in(structure, function, observation)
-    except ValueError:  # it has another structure, which is refused where it is written
-        return map_tree(function, observation)
+def _stacked(
+    observations: list[Tree], space: gym.Space[Any], structure: PyTreeSpec, slots: Sequence[int] | None = None
+) -> Tree:
+    """One tree of new arrays any[K, ...] from the observations of slots; None: of all.
 
-
-def _stacked(observations: list[Tree], space: gym.Space[Any], structure: PyTreeSpec) -> Tree:
-    """One tree of arrays any[N, ...]. Raises EnvError, with the slot, for an observation that has no place there."""
+    Raises EnvError, with the slot, for observations that can't be stacked since one has no place in the space.
+    """
     try:
         if isinstance(observations[0], np.ndarray):
             return np.array(observations)
         return stack_in(structure, observations)
     except (TypeError, ValueError, RuntimeError) as error:  # tensors raise others than numpy
-        for slot, observation in enumerate(observations):
-            if (text := misfit_of(space, observation)) is not None:
-                raise EnvError(f"slot {slot}: {text}").see("spaces") from error
+        _refuse_misfits(observations, space, range(len(observations)) if slots is None else slots, error)
         raise
 
 
@@ -382,17 +386,15 @@ def _next_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
 def _same_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
     """SAME_STEP: an ended episode's last observation is in `infos["final_obs"]`."""
 
-    structure = _structure_in(env.single_observation_space)
+    space = env.single_observation_space
+    last_of = _last_observations(space, _structure_in(space))
 
     def step(actions: Tree) -> Stepped:
         observations, rewards, terminateds, truncateds, infos = env.step(actions)
         final = None
         if np.count_nonzero(terminateds) or np.count_nonzero(truncateds):
-            slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
-            final = (
-                [_mapped(np.array, item, structure) for item in _final_items(infos, slots)],
-                infos.get("final_info", {}),
-            )
+            slots = np.logical_or(terminateds, truncateds).nonzero()[0]
+            final = _final_rows(infos, slots, last_of), infos.get("final_info", {})
         kept = without(infos, "final_obs", "final_info")
         return Stepped(observations, rewards, terminateds, truncateds, kept, final)
 
@@ -408,7 +410,7 @@ def _disabled(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
         if not np.count_nonzero(done):
             return Stepped(observations, rewards, terminateds, truncateds, infos)
         rewards, terminateds, truncateds = rewards.copy(), terminateds.copy(), truncateds.copy()
-        last = [map_tree(lambda leaf, i=i: leaf[i].copy(), observations) for i in np.flatnonzero(done).tolist()]
+        last = map_tree(lambda leaf: leaf[done], observations)
         turn()
         try:
             observations, reset_infos = reset_with(env, None, {"reset_mask": done})
@@ -427,17 +429,23 @@ _STEPS: Mapping[AutoresetMode, Callable[[VectorEnv[Any, Any, Any], Turn], Step]]
 }
 
 
-def _final_items(infos: Mapping[str, Any], slots: Sequence[int]) -> list[Tree]:
+def _final_rows(
+    infos: Mapping[str, Any], slots: NDArray[np.int64], last_of: Callable[[list[Tree], list[int]], Tree]
+) -> Tree:
+    """The last observations any[K, ...] of slots that ended, i64[K], in new arrays."""
     try:
         final = infos["final_obs"]
     except KeyError:
         raise EnvError(
-            f"slots {list(slots)} ended under SAME_STEP autoreset, but infos has no 'final_obs': the last "
+            f"slots {slots.tolist()} ended under SAME_STEP autoreset, but infos has no 'final_obs': the last "
             "observations are lost; expected infos['final_obs'], observations any[N, ...], with the last one of each "
             "slot that ended, kept by the environment before it resets. To name another autoreset mode would not "
             "bring them back, and would lose a step of each episode"
         ).see("autoreset") from None
-    return [map_tree(lambda leaf, i=i: leaf[i], final) for i in slots]
+    if all(isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject for leaf in leaves_of(final)):
+        return map_tree(lambda leaf: leaf[slots], final)
+    each = slots.tolist()
+    return last_of([map_tree(lambda leaf, i=i: leaf[i], final) for i in each], each)
 
 
 def described(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:

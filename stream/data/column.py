@@ -122,6 +122,10 @@ class Column:
 
         Leaves of these dtypes are not copied.
         """
+        array = self._array
+        if array is not None and type(items) is np.ndarray and items.dtype is array.dtype:
+            if items.shape == (count, *self._shape[1:]):
+                return items
         leaves = zip(self._leaves, self._matched(items, (count,)), strict=True)
         return self._treespec.unflatten([value.astype(leaf.dtype, copy=False) for leaf, value in leaves])
 

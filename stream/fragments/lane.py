@@ -471,7 +471,7 @@ class Lane(SlotLane):
         terminateds: NDArray[np.bool_],
         truncateds: NDArray[np.bool_],
         infos: Mapping[str, Any],
-        final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None,
+        final: tuple[Tree, Mapping[str, Any]] | None = None,
     ) -> None:
         """Write the results of one vector step, and move on to the next row.
 
@@ -479,8 +479,8 @@ class Lane(SlotLane):
         rewards                    number[N]
         terminateds, truncateds    bool[N]
         infos                      gymnasium's vector form
-        final                      last observations (one per ended slot, in slot order) and their infos,
-                                   where `observations` already has the next episodes' first
+        final                      last observations any[K, ...] of the K slots that ended, in new arrays, and their
+                                   infos, where `observations` already has the next episodes' first
         """
         row, columns = self.row, self.fragment.columns
         columns[Columns.REWARDS].write(row, rewards)
@@ -501,9 +501,7 @@ class Lane(SlotLane):
         if Columns.ACTION_LOGP in columns:
             columns[Columns.ACTION_LOGP].tree[row, slot] = np.nan
 
-    def take_step(
-        self, infos: Mapping[str, Any], final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
-    ) -> None:
+    def take_step(self, infos: Mapping[str, Any], final: tuple[Tree, Mapping[str, Any]] | None = None) -> None:
         """Move on over a vector step whose results another process has written into the columns of `memory`.
 
         `infos` and `final` are as for `record_step`.
@@ -549,7 +547,7 @@ class Lane(SlotLane):
         self,
         done: NDArray[np.bool_],
         infos: Mapping[str, Any],
-        final: tuple[Sequence[Tree], Mapping[str, Any]] | None,
+        final: tuple[Tree, Mapping[str, Any]] | None,
     ) -> None:
         fragment, row = self.fragment, self.row
         self.num_steps += self.layout.num_slots
@@ -563,9 +561,9 @@ class Lane(SlotLane):
             if final is None:
                 self._dead = done
             else:
-                slots, (last, last_infos) = np.flatnonzero(done), final
+                slots, (last, last_infos) = done.nonzero()[0], final
                 before = self.episode_start, self.episode_number
-                self.ended = EndedEpisodes(self, slots, last, np.full(len(slots), row), *before, last_infos)
+                self.ended = EndedEpisodes(self, slots, last, row, *before, last_infos)
 
     # Reading and writing by connector pieces
 

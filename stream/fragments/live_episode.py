@@ -1,6 +1,6 @@
 """Live episodes: the ongoing episodes of a lane, as views of its columns that move on with it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -301,7 +301,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 class EndedEpisodes(LaneEpisodes):
     """The K episodes that a lane's last step has ended, with their last observations, until pieces have seen them.
 
-    rows       i64[K]  rows of their last steps
+    rows       i64[K]  rows of their last steps, or the one row of all
     starts     i64[N]  `episode_start` before the end
     numbers    i64[N]  `episode_number` before the end
     infos      vector infos of the last observations
@@ -312,14 +312,14 @@ class EndedEpisodes(LaneEpisodes):
         self,
         lane: "SlotLane",
         slots: NDArray[np.int64],
-        observations: Sequence[Tree],
-        rows: NDArray[np.int64],
+        observations: Tree,
+        rows: NDArray[np.int64] | int,
         starts: NDArray[np.int64],
         numbers: NDArray[np.int64],
         infos: Mapping[str, Any],
     ) -> None:
-        super().__init__(lane, slots, None, is_settled=False)
-        self._items, self._is_written = list(observations), True
+        super().__init__(lane, slots, observations, is_settled=False)
+        self._is_written = True
         self.rows, self.starts, self.numbers, self.infos = rows, starts, numbers, infos
         self.shown = frozenset(slots.tolist())
 
@@ -336,12 +336,16 @@ class EndedEpisodes(LaneEpisodes):
         for slot in filter(self.shows, shown.slots.tolist()):
             self.set_observation(slot, shown.observation(slot))
 
-    def finals(self, column: Column) -> Iterator[Final]:
+    def finals(self, column: Column) -> list[Final]:
         """Records of the last observations, in the dtypes of their column. Raises ColumnError where they don't fit."""
-        last = column.cast(column.whole(self.newest()), len(self))
-        for row in np.unique(self.rows).tolist():
-            at = np.flatnonzero(self.rows == row)
-            yield Final(row, self.slots[at], map_tree(lambda leaf, at=at: leaf[at], last), self.infos)
+        last, rows = column.cast(column.whole(self.newest()), len(self)), self.rows
+        if isinstance(rows, int):
+            return [Final(rows, self.slots, last, self.infos)]
+        return [
+            Final(row, self.slots[at], map_tree(lambda leaf, at=at: leaf[at], last), self.infos)
+            for row in np.unique(rows).tolist()
+            for at in [np.flatnonzero(rows == row)]
+        ]
 
 
 def _read_only(leaf: NDArray[Any]) -> NDArray[Any]:

@@ -24,7 +24,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree, stack_trees, unstack_tree
+from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_of, map_tree, stack_trees
 from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss
 from rollflow.stream.fragments.lane import LaneColumns, SlotLane, outputs_error
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
@@ -444,8 +444,7 @@ class AgentLane(SlotLane):
         """
         if len(came):
             starts, numbers = self.episode_start.copy(), self.episode_number.copy()
-            last, rows = unstack_tree(observations), self.at[came] - 1
-            self.ended = EndedEpisodes(self, came, last, rows, starts, numbers, AgentInfos())
+            self.ended = EndedEpisodes(self, came, observations, self.at[came] - 1, starts, numbers, AgentInfos())
             self.ended.settle(self.observation_spaces[0])
         rows = self.at[slots] - 1
         self.fragment.ends.update(dict.fromkeys(zip(rows.tolist(), slots.tolist(), strict=True), vector_step))

@@ -22,7 +22,7 @@ from rollflow.nodes.env.workers.agent_codec import InfoCodec
 from rollflow.nodes.env.workers.stand_ins import agents_described
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.space import row_of, space_of
-from rollflow.stream.data.tree import Tree, map_tree, stack_trees
+from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.agent_part import Observed
 from rollflow.stream.wire import AgentRows, Reset, Rows, Step
 
@@ -125,7 +125,7 @@ class HostLane(ServedEnvironments):
         last_infos: Mapping[str, Any] = {}
         if final is not None:
             slots = tuple(np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist())
-            last, last_infos = self._in_space(stack_trees(list(final[0]))), final[1]
+            last, last_infos = self._in_space(final[0]), final[1]
         return Rows(
             request.lane,
             request.number,

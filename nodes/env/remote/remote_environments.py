@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from rollflow.nodes.env.environments import Environments, actions_of, record_taken
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
@@ -118,8 +120,7 @@ class RemoteEnvironments(SteppedOnHosts, Environments):
             self._check_of(lane).step(answer.obs, lane.vector_steps)
         final = None
         if answer.final_slots:
-            last = [map_tree(lambda leaf, i=i: leaf[i], answer.final_obs) for i in range(len(answer.final_slots))]
-            final = last, answer.final_infos
+            final = map_tree(np.array, answer.final_obs), answer.final_infos
         if lane.layout.num_slots == 1:
             record_taken(lane, answer.infos)
         lane.record_step(answer.obs, answer.rewards, answer.terminateds, answer.truncateds, answer.infos, final)

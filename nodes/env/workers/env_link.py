@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from rollflow.nodes.env.environments import actions_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
@@ -88,10 +86,9 @@ class EnvLink(LaneLink):
         assert isinstance(lane.memory, LaneBlocks)
         return lane, lane.memory
 
-    def _last_observations(self, lane: Lane, blocks: LaneBlocks) -> list[Tree]:
+    def _last_observations(self, lane: Lane, blocks: LaneBlocks) -> Tree:
         done = blocks.columns[Columns.TERMINATEDS].row(lane.row) | blocks.columns[Columns.TRUNCATEDS].row(lane.row)
-        last = blocks.columns[FINAL_OBS].row(0)
-        return [map_tree(lambda leaf, i=slot: leaf[i].copy(), last) for slot in np.flatnonzero(done).tolist()]
+        return map_tree(lambda leaf: leaf[done], blocks.columns[FINAL_OBS].row(0))
 
     def _send_blocks(self, blocks: LaneBlocks) -> None:
         for index in range(self._blocks_sent, len(blocks.pool.blocks)):

@@ -52,9 +52,8 @@ class EnvServer(LaneServer):
         columns[Columns.TRUNCATEDS].write(row, truncateds)
         fields: dict[str, Any] = {"infos": infos} if infos else {}
         if final is not None:
-            slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
-            for slot, item in zip(slots, final[0], strict=True):
-                columns[FINAL_OBS].write_slot(0, slot, item)
+            slots = np.flatnonzero(np.logical_or(terminateds, truncateds))
+            columns[FINAL_OBS].write_items(0, slots, final[0])
             fields["final_infos"] = final[1]
         return self._done(self._deviations.packed(fields))
 

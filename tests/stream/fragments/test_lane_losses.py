@@ -53,7 +53,7 @@ def step(lane: Lane, simulated: Simulated, ending: Any) -> None:
     rewards = np.where(simulated.is_over, 0.0, 1.0)  # a mere reset has none
     ended, last = simulated.step(ending)
     none = np.zeros(simulated.slots, bool)
-    final = None if last is None or not last else (last, {})
+    final = (np.array(last), {}) if last else None
     lane.record_step(simulated.observations(), rewards, ended, none, {}, final)
     lane.commit_ended()
     lane.commit()
