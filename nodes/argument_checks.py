@@ -1,10 +1,14 @@
-"""Checks of plain arguments: numbers, seconds, True or False, seeds, keywords of earlier versions."""
+"""Checks of plain arguments: numbers, seconds, True or False, seeds, keywords that there are not."""
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from functools import wraps
+from inspect import signature
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -93,31 +97,52 @@ def check_names(name: str, names: Any) -> None:
         raise ValueError(f"{name} is {shown(names)}, expected None, or a list of names")
 
 
-def with_moved(callee: str, **moved: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a function that names the new place of a keyword which it had in earlier versions.
+def places_in(**records: type) -> dict[str, str]:
+    """Keyword -> the record's field that stands for it, also by its name in earlier versions, such as "step_timeout".
+
+    records    keyword -> class of the frozen record that it takes
+    """
+    return {
+        name: f"{keyword}={record.__name__}({each.name}=…)"
+        for keyword, record in records.items()
+        for each in fields(record)
+        for name in (each.name, f"{each.name}_{keyword.rstrip('s')}", f"{keyword}_{each.name}")
+    }
+
+
+def check_keywords(callee: str, given: Iterable[str], known: Collection[str], places: Mapping[str, str]) -> None:
+    """Raise TypeError for keywords that there are not, which says what is to be written instead.
 
     callee    name of the function, or of the class whose `__init__` it is
-    moved     earlier keyword -> what is to be written instead
-
-    The function raises TypeError for such a keyword.
+    known     keywords that it has
+    places    keyword that it has not -> its place: see `places_in`
     """
 
+    def instead(name: str) -> str:
+        alike = get_close_matches(name, known, 1)
+        return places.get(name) or (repr(alike[0]) if alike else f"one of those in help({callee})")
+
+    if wrong := [name for name in given if name not in known]:
+        told = "; ".join(f"{name!r}, expected {instead(name)}" for name in wrong)
+        raise TypeError(f"{callee} has no keyword {told}")
+
+
+def checking_keywords(
+    callee: str, places: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a function whose keywords are checked: see `check_keywords`."""
+
     def checking(function: Callable[P, T]) -> Callable[P, T]:
+        known = signature(function).parameters
+
         @wraps(function)
         def checked(*args: P.args, **given: P.kwargs) -> T:
-            refuse_moved(callee, given, moved)
+            check_keywords(callee, given, known, places)
             return function(*args, **given)
 
         return checked
 
     return checking
-
-
-def refuse_moved(callee: str, given: Iterable[str], moved: Mapping[str, str]) -> None:
-    """Raise TypeError where names of keywords are earlier ones, as `with_moved` does."""
-    if wrong := [name for name in given if name in moved]:
-        told = "; ".join(f"{name!r}, expected {moved[name]}" for name in wrong)
-        raise TypeError(f"{callee} has no keyword {told}")
 
 
 def seeds_of(seed: Any) -> tuple[int, tuple[int, ...] | None]:

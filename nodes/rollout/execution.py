@@ -39,6 +39,7 @@ class OnePolicy:
     options         of the rollout
     metrics         what pieces log into
 
+    how             the options
     acting          the module as it was given, the copy that acts, and the pipelines around it
     weights         of that copy, as they are published
     returns         of the last episodes
@@ -46,7 +47,6 @@ class OnePolicy:
     first_versions  None: modules neither come nor go
     emitter         node that parts fragments from turns, if whole rollouts are elsewhere
     pipelines       of connectors
-    pass_options    how forward passes are done elsewhere: what `ModuleForward` takes beside module and weights
 
     Raises ModuleError, ConnectorError or ValueError for a module or a connector that can't be used.
     """
@@ -56,7 +56,7 @@ class OnePolicy:
     first_versions = None
 
     def __init__(self, environments: Any, options: RolloutOptions, metrics: Any) -> None:
-        self._how, self.metrics = options, metrics
+        self.how, self.metrics = options, metrics
         self.acting = acting = acting_for(
             environments.envs[0],
             (environments.observation_space, environments.action_space),
@@ -71,7 +71,6 @@ class OnePolicy:
         self.module, self.weights = acting.module, PolicyWeights(acting.copy)
         self.returns, self.collector = EpisodeReturns(), EpisodeCollector()
         self.pipelines = acting.env_to_module, acting.module_to_env
-        self.pass_options = {"explore": options.explore, **options.forward.options}
 
     def versions(self) -> dict[str, int]:
         """Module -> policy version published last; "" stands for the only module."""
@@ -87,7 +86,7 @@ class OnePolicy:
         self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
     ) -> tuple[Any, Any, Any]:
         """The stages before the forward pass, of it, and behind it, if these are here."""
-        acting, how, passes = self.acting, self._how, self._how.forward
+        acting, how, passes = self.acting, self.how, self.how.forward
         context = {"module": acting.copy, "explore": how.explore, "metrics": self.metrics}
         prepare = EnvToModule(
             acting.env_to_module,
@@ -97,14 +96,14 @@ class OnePolicy:
             relay=relay,
             **context,
         )
-        forward = ModuleForward(acting.copy, self.weights, **self.pass_options)
+        forward = ModuleForward(acting.copy, self.weights, **self.how.pass_options)
         largest = max(env.num_envs for env in environments.envs)
         act = ModuleToEnv(acting.module_to_env, env_space=environments.action_space, threads=passes.threads, **context)
         return prepare, joint_forward(forward, largest, passes), act
 
     def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
-        seed_lane(lane, self._how.seed)
+        seed_lane(lane, self.how.seed)
 
     def replica(self) -> OneReplica:
         """Copy for a lane elsewhere that begins."""
@@ -136,7 +135,7 @@ class AgentsPolicy:
     collector = None
 
     def __init__(self, environments: Any, options: RolloutOptions, metrics: Any) -> None:
-        self._how, self.metrics = options, metrics
+        self.how, self.metrics = options, metrics
         self.acting = acting = agents_acting_for(
             environments.parts,
             environments.envs[0],
@@ -158,7 +157,6 @@ class AgentsPolicy:
         self.go_on_from = self._modules.go_on_from
         self.returns = AgentReturns(self.module.__contains__)
         self.pipelines = acting.pipelines
-        self.pass_options = {"explore": options.explore, **options.forward.options}
 
     @property
     def pipeline_names(self) -> Sequence[str]:
@@ -167,7 +165,7 @@ class AgentsPolicy:
     def stages(
         self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
     ) -> tuple[Any, Any, Any]:
-        acting, passes = self.acting, self._how.forward
+        acting, passes = self.acting, self.how.forward
         prepare = AgentsToModule(
             acting.env_to_module,
             self._modules,
@@ -264,7 +262,7 @@ class StagesElsewhere:
     def __init__(
         self, rollouts: OffloadedRollouts, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger
     ) -> None:
-        self.policy, self.pass_options, self._rollouts = policy, policy.pass_options, rollouts
+        self.policy, self.pass_options, self._rollouts = policy, policy.how.pass_options, rollouts
         self._pipelines = policy.pipelines
         self._states: dict[int, Any] = {}  # of the connectors there, by lane
         self._relay = GateRelay(rollouts)

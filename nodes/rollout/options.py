@@ -4,12 +4,19 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, TypeVar
 
 import gymnasium as gym
 
-from rollflow.nodes.argument_checks import check_flags, check_numbers, checked_count, checked_number, seeds_of
+from rollflow.nodes.argument_checks import (
+    check_flags,
+    check_keywords,
+    check_numbers,
+    checked_count,
+    checked_number,
+    places_in,
+    seeds_of,
+)
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.env.env_source import Autoreset
 from rollflow.nodes.launch.on_hosts import OnHosts
@@ -236,6 +243,11 @@ class RolloutOptions:
             checked_record(name, getattr(self, name), kind)
         check_staleness(self.max_lag, self.on_excess)
 
+    @property
+    def pass_options(self) -> dict[str, Any]:
+        """How forward passes are done, here or elsewhere: what `ModuleForward` takes beside module and weights."""
+        return {"explore": self.explore, **self.forward.options}
+
     def check_offloaded(self, *, is_remote: bool) -> None:
         """Raise ValueError for what whole rollouts elsewhere can't do: on other hosts, or in worker processes."""
         if is_remote and self.debug:
@@ -276,15 +288,6 @@ def metrics_of(watch: Watch) -> Any:
     return MetricsLogger() if watch.metrics is None else watch.metrics
 
 
-# Keyword -> the record's field that it stands for, also by its name in earlier versions, such as "step_timeout".
-_OF_RECORDS = {
-    name: f"{keyword}={record.__name__}({each.name}=…)"
-    for keyword, record in _RECORDS.items()
-    for each in fields(record)
-    for name in (each.name, f"{each.name}_{keyword.rstrip('s')}", f"{keyword}_{each.name}")
-}
-
-
 def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> RolloutOptions:
     """The options of a rollout with these keywords; with `debug` everything is inline.
 
@@ -293,9 +296,7 @@ def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> Rollou
 
     Raises TypeError for a keyword that there is not, and ValueError.
     """
-    if wrong := [name for name in given if name not in keywords.__annotations__]:
-        told = "; ".join(f"{name!r}, expected {_instead(name, keywords, rollout)}" for name in wrong)
-        raise TypeError(f"{rollout} has no keyword {told}")
+    check_keywords(rollout, given, keywords.__annotations__, places_in(**_RECORDS))
     seed, slot_seeds = seeds_of(given.get("seed"))
     options = RolloutOptions(**dict(given, seed=seed, slot_seeds=slot_seeds))
     watch = options.watch
@@ -305,14 +306,6 @@ def options_of(given: Mapping[str, Any], keywords: type, rollout: str) -> Rollou
         return options
     one_by_one = Forward(flat=False, threads=options.forward.threads)
     return replace(options, where="inline", workers=None, prefetch=0, forward=one_by_one)
-
-
-def _instead(name: str, keywords: type, rollout: str) -> str:
-    """What is to be written instead of a keyword that there is not."""
-    if name in _OF_RECORDS:
-        return _OF_RECORDS[name]
-    alike = get_close_matches(name, keywords.__annotations__, 1)
-    return repr(alike[0]) if alike else f"one of those in help({rollout})"
 
 
 def with_keywords(keywords: type) -> Callable[[Init], Init]:

@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rollflow.nodes.argument_checks import check_flags, checked_count
+from rollflow.nodes.argument_checks import check_flags, checked_count, checking_keywords
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
@@ -104,6 +104,7 @@ class DatasetSource(IterableDataset[Any]):
     first stored step of an episode whose beginning is missing: leave it out by `episodes`.
     """
 
+    @checking_keywords("DatasetSource")
     def __init__(
         self,
         path: str | os.PathLike[str],

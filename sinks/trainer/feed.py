@@ -14,9 +14,10 @@ import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
-from rollflow.nodes.argument_checks import with_moved
+from rollflow.nodes.argument_checks import checking_keywords, places_in
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
+from rollflow.nodes.rollout.options import Watch
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
 from rollflow.sinks.trainer.rollout_end import AnyRollout, check_rollout
 from rollflow.sinks.trainer.sink import TrainerSink
@@ -36,7 +37,7 @@ _INTERRUPTED = (
 )
 
 
-@with_moved("feed", trace="Watch(trace=…) of the rollout")
+@checking_keywords("feed", {name: f"{place} of the rollout" for name, place in places_in(watch=Watch).items()})
 def feed(
     rollout: AnyRollout,
     address: str | Address,

@@ -20,10 +20,10 @@ import anyio
 import cloudpickle
 import torch
 
-from rollflow.nodes.argument_checks import check_numbers, refuse_moved
+from rollflow.nodes.argument_checks import check_keywords, check_numbers
 from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count
-from rollflow.sinks.trainer.stream import MOVED, TrainerStream
+from rollflow.sinks.trainer.stream import PLACES, TrainerStream
 from rollflow.stream.data.errors import RunError, shown
 from rollflow.stream.data.system import system_module
 from rollflow.stream.net import backoff
@@ -65,10 +65,7 @@ class TrainerProcess:
             raise ValueError(f"train is {shown(train)}, expected a function that is called as train(stream, *args)")
         if not isinstance(stream, Mapping | None):
             raise ValueError(f"stream is {shown(stream)}, expected the arguments of a TrainerStream by their names")
-        refuse_moved("TrainerStream", stream or (), MOVED)
-        if unknown := [name for name in stream or () if name not in _STREAM_OPTIONS]:
-            names = list(_STREAM_OPTIONS)
-            raise ValueError(f"stream has {unknown}, expected arguments of a TrainerStream among {names}")
+        check_keywords("TrainerStream", stream or (), _STREAM_OPTIONS, PLACES | {"address": "none, for it has its own"})
         self._name = getattr(train, "__name__", repr(train))
         self._job = train, args, dict(stream or {})
         self._linger = linger

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import anyio
 
-from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.argument_checks import check_numbers, checking_keywords
 from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.sinks.trainer.messages import HAS_ENDED, AnyFragment, Batch, message_of_batch, nbytes_of
 from rollflow.sinks.trainer.pace_gate import ResendBuffer
@@ -77,6 +77,7 @@ class TrainerSink:
     error, such as for another secret.
     """
 
+    @checking_keywords("TrainerSink")
     def __init__(
         self,
         address: str | wire.Address,

@@ -12,12 +12,12 @@ from typing import Any, Literal, Self
 
 import anyio.to_thread
 
-from rollflow.nodes.argument_checks import check_numbers, with_moved
+from rollflow.nodes.argument_checks import check_numbers, checking_keywords, places_in
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.logs.destinations import Log, LogOptions
 from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
-from rollflow.sinks.trainer.item_maker import ItemMaker, StreamReturns, Yields, check_module, checked_batches
+from rollflow.sinks.trainer.item_maker import Batches, ItemMaker, StreamReturns, Yields, check_module, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener, checked_address
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
 from rollflow.sinks.trainer.newest_weights import PublishedWeights, checked_id
@@ -33,16 +33,6 @@ logger = logging.getLogger(__name__)
 
 _NOT_YET = object()
 _WATCH = Watch()
-# Keyword of earlier versions -> what is to be written instead.
-MOVED = {
-    "fragments_per_batch": "yields=Batches(fragments=…)",
-    "learner_connector": "yields=Batches(learner_connector=…)",
-    "join_timeout": "sources=Sources(1, join_timeout=…)",
-    "metrics": "watch=Watch(metrics=…)",
-    "log_every": "watch=Watch(log_every=…)",
-    "log_x": "watch=Watch(log_x=…)",
-    "trace": "watch=Watch(trace=…)",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +52,10 @@ class Sources:
     def __post_init__(self) -> None:
         check_numbers(sources=(self.count, 1), join_timeout=(self.join_timeout, 0))
 
+
+# Keyword that a stream has not -> its place in the records that it takes.
+PLACES = places_in(watch=Watch, sources=Sources, yields=Batches)
+PLACES["fragments_per_batch"] = PLACES["fragments"]
 
 _ByLane = dict[tuple[bytes, int], tuple[ArrivedItem, ...]]
 
@@ -186,7 +180,7 @@ class TrainerStream:
     Raises RunError where the address can't be listened on, no rollout comes, or all are lost.
     """
 
-    @with_moved("TrainerStream", **MOVED)
+    @checking_keywords("TrainerStream", PLACES)
     def __init__(
         self,
         address: str | Address,

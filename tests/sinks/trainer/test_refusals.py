@@ -16,7 +16,7 @@ from numbered_module import NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
-from rollflow import GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, Watch, feed
+from rollflow import DatasetSource, GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, Watch, feed
 from rollflow.nodes import EnvHost
 from rollflow.sinks import Batches, TrainerProcess, TrainerSink
 from rollflow.sinks.trainer.stream import _failure_of
@@ -127,10 +127,20 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
         ),
         (
             partial(feed, None, trace="x"),
-            r"feed has no keyword 'trace', expected Watch\(trace=…\) of the rollout",
+            r"feed has no keyword 'trace', expected watch=Watch\(trace=…\) of the rollout",
         ),
+        (
+            lambda address: TrainerProcess(print, stream={"address": address}),
+            r"TrainerStream has no keyword 'address', expected none, for it has its own",
+        ),
+        (
+            partial(TrainerStream, join_timeout=4, prefetched=2),
+            r"'join_timeout', expected sources=Sources\(join_timeout=…\); 'prefetched', expected 'prefetch'",
+        ),
+        (partial(TrainerSink, lingers=4), "TrainerSink has no keyword 'lingers', expected 'linger'"),
+        (partial(DatasetSource, batchsize=4), "DatasetSource has no keyword 'batchsize', expected 'batch_size'"),
     ],
-    ids=["TrainerStream", "TrainerProcess", "feed"],
+    ids=["stream", "process", "feed", "process address", "stream alike", "sink", "dataset"],
 )
 def test_a_keyword_that_has_moved_is_told_its_place(call: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
