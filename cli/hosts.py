@@ -79,27 +79,29 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
         "env": arguments.environment_of(args.env),
         "num_envs": args.num_envs,
         "lanes": lanes,
-        "secret": arguments.secret_of(args),
-        "tls": arguments.tls_of(args),
         "name": args.name,
-        "limits": arguments.limits_of(args.max_frame),
     }
 
 
 def _serve(args: argparse.Namespace) -> int:
     """Serve the rollout that dials, or is dialled, until it ends or SIGTERM comes; the exit status."""
-    made: Host = args.host_of(args)
+    protection: dict[str, Any] = {
+        "secret": arguments.secret_of(args),
+        "tls": arguments.tls_of(args),
+        "limits": arguments.limits_of(args.max_frame),
+    }
+    made: Host = args.host_of(args)  # after the secret, which is no environment's to see
     with made as host:
         if not 0 <= args.grace < math.inf:
             raise ValueError(f"--grace is {args.grace:g}, expected seconds from 0 on")
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, lambda *_: host.drain(0.0 if host.is_draining else args.grace))
         if args.connect is not None:
-            reason = host.connect(args.connect, retry_s=args.retry)
+            reason = host.connect(args.connect, retry_s=args.retry, **protection)
             if not host.is_draining:
                 print(f"the rollout said goodbye: {reason}", file=sys.stderr)
         else:
-            with host.listening(args.listen) as address:
+            with host.listening(args.listen, **protection) as address:
                 print(f"listening on {address}", file=sys.stderr, flush=True)
                 host.serve()
         return 128 + signal.SIGTERM if host.is_draining else 0

@@ -3,10 +3,12 @@
 import itertools
 import logging
 import math
+import ssl
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self
 
@@ -18,12 +20,14 @@ from gymnasium.vector.utils import batch_space
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.environments import TAKEN_ACTION
 from rollflow.nodes.env.remote.env_host import EnvHost
+from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.env.vector_env_errors import misfit_of
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.space import check_columnar, row_of
 from rollflow.stream.data.tree import Tree, equal_trees, map_tree, tree_at
+from rollflow.stream.wire import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +181,9 @@ class ExternalEnv:
                              does so here, over `RemoteRollouts`, with the weights that the trainer publishes
         timeout              seconds that an action is waited for; None: any time
         retry_s              seconds that the rollout is dialled in vain; None: for ever
-        options              as for `EnvHost`: `secret`, `tls`, `name`, `limits`; with inference="client" as for
-                             `RolloutHost`: `module` and connectors as well
+        secret, tls, limits  as for `EnvHost.connect`
+        options              as for `EnvHost`: `name`; with inference="client" as for `RolloutHost`: `module` and
+                             connectors as well
 
     It is called from any number of threads, an episode from one at a time. Each transition stands in the rollout once,
     whatever becomes of connections; the rollout counts those of episodes that were cut off as lost. A rollout waits for
@@ -197,6 +202,9 @@ class ExternalEnv:
         inference: Literal["server", "client"] = "server",
         timeout: float | None = None,
         retry_s: float | None = 60.0,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
         **options: Any,
     ) -> None:
         if inference not in ("server", "client"):
@@ -213,8 +221,9 @@ class ExternalEnv:
         self._episodes: dict[EpisodeId, _Episode] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        connect = partial(self._host.connect, address, secret=secret, tls=tls, limits=limits, retry_s=retry_s)
         self._thread = threading.Thread(
-            target=self._serve, args=(address, retry_s), name="rollflow external environments", daemon=True
+            target=self._serve, args=(connect,), name="rollflow external environments", daemon=True
         )
         with closing_on_error(self._host.close):
             self._thread.start()
@@ -330,9 +339,9 @@ class ExternalEnv:
         if (text := misfit_of(self.observation_space, observation)) is not None:
             raise EnvError(f"episode {episode_id!r}: {text}")
 
-    def _serve(self, address: str, retry_s: float | None) -> None:
+    def _serve(self, connect: Callable[[], str]) -> None:
         try:
-            error: Exception = EnvError(f"the rollout has ended: {self._host.connect(address, retry_s=retry_s)}")
+            error: Exception = EnvError(f"the rollout has ended: {connect()}")
         except Exception as raised:
             error = EnvError(f"the rollout is gone: {raised}")
         self._end(error)

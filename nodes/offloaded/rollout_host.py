@@ -1,7 +1,6 @@
 """`RolloutHost`: whole rollouts on this host, for a trainer on another."""
 
 import logging
-import ssl
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -10,13 +9,13 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from rollflow.nodes.argument_checks import checking_keywords
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, with_kwargs
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.remote.host import Host
+from rollflow.nodes.env.remote.host import PLACES, Host
 from rollflow.nodes.env.remote.host_lane import agents_sent, made_lanes
-from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.nodes.env.stepping import close_failed, described
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
@@ -38,7 +37,6 @@ from rollflow.stream.wire import (
     Fragment,
     HostConnection,
     LaneGrant,
-    Limits,
     Message,
     Metrics,
     Settings,
@@ -308,7 +306,7 @@ class RolloutHost(Host):
         joint_connector
         compile_forward             forward passes by `torch.compile`, with these options if it is a mapping of them
         device                      where forward passes are done; None: where the module is
-        secret, tls, name, limits   as for `EnvHost`
+        name                        as for `EnvHost`
 
     role    "agent_rollout" where an environment has several agents, else "rollout"
 
@@ -323,6 +321,7 @@ class RolloutHost(Host):
 
     report_s: float = 0.25
 
+    @checking_keywords("RolloutHost", PLACES)
     def __init__(
         self,
         env: EnvSource | AgentEnvSource,
@@ -338,10 +337,7 @@ class RolloutHost(Host):
         module_to_env_connector: Callable[[Any], Any] | None = None,
         compile_forward: bool | Mapping[str, Any] = False,
         device: Any = None,
-        secret: Secret = None,
-        tls: ssl.SSLContext | None = None,
         name: str | None = None,
-        limits: Limits | None = None,
     ) -> None:
         self._module, self._device = module, device
         metadata = {"env": env} if isinstance(env, str) else {}
@@ -365,7 +361,7 @@ class RolloutHost(Host):
         self._ids: list[int] = []  # of the lanes, as the rollout has them
         self._reported: dict[int, LaneProgress] = {}
         self._reported_at = 0.0
-        super().__init__(self._lanes, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)
+        super().__init__(self._lanes, name=name, metadata=metadata)
 
     # For `Host`
 

@@ -44,7 +44,7 @@ def context_of(files: Files, purpose: ssl.Purpose) -> ssl.SSLContext:
 
 @contextmanager
 def listening_host(tls: ssl.SSLContext | None) -> Iterator[str]:
-    with EnvHost("CartPole-v1", tls=tls) as host, serving(host, "tcp://127.0.0.1:0") as address:
+    with EnvHost("CartPole-v1") as host, serving(host, "tcp://127.0.0.1:0", tls=tls) as address:
         yield address
 
 

@@ -162,9 +162,9 @@ def test_a_second_signal_ends_a_host_at_once(tmp_path: Path) -> None:
 
 
 @contextmanager
-def served(host: EnvHost, tmp_path: Path) -> Iterator[str]:
+def served(host: EnvHost, tmp_path: Path, **protection: Any) -> Iterator[str]:
     """A host that listens, in a thread."""
-    with host, serving(host, f"unix:{tmp_path}/host") as address:
+    with host, serving(host, f"unix:{tmp_path}/host", **protection) as address:
         yield address
 
 
@@ -172,7 +172,7 @@ def test_a_secret_in_a_variable_is_taken_away_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY", "open sesame\n")
-    with served(EnvHost("CartPole-v1", secret="open sesame"), tmp_path) as address:
+    with served(EnvHost("CartPole-v1"), tmp_path, secret="open sesame") as address:
         assert main(["check-host", address, "--secret-env", "KEY"]) == 0
         assert "KEY" not in os.environ
         assert main(["check-host", address, "--secret-env", "KEY"]) == 1
@@ -205,8 +205,8 @@ def test_our_own_host_passes_every_check_also_where_it_sends_an_answer_again_aft
     kind: type[EnvHost], env: Any, tmp_path: Path, shown: Says
 ) -> None:
     (tmp_path / "key").write_text("open sesame")
-    host = kind(env, num_envs=3, lanes=2, secret="open sesame")
-    with served(host, tmp_path) as address:
+    host = kind(env, num_envs=3, lanes=2)
+    with served(host, tmp_path, secret="open sesame") as address:
         *told, last = shown("check-host", address, "--secret-file", f"{tmp_path}/key").splitlines()
     assert last == "all is well"
     assert len(told) >= 17
@@ -292,7 +292,7 @@ def test_a_host_that_does_not_answer_is_found_out(
         return answer(self, request)
 
     monkeypatch.setattr(HostLane, "answer", answers_late)
-    with served(EnvHost([lambda: NumberedEnv(0)], limits=Limits(handshake_s=0.1)), tmp_path) as address:
+    with served(EnvHost([lambda: NumberedEnv(0)]), tmp_path, limits=Limits(handshake_s=0.1)) as address:
         assert main(["check-host", address, "--timeout", "0.2"]) == 1
         released.set()
     assert "it sent nothing for 0.2 s, expected rows for reset 1" in capsys.readouterr().out

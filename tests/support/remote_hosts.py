@@ -35,11 +35,12 @@ SHORT = Limits(heartbeat_s=5.0, grace_s=30.0)
 def hosting(address: Any, envs: Any, *, kind: type[Host] = EnvHost, **options: Any) -> Iterator[Any]:
     """A host in a thread, until it is left; what it raised is raised then."""
     raised: list[BaseException] = []
+    protection = _protection_of(options)
     with kind(envs, **options) as host:
 
         def serve() -> None:
             try:
-                host.connect(str(address), retry_s=30.0)
+                host.connect(str(address), retry_s=30.0, **protection)
             except BaseException as error:
                 raised.append(error)
 
@@ -57,14 +58,20 @@ def hosting(address: Any, envs: Any, *, kind: type[Host] = EnvHost, **options: A
 @contextmanager
 def dialled_host(address: str, envs: Any, *, kind: type[Host] = EnvHost, **options: Any) -> Iterator[Any]:
     """A host in a thread that is to be dialled."""
-    with kind(envs, **options) as host, serving(host, address):
+    protection = _protection_of(options)
+    with kind(envs, **options) as host, serving(host, address, **protection):
         yield host
 
 
+def _protection_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of a host's options that its connections take, which are taken out."""
+    return {name: options.pop(name) for name in ("secret", "tls", "limits") if name in options}
+
+
 @contextmanager
-def serving(host: Host, address: str) -> Iterator[str]:
+def serving(host: Host, address: str, **protection: Any) -> Iterator[str]:
     """A host that listens, in a thread, which it does until the end: where."""
-    with host.listening(address) as where:
+    with host.listening(address, **protection) as where:
         thread = threading.Thread(target=host.serve)
         thread.start()
         try:
@@ -283,7 +290,7 @@ class RawHost(RawEnd):
         **said: Any,
     ) -> None:
         makers = [lambda slot=slot: env(900 + slot) for slot in range(2)]
-        with kind(makers, secret=secret, name="raw") as pattern:  # type: ignore[call-arg]
+        with kind(makers, name="raw") as pattern:  # type: ignore[call-arg]
             self.hello = replace(pattern._hello(), **said)
         connection = HostConnection(self.hello, HostSession(self.hello.session), secret=secret, limits=SHORT, now=0.0)
         super().__init__(socket.create_connection((address.host, address.port)), connection)

@@ -1,17 +1,16 @@
 """`EnvHost`: environments on this host, for a rollout on another."""
 
-import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from rollflow.nodes.argument_checks import checking_keywords
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.remote.host import Host
+from rollflow.nodes.env.remote.host import PLACES, Host
 from rollflow.nodes.env.remote.host_lane import AgentHostLane, HostLane, made_lanes
-from rollflow.nodes.env.remote.remote_envs import Secret
-from rollflow.stream.wire import Answer, Limits
+from rollflow.stream.wire import Answer
 
 
 class EnvHost(Host):
@@ -21,11 +20,8 @@ class EnvHost(Host):
                                 their way, others step
         env_kwargs              as for `Rollout`
         autoreset_mode          as for `Rollout`; not for environments with several agents
-        secret                  the gateway's; None: it has none
-        tls                     a context, of a client to `connect` and of a server to `listen`
         name                    what it is called in the gateway's messages; it takes the place of a lost host of that
                                 name at once; None: the machine's name and this process' number
-        limits                  of frames, times and bytes under way
 
     role    "agents" where an environment has several agents, else "env"
 
@@ -35,6 +31,7 @@ class EnvHost(Host):
     Raises EnvError where environments can't be made, or lanes differ.
     """
 
+    @checking_keywords("EnvHost", PLACES)
     def __init__(
         self,
         env: EnvSource | AgentEnvSource,
@@ -43,10 +40,7 @@ class EnvHost(Host):
         num_envs: int | None = None,
         lanes: int | None = None,
         autoreset_mode: Autoreset = None,
-        secret: Secret = None,
-        tls: ssl.SSLContext | None = None,
         name: str | None = None,
-        limits: Limits | None = None,
     ) -> None:
         deviations = Deviations()
         made, has_several = made_lanes(
@@ -59,7 +53,7 @@ class EnvHost(Host):
         )
         self.role = "agents" if has_several else "env"
         metadata = {"env": env} if isinstance(env, str) else {}
-        super().__init__(made, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)
+        super().__init__(made, name=name, metadata=metadata)
 
     def _work_on(self, lane: HostLane | AgentHostLane, request: Any) -> Callable[[], Answer]:
         return partial(lane.answer, request)

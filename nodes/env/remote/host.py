@@ -37,6 +37,15 @@ _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session"  # after which it redials
 
 HostPeer = Peer[wire.HostConnection]
+# Keyword that a host has not -> its place.
+PLACES = {name: f"connect(address, {name}=…), or listening" for name in ("secret", "tls", "limits")}
+
+
+def _target_of(address: str, secret: Secret) -> tuple[wire.Address, bytes | None]:
+    """An address and a secret, checked. Raises WireError."""
+    target, known = wire.parse_address(address), secret_bytes(secret)
+    wire.check_secret(target, known)
+    return target, known
 
 
 class Drain:
@@ -118,18 +127,13 @@ class Host:
         self,
         lanes: Sequence[Any],
         *,
-        secret: Secret,
-        tls: ssl.SSLContext | None,
         name: str | None,
-        limits: wire.Limits | None,
         metadata: dict[str, Any],
     ) -> None:
         # Two hosts of one machine are not taken for each other.
         self.name = f"{socket.gethostname()}-{os.getpid()}" if name is None else name
-        self._tls = tls
-        self._limits = wire.Limits() if limits is None else limits
+        self._protect(None, None, None)
         with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
-            self._secret = secret_bytes(secret)
             check_alike(lanes)
         self._metadata = metadata
         self._loop: SocketLoop[HostPeer] = SocketLoop(self, max_strangers=_MOST_STRANGERS)  # and the welcomed one
@@ -148,23 +152,46 @@ class Host:
         self._offer_session()
         self._drain: Drain | None = None  # None: nobody has told this host to
 
-    def connect(self, address: str, *, retry_s: float | None = 60.0) -> str:
+    def connect(
+        self,
+        address: str,
+        *,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        limits: wire.Limits | None = None,
+        retry_s: float | None = 60.0,
+    ) -> str:
         """Dial a gateway and serve it until it says goodbye; the reason that it gives.
 
-        A connection that can't be made, or breaks, is dialled again for up to `retry_s` seconds, None for ever. Raises
-        WireError where the gateway refuses, is not to be reached, or does not know the secret.
+            secret     the gateway's; None: it has none
+            tls        a client's context
+            limits     of frames, times and bytes under way
+            retry_s    seconds for which a connection is dialled again that can't be made, or breaks; None: for ever
+
+        Raises WireError where the gateway refuses, is not to be reached, or does not know the secret.
         """
-        target = wire.parse_address(address)
-        wire.check_secret(target, self._secret)
-        check_tls(target, self._tls)
+        target, known = _target_of(address, secret)
+        check_tls(target, tls)
         with self._served():
+            self._protect(known, tls, limits)
             return self._serve_dialled(target, retry_s)
 
     @contextmanager
-    def listening(self, address: str) -> Iterator[wire.Address]:
-        """Listen on an address, which is given with the port that it has; what comes is served by `serve`."""
-        target = wire.parse_address(address)
-        wire.check_secret(target, self._secret)
+    def listening(
+        self,
+        address: str,
+        *,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        limits: wire.Limits | None = None,
+    ) -> Iterator[wire.Address]:
+        """Listen on an address, which is given with the port that it has; what comes is served by `serve`.
+
+        secret, limits    as for `connect`
+        tls               a server's context
+        """
+        target, known = _target_of(address, secret)
+        self._protect(known, tls, limits)
         self._listeners = listen_on(target)
         try:
             yield address_of(self._listeners[0])
@@ -409,6 +436,10 @@ class Host:
         return wire.Failed.of(request, error)
 
     # Inside
+
+    def _protect(self, secret: bytes | None, tls: ssl.SSLContext | None, limits: wire.Limits | None) -> None:
+        """Have connections from now on know this secret, be encrypted so, and have these limits."""
+        self._secret, self._tls, self._limits = secret, tls, limits or wire.Limits()
 
     def _hello(self) -> wire.Hello:
         return hello_of(

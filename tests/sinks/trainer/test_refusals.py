@@ -17,7 +17,7 @@ from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
 from rollflow import DatasetSource, GeneralAdvantageEstimation, Graph, RemoteEnvs, Rollout, TrainerStream, Watch, feed
-from rollflow.nodes import EnvHost
+from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.sinks import Batches, TrainerProcess, TrainerSink
 from rollflow.sinks.trainer.stream import _failure_of
 from rollflow.stream.data.errors import RunError, WireError
@@ -139,8 +139,13 @@ def test_what_batches_can_not_be_made_with_is_refused(options: dict[str, Any], t
         ),
         (partial(TrainerSink, lingers=4), "TrainerSink has no keyword 'lingers', expected 'linger'"),
         (partial(DatasetSource, batchsize=4), "DatasetSource has no keyword 'batchsize', expected 'batch_size'"),
+        (
+            partial(RolloutHost, secret="s"),
+            r"RolloutHost has no keyword 'secret', expected connect\(address, secret=…\), or listening",
+        ),
+        (partial(EnvHost, tls=None), r"EnvHost has no keyword 'tls', expected connect\(address, tls=…\), or listening"),
     ],
-    ids=["stream", "process", "feed", "process address", "stream alike", "sink", "dataset"],
+    ids=["stream", "process", "feed", "process address", "stream alike", "sink", "dataset", "rollout host", "env host"],
 )
 def test_a_keyword_that_has_moved_is_told_its_place(call: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
@@ -180,7 +185,7 @@ def test_how_batches_are_made_is_said_to_the_trainer(name: str, value: Any) -> N
 
 def test_a_secret_that_is_none_is_refused_by_hosts_and_gateways_and_nothing_is_left_open() -> None:
     for make in (
-        lambda: EnvHost(makers(1), secret=5),  # type: ignore[arg-type]
+        lambda: EnvHost(makers(1)).connect("tcp://127.0.0.1:1", secret=5),  # type: ignore[arg-type]
         lambda: RemoteEnvs.listen("tcp://127.0.0.1:0", secret=5),  # type: ignore[arg-type]
         lambda: RemoteEnvs.connect("tcp://127.0.0.1:1", secret=5),  # type: ignore[arg-type]
     ):

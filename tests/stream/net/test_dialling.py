@@ -135,8 +135,8 @@ def given_up(retry_s: float, dial: Callable[..., Any], caplog: pytest.LogCapture
 
 
 def dialled_by_a_host(address: str, retry_s: float, limits: Limits | None = None) -> None:
-    with EnvHost(makers(0), secret="s", limits=limits) as host:
-        host.connect(address, retry_s=retry_s)
+    with EnvHost(makers(0)) as host:
+        host.connect(address, secret="s", limits=limits, retry_s=retry_s)
 
 
 def dialled_by_a_rollout(address: str, retry_s: float, limits: Limits | None = None) -> None:
@@ -186,7 +186,7 @@ def test_a_host_that_dials_in_vain_can_be_stopped(names: dict[str, Answer], *, a
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as silent,
         ExitStack() as closing,
-        EnvHost(makers(0), secret="s") as host,
+        EnvHost(makers(0)) as host,
         ThreadPoolExecutor(1) as threads,
     ):
         for _ in range(4):  # then nobody else gets an answer
@@ -194,7 +194,7 @@ def test_a_host_that_dials_in_vain_can_be_stopped(names: dict[str, Answer], *, a
             waiting.setblocking(False)
             waiting.connect_ex(silent.getsockname())
         address = "tcp://slow.test:1" if asks else f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        connected = threads.submit(host.connect, address, retry_s=None)
+        connected = threads.submit(host.connect, address, secret="s", retry_s=None)
         await_that(lambda: hang.asked.is_set() if asks else host._loop.dialler._calling)
         host.stop()
         try:

@@ -245,11 +245,11 @@ def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: py
         fragments = iter(rollout.fragments())
         next(fragments)
         with (
-            EnvHost(Wide, limits=Limits(max_frame=1 << 16)) as narrow,
+            EnvHost(Wide) as narrow,
             ThreadPoolExecutor(1) as pool,
             pytest.raises(WireError, match=r"frame of \d+ bytes, expected at most 65536"),
         ):
-            connecting = pool.submit(narrow.connect, str(envs.addresses[0]))
+            connecting = pool.submit(narrow.connect, str(envs.addresses[0]), limits=Limits(max_frame=1 << 16))
             while not connecting.done():  # a rollout whose fragments nobody takes asks nobody for more
                 next(fragments)
             connecting.result()

@@ -169,8 +169,8 @@ def test_a_wrong_secret_is_told_to_both_and_nobody_else_notices(caplog: pytest.L
     with hosting(envs.addresses[0], makers(0), secret="right"), rollout_over(envs, prefetch=1) as rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
-        with EnvHost(makers(1), secret="wrong") as stranger, pytest.raises(WireError, match="has another secret"):
-            stranger.connect(str(envs.addresses[0]))
+        with EnvHost(makers(1)) as stranger, pytest.raises(WireError, match="has another secret"):
+            stranger.connect(str(envs.addresses[0]), secret="wrong")
         with EnvHost(makers(1)) as stranger, pytest.raises(WireError, match="the gateway asks for a secret"):
             stranger.connect(str(envs.addresses[0]))
         next(fragments)

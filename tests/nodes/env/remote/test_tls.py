@@ -64,8 +64,8 @@ def told_where_the_host_dials(host_tls: ssl.SSLContext | None, gateway_tls: ssl.
     """Return the host's error for a connection that fails, and what the gateway does."""
     envs = RemoteEnvs.listen("tcp://127.0.0.1:0", tls=gateway_tls)
     gateway = Gateway(envs, "env")
-    with EnvHost(makers(0), tls=host_tls) as host, pytest.raises(WireError) as raised:
-        host.connect(str(envs.addresses[0]))
+    with EnvHost(makers(0)) as host, pytest.raises(WireError) as raised:
+        host.connect(str(envs.addresses[0]), tls=host_tls)
     assert raised.value.code == "tls"
     told = refused(gateway)
     gateway.close()
@@ -79,8 +79,8 @@ def told_where_the_gateway_dials(
 ) -> tuple[str, str]:
     """Return the host's error for a connection that fails, and what the gateway does."""
     with (
-        EnvHost(makers(0), tls=host_tls) as host,
-        host.listening("tcp://127.0.0.1:0") as address,
+        EnvHost(makers(0)) as host,
+        host.listening("tcp://127.0.0.1:0", tls=host_tls) as address,
         serving(host),
     ):
         gateway = Gateway(RemoteEnvs.connect(str(address), tls=gateway_tls), "env")
@@ -133,5 +133,5 @@ def test_a_name_to_check_where_there_is_none_is_refused_at_once() -> None:
     told = "unix:/nowhere has no host name to check in a certificate; expected tls.check_hostname=False"
     with pytest.raises(WireError, match=told):
         RemoteEnvs.connect("unix:/nowhere", tls=context)
-    with EnvHost("CartPole-v1", tls=context) as host, pytest.raises(WireError, match=told):
-        host.connect("unix:/nowhere")
+    with EnvHost("CartPole-v1") as host, pytest.raises(WireError, match=told):
+        host.connect("unix:/nowhere", tls=context)
