@@ -21,6 +21,7 @@ A file goes beside the pieces of the same pipeline, and its name into `rollflow/
 import abc
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -46,6 +47,21 @@ _OUTPUTS = ("_observation_space", "_action_space")
 _BUILT_IN = "rollflow.nodes.connectors."  # reviewed pieces: those with state declare it
 
 
+class _InputSpace:
+    """Attribute of a piece: a space that the piece before leaves. Setting it recomputes the piece's own spaces."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, piece: Any, owner: Any = None) -> Space | None:
+        return None if piece is None else getattr(piece, self._name)
+
+    def __set__(self, piece: Any, space: Space | None) -> None:
+        setattr(piece, self._name, space)
+        if piece._is_made:
+            piece._recompute_spaces()
+
+
 class _PieceType(abc.ABCMeta):
     """Type of pieces, which recomputes the spaces after the constructor; output spaces that this has set stay."""
 
@@ -57,11 +73,13 @@ class _PieceType(abc.ABCMeta):
         if changed or not attributes.get("_spaces_known", True):
             piece._recompute_spaces()
             attributes.update({name: changed[name] for name in _OUTPUTS if name in changed})
+        attributes["_is_made"] = True
         # CPython reads attributes much slower once `vars` has been asked for, but not from a dict like this one.
         piece.__dict__ = dict(attributes)
         return piece
 
 
+@dataclass(init=False, eq=False, repr=False)
 class ConnectorV2(metaclass=_PieceType):
     """A transformation of a batch, of episodes, or of both; a subclass overrides `__call__`.
 
@@ -69,8 +87,9 @@ class ConnectorV2(metaclass=_PieceType):
         input_action_space         `observation_space` and `action_space`, those that this piece leaves. A constructor
                                    with spaces recomputes them before it returns
 
-    A subclass may take further constructor arguments; `get_ctor_args_and_kwargs()` gives them back. Class attributes
-    describe it to the pipeline; `lookback` may be an instance's:
+    A subclass may take further constructor arguments, in an `__init__` of its own or as fields of a dataclass, as
+    `FrameStacking` does; `get_ctor_args_and_kwargs()` gives them back. Class attributes describe it to the pipeline;
+    `lookback` may be an instance's:
 
         columnar             `__call__` takes a sequence of episodes that carries its columns, and may use those. A
                              subclass that overrides `__call__` sets it anew, or gets a plain list of episodes
@@ -85,14 +104,18 @@ class ConnectorV2(metaclass=_PieceType):
     columnar: ClassVar[bool] = False
     changes_episodes: ClassVar[bool] = True
     replaces_episodes: ClassVar[bool] = False
-    lookback: int = 0
+    lookback = 0
     pipelines: ClassVar[tuple[str, ...]] = ()
 
-    _name: str | None = None
+    input_observation_space: _InputSpace = _InputSpace()
+    input_action_space: _InputSpace = _InputSpace()
+
+    _name: str | None = field(default=None, init=False)
     _may_hold_state: ClassVar[bool] = False  # without declaring it
-    _state_watch: StateWatch | None = None
-    _ctor_args: tuple[Any, ...]
-    _ctor_kwargs: dict[str, Any]
+    _state_watch: StateWatch | None = field(default=None, init=False)
+    _ctor_args: tuple[Any, ...] = field(init=False)
+    _ctor_kwargs: dict[str, Any] = field(init=False)
+    _is_made = False  # by its constructor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -104,6 +127,9 @@ class ConnectorV2(metaclass=_PieceType):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         piece = super().__new__(cls)
         piece._ctor_args, piece._ctor_kwargs = args, kwargs
+        piece._input_observation_space = piece._input_action_space = None
+        piece._observation_space = piece._action_space = None
+        piece._spaces_known = False
         return piece
 
     def __init__(
@@ -111,8 +137,8 @@ class ConnectorV2(metaclass=_PieceType):
     ) -> None:
         if kwargs:
             raise TypeError(f"{self.name} takes no argument named {' or '.join(map(repr, kwargs))}")
-        self._input_observation_space = input_observation_space
-        self._input_action_space = input_action_space
+        self._input_observation_space: Space | None = input_observation_space
+        self._input_action_space: Space | None = input_action_space
         self._observation_space: Space | None = None
         self._action_space: Space | None = None
         self._spaces_known = False
@@ -162,26 +188,6 @@ class ConnectorV2(metaclass=_PieceType):
     def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         """The space that this piece leaves actions in; the same unless overridden. Called by position."""
         return input_action_space
-
-    @property
-    def input_observation_space(self) -> Space | None:
-        """The space that the piece before leaves observations in."""
-        return self._input_observation_space
-
-    @input_observation_space.setter
-    def input_observation_space(self, space: Space | None) -> None:
-        self._input_observation_space = space
-        self._recompute_spaces()
-
-    @property
-    def input_action_space(self) -> Space | None:
-        """The space that the piece before leaves actions in."""
-        return self._input_action_space
-
-    @input_action_space.setter
-    def input_action_space(self, space: Space | None) -> None:
-        self._input_action_space = space
-        self._recompute_spaces()
 
     @property
     def observation_space(self) -> Space | None:

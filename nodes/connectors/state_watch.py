@@ -146,7 +146,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque, str, bytes)
 
 # Attributes that every piece has, and that are no state.
 _BOOKKEEPING = frozenset(
-    "_ctor_args _ctor_kwargs _name _state_watch _is_training _spaces_known columnar lookback changes_episodes "
+    "_ctor_args _ctor_kwargs _name _state_watch _is_training _is_made _spaces_known columnar lookback changes_episodes "
     "replaces_episodes _input_observation_space _input_action_space _observation_space _action_space".split()
 )
 

@@ -1,12 +1,13 @@
 """Batches items: lists of them become arrays."""
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, Space
+from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes
 from rollflow.nodes.connectors.list_form import episode_key, is_keyed_by_episode, single_agent_episodes
 from rollflow.nodes.connectors.stateful import max_seq_len_of
 from rollflow.stream.data.columns import Columns
@@ -14,6 +15,7 @@ from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BatchIndividualItems(ConnectorV2):
     """Turns columns in list form into trees of arrays `any[B, ...]`, episode by episode in order.
 
@@ -26,15 +28,7 @@ class BatchIndividualItems(ConnectorV2):
     columnar = True
     changes_episodes = False
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        multi_agent: bool = False,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.multi_agent = multi_agent
+    multi_agent: bool = False
 
     def __call__(self, *, rl_module: Any, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         for column, data in batch.items():

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gymnasium import spaces
@@ -24,6 +25,7 @@ MEMORIZED = "memorized_map_structure"
 """Key in `shared_data` of a dict: module id -> keys of the items in the module's batch, in order."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class AgentToModuleMapping(ConnectorV2):
     """Turns `column -> (episode id, agent id, module id) -> items` into `module id -> column -> items`, order kept.
 
@@ -44,19 +46,9 @@ class AgentToModuleMapping(ConnectorV2):
     columnar = False
     changes_episodes = False
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        rl_module_specs: Mapping[Any, Any] | None = None,
-        agent_to_module_mapping_fn: Callable[..., Any] | None = None,
-        as_learner_connector: bool = False,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.rl_module_specs = rl_module_specs
-        self.agent_to_module_mapping_fn = agent_to_module_mapping_fn
-        self.as_learner_connector = as_learner_connector
+    rl_module_specs: Mapping[Any, Any] | None = None
+    agent_to_module_mapping_fn: Callable[..., Any] | None = None
+    as_learner_connector: bool = False
 
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         return self._by_modules(input_observation_space)
@@ -121,21 +113,14 @@ OF_MODULES = "of_modules"
 _COLUMNAR = (LaneEpisodes, FragmentEpisodes)  # a tuple: faster than `|` at every vector step
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ActingOrLearning(ConnectorV2):
     """Base of pieces that stand in env-to-module pipelines and, with `as_learner_connector`, in learner pipelines."""
 
     columnar = True
     changes_episodes = False
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        as_learner_connector: bool = False,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.as_learner_connector = as_learner_connector
+    as_learner_connector: bool = False
 
 
 Call = TypeVar("Call", bound=Callable[..., Batch])

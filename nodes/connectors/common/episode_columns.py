@@ -1,5 +1,6 @@
 """Pieces that add columns of the episodes to the batch: observations, stacks of them, and where they come from."""
 
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -87,6 +88,7 @@ class AddLaneAndSlotToBatch(ActingOrLearning):
         return {column: np.full(len(episode), number, np.int64) for column, number in numbers.items()}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FrameStacking(ConnectorV2):
     """Puts into the batch's `obs` the last `num_frames` observations, joined on their last axis, oldest first.
 
@@ -104,21 +106,15 @@ class FrameStacking(ConnectorV2):
     columnar = True
     changes_episodes = False
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        num_frames: int = 1,
-        multi_agent: bool = False,
-        as_learner_connector: bool = False,
-        as_learner_conector: bool = False,  # as an older page of RLlib's spells it
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.num_frames = checked_count("num_frames", num_frames, 1)
+    num_frames: int = 1
+    multi_agent: bool = False
+    as_learner_connector: bool = False
+    as_learner_conector: InitVar[bool] = False  # as an older page of RLlib's spells it
+
+    def __post_init__(self, as_learner_conector: bool) -> None:
+        self.num_frames = checked_count("num_frames", self.num_frames, 1)
         self.lookback = self.num_frames - 1
-        self.multi_agent = multi_agent
-        self.as_learner_connector = as_learner_connector or as_learner_conector
+        self.as_learner_connector |= as_learner_conector
 
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         return map_space(partial(_stacked_space, self.num_frames), input_observation_space)

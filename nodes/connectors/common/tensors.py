@@ -1,12 +1,13 @@
 """Pieces that turn arrays into tensors, and tensors into arrays."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollflow.nodes.connectors.common.by_module import MEMORIZED, module_of
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, SharedData, Space
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, SharedData
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import map_tree
@@ -15,6 +16,7 @@ from rollflow.stream.fragments.live_episode import LaneEpisodes
 _ALIGNED_BYTES = 16
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NumpyToTensor(ConnectorV2):
     """Turns every array of the batch into a torch tensor of the same dtype, without a copy where possible.
 
@@ -28,17 +30,11 @@ class NumpyToTensor(ConnectorV2):
     columnar = True
     changes_episodes = False
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        pin_memory: bool = False,
-        device: Any = None,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.pin_memory = pin_memory
-        self.device = None if device is None else torch.device(device)
+    pin_memory: bool = False
+    device: Any = None
+
+    def __post_init__(self) -> None:
+        self.device = None if self.device is None else torch.device(self.device)
 
     @property
     def is_elsewhere(self) -> bool:

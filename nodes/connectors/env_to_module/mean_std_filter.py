@@ -4,6 +4,7 @@ import copy
 import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -94,6 +95,7 @@ def _deviation(m2: Floats, counts: NDArray[Any]) -> Floats:
 _SMALLEST_DEVIATION = 1e-8
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MeanStdFilter(ConnectorV2):
     """Rewrites every episode's last observation as its distance from the running mean, in running deviations.
 
@@ -119,25 +121,15 @@ class MeanStdFilter(ConnectorV2):
     columnar = True
     pipelines = ("env-to-module",)
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        multi_agent: bool = False,
-        de_mean_to_zero: bool = True,
-        de_std_to_one: bool = True,
-        clip_by_value: float | None = 10.0,
-        update_stats: bool = True,
-    ) -> None:
-        if clip_by_value is not None:
-            checked_number("clip_by_value", clip_by_value, above=0, most=np.inf, noun="None, or a number")
-        super().__init__(input_observation_space, input_action_space)
-        self.multi_agent = multi_agent
-        self.de_mean_to_zero = de_mean_to_zero
-        self.de_std_to_one = de_std_to_one
-        self.clip_by_value = clip_by_value
-        self.update_stats = update_stats
+    multi_agent: bool = False
+    de_mean_to_zero: bool = True
+    de_std_to_one: bool = True
+    clip_by_value: float | None = 10.0
+    update_stats: bool = True
+
+    def __post_init__(self) -> None:
+        if self.clip_by_value is not None:
+            checked_number("clip_by_value", self.clip_by_value, above=0, most=np.inf, noun="None, or a number")
         self._size = 0
         self._of_agents: dict[Any, MeanStdFilter] = {}
         self._filtered: Tree = None  # True for each leaf of an observation that is a Box's

@@ -3,6 +3,7 @@
 import abc
 import inspect
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -173,6 +174,7 @@ def _one_hot_space(space: Space) -> Space:
     return space
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FlattenObservations(ObservationRewriter):
     """Rewrites every episode's last observation as a vector, f32[D]; before a learner, adds `obs`, f32[B, D].
 
@@ -190,21 +192,10 @@ class FlattenObservations(ObservationRewriter):
     columnar = True
     pipelines = ("env-to-module", "learner")
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        multi_agent: bool = False,
-        agent_ids: Collection[Any] | None = None,
-        as_learner_connector: bool = False,
-        keys_to_remove: Collection[str] | None = None,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.multi_agent = multi_agent
-        self.agent_ids = agent_ids
-        self.as_learner_connector = as_learner_connector
-        self.keys_to_remove = list(keys_to_remove or ())
+    multi_agent: bool = False
+    agent_ids: Collection[Any] | None = None
+    as_learner_connector: bool = False
+    keys_to_remove: Collection[str] | None = None
 
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         if self.multi_agent:
@@ -266,6 +257,7 @@ class FlattenObservations(ObservationRewriter):
         return spaces.Dict({key: part for key, part in space.items() if key not in self.keys_to_remove})
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrevActionsPrevRewards(ObservationRewriter):
     """Rewrites every episode's last observation as a dict of itself and the last steps' actions and rewards.
 
@@ -289,19 +281,13 @@ class PrevActionsPrevRewards(ObservationRewriter):
     columnar = True
     pipelines = ("env-to-module", "learner")
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        multi_agent: bool = False,
-        n_prev_actions: int = 1,
-        n_prev_rewards: int = 1,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.multi_agent = multi_agent
-        self.n_prev_actions = checked_count("n_prev_actions", n_prev_actions, 0)
-        self.n_prev_rewards = checked_count("n_prev_rewards", n_prev_rewards, 0)
+    multi_agent: bool = False
+    n_prev_actions: int = 1
+    n_prev_rewards: int = 1
+
+    def __post_init__(self) -> None:
+        self.n_prev_actions = checked_count("n_prev_actions", self.n_prev_actions, 0)
+        self.n_prev_rewards = checked_count("n_prev_rewards", self.n_prev_rewards, 0)
         self.lookback = max(self.n_prev_actions, self.n_prev_rewards)
 
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:

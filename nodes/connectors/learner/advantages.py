@@ -2,6 +2,7 @@
 returns: to the end, over n steps, of clipped rewards.
 """
 
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_fraction, checked_number
-from rollflow.nodes.connectors.connector_v2 import Space
 from rollflow.nodes.connectors.learner.train_steps import Floats, StepsConnector, TrainSteps, tensors_of
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.columns import Columns
@@ -108,6 +108,7 @@ def values_after(piece: str, rl_module: Any, steps: TrainSteps) -> Floats:
     return after
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GeneralAdvantageEstimation(StepsConnector):
     """Adds `advantages` and `value_targets`, f32[B] each, to the train batch.
 
@@ -131,19 +132,13 @@ class GeneralAdvantageEstimation(StepsConnector):
 
     looks_ahead = True
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        gamma: float = 0.99,
-        lambda_: float = 0.95,
-        normalize_advantages: bool = True,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.gamma = checked_fraction("gamma", gamma)
-        self.lambda_ = checked_fraction("lambda_", lambda_)
-        self.normalize_advantages = normalize_advantages
+    gamma: float = 0.99
+    lambda_: float = 0.95
+    normalize_advantages: bool = True
+
+    def __post_init__(self) -> None:
+        self.gamma = checked_fraction("gamma", self.gamma)
+        self.lambda_ = checked_fraction("lambda_", self.lambda_)
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         values = self._values(rl_module, steps)
@@ -177,6 +172,7 @@ class GeneralAdvantageEstimation(StepsConnector):
         return values_of(self.name, rl_module, steps.observations())
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class VTrace(StepsConnector):
     """Adds `value_targets` and `advantages`, f32[B] each and not normalised, corrected for actions of older weights.
 
@@ -201,21 +197,15 @@ class VTrace(StepsConnector):
     keeps = (Columns.VALUE_TARGETS, Columns.ADVANTAGES)
     looks_ahead = True
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        gamma: float = 0.99,
-        rho_clip: float = 1.0,
-        c_clip: float = 1.0,
-        pg_rho_clip: float = 1.0,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.gamma = checked_fraction("gamma", gamma)
-        self.rho_clip = checked_number("rho_clip", rho_clip, least=0, most=inf)
-        self.c_clip = checked_number("c_clip", c_clip, least=0, most=inf)
-        self.pg_rho_clip = checked_number("pg_rho_clip", pg_rho_clip, least=0, most=inf)
+    gamma: float = 0.99
+    rho_clip: float = 1.0
+    c_clip: float = 1.0
+    pg_rho_clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.gamma = checked_fraction("gamma", self.gamma)
+        for name in ("rho_clip", "c_clip", "pg_rho_clip"):
+            setattr(self, name, checked_number(name, getattr(self, name), least=0, most=inf))
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         if is_stateful(rl_module):
@@ -272,6 +262,7 @@ def _ratios_and_values(rl_module: Any, steps: TrainSteps, observations: Tree) ->
     return ratios, values
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ClipRewards(StepsConnector):
     """Makes the batch's `rewards`, f32[B], those of the episodes clipped; the episodes keep theirs.
 
@@ -282,31 +273,25 @@ class ClipRewards(StepsConnector):
     the clipped ones. Raises ValueError where the arguments clip nothing, or contradict each other.
     """
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        low: float | None = None,
-        high: float | None = None,
-        sign: bool = False,
-    ) -> None:
+    low: float | None = None
+    high: float | None = None
+    sign: bool = False
+
+    def __post_init__(self) -> None:
+        low, high, sign = self.low, self.high, self.sign
         if sign and (low is not None or high is not None):
             raise ValueError(f"sign=True leaves nothing to clip, but low is {low} and high is {high}; expected either")
         if not sign and low is None and high is None:
             raise ValueError("neither low nor high nor sign is given, expected one: nothing would be clipped")
         if not (-np.inf if low is None else low) < (np.inf if high is None else high):
             raise ValueError(f"low is {low} and high is {high}, expected low < high")
-        super().__init__(input_observation_space, input_action_space)
-        self.low = low
-        self.high = high
-        self.sign = sign
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         rewards = steps.rewards()
         return {Columns.REWARDS: np.sign(rewards) if self.sign else np.clip(rewards, self.low, self.high)}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ComputeReturnsToGo(StepsConnector):
     """Adds `returns_to_go`, f32[B]: the discounted sum of rewards from each step to the end of its chunk.
 
@@ -318,21 +303,17 @@ class ComputeReturnsToGo(StepsConnector):
 
     keeps = (Columns.RETURNS_TO_GO,)
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        gamma: float = 0.99,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.gamma = checked_fraction("gamma", gamma)
+    gamma: float = 0.99
+
+    def __post_init__(self) -> None:
+        self.gamma = checked_fraction("gamma", self.gamma)
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         discounts = np.full(len(steps), self.gamma, np.float32)
         return {Columns.RETURNS_TO_GO: discounted_sums(steps.finite_rewards(), discounts, steps.lengths)}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NStepReturns(StepsConnector):
     """Makes of every step t a transition over m = min(`n_step`, steps left in the chunk) steps.
 
@@ -355,17 +336,12 @@ class NStepReturns(StepsConnector):
     keeps = (Columns.N_STEP,)
     looks_ahead = True
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        n_step: int,
-        gamma: float = 0.99,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.n_step = checked_count("n_step", n_step, 1)
-        self.gamma = checked_fraction("gamma", gamma)
+    n_step: int
+    gamma: float = 0.99
+
+    def __post_init__(self) -> None:
+        self.n_step = checked_count("n_step", self.n_step, 1)
+        self.gamma = checked_fraction("gamma", self.gamma)
 
     def columns(self, steps: TrainSteps, rl_module: Any) -> dict[str, Tree]:
         if self.n_step > 1 and is_stateful(rl_module):

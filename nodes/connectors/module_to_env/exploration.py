@@ -48,6 +48,7 @@ class Linear:
         return self.begin + (self.end - self.begin) * min(1.0, step / max(self.steps, 1))
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class _Exploration(ConnectorV2):
     """Base of pieces that explore by a schedule: a number, or a function of the lane's vector steps so far.
 
@@ -67,17 +68,11 @@ class _Exploration(ConnectorV2):
     takes: ClassVar[str]  # the column that the actions are made of
     is_normalized = False
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        schedule: float | Schedule,
-    ) -> None:
-        if not callable(schedule):
-            checked_number("schedule", schedule, noun="a function of steps, or a number", **self.limits)
-        self.schedule = schedule
-        super().__init__(input_observation_space, input_action_space)
+    schedule: float | Schedule
+
+    def __post_init__(self) -> None:
+        if not callable(self.schedule):
+            checked_number("schedule", self.schedule, noun="a function of steps, or a number", **self.limits)
 
     def value(self, step: int) -> float:
         """The schedule's value after so many vector steps of a lane."""
@@ -103,7 +98,7 @@ class _Exploration(ConnectorV2):
         if not explore or not batch:
             return batch
         own = getattr(rl_module, "action_space", None)
-        space: Any = own if isinstance(own, gym.Space) else self.input_action_space
+        space: Any = own if isinstance(own, gym.Space) else self._input_action_space
         if self.takes not in batch or not isinstance(space, self.action_spaces):
             kinds = " or ".join(kind.__name__ for kind in self.action_spaces)
             raise ConnectorError(
@@ -210,7 +205,7 @@ class GaussianNoise(_Exploration):
         self, batch: Batch, episodes: Episodes, space: Any, value: float, generator: torch.Generator | None
     ) -> None:
         chosen = _rows(batch[Columns.ACTIONS])
-        box = self.input_action_space
+        box = self._input_action_space
         is_scaled = self.is_normalized and isinstance(box, gym.spaces.Box) and box.is_bounded()
         low, high = (-1.0, 1.0) if is_scaled else (space.low, space.high)
         draws = value * torch.randn(chosen.shape, generator=generator, dtype=torch.float64).numpy()
@@ -223,6 +218,7 @@ class GaussianNoise(_Exploration):
         return draws
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OrnsteinUhlenbeckNoise(GaussianNoise):
     """Adds noise to `actions` that drifts from step to step, and clips the sums to the policy's own scale.
 
@@ -237,16 +233,11 @@ class OrnsteinUhlenbeckNoise(GaussianNoise):
 
     lookback = 1
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        schedule: float | Schedule,
-        theta: float = 0.15,
-    ) -> None:
-        self.theta = checked_number("theta", theta, above=0, most=1)
-        super().__init__(input_observation_space, input_action_space, schedule=schedule)
+    theta: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.theta = checked_number("theta", self.theta, above=0, most=1)
 
     def _noise(self, batch: Batch, episodes: Episodes, draws: NDArray[np.float64]) -> NDArray[np.float64]:
         noise = (1.0 - self.theta) * _noise_before(episodes, draws.shape) + draws

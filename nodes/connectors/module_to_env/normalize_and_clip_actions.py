@@ -1,6 +1,7 @@
 """Brings actions into the environments' bounds."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ PASSED_ON = "actions_passed_on"
 Bring = Callable[[Any], Any]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NormalizeAndClipActions(ConnectorV2):
     """Adds `actions_for_env`, and leaves `actions` as the module chose them.
 
@@ -37,19 +39,12 @@ class NormalizeAndClipActions(ConnectorV2):
     pipelines = ("module-to-env",)
     changes_episodes = False
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        normalize_actions: bool,
-        clip_actions: bool,
-    ) -> None:
-        self.normalize_actions = normalize_actions
-        self.clip_actions = clip_actions
+    normalize_actions: bool
+    clip_actions: bool
+
+    def __post_init__(self) -> None:
         self._bring: Bring | None = None  # set with the spaces; below, by agents
         self._of_agents: dict[Any, Bring | None] = {}
-        super().__init__(input_observation_space, input_action_space)
 
     @property
     def changes_actions(self) -> bool:
@@ -166,8 +161,9 @@ def same_items(actions: Any) -> Any:
     return list(actions) if isinstance(actions, list) else actions
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ClipActions(NormalizeAndClipActions):
     """`NormalizeAndClipActions` that clips alone: adds `actions_for_env`, and leaves `actions` as they were chosen."""
 
-    def __init__(self, input_observation_space: Space | None = None, input_action_space: Space | None = None) -> None:
-        super().__init__(input_observation_space, input_action_space, normalize_actions=False, clip_actions=True)
+    normalize_actions: bool = field(default=False, init=False)
+    clip_actions: bool = field(default=True, init=False)

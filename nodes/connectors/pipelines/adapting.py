@@ -159,21 +159,14 @@ def _parts(origin: Origin) -> tuple[str | None, float, float]:
     return None, 1.0, float(origin)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class _AdaptingPiece(ConnectorV2):
     """Base of pieces that leave another space, made of fields: see `AdaptObservations`."""
 
     columnar = True
 
-    def __init__(
-        self,
-        input_observation_space: Space | None = None,
-        input_action_space: Space | None = None,
-        *,
-        space: Space,
-        fields: Mapping[str, Origin],
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space)
-        self.space, self.fields = space, dict(fields)
+    space: Space
+    fields: Mapping[str, Origin]
 
 
 class AdaptObservations(_AdaptingPiece, ObservationRewriter):
