@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollflow.nodes.env.lane_source import LaneListener, LaneSource
@@ -29,53 +28,47 @@ class CreditedLane(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class AbsentLane:
-    """Credits of a lane that is absent.
-
-    begun       1 if it has begun a fragment, whose credit it does not hold for now
-    in_round    of its fragments that the reader has or is about to get
-    taken       that were taken away
-    """
-
-    begun: int
-    in_round: int
-    taken: int
-
-
 class FragmentCredits:
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
-    limit    None: always
-    first    lanes that are to begin their first fragment, or be lost, before any of them begins its second
+    limit     fragments of all lanes together; with `rounds` those of each lane: none takes the credits of a slower one
+    first     lanes that are to begin their first fragment, or be lost, before any of them begins its second
+    rounds    of one fragment of every lane, which are told how many fragments a lane that is gone has given in all;
+              None: rounds have the fragments that come first
     """
 
-    wants_newest = False
-
-    def __init__(self, limit: int | None, *, first: Iterable[int] = ()) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, *, first: Iterable[int] = (), rounds: FragmentRounds[Any] | None = None) -> None:
+        self.limit, self._rounds = limit, rounds
         self._yet_to_begin = set(first)
-        self._begun = 0
+        self._begun = 0  # with credits that are withheld from absent lanes
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
-        self._absent: dict[int, AbsentLane] = {}
+        self._withheld: dict[int, int] = {}  # absent lane -> credits that it leaves to no other
+        self._in_round: dict[int, int] = {}  # absent lane -> its fragments whose credits are withheld once they are back
         self._changed: Callable[[], None] = nobody
+
+    @property
+    def wants_newest(self) -> bool:
+        """True if fragments are to begin with the newest weights: those of rounds of every lane are."""
+        return self._rounds is not None
 
     def admits(self, lane: CreditedLane) -> bool:
         """True if the lane may take its next step; the first of a fragment takes a credit."""
-        if not lane.at_start or self.limit is None:
+        if not lane.at_start:
             return True
-        fragment = lane.sequence
-        if self._begun_by.get(lane.index) == fragment:
+        index, fragment = lane.index, lane.sequence
+        if self._begun_by.get(index) == fragment:
             return True
-        if self._begun >= self.limit or (self._yet_to_begin and lane.index in self._begun_by):
-            return False
-        if lane.index in self._absent:
+        if self._rounds is not None:
+            is_refused = self._held[index] >= self.limit
+        else:
+            is_refused = self._begun >= self.limit or index in self._withheld
+        if is_refused or (self._yet_to_begin and index in self._begun_by):
             return False
         self._begun += 1
-        self._held[lane.index] += 1
-        self._begun_by[lane.index] = fragment
-        self.wait_no_more(lane.index)
+        self._held[index] += 1
+        self._begun_by[index] = fragment
+        self.wait_no_more(index)
         return True
 
     def wait_no_more(self, lane: int) -> None:
@@ -90,40 +83,41 @@ class FragmentCredits:
         self.release([lane])
 
     def gone(self, lane: int, fragments: int) -> None:
-        """Do nothing: a lane that is gone holds no credit."""
+        """Have no round of every lane wait for one that gives no more than so many fragments in all."""
+        if self._rounds is not None:
+            self._rounds.lane_gone(lane, fragments)
 
     def release(self, lanes: Sequence[int]) -> None:
         """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
-        self._begun -= len(lanes)
         for lane in lanes:
             self._held[lane] -= 1
-        for absent in filter(None, map(self._absent.get, lanes)) if self._absent else ():
-            if absent.in_round:
-                absent.in_round -= 1
-                absent.taken += 1
-                self.add(-1)
+            if self._in_round.get(lane):
+                self._in_round[lane] -= 1
+                self._withheld[lane] += 1
+            else:
+                self._begun -= 1
         self._changed()
 
     def lane_absent(self, lane: CreditedLane, fragments: int) -> None:
-        """Take the credits away that a lane has brought, until it is back, and have it begin no fragment.
+        """Withhold the credits that a lane has brought, until it is back, and have it begin no fragment.
 
-        Those of fragments that the reader has, or is about to get, are taken once the reader is done with them.
+        Those of fragments that the reader has, or is about to get, are withheld once the reader is done with them.
         """
         begun = int(self._begun_by.get(lane.index) == lane.sequence)
-        in_round = min(self._held[lane.index] - begun, fragments)
-        self._absent[lane.index] = AbsentLane(begun, in_round, fragments - in_round)
-        self._begun -= begun
-        self.add(in_round - fragments)
+        self._in_round[lane.index] = in_round = min(self._held[lane.index] - begun, fragments)
+        self._withheld[lane.index] = withheld = fragments - in_round - begun
+        self._begun += withheld
+        self._changed()
 
     def lane_back(self, lane: CreditedLane) -> None:
         """Give a lane that was absent its credits again."""
-        absent = self._absent.pop(lane.index)
-        self._begun += absent.begun
-        self.add(absent.taken)
+        del self._in_round[lane.index]
+        self._begun -= self._withheld.pop(lane.index)
+        self._changed()
 
     def add(self, fragments: int) -> None:
-        """Raise the limit by so many fragments, or lower it. In the thread that the graph runs in."""
-        if self.limit is not None:
+        """Raise the limit of all lanes together, or lower it. In the thread that the graph runs in."""
+        if self._rounds is None:
             self.limit += fragments
             self._changed()
 
@@ -132,51 +126,13 @@ class FragmentCredits:
         if self._yet_to_begin:
             lanes = ", ".join(map(str, sorted(self._yet_to_begin)))
             return Wait("credits", "waits", f"are for lanes that have not begun their first fragment: {lanes}")
-        return Wait("credits", "waits", f"are taken: {self._begun} fragments are begun and not given back")
+        begun = self._begun - sum(list(self._withheld.values()))  # a copy: this is another thread
+        taken = f"{begun} fragments" if self._rounds is None else f"{self.limit} fragments of every lane"
+        return Wait("credits", "waits", f"are taken: {taken} are begun and not given back")
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when credits come back."""
         self._changed = changed
-
-
-class LaneCredits(FragmentCredits):
-    """Credits of each lane by itself, for rounds of one fragment of every lane: none takes those of a slower one.
-
-    per_lane    fragments of a lane that may be begun and not yet done with
-    rounds      are told how many fragments a lane that is gone has given in all
-    """
-
-    wants_newest = True
-
-    def __init__(self, per_lane: int, rounds: FragmentRounds[Any]) -> None:
-        super().__init__(None)
-        self._per_lane, self._rounds = per_lane, rounds
-
-    def admits(self, lane: CreditedLane) -> bool:
-        """True if the lane may take its next step; the first of a fragment takes a credit of the lane."""
-        if not lane.at_start or self._begun_by.get(lane.index) == lane.sequence:
-            return True
-        if self._held[lane.index] >= self._per_lane:
-            return False
-        self._held[lane.index] += 1
-        self._begun_by[lane.index] = lane.sequence
-        return True
-
-    def gone(self, lane: int, fragments: int) -> None:
-        """Have no round wait for a lane that gives no more than so many fragments in all."""
-        self._rounds.lane_gone(lane, fragments)
-
-    def release(self, lanes: Sequence[int]) -> None:
-        """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
-        for lane in lanes:
-            self._held[lane] -= 1
-        self._changed()
-
-    def waits_for(self) -> Wait | None:
-        """What a lane that was refused waits for."""
-        return Wait(
-            "credits", "waits", f"are taken: {self._per_lane} fragments of every lane are begun and not given back"
-        )
 
 
 class PacingGate(Protocol):
@@ -278,7 +234,7 @@ class GateRelay:
         """
         if self.gate is not None and not self._environments.is_draining:
             self.gate.gone(lane, fragments)
-        return NoFragment(lane) if last is None and isinstance(self.gate, LaneCredits) else last
+        return NoFragment(lane) if last is None and self._has_rounds_of_every_lane else last
 
     def lane_absent(self, absent: NoFragment) -> NoFragment | None:
         """The word that a lane is absent, for a reader that may wait for it; None in a graph, where none does."""
@@ -289,8 +245,12 @@ class GateRelay:
 
         Others do that where they have come later, and in rounds of every lane, in which empty fragments have no place.
         """
-        if isinstance(self.gate, LaneCredits) or not self._environments.has_fixed_lanes:
+        if self._has_rounds_of_every_lane or not self._environments.has_fixed_lanes:
             self.lane_set_aside(lane, fragments)
+
+    @property
+    def _has_rounds_of_every_lane(self) -> bool:
+        return isinstance(self.gate, FragmentCredits) and self.gate.wants_newest
 
 
 class LaneCounts(LaneListener):
@@ -347,7 +307,7 @@ def credits_of(
     if lag.max_lag is not None and lag.on_excess == "pace":
         per_lane = 1 + min(prefetch, lag.max_lag)
         rounds.every_lane = set(lanes)
-        credits: FragmentCredits = LaneCredits(per_lane, rounds)
+        credits = FragmentCredits(per_lane, rounds=rounds)
     else:
         per_lane = 1 + prefetch
         is_in_rounds = per_lane == 1 and environments.has_fixed_lanes

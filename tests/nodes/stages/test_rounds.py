@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, strategies as st
 
-from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts, LaneCredits
+from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.column import Column
@@ -58,7 +58,7 @@ class SimulatedRing:
     lanes: list[SimulatedLane]
     lag: Published
     rounds: FragmentRounds[Any]
-    credits: LaneCredits
+    credits: FragmentCredits
     given: Counter[int] = field(default_factory=Counter)
 
     def take(self) -> Given | NoFragment | None:
@@ -95,7 +95,7 @@ def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: i
     lag = Published(lambda: {}, ahead, "pace")
     rounds: FragmentRounds[Any] = FragmentRounds(lanes, lag, lambda fragment: None)
     rounds.every_lane = set(range(lanes))
-    credits = LaneCredits(1 + ahead, rounds)
+    credits = FragmentCredits(1 + ahead, rounds=rounds)
     ring = SimulatedRing(6, data.draw, [SimulatedLane(index) for index in range(lanes)], lag, rounds, credits)
     handed: list[Given] = []
     for _ in range(12):
