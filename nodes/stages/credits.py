@@ -44,7 +44,9 @@ class FragmentCredits:
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
         self._withheld: dict[int, int] = {}  # absent lane -> credits that it leaves to no other
-        self._in_round: dict[int, int] = {}  # absent lane -> its fragments whose credits are withheld once they are back
+        self._in_round: dict[
+            int, int
+        ] = {}  # absent lane -> its fragments whose credits are withheld once they are back
         self._changed: Callable[[], None] = nobody
 
     @property

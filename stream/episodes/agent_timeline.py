@@ -301,3 +301,89 @@ class AgentTimeline:
             None if pending is None else PendingAction(pending["action"], pending["extra"]),
             copy.deepcopy(dict(state["received"])),
         )
+
+
+@dataclass(slots=True)
+class AwaitedAgent:
+    """An agent without an observation in a chunk: its rewards so far, and the number of its first step."""
+
+    received: Received = field(default_factory=dict)
+    t_started: int = 0
+
+
+def continued(before: Received, after: Received, seam: int) -> Received:
+    """The rewards of an awaited agent in two chunks; those of before the seam may be in the second as well, summed."""
+    return dict(after) if any(env_step < seam for env_step in after) else merged(before, after)
+
+
+def join_timelines(head: AgentTimeline, tail: AgentTimeline) -> AgentTimeline:
+    """Both timelines together, with the lookback of `head`. The first observation of `tail` answers a pending action.
+
+    `head` is unchanged. Raises EpisodeError if the two do not meet, ColumnError if the data of `tail` do not fit the
+    arrays of `head`.
+    """
+    begin = tail.lookback
+    first_seen = tail.observed_at[begin]
+    if head.episode.is_done and tail.episode.is_done and tail.last_seen == head.last_seen:
+        return head  # the chunks meet at the agent's end, which both have
+    if head.episode.is_done:
+        raise EpisodeError(f"it ended at env step {head.last_seen}, but it is in the chunk to join")
+    if first_seen < head.last_seen:
+        raise EpisodeError(f"its observation at env step {first_seen} is in both chunks")
+    received = merged(head.received, tail.received)
+    episode = copy.copy(head.episode)  # with the same buffers, which joining replaces
+    episode.custom_data = dict(episode.custom_data)
+    observed_at = head.observed_at
+    if first_seen > head.last_seen:
+        episode.concat_episode(_between(head, tail, received))
+        observed_at = [*observed_at, first_seen]
+    episode.concat_episode(tail.episode)
+    if episode.observations.is_numpy:
+        episode.to_numpy()  # actions and rewards too, if there were none before
+    return AgentTimeline(episode, observed_at + tail.observed_at[begin + 1 :], tail.pending, received)
+
+
+def begun_by(tail: AgentTimeline, received: Received, *, as_arrays: bool) -> AgentTimeline:
+    """A new timeline with the current data of `tail`, and the rewards that the agent `received`."""
+    begin, theirs = tail.lookback, tail.episode
+    episode = SingleAgentEpisode(
+        theirs.id_,
+        observations=[theirs.get_observations(0)],
+        infos=[theirs.get_infos(0)],
+        observation_space=theirs.observation_space,
+        action_space=theirs.action_space,
+        t_started=theirs.t_started,
+        agent_id=theirs.agent_id,
+        module_id=theirs.module_id,
+        multi_agent_episode_id=theirs.multi_agent_episode_id,
+    )
+    episode.concat_episode(theirs)
+    if as_arrays:
+        episode.to_numpy()
+    return AgentTimeline(episode, tail.observed_at[begin:], tail.pending, received)
+
+
+def _between(head: AgentTimeline, tail: AgentTimeline, received: Received) -> SingleAgentEpisode:
+    """The step from the last observation of `head` to the first of `tail`, answering the pending action."""
+    first_seen, t = tail.observed_at[tail.lookback], head.episode.t
+    if head.pending is None:
+        raise EpisodeError(
+            f"the chunk to join has an observation at env step {first_seen}, but the agent has not acted since its "
+            f"observation at env step {head.last_seen}; expected chunks that follow each other"
+        )
+    if tail.episode.t_started != t + 1:
+        raise EpisodeError(
+            f"the agent's last action is at its step {t}, but the chunk to join begins at its step "
+            f"{tail.episode.t_started}; expected step {t + 1}"
+        )
+    parts = [reward for env_step, reward in received.items() if head.last_seen <= env_step < first_seen]
+    return SingleAgentEpisode(
+        head.episode.id_,
+        observations=[head.episode.get_observations(-1), tail.episode.get_observations(0)],
+        infos=[head.episode.get_infos(-1), tail.episode.get_infos(0)],
+        actions=[head.pending.action],
+        rewards=[sum_of(parts)],
+        extra_model_outputs={key: [item] for key, item in head.pending.extra_model_outputs.items()},
+        t_started=t,
+        len_lookback_buffer=0,
+    )

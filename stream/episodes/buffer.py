@@ -35,14 +35,15 @@ from rollflow.stream.data.tree import (
 )
 
 Index = int | np.integer[Any]
+_LISTS = list, range
 Indices = Index | slice | Sequence[Index] | NDArray[np.integer[Any]] | None
 
 
 class LookbackBuffer:
     """A list of items, or a tree of arrays with a leading time axis, of which the first `lookback` are history.
 
-        data        list of items, or a tree of arrays `any[L + n, ...]`, which is not copied; None in a
-                    subclass that has the items elsewhere
+        data        list of items, or a tree of arrays `any[L + n, ...]`, which is not copied; a range, which can't be
+                    written to; None in a subclass that has the items elsewhere
         lookback    L
         space       space of one item, used by `fill` and `one_hot_discrete`; None: unknown
         name        name of the quantity, for errors
@@ -68,22 +69,22 @@ class LookbackBuffer:
     @property
     def is_numpy(self) -> bool:
         """True if the items are rows of arrays."""
-        return not isinstance(self.data, list)
+        return not isinstance(self.data, _LISTS)
 
     def total(self) -> int:
         """Number of items with the lookback: L + n."""
-        return len(self.data) if isinstance(self.data, list) else len(leaves_of(self.data)[0])
+        return len(self.data) if isinstance(self.data, _LISTS) else len(leaves_of(self.data)[0])
 
     def item(self, position: int) -> Any:
         """The item at a position, which must exist: a tree of arrays `any[...]`, or a list's item."""
-        return self.data[position] if isinstance(self.data, list) else tree_at(self.data, position)
+        return self.data[position] if isinstance(self.data, _LISTS) else tree_at(self.data, position)
 
     def items(self, where: Any) -> Any:
         """The items at a slice with bounds 0 <= start <= stop and no step, or at a list of existing positions.
 
         Returns a list, or a tree of arrays `any[K, ...]`: views for a slice, copies for positions.
         """
-        if isinstance(self.data, list):
+        if isinstance(self.data, _LISTS):
             return self.data[where] if isinstance(where, slice) else [self.data[position] for position in where]
         return tree_at(self.data, where)
 

@@ -5,7 +5,7 @@ import copy
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -13,9 +13,25 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.stream.data.errors import EpisodeError, located
-from rollflow.stream.episodes.agent_roster import AgentRoster
-from rollflow.stream.episodes.agent_step import ALL_AGENTS, AgentShare, AgentValues, EnvStep, end_flags, env_steps_of
-from rollflow.stream.episodes.agent_timeline import AgentTimeline, ColumnName
+from rollflow.stream.episodes.agent_step import (
+    ALL_AGENTS,
+    NOTHING,
+    AgentShare,
+    AgentValues,
+    EnvStep,
+    end_flags,
+    env_steps_of,
+)
+from rollflow.stream.episodes.agent_timeline import (
+    AgentTimeline,
+    AwaitedAgent,
+    ColumnName,
+    Received,
+    begun_by,
+    continued,
+    join_timelines,
+    sum_of,
+)
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer, count_of
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode, checked_lookback
 
@@ -49,7 +65,11 @@ class GetterQuery:
         return self.by_env_steps or self.indices is not None
 
     def read(
-        self, roster: AgentRoster, name: str, agent_ids: Any, column_of: Callable[[AgentTimeline], LookbackBuffer]
+        self,
+        episode: "MultiAgentEpisode",
+        name: str,
+        agent_ids: Any,
+        column_of: Callable[[AgentTimeline], LookbackBuffer],
     ) -> Any:
         """One quantity of agents: agent id -> items, or a list of such dicts by env step.
 
@@ -61,29 +81,29 @@ class GetterQuery:
         chosen = agent_ids if isinstance(agent_ids, list | tuple | set | frozenset) else [agent_ids]
         columns = [
             (agent_id, timeline, column_of(timeline))
-            for agent_id, timeline in roster.timelines.items()
+            for agent_id, timeline in episode._timelines.items()
             if agent_ids is None or agent_id in chosen
         ]
         if self.by_env_steps:
-            first = roster.env_t_started - roster.lookback
-            count = roster.env_t - first + (name in ("observations", "infos"))
-            return self._at_env_steps(columns, EnvStepBuffer(first, count, roster.lookback, name))
+            lookback = episode._lookback
+            env_steps = range(episode.env_t_started - lookback, episode.env_t + (name in ("observations", "infos")))
+            return self._at_env_steps(columns, LookbackBuffer(env_steps, lookback, name=name))
         if self.as_list:
             raise ValueError(f"return_list on '{name}' lists env steps, expected env_steps=True")
         return self._at_agent_steps(columns)
 
-    def read_outputs(self, roster: AgentRoster, keys: Sequence[str], agent_ids: Any) -> Any:
+    def read_outputs(self, episode: "MultiAgentEpisode", keys: Sequence[str], agent_ids: Any) -> Any:
         """Several extra model outputs: agent id -> key -> items, or a list of such dicts by env step."""
         if not keys and self.as_list:
-            return [{} for _ in self.read_output(roster, "", agent_ids)]
-        return _by_agents({key: self.read_output(roster, key, agent_ids) for key in keys})
+            return [{} for _ in self.read_output(episode, "", agent_ids)]
+        return _by_agents({key: self.read_output(episode, key, agent_ids) for key in keys})
 
-    def read_output(self, roster: AgentRoster, key: str, agent_ids: Any) -> Any:
+    def read_output(self, episode: "MultiAgentEpisode", key: str, agent_ids: Any) -> Any:
         """One extra model output of agents: see `read`."""
         with_pending = self.with_pending
-        return self.read(roster, key, agent_ids, lambda timeline: timeline.output(key, with_pending=with_pending))
+        return self.read(episode, key, agent_ids, lambda timeline: timeline.output(key, with_pending=with_pending))
 
-    def _at_env_steps(self, columns: AgentColumns, clock: "EnvStepBuffer") -> Any:
+    def _at_env_steps(self, columns: AgentColumns, clock: LookbackBuffer) -> Any:
         """Agent id -> its items at the env steps of the query, without its gaps; or a list of such dicts.
 
         With a fill value every agent has an item for every env step. Raises EpisodeIndexError for an int or list index
@@ -143,34 +163,6 @@ class GetterQuery:
         return self._of(buffer, indices, True)
 
 
-class EnvStepBuffer(LookbackBuffer):
-    """Buffer of the numbers of a chunk's env steps, which gives them the index rules of all getters.
-
-    first       the oldest env step
-    count       number of env steps, with the lookback
-    lookback    number of env steps that are history
-    name        name of the quantity that is read, for errors
-    """
-
-    def __init__(self, first: int, count: int, lookback: int, name: str) -> None:
-        super().__init__(None, lookback, name=name)
-        self._first, self._count = first, count
-
-    @property
-    def is_numpy(self) -> bool:
-        return False
-
-    def total(self) -> int:
-        return self._count
-
-    def item(self, position: int) -> int:
-        return self._first + position
-
-    def items(self, where: Any) -> Sequence[int]:
-        steps = range(self._first, self._first + self._count)
-        return steps[where] if isinstance(where, slice) else [steps[position] for position in where]
-
-
 def _by_agents(by_key: Mapping[str, Any]) -> Any:
     """Turn key -> agent id -> items, or lists of such dicts by env step, into agent id -> key -> items."""
     lists = [answer for answer in by_key.values() if isinstance(answer, list)]
@@ -209,6 +201,7 @@ class MultiAgentEpisode:
         agent_to_module_mapping_fn     (agent id, episode) -> module id, called once for each agent; without one, every
                                        agent has the module "default_policy"
 
+        env_t_started, env_t           env steps since the episode's reset: at the beginning of this chunk, and now
         is_terminated, is_truncated    whether and how the episode has ended for all agents
         custom_data                    dict for data that belong to the episode
         lane, slot                     numbers of a rollout's lane, and of the environment in it, that the episode is
@@ -255,7 +248,11 @@ class MultiAgentEpisode:
         self.is_terminated = False
         self.is_truncated = False
         self._module_ids: dict[Any, Any] = dict(agent_module_ids or {})
-        self._roster = AgentRoster(env_t_started or 0, env_t_started or 0)
+        self.env_t_started = self.env_t = env_t_started or 0
+        self._lookback = 0  # env steps
+        self._timelines: dict[Any, AgentTimeline] = {}  # agents with an observation, in the order of their first
+        # Agents without one that have received rewards, or have the number of their next step.
+        self._awaited: dict[Any, AwaitedAgent] = {}
         self._is_reset = False
         self._duration_s = 0.0
         self._last_step_at: float | None = None  # on the clock of `time.perf_counter`; the reset counts as a step
@@ -270,24 +267,14 @@ class MultiAgentEpisode:
     # State
 
     @property
-    def env_t(self) -> int:
-        """Env steps since the episode's reset."""
-        return self._roster.env_t
-
-    @property
-    def env_t_started(self) -> int:
-        """Env steps since the episode's reset when this chunk began."""
-        return self._roster.env_t_started
-
-    @property
     def agent_ids(self) -> set[Any]:
         """The agents that have an episode of their own."""
-        return set(self._roster.timelines)
+        return set(self._timelines)
 
     @property
     def agent_episodes(self) -> dict[Any, SingleAgentEpisode]:
         """Agent id -> its own episode, in the order of their first observations."""
-        return {agent_id: timeline.episode for agent_id, timeline in self._roster.timelines.items()}
+        return {agent_id: timeline.episode for agent_id, timeline in self._timelines.items()}
 
     @property
     def is_done(self) -> bool:
@@ -302,7 +289,7 @@ class MultiAgentEpisode:
     @property
     def is_numpy(self) -> bool:
         """True if the agents' data are arrays."""
-        return self._roster.is_numpy
+        return any(timeline.episode.observations.is_numpy for timeline in self._timelines.values())
 
     def __len__(self) -> int:
         return self.env_t - self.env_t_started
@@ -313,7 +300,7 @@ class MultiAgentEpisode:
 
     def agent_steps(self) -> int:
         """The sum of the agents' own steps, without lookback and hanging actions."""
-        return sum(len(timeline.episode) for timeline in self._roster.timelines.values())
+        return sum(len(timeline.episode) for timeline in self._timelines.values())
 
     def module_for(self, agent_id: Any) -> Any:
         """The id of the agent's module, which is fixed by the first call."""
@@ -324,12 +311,12 @@ class MultiAgentEpisode:
 
     def get_agents_that_stepped(self) -> set[Any]:
         """The agents that have an observation at the last env step, done or not."""
-        return {agent_id for agent_id, timeline in self._roster.timelines.items() if timeline.last_seen == self.env_t}
+        return {agent_id for agent_id, timeline in self._timelines.items() if timeline.last_seen == self.env_t}
 
     def get_agents_to_act(self) -> set[Any]:
         """The agents that have an observation at the last env step and are not done."""
         stepped = self.get_agents_that_stepped()
-        return {agent_id for agent_id in stepped if not self._roster.timelines[agent_id].episode.is_done}
+        return {agent_id for agent_id in stepped if not self._timelines[agent_id].episode.is_done}
 
     def get_terminateds(self) -> dict[Any, bool]:
         """Agent id -> whether it is terminated, and "__all__" -> whether the whole episode is."""
@@ -348,7 +335,12 @@ class MultiAgentEpisode:
         and before its first.
         """
         returns = float(sum(episode.get_return() for episode in self.agent_episodes.values()))
-        return returns + float(self._roster.unsettled_reward() if include_hanging_rewards else 0.0)
+        if not include_hanging_rewards:
+            return returns
+        unsettled = [timeline.early_reward() + timeline.hung_reward() for timeline in self._timelines.values()]
+        return returns + float(
+            sum_of([*unsettled, *(sum_of(each.received.values()) for each in self._awaited.values())])
+        )
 
     def get_duration_s(self) -> float:
         """Seconds from the beginning of this chunk to its last env step; see `SingleAgentEpisode.get_duration_s`."""
@@ -363,8 +355,7 @@ class MultiAgentEpisode:
         """
         if self.is_reset or self.is_done or self.env_t or self.env_t_started:
             raise self._error(f"add_env_reset at env step {self.env_t}, expected a new episode without observations")
-        self._roster.reset(EnvStep(observations, {}, {}, infos or {}), self._begin)
-        self._is_reset = True
+        self._reset(EnvStep(observations, {}, {}, infos or {}))
         self._last_step_at = time.perf_counter()
 
     def add_env_step(
@@ -408,15 +399,14 @@ class MultiAgentEpisode:
         flags = end_flags(terminateds), end_flags(truncateds)
         step = EnvStep(observations, actions, rewards, infos or {}, *flags, extra_model_outputs or {})
         with located(f"episode '{self.id_}'"):
-            ended = self._roster.grow(step, self._begin)
-        self._end_with(step, ended)
+            self._grow(step)
         now = time.perf_counter()
         self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
         self._last_step_at = now
 
     def validate(self) -> None:
         """Raise EpisodeError unless each agent's data fit together, with an env step for each observation."""
-        for agent_id, timeline in self._roster.timelines.items():
+        for agent_id, timeline in self._timelines.items():
             with located(f"episode '{self.id_}': agent '{agent_id}'"):
                 timeline.validate()
 
@@ -508,14 +498,14 @@ class MultiAgentEpisode:
 
         Raises KeyError for a key that no agent has.
         """
-        keys = self._roster.output_keys()
+        keys = list(dict.fromkeys(key for timeline in self._timelines.values() for key in timeline.output_keys()))
         if key is not None and key not in keys:
             raise KeyError(f"episode '{self.id_}' has no extra output '{key}'; there are: {sorted(keys)}")
         query = GetterQuery(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
         with located(f"episode '{self.id_}'"):
             if key is None:
-                return query.read_outputs(self._roster, keys, agent_ids)
-            return query.read_output(self._roster, key, agent_ids)
+                return query.read_outputs(self, keys, agent_ids)
+            return query.read_output(self, key, agent_ids)
 
     # Writing
 
@@ -556,7 +546,7 @@ class MultiAgentEpisode:
 
     def to_numpy(self) -> Self:
         """Turn every agent's lists into trees of arrays: see `SingleAgentEpisode.to_numpy`. Returns this episode."""
-        for timeline in self._roster.timelines.values():
+        for timeline in self._timelines.values():
             timeline.episode.to_numpy()
         return self
 
@@ -571,7 +561,16 @@ class MultiAgentEpisode:
         if self.is_done:
             raise self._error(f"cut after its end at env step {self.env_t}")
         wanted = checked_lookback(self.id_, len_lookback_buffer, len_lookback_buffer)
-        chunk = self._chunk(self._roster.cut(wanted))
+        live = {agent_id: each for agent_id, each in self._timelines.items() if not each.episode.is_done}
+        needed = [self.env_t - each.last_seen for each in live.values() if each.pending is not None]
+        lookback = max(min(wanted, self._lookback + len(self)), *needed, 0)
+        chunk = self._chunk(self.env_t, self.env_t, lookback)
+        chunk._awaited = copy.deepcopy(self._awaited)
+        for agent_id, timeline in live.items():
+            if timeline.pending is not None or timeline.last_seen == self.env_t:
+                chunk._timelines[agent_id] = timeline.cut(self.env_t - lookback)
+            else:
+                chunk._awaited[agent_id] = AwaitedAgent(timeline.received_between(timeline.last_seen, self.env_t))
         chunk._last_step_at = self._last_step_at
         return chunk
 
@@ -588,9 +587,20 @@ class MultiAgentEpisode:
             raise NotImplementedError(f"episode '{self.id_}': slice step is {slice_.step}, expected 1")
         first, last, _ = slice_.indices(len(self))
         start, stop = self.env_t_started + first, self.env_t_started + max(first, last)
-        wanted = self._roster.lookback if len_lookback_buffer is None else len_lookback_buffer
-        lookback = checked_lookback(self.id_, wanted, self._roster.lookback + first)
-        part = self._chunk(self._roster.part(start, stop, lookback))
+        wanted = self._lookback if len_lookback_buffer is None else len_lookback_buffer
+        lookback = checked_lookback(self.id_, wanted, self._lookback + first)
+        part, from_start = self._chunk(start, stop, lookback), not first
+        for agent_id, timeline in self._timelines.items():
+            piece = timeline.part(start, stop, start - lookback, from_start=from_start)
+            if piece is not None:
+                part._timelines[agent_id] = piece
+            elif not (timeline.episode.is_done and timeline.last_seen <= start):
+                since = min([start, *timeline.received]) if from_start else start
+                part._await(agent_id, timeline.received_between(since, stop), timeline.step_after(stop))
+        for agent_id, awaited in self._awaited.items():
+            since = min([start, *awaited.received]) if from_start else start
+            received = {env_step: reward for env_step, reward in awaited.received.items() if since <= env_step < stop}
+            part._await(agent_id, received, awaited.t_started)
         if stop == self.env_t:
             part.is_terminated, part.is_truncated = self.is_terminated, self.is_truncated
         return part
@@ -620,8 +630,23 @@ class MultiAgentEpisode:
             raise self._error(f"it ends at env step {self.env_t}, the chunk to join begins at {other.env_t_started}")
         if not self.is_reset or not other.is_reset:
             raise self._error("concat_episode before add_env_reset, on one side or both")
-        with located(f"episode '{self.id_}'"):
-            self._roster = self._roster.joined(other._roster)
+        timelines = dict(self._timelines)
+        for agent_id, tail in other._timelines.items():
+            with located(f"episode '{self.id_}': agent '{agent_id}'"):
+                if agent_id in timelines:
+                    timelines[agent_id] = join_timelines(timelines[agent_id], tail)
+                else:
+                    before = self._awaited[agent_id].received if agent_id in self._awaited else {}
+                    received = continued(before, tail.received, other.env_t_started)
+                    timelines[agent_id] = begun_by(tail, received, as_arrays=self.is_numpy)
+        awaited = {agent_id: each for agent_id, each in self._awaited.items() if agent_id not in timelines}
+        for agent_id, more in copy.deepcopy(other._awaited).items():
+            if agent_id in timelines:
+                timelines[agent_id] = timelines[agent_id].with_received(more.received)
+            else:
+                before = awaited[agent_id].received if agent_id in awaited else {}
+                awaited[agent_id] = AwaitedAgent(continued(before, more.received, other.env_t_started), more.t_started)
+        self._timelines, self._awaited, self.env_t = timelines, awaited, other.env_t
         self.agent_episode_ids = {**other.agent_episode_ids, **self.agent_episode_ids}
         self._module_ids = {**other._module_ids, **self._module_ids}
         self.is_terminated, self.is_truncated = other.is_terminated, other.is_truncated
@@ -642,7 +667,13 @@ class MultiAgentEpisode:
             "module_ids": dict(self._module_ids),
             "custom_data": copy.deepcopy(self.custom_data),
             "duration_s": self._duration_s,
-            "roster": self._roster.get_state(),
+            "roster": {
+                "env_t_started": self.env_t_started,
+                "env_t": self.env_t,
+                "lookback": self._lookback,
+                "agents": {agent_id: timeline.get_state() for agent_id, timeline in self._timelines.items()},
+                "awaited": {agent_id: asdict(awaited) for agent_id, awaited in self._awaited.items()},
+            },
         }
 
     @staticmethod
@@ -658,7 +689,13 @@ class MultiAgentEpisode:
             agent_module_ids=state["module_ids"],
             agent_to_module_mapping_fn=agent_to_module_mapping_fn,
         )
-        episode._roster = AgentRoster.from_state(state["roster"])
+        roster = state["roster"]
+        episode.env_t_started, episode.env_t = roster["env_t_started"], roster["env_t"]
+        episode._lookback = roster["lookback"]
+        episode._timelines = {agent_id: AgentTimeline.from_state(each) for agent_id, each in roster["agents"].items()}
+        episode._awaited = {
+            agent_id: AwaitedAgent(**copy.deepcopy(each)) for agent_id, each in roster["awaited"].items()
+        }
         episode._is_reset = state["is_reset"]
         episode.is_terminated, episode.is_truncated = state["is_terminated"], state["is_truncated"]
         episode.custom_data = copy.deepcopy(state["custom_data"])
@@ -669,7 +706,7 @@ class MultiAgentEpisode:
         ended = "terminated" if self.is_terminated else "truncated" if self.is_truncated else "ongoing"
         return (
             f"<{type(self).__name__} '{self.id_}': env steps {self.env_t_started} to {self.env_t}, {ended}, "
-            f"lookback {self._roster.lookback}, agents {list(self._roster.timelines)}>"
+            f"lookback {self._lookback}, agents {list(self._timelines)}>"
         )
 
     # Inside
@@ -678,52 +715,109 @@ class MultiAgentEpisode:
         self, steps: Sequence[EnvStep], len_lookback_buffer: int | str, agent_t_started: Mapping[Any, int]
     ) -> None:
         """Add a reset and the env steps after it, with the first of them as history."""
-        lookback = checked_lookback(self.id_, len_lookback_buffer, len(steps) - 1)
-        self._is_reset = True
+        self._lookback = checked_lookback(self.id_, len_lookback_buffer, len(steps) - 1)
+        self.env_t -= self._lookback
         with located(f"episode '{self.id_}'"):
-            ended = self._roster.fill(steps, lookback, agent_t_started, self._begin)
-        self._end_with(steps[-1], ended)
+            self._reset(steps[0])
+            for step in steps[1:]:
+                self._end_idle_agents(step)
+                self._grow(step)
+        for agent_id, timeline in self._timelines.items():
+            timeline.settle(self.env_t_started, agent_t_started.get(agent_id, 0))
 
-    def _begin(self, agent_id: Any, share: AgentShare, t_started: int) -> SingleAgentEpisode:
-        """An agent's episode with its first observation."""
-        return SingleAgentEpisode(
+    def _reset(self, step: EnvStep) -> None:
+        """Take the reset's observations."""
+        self._is_reset = True
+        for agent_id in step.observations:
+            self._begin(agent_id, step.share_of(agent_id))
+        self._end_with(step, ())
+
+    def _grow(self, step: EnvStep) -> None:
+        """Take an env step. Raises EpisodeError or ColumnError for data that an agent can't take: nothing is taken."""
+        all_agents = self._timelines if step.all_terminated or step.all_truncated else ()
+        shares = {agent_id: step.share_of(agent_id) for agent_id in dict.fromkeys([*step.agents(), *all_agents])}
+        for agent_id, share in shares.items():
+            with located(f"agent '{agent_id}' at env step {self.env_t}"):
+                if agent_id in self._timelines:
+                    self._timelines[agent_id].check(share, self.env_t)
+                elif share.acted:
+                    raise EpisodeError("it acts before its first observation")
+        live = [each.episode for each in self._timelines.values() if not each.episode.is_done]
+        self.env_t += 1
+        for agent_id, share in shares.items():
+            if agent_id in self._timelines:
+                self._timelines[agent_id].take(share, self.env_t - 1)
+            elif share.observed:
+                self._begin(agent_id, share)
+            elif share.reward is not NOTHING:
+                self._awaited.setdefault(agent_id, AwaitedAgent()).received[self.env_t - 1] = share.reward
+        self._end_with(step, [episode for episode in live if episode.is_done])
+
+    def _end_idle_agents(self, step: EnvStep) -> None:
+        """End agents that have an observation where `step` begins, and do not act on it."""
+        for agent_id, timeline in list(self._timelines.items()):
+            if timeline.last_seen != self.env_t or agent_id in step.actions or timeline.episode.is_done:
+                continue
+            if timeline.episode.rewards.total():
+                timeline.end(terminated=True, truncated=False)
+            else:
+                del self._timelines[agent_id]
+
+    def _begin(self, agent_id: Any, share: AgentShare) -> None:
+        """Take an agent's first observation; if it is also the last one, the agent is left out but for its rewards."""
+        awaited = self._awaited.get(agent_id, AwaitedAgent())
+        if share.reward is not NOTHING:
+            awaited.received[self.env_t - 1] = share.reward
+        if share.ended:
+            self._await(agent_id, awaited.received, awaited.t_started)
+            return
+        self._awaited.pop(agent_id, None)
+        episode = SingleAgentEpisode(
             self.agent_episode_ids.setdefault(agent_id, uuid.uuid4().hex),
             observations=[share.observation],
             infos=[{} if share.infos is None else share.infos],
             observation_space=_space_of(self.observation_space, agent_id),
             action_space=_space_of(self.action_space, agent_id),
-            t_started=t_started,
+            t_started=awaited.t_started,
             agent_id=agent_id,
             module_id=self.module_for(agent_id),
             multi_agent_episode_id=self.id_,
         )
+        if self.is_numpy:
+            episode.to_numpy()
+        self._timelines[agent_id] = AgentTimeline(episode, [self.env_t], received=awaited.received)
+
+    def _await(self, agent_id: Any, received: Received, t_started: int) -> None:
+        if received or t_started:
+            self._awaited[agent_id] = AwaitedAgent(received, t_started)
 
     def _end_with(self, step: EnvStep, ended: Sequence[SingleAgentEpisode]) -> None:
         """Set the episode's end flags after an env step that has `ended` agents, which may be the last ones."""
         self.is_terminated, self.is_truncated = step.all_terminated, step.all_truncated
-        timelines = self._roster.timelines.values()
+        timelines = self._timelines.values()
         if timelines and not self.is_done and all(timeline.episode.is_done for timeline in timelines):
             self.is_truncated = bool(ended) and not any(episode.is_terminated for episode in ended)
             self.is_terminated = not self.is_truncated
 
-    def _chunk(self, roster: AgentRoster) -> "MultiAgentEpisode":
-        """An ongoing chunk of this episode with the agents of `roster`."""
+    def _chunk(self, env_t_started: int, env_t: int, lookback: int) -> "MultiAgentEpisode":
+        """An ongoing chunk of this episode between two env steps, without agents."""
         chunk = MultiAgentEpisode(
             self.id_,
             observation_space=self.observation_space,
             action_space=self.action_space,
+            env_t_started=env_t_started,
             agent_episode_ids=self.agent_episode_ids,
             agent_module_ids=self._module_ids,
             agent_to_module_mapping_fn=self.agent_to_module_mapping_fn,
         )
-        chunk._roster, chunk._is_reset = roster, self._is_reset
+        chunk.env_t, chunk._lookback, chunk._is_reset = env_t, lookback, self._is_reset
         chunk.custom_data = copy.deepcopy(self.custom_data)
         return chunk
 
     def _read(self, name: ColumnName, agent_ids: AgentIds, query: GetterQuery) -> Any:
         with located(f"episode '{self.id_}'"):
             column_of = partial(AgentTimeline.column, name=name, with_pending=query.with_pending)
-            return query.read(self._roster, name, agent_ids, column_of)
+            return query.read(self, name, agent_ids, column_of)
 
     def _with_new(self, new_data: AgentValues) -> list[tuple[SingleAgentEpisode, Any]]:
         episodes = self.agent_episodes

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollflow.stream.episodes.agent_roster import AgentRoster, AwaitedAgent
-from rollflow.stream.episodes.agent_timeline import AgentTimeline, merged
+from rollflow.stream.episodes.agent_timeline import AgentTimeline, AwaitedAgent, merged
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode, refusal
 
@@ -103,11 +102,12 @@ def _made(
         id_,
         observation_space={agent: part.observation_space for agent, part in of_agents},
         action_space={agent: part.recorded_space for agent, part in of_agents},
+        env_t_started=begin,
         agent_episode_ids={agent: timeline.episode.id_ for agent, timeline in timelines.items()},
         agent_module_ids={agent: timeline.episode.module_id for agent, timeline in timelines.items()},
     )
-    episode._roster = AgentRoster(begin, stop - started, max(0, begin - oldest), timelines, awaited)
-    episode._is_reset = True
+    episode.env_t, episode._lookback = stop - started, max(0, begin - oldest)
+    episode._timelines, episode._awaited, episode._is_reset = timelines, awaited, True
     episode.slot = env
     end = clock.end_of(env, nth)
     if end is not None:
