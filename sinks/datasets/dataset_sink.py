@@ -28,17 +28,22 @@ from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow, whole_numbers
 from rollflow.sinks.datasets.dataset_folder import (
-    ENV_EPISODES,
     ENV_EPS_ID,
     ENV_T,
-    EPISODES,
     MARK,
     STEPS,
     DatasetFolder,
     make_folder,
     sync,
 )
-from rollflow.sinks.datasets.fragment_tables import FragmentRows, agent_rows_of, ids_by_text, modules_of, tables_of
+from rollflow.sinks.datasets.fragment_tables import (
+    EnvChunks,
+    FragmentRows,
+    agent_rows_of,
+    ids_by_text,
+    modules_of,
+    tables_of,
+)
 from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.stream.data.columns import Columns
@@ -70,8 +75,7 @@ class FileSet:
         self._folder, self.number = folder, number
         self._files: dict[str, Any] = {}
         self._writers: dict[str, Any] = {}
-        self._rows: dict[str, list[FragmentRows]] = {}
-        self._env_episodes: list[Any] = []
+        self._rows: dict[str, list[Any]] = {}
         self._waiting_bytes = self._written_bytes = 0
         self._mark = secrets.token_hex(8)  # of the set: steps are not read with episodes of another one
 
@@ -80,31 +84,23 @@ class FileSet:
         """Bytes of all files, and of what waits for them."""
         return self._waiting_bytes + self._written_bytes
 
-    def write(self, rows: Mapping[str, FragmentRows], env_episodes: Any | None) -> None:
+    def write(self, rows: Mapping[str, FragmentRows | EnvChunks]) -> None:
         """Write what is stored of a fragment, or let it wait for others.
 
-        rows            by the folder of their steps and episodes, such as "" or "modules/red/"
-        env_episodes    Arrow table of the environments' chunks; None: of one agent
+        rows    by the folder of their files, such as "" or "modules/red/"
         """
         for folder, each in rows.items():
             self._rows.setdefault(folder, []).append(each)
             self._waiting_bytes += each.nbytes
-        if env_episodes is not None:
-            self._env_episodes.append(env_episodes)
-            self._waiting_bytes += env_episodes.get_total_buffer_size()
         if self._waiting_bytes >= _GROUP_BYTES:
             self._write_waiting()
 
     def _write_waiting(self) -> None:
         """Write a row group of each kind of table that waits."""
-        pa, _ = import_pyarrow()
         for folder, rows in self._rows.items():
-            steps, episodes = tables_of(rows)
-            self._write_table(folder + EPISODES, episodes)
-            self._write_table(folder + STEPS, steps)
-        if self._env_episodes:
-            self._write_table(ENV_EPISODES, pa.concat_tables(self._env_episodes))
-        self._rows, self._env_episodes, self._waiting_bytes = {}, [], 0
+            for kind, table in tables_of(rows).items():
+                self._write_table(folder + kind, table)
+        self._rows, self._waiting_bytes = {}, 0
         self._written_bytes = sum(file.tell() for file in self._files.values())
 
     def _write_table(self, kind: str, table: Any) -> None:
@@ -213,7 +209,7 @@ def _name_of(thing: Any) -> str:
 
 RESERVED = ("run", Columns.EPS_ID, Columns.T, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID, ENV_T)
 
-_Rows = tuple[dict[str, FragmentRows], Any]  # as `FileSet.write` takes them
+_Rows = Mapping[str, FragmentRows | EnvChunks]  # as `FileSet.write` takes them
 
 
 @dataclass(slots=True)
@@ -487,7 +483,7 @@ class DatasetSink:
                 if self._files is None:
                     self._files, self._opened_at = FileSet(self._folder, self._next_number), time.monotonic()
                     self._next_number += 1
-                self._files.write(*(rows() if callable(rows) else rows))
+                self._files.write(rows() if callable(rows) else rows)
             except Exception as error:
                 self._fail(error)
                 return
@@ -500,7 +496,7 @@ class DatasetSink:
         """What is stored of a fragment."""
         columns = {name: kind["columns"] for name, kind in self._kinds.items()}
         if isinstance(fragment, Fragment):
-            return {"": FragmentRows(fragment, columns[""], runs)}, None
+            return {"": FragmentRows(fragment, columns[""], runs)}
         return agent_rows_of(fragment, columns, runs)
 
     def _commit(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, empty_tree, import_pyarrow, table_of
-from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, LAST_OBS, MODULES
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, EPISODES, LAST_OBS, MODULES, STEPS
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
@@ -31,6 +31,7 @@ class FragmentRows:
 
         lengths, t_started       i64[C]
         slots                    i64[C]    of the lane
+        totals                   f64[C]    sums of rewards
         terminated, truncated    bool[C]
         lost                     why an environment was lost, for each chunk that ended so, or None: C of them
         trees                    name -> tree of arrays any[n, ...], of the steps in chunk order
@@ -42,6 +43,8 @@ class FragmentRows:
     A chunk that another dataset has cut is stored without the end that it has not reached. Raises DatasetError for a
     stateful module's episode whose initial state is not recorded.
     """
+
+    total = "return"
 
     def __init__(
         self,
@@ -59,6 +62,8 @@ class FragmentRows:
         self.slots = np.asarray(fragment.env_slots(chunks.slot, chunks.number), np.int64)
         self._episode_id, self._keys = fragment.layout.episode_id, (chunks.slot.tolist(), chunks.number.tolist())
         self.trees = {name: fragment.gather(name) for name in columns}
+        rewards = self.trees[Columns.REWARDS].astype(np.float64)
+        self.totals: NDArray[Any] = np.add.reduceat(rewards, np.cumsum(self.lengths) - self.lengths)
         self.last_obs = fragment.last_observations()
         self.state_in: Tree = None
         if Columns.STATE_OUT in columns:
@@ -83,18 +88,35 @@ class FragmentRows:
         return list(map(self._episode_id, *self._keys))
 
 
-def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
-    """Arrow tables of the steps of some fragments, a row each in chunk order, and of their chunks, a row each."""
+def tables_of(rows: "Sequence[FragmentRows] | Sequence[EnvChunks]") -> dict[str, Any]:
+    """Arrow tables by their kinds: of the steps of some fragments, in chunk order, and of their chunks, a row each.
+
+    Of chunks of environments' episodes, their table alone.
+    """
     pa, _ = import_pyarrow()
-    columns = rows[0].columns
-    lengths, t_started, slots, runs, terminated, truncated = (
+    first = rows[0]
+    lengths, t_started, slots, runs, terminated, truncated, totals = (
         np.concatenate([getattr(each, name) for each in rows])
-        for name in ("lengths", "t_started", "slots", "runs", "terminated", "truncated")
+        for name in ("lengths", "t_started", "slots", "runs", "terminated", "truncated", "totals")
     )
-    trees = {name: concatenate_trees([each.trees[name] for each in rows]) for name in columns}
     ids = _texts(each.ids() for each in rows)
-    count, total, firsts = len(lengths), int(lengths.sum()), np.cumsum(lengths) - lengths
-    of_step = np.repeat(np.arange(count), lengths)
+    named: dict[str, Any] = {"run": array_of(runs), Columns.EPS_ID: ids}
+    numbers = {
+        "lane": array_of(np.repeat([each.lane for each in rows], [len(each.lengths) for each in rows])),
+        "slot": array_of(slots),
+        "t_started": array_of(t_started),
+        "num_steps": array_of(lengths),
+        first.total: array_of(totals),
+        "terminated": array_of(terminated),
+        "truncated": array_of(truncated),
+        "lost": _texts(each.lost for each in rows),
+    }
+    if isinstance(first, EnvChunks):
+        return {ENV_EPISODES: table_of(named | numbers, optional=["lost"])}
+    columns, made = first.columns, [each for each in rows if isinstance(each, FragmentRows)]
+    trees = {name: concatenate_trees([each.trees[name] for each in made]) for name in columns}
+    total, firsts = int(lengths.sum()), np.cumsum(lengths) - lengths
+    of_step = np.repeat(np.arange(len(lengths)), lengths)
 
     def repeated(texts: Any) -> Any:
         """The text of each step's chunk, by a dictionary; from the chunks' texts, by a dictionary."""
@@ -105,29 +127,19 @@ def tables_of(rows: Sequence[FragmentRows]) -> tuple[Any, Any]:
         Columns.EPS_ID: repeated(ids.dictionary_encode()),
         Columns.T: array_of(np.arange(total) - np.repeat(firsts - t_started, lengths)),
     }
-    episode = {"run": array_of(runs), Columns.EPS_ID: ids}
-    if rows[0].texts:
-        texts = {name: _texts(each.texts[name] for each in rows).dictionary_encode() for name in rows[0].texts}
-        env_t, stopped = map(np.concatenate, zip(*(each.env_t for each in rows if each.env_t), strict=True))
+    if first.texts:
+        texts = {name: _texts(each.texts[name] for each in made).dictionary_encode() for name in first.texts}
+        env_t, stopped = map(np.concatenate, zip(*(each.env_t for each in made if each.env_t), strict=True))
         step |= {name: repeated(each) for name, each in texts.items()}
         step[ENV_T] = array_of(env_t)
-        episode |= texts | {"env_t_stopped": array_of(stopped)}
+        named |= texts | {"env_t_stopped": array_of(stopped)}
     step |= {name: arrow_of(trees[name], description) for name, description in columns.items()}
-    episode |= {
-        "lane": array_of(np.repeat([each.lane for each in rows], [len(each.lengths) for each in rows])),
-        "slot": array_of(slots),
-        "t_started": array_of(t_started),
-        "num_steps": array_of(lengths),
-        "return": array_of(np.add.reduceat(trees[Columns.REWARDS].astype(np.float64), firsts)),
-        "terminated": array_of(terminated),
-        "truncated": array_of(truncated),
-        "lost": _texts(each.lost for each in rows),
-        LAST_OBS: arrow_of(concatenate_trees([each.last_obs for each in rows]), columns[Columns.OBS]),
-    }
+    last_obs = concatenate_trees([each.last_obs for each in made])
+    episode = named | numbers | {LAST_OBS: arrow_of(last_obs, columns[Columns.OBS])}
     if Columns.STATE_OUT in columns:
-        states = concatenate_trees([each.state_in for each in rows])
+        states = concatenate_trees([each.state_in for each in made])
         episode[Columns.STATE_IN] = arrow_of(states, columns[Columns.STATE_OUT])
-    return table_of(step), table_of(episode, optional=["lost"])
+    return {EPISODES: table_of(episode, optional=["lost"]), STEPS: table_of(step)}
 
 
 def _texts(parts: Iterable[Iterable[str | None]]) -> Any:
@@ -171,13 +183,16 @@ def ids_by_text(whose: str, ids: Iterable[Any]) -> dict[str, Any]:
 class EnvChunks:
     """The M chunks of environments' episodes in a fragment, environment by environment, in the order of time.
 
-    env, nth      i64[M]    environment, and number of the episode among those of the environment in the fragment
     start         i64[M]    vector step at which the episode began
-    begin, end    i64[M]    vector steps at which the chunk begins and ends
-    number        i64[M]    episodes that the environment had before
+    end           i64[M]    vector step at which the chunk ends
+    totals        i64[M]    steps of agents in it
+
+    The others are those of `FragmentRows`, in env steps; `slots` are environments.
     """
 
-    def __init__(self, fragment: MultiAgentFragment) -> None:
+    total = "agent_steps"
+
+    def __init__(self, fragment: MultiAgentFragment, runs: NDArray[np.int32]) -> None:
         clock, last = fragment.clock, fragment.clock.first + fragment.num_rows
         rows = []
         for env in range(fragment.num_envs):
@@ -187,13 +202,22 @@ class EnvChunks:
                 if begin < end:
                     rows.append((env, nth, start, begin, end, int(clock.numbers[env]) + nth))
         table = np.array(rows, np.int64).reshape(-1, 6)
-        self.env, self.nth, self.start, self.begin, self.end, self.number = table.T
-        self._fragment = fragment
+        self.slots, nths, self.start, begins, self.end, numbers = map(np.ascontiguousarray, table.T)
+        self.lane, self.runs = fragment.lane, np.broadcast_to(runs, len(self.slots))
+        self.lengths, self.t_started, self.totals = self.end - begins, begins - self.start, np.zeros_like(begins)
+        keys = list(zip(self.slots.tolist(), numbers.tolist(), strict=True))
+        ends = [clock.end_of(*key) for key in zip(self.slots.tolist(), nths.tolist(), strict=True)]
+        kept = [fragment.custom_data.get(key, {}) for key in keys]
+        ended = np.array([each is not None for each in ends]) & np.array(["cut" not in each for each in kept])
+        truncated = np.array([each is not None and each[1] for each in ends])
+        self.terminated, self.truncated = ended & ~truncated, ended & truncated
+        self.lost = [data.get("lost") if end is not None else None for data, end in zip(kept, ends, strict=True)]
+        self._ids = [fragment.episode_id(*key) for key in keys]
+        self.nbytes = table.nbytes
 
     def ids(self) -> list[str]:
-        """The episodes' ids."""
-        keys = zip(self.env.tolist(), self.number.tolist(), strict=True)
-        return [self._fragment.episode_id(*key) for key in keys]
+        """Ids of the chunks' episodes, M of them."""
+        return self._ids
 
     def of(self, part: ModuleFragment) -> tuple[Ints, Ints]:
         """The env chunk of each chunk of a module, i64[C], and the vector step of its last observation, i64[C]."""
@@ -205,25 +229,24 @@ class EnvChunks:
         # A chunk's last step is made within the env chunk: after its begin, and not after its end.
         most = 1 + int(max(self.end.max(initial=0), seen.max(initial=0)))
         envs = part.env_slots(chunks.slot, chunks.number)
-        return np.searchsorted(self.env * most + self.end, envs * most + seen), seen
+        return np.searchsorted(self.slots * most + self.end, envs * most + seen), seen
 
 
 def agent_rows_of(
     fragment: MultiAgentFragment, columns: Mapping[str, Mapping[str, Any]], runs: NDArray[np.int32]
-) -> tuple[dict[str, FragmentRows], Any]:
-    """What is stored of each module's steps, by its folder, and the Arrow table of the environments' chunks.
+) -> "dict[str, FragmentRows | EnvChunks]":
+    """What is stored of each module's steps, by its folder, and behind these, by "", of the environments' episodes.
 
     columns    name of the module's folder -> name -> description of what is stored
     runs       i32[M]    number of the run of each of `EnvChunks`, or i32[1] of all
     """
-    envs = EnvChunks(fragment)
-    runs = np.ascontiguousarray(np.broadcast_to(runs, len(envs.env)))
-    ids, agent_steps = envs.ids(), np.zeros(len(envs.env), np.int64)
-    rows: dict[str, FragmentRows] = {}
+    envs = EnvChunks(fragment, runs)
+    ids = envs.ids()
+    rows: dict[str, FragmentRows | EnvChunks] = {}
     for name, part in modules_of(fragment).items():
         chunks, (of, stopped) = part.chunks, envs.of(part)
         lengths = chunks.stop - chunks.start
-        np.add.at(agent_steps, of, lengths)
+        np.add.at(envs.totals, of, lengths)
         seen = part.in_chunk_order(part.clock[part.first_row : part.last_row])
         module_id = part.module_ids[int(part.chunk_modules[0])]
         agents = [part.part.agents[place] for place in (chunks.slot % len(part.part.agents)).tolist()]
@@ -233,33 +256,5 @@ def agent_rows_of(
             ENV_EPS_ID: [ids[each] for each in of.tolist()],
         }
         env_t = seen - np.repeat(envs.start[of], lengths), stopped - envs.start[of]
-        rows[f"{MODULES}/{name}/"] = FragmentRows(part, columns[name], runs[of], texts, env_t)
-    return rows, _env_table(fragment, envs, ids, runs, agent_steps)
-
-
-def _env_table(
-    fragment: MultiAgentFragment, envs: EnvChunks, ids: list[str], runs: NDArray[np.int32], agent_steps: Ints
-) -> Any:
-    """The table of the environments' chunks, whose columns are those of agents' chunks where they mean the same."""
-    pa, _ = import_pyarrow()
-    clock, keys = fragment.clock, list(zip(envs.env.tolist(), envs.number.tolist(), strict=True))
-    ends = [clock.end_of(*key) for key in zip(envs.env.tolist(), envs.nth.tolist(), strict=True)]
-    kept = [fragment.custom_data.get(key, {}) for key in keys]
-    ended = np.array([each is not None for each in ends]) & np.array(["cut" not in each for each in kept])
-    truncated = np.array([each is not None and each[1] for each in ends])
-    lost = [data.get("lost") if end is not None else None for data, end in zip(kept, ends, strict=True)]
-    return table_of(
-        {
-            "run": array_of(runs),
-            Columns.EPS_ID: pa.array(ids, pa.string()),
-            "lane": array_of(np.full(len(keys), fragment.lane)),
-            "slot": array_of(envs.env.copy()),
-            "t_started": array_of(envs.begin - envs.start),
-            "num_steps": array_of(envs.end - envs.begin),
-            "agent_steps": array_of(agent_steps),
-            "terminated": array_of(ended & ~truncated),
-            "truncated": array_of(ended & truncated),
-            "lost": pa.array(lost, pa.string()),
-        },
-        optional=["lost"],
-    )
+        rows[f"{MODULES}/{name}/"] = FragmentRows(part, columns[name], envs.runs[of], texts, env_t)
+    return rows | {"": envs}

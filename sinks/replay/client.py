@@ -1,8 +1,11 @@
 """Replay client: samples from a replay host in another process or on another host."""
 
+import logging
+import secrets
 import socket
 import ssl
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from math import inf
 from time import monotonic
@@ -19,9 +22,15 @@ from rollflow.sinks.replay.sampled_steps import detached
 from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
 from rollflow.sinks.trainer.newest_weights import PublishedWeights
 from rollflow.stream import wire
-from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.errors import ReplayError, WireError
 from rollflow.stream.data.tree import with_tuples
-from rollflow.stream.net.request_link import RequestLink
+from rollflow.stream.net.backoff import WaitReminder
+from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.socket_loop import Peer, SocketLoop, quoted
+from rollflow.stream.net.transport import transport_for
+from rollflow.stream.wire.software import hello_of
+
+logger = logging.getLogger(__name__)
 
 _HOSTS_SHARE = 0.9  # of the time that an answer is waited for, so that a reason not to sample comes in time
 
@@ -58,7 +67,7 @@ class ReplayClient:
         wire.check_secret(target, known_secret)
         check_tls(target, tls)
         self.address, self.timeout = str(target), timeout
-        self._link = RequestLink(
+        self._link = _Link(
             target,
             secret=known_secret,
             tls=tls,
@@ -119,10 +128,7 @@ class ReplayClient:
         self, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
     ) -> wire.Result:
         """The host's answer to a query. Raises ReplayError if the host has refused it, or does not answer in time."""
-        result = self._link.ask(
-            lambda number, done: wire.Query(number, done, name, values, arrays or {}), monotonic() + self.timeout
-        )
-        assert isinstance(result, wire.Result)
+        result = self._link.ask(name, values, arrays or {})
         if result.problem is not None:
             raise ReplayError(result.problem).see("replay")
         return result
@@ -132,3 +138,161 @@ class ReplayClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# Codes of errors after which the host is dialled again.
+_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
+
+
+class _Link:
+    """Asks a host, from any number of threads, until it is closed. A connection that breaks is dialled again.
+
+    timeout_s         that an answer is waited for
+    name              of this end, for people
+    """
+
+    def __init__(
+        self,
+        address: wire.Address,
+        *,
+        secret: bytes | None,
+        tls: ssl.SSLContext | None,
+        limits: wire.Limits,
+        timeout_s: float,
+        name: str,
+    ) -> None:
+        self._address, self._secret, self._tls, self._limits = address, secret, tls, limits
+        self._timeout_s, self._name = timeout_s, name
+        self._session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
+        self._results: dict[int, wire.Result | None] = {}  # by the number of the request; None: it has not come
+        self._fatal: Exception | None = None
+        self._is_closing = False
+        self._loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
+        self._loop.dial([address])
+        self._changed = threading.Condition(self._loop.lock)  # of all of the above
+        self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {address}", daemon=True)
+        self._thread.start()
+
+    def ask(self, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> wire.Result:
+        """The answer to a query. Raises ReplayError where none comes in time."""
+        until = monotonic() + self._timeout_s
+        with self._changed:
+            self._wait(until, lambda: self._session.may_ask)
+            number = self._session.number + 1
+            self._send(wire.Query(number, self._session.done, name, values, arrays))
+            results = self._results
+            results[number] = None
+            try:
+                self._wait(until, lambda: results[number] is not None)
+            except BaseException:
+                self._session.drop(number)
+                raise
+            finally:
+                result = results.pop(number)
+            assert result is not None
+            return result
+
+    def _wait(self, until: float, is_there: Callable[[], bool]) -> None:
+        """Wait, with the lock held, until something is there. Raises what has ended the link, or ReplayError."""
+        patience: WaitReminder | None = None  # as a rule it is there
+        while not is_there():
+            if self._fatal is not None:
+                raise self._fatal
+            if self._is_closing:
+                raise ReplayError("this client is closed")
+            patience = patience or WaitReminder(until - monotonic())
+            if patience.is_over:
+                raise ReplayError(self._host(f"has not answered within {self._timeout_s:g} s"))
+            self._changed.wait(patience.left)
+            if not is_there() and patience.is_long:
+                is_connected = any(each.connection.phase is wire.ConnectionPhase.RUNNING for each in self._loop.peers)
+                state = "has not answered yet" if is_connected else "is away"
+                logger.warning("waiting for %.0f s: %s", patience.waited_s, self._host(state))
+
+    def close(self) -> None:
+        """Say goodbye; requests under way raise ReplayError."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._loop.wakeup.ring()
+        self._thread.join()
+
+    def _send(self, request: wire.Query) -> None:
+        """Send a request by the connection that there is, or have the next one send it."""
+        peer = next((each for each in self._loop.peers if each.connection.is_open), None)
+        if peer is None or peer.connection.phase is not wire.ConnectionPhase.RUNNING:
+            self._session.ask(request)
+            return
+        try:
+            peer.connection.ask(request)
+        except WireError as error:
+            if error.code != "undelivered":
+                raise
+            self._loop.fail(peer, error, monotonic())
+        self._loop.write(peer)
+        if peer.transport.waits_to_write or not peer.connection.is_open:
+            self._loop.wakeup.ring()
+
+    def _host(self, text: str) -> str:
+        """What is said of the host, with the problems of its connections."""
+        problems = "; ".join(self._loop.dialler.problems)
+        return f"the replay host at {self._address} {text}{problems and ': '}{problems}"
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            self._loop.tick(monotonic())
+            while not self._is_closing and self._fatal is None:
+                ready = self._loop.wait_until()
+                now = monotonic()
+                self._loop.serve(ready, now)
+                self._loop.tick(now)
+        except Exception as error:
+            self._fatal = error
+        with self._changed:
+            for peer in self._loop.peers:
+                peer.connection.goodbye("the client is closed")
+                self._loop.drop(peer)
+            self._changed.notify_all()
+        self._loop.close()
+
+    # What the loop asks for
+
+    def greet(
+        self, sock: socket.socket, where: str, now: float, dialled: Dialled | None
+    ) -> Peer[wire.SamplerConnection]:
+        """Peer of a socket with a host at its other end, which is told hello."""
+        assert dialled is not None
+        nothing: dict[str, Any] = {"observation_space": {}, "action_space": {}, "autoreset": "DISABLED", "metadata": {}}
+        hello = hello_of("sampler", self._name[:256], self._session.token, self._limits, slots=(1,), **nothing)
+        connection = wire.SamplerConnection(hello, self._session, secret=self._secret, limits=self._limits, now=now)
+        transport = transport_for(sock, connection, self._tls, dialled=dialled.address)
+        return Peer(transport, connection, where, dialled=dialled)
+
+    def handle(self, peer: Peer[wire.SamplerConnection], event: wire.Message, now: float) -> None:
+        """Take a message of the host."""
+        with self._changed:
+            match event:
+                case wire.Result():
+                    if event.number in self._results:  # else whoever asked waits no more
+                        self._results[event.number] = event
+                case wire.Welcome():
+                    self._loop.dialler.welcomed(peer.dialled)
+                case wire.Goodbye():
+                    logger.info("%s says goodbye: %s", peer.where, event.reason)
+                    if peer.dialled is not None:
+                        peer.dialled.problem = f"it has said goodbye: {quoted(event.reason)}"
+                    self._loop.drop(peer)
+            self._changed.notify_all()
+
+    def fail(self, peer: Peer[wire.SamplerConnection], error: Exception, now: float) -> None:
+        """Have the host dialled again, or end where that is of no use."""
+        if isinstance(error, WireError) and error.code in _COMES_BACK:
+            if peer.dialled is not None:
+                peer.dialled.problem = str(error)
+            peer.connection.refuse(error.code, str(error))
+            logger.info("%s: %s; it is dialled again", peer.where, error)
+        else:
+            peer.connection.refuse(getattr(error, "code", "message"), str(error))
+            self._fatal = error

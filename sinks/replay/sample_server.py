@@ -41,22 +41,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SamplerPeer(Peer[wire.ReplayConnection]):
-    """Connection of a sampler; `client` is None until it has been taken in."""
+    """Connection of a sampler.
 
-    client: "SamplerClient | None" = None
-
-
-@dataclass(eq=False)
-class SamplerClient:
-    """A sampler that has proved itself.
-
-    peer       its newest connection
-    lost_at    when that was lost; None: it is there
+    name       that the sampler gives itself
+    session    outlives its connections; None: it has not proved itself
+    lost_at    when the connection was lost; None: it is there
     """
 
-    name: str
-    session: wire.ServerSession
-    peer: SamplerPeer
+    name: str = ""
+    session: wire.ServerSession | None = None
     lost_at: float | None = None
 
 
@@ -89,7 +82,7 @@ class SampleServer:
         self._replay, self._publish, self._rollouts = replay, publish, rollouts
         self._secret, self._tls, self._limits = secret, tls, limits
         self._first_id = secrets.randbits(62 - _POSITION_BITS) << _POSITION_BITS
-        self._clients: dict[bytes, SamplerClient] = {}  # by the tokens of their sessions
+        self._clients: dict[bytes, SamplerPeer] = {}  # newest connections, by the tokens of their sessions
         self._sockets = listen_on(address)
         self.address = address_of(self._sockets[0])
         self._epoll = select.epoll()
@@ -129,46 +122,48 @@ class SampleServer:
 
     def handle(self, peer: SamplerPeer, event: wire.Message, now: float) -> None:
         """Take a message of a sampler. Raises WireError where there are too many of them."""
-        client = peer.client
         if isinstance(event, wire.Hello):
             self._take_in(peer, event)
-        elif client is None or client.peer is not peer:
+        elif peer.session is None or self._peer_of(peer.session) is not peer:
             pass
         elif isinstance(event, wire.Goodbye):
             self._loop.drop(peer)
-            self._forget(client)
+            self._forget(peer)
         elif isinstance(event, wire.Query):
             assert self._tasks is not None
-            self._tasks.start_soon(self._answer, client, event)
+            self._tasks.start_soon(self._answer, peer.session, event)
 
     def fail(self, peer: SamplerPeer, error: Exception, now: float) -> None:
         """Refuse a sampler that something has failed for; it may come back."""
         reason = error_text(error)
         peer.connection.refuse(error.code if isinstance(error, WireError) else "message", reason)
-        client = peer.client
-        if client is None:
+        if peer.session is None:
             level = refusal_level(peer.connection)
             logger.log(level, "a connection from %s is refused: %s", peer.where, quoted(reason))
-        elif client.peer is peer and client.lost_at is None:
-            client.lost_at = now
-            logger.info("sampler %s at %s is lost: %s", quoted(client.name), peer.where, quoted(reason))
+        elif self._peer_of(peer.session) is peer and peer.lost_at is None:
+            peer.lost_at = now
+            logger.info("sampler %s at %s is lost: %s", quoted(peer.name), peer.where, quoted(reason))
 
     # Samplers
 
     def _take_in(self, peer: SamplerPeer, hello: wire.Hello) -> None:
         """Take in a sampler that has proved itself: a new one, or one that comes back."""
-        client = self._clients.get(hello.session)
-        if client is None:
+        older = self._clients.get(hello.session)
+        if older is None:
             self._make_room()
-            client = SamplerClient(hello.name, wire.ServerSession(hello.session, _WINDOW), peer)
-            peer.connection.welcome(client.session)
-            self._clients[hello.session] = client
-        else:
-            peer.connection.welcome(client.session)
-            older, client.peer, client.lost_at = client.peer, peer, None
+        session = wire.ServerSession(hello.session, _WINDOW) if older is None else older.session
+        assert session is not None
+        peer.connection.welcome(session)
+        peer.name, peer.session = hello.name, session
+        self._clients[hello.session] = peer
+        if older is not None:
             self._loop.drop(older)
-        peer.client = client
         self._replay.turns.look_again()  # its queries that wait count again
+
+    def _peer_of(self, session: wire.ServerSession) -> SamplerPeer | None:
+        """The newest connection of a session; None: it is known no longer."""
+        peer = self._clients.get(session.token)
+        return peer if peer is not None and peer.session is session else None
 
     def _make_room(self) -> None:
         if len(self._clients) < _MOST_CLIENTS:
@@ -180,42 +175,44 @@ class SampleServer:
 
     def _forget_lost(self, now: float) -> None:
         """Forget samplers that have had their time to come back."""
-        for client in list(self._clients.values()):
-            if client.lost_at is not None and now >= client.lost_at + self._limits.grace_s:
-                self._forget(client)
+        for peer in list(self._clients.values()):
+            if peer.lost_at is not None and now >= peer.lost_at + self._limits.grace_s:
+                self._forget(peer)
 
-    def _forget(self, client: SamplerClient) -> None:
-        if self._clients.pop(client.session.token, None) is not None:
-            self._replay.turns.look_again()
+    def _forget(self, peer: SamplerPeer) -> None:
+        assert peer.session is not None
+        del self._clients[peer.session.token]
+        self._replay.turns.look_again()
 
     # Queries
 
-    async def _answer(self, client: SamplerClient, query: wire.Query) -> None:
+    async def _answer(self, session: wire.ServerSession, query: wire.Query) -> None:
         try:
-            columns, values = await self._called(client, query)
+            columns, values = await self._called(session, query)
             result = wire.Result(query.number, columns, values, None)
         except Exception as error:
             result = _refusal(query.number, error)
-        connection = client.peer.connection
+        if (peer := self._peer_of(session)) is None:
+            return
         try:
             try:
-                connection.answer(result)
+                peer.connection.answer(result)
             except WireError as error:
                 if error.code == "undelivered":
                     raise
-                connection.answer(_refusal(query.number, error))
+                peer.connection.answer(_refusal(query.number, error))
         except WireError as error:
-            self._loop.fail(client.peer, error, monotonic())
+            self._loop.fail(peer, error, monotonic())
         else:
-            self._loop.write(client.peer)
+            self._loop.write(peer)
 
-    async def _called(self, client: SamplerClient, query: wire.Query) -> tuple[Batch, dict[str, Any]]:
+    async def _called(self, session: wire.ServerSession, query: wire.Query) -> tuple[Batch, dict[str, Any]]:
         """Columns and other values of the answer to a query."""
         module_id = query.values.get("module_id")
         if module_id is not None and type(module_id) not in (str, int):
             raise ReplayError(f"module_id is {shown(module_id)}, expected text, a whole number, or none")
         if query.name == "sample":
-            columns = arrays_of(await self._sample(client, query.values))
+            columns = arrays_of(await self._sample(session, query.values))
             for part in columns.values() if self._replay.module_ids else [columns]:
                 part[IDS] = part[IDS] + self._first_id
             return columns, {}
@@ -228,7 +225,7 @@ class SampleServer:
             return {}, {"version": self._publish(weights)}
         return {}, asdict(self._replay.report(module_id))
 
-    async def _sample(self, client: SamplerClient, values: Mapping[str, Any]) -> Batch:
+    async def _sample(self, session: wire.ServerSession, values: Mapping[str, Any]) -> Batch:
         """A batch, as soon as the rate lets it through; a sampler that is away gets none."""
         replay = self._replay
         count, wait_s = values.get("count"), values.get("wait_s", 0.0)
@@ -237,11 +234,12 @@ class SampleServer:
         if type(wait_s) not in (int, float) or not 0 <= wait_s <= _MOST_WAIT_S:
             raise ReplayError(f"wait_s is {shown(wait_s)}, expected seconds, 0 or more")
         with anyio.move_on_after(wait_s):
-            await replay.turns.wait_in_loop("sample", lambda: self._is_there(client) and replay.may_sample(count))
-        if not self._is_there(client):
+            await replay.turns.wait_in_loop("sample", lambda: self._is_there(session) and replay.may_sample(count))
+        peer = self._peer_of(session)
+        if peer is None or peer.lost_at is not None:
             raise ReplayError("the sampler was away")
         try:
-            most = client.peer.connection.peer_max_frame - _REST
+            most = peer.connection.peer_max_frame - _REST
             return replay.sample(count, max_bytes=most)
         except ReplayError as error:
             if replay.may_sample(count):
@@ -249,11 +247,11 @@ class SampleServer:
             names = ", ".join(self._rollouts()) or "none is there"
             raise ReplayError(f"{error}; rollouts that feed this host: {names}") from None
 
-    def _is_there(self, client: SamplerClient) -> bool:
+    def _is_there(self, session: wire.ServerSession) -> bool:
         """True unless a sampler is away. Raises ReplayError once it is known no longer."""
-        if self._clients.get(client.session.token) is not client:
+        if (peer := self._peer_of(session)) is None:
             raise ReplayError("the sampler is gone")
-        return client.lost_at is None
+        return peer.lost_at is None
 
     def _update_priorities(self, ids: NDArray[Any], values: NDArray[Any], module_id: Any) -> None:
         if ids.shape == values.shape and ids.ndim == 1 and ids.dtype == np.int64:
