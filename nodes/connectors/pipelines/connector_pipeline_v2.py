@@ -193,7 +193,7 @@ class ConnectorPipelineV2(ConnectorV2):
                 given = {"rl_module": rl_module, "explore": explore, "shared_data": shared_data, "metrics": metrics}
                 batch = self._called(range(first), batch, episodes, given | kwargs)
             mark = perf_counter_ns()
-            fused = self._fused(self._fused_pieces, rl_module, batch, episodes, explore, shared_data)
+            fused = self._fused(rl_module, batch, episodes, explore, shared_data)
             if fused is not None:
                 self._fused_timer.calls += 1
                 self._fused_timer.total_ns += perf_counter_ns() - mark

@@ -30,7 +30,7 @@ from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import (
     same_items,
 )
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
-from rollflow.nodes.connectors.pipelines.fused import observations_as_tensor, sampled_jointly
+from rollflow.nodes.connectors.pipelines.fused import FusedActions, FusedObservations
 from rollflow.nodes.modules.evaluating import evaluating
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
@@ -101,10 +101,10 @@ class EnvToModulePipeline(_BatchPipeline):
 
         None where episodes are needed: with other pieces than the default ones, and where these are not fused.
         """
-        if self._fused_from != 0 or not self.fuses:
+        if self._fused_from != 0 or not self.fuses or not isinstance(self._fused, FusedObservations):
             return None
         mark = perf_counter_ns()
-        made = observations_as_tensor(self._pieces, rl_module, observations)
+        made = self._fused.batch_of(rl_module, observations)
         if made is not None:
             self._fused_timer.calls += 1
             self._fused_timer.total_ns += perf_counter_ns() - mark
@@ -279,10 +279,10 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
         None where each lane is to be run by itself: with other pieces than the default ones, and where these are not
         fused.
         """
-        if self._fused_from != 0 or not self.fuses:
+        if self._fused_from != 0 or not self.fuses or not isinstance(self._fused, FusedActions):
             return None
         mark = perf_counter_ns()
-        made = sampled_jointly(self._pieces, rl_module, batch, sizes, explore, shared_data)
+        made = self._fused.jointly(rl_module, batch, sizes, explore, shared_data)
         if made is not None:
             self._fused_timer.calls += len(sizes)
             self._fused_timer.total_ns += perf_counter_ns() - mark

@@ -1,9 +1,10 @@
-"""Fused functions: the default pieces one after the other, as one call.
+"""Fused pieces: the default ones one after the other, as one call.
 
-With few slots, calls from piece to piece take longer than the pieces' own work. A fused function gives just what its
-pieces would, or None where it can't: then the pieces are called.
+With few slots, calls from piece to piece take longer than the pieces' own work. Fused pieces give just what each of
+them would in turn, or None where they can't: then the pieces are called.
 """
 
+import abc
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -44,105 +45,143 @@ from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 _MOST_SIZES = 64  # of batches
-
-# (pieces, module, batch, episodes, explore, shared_data) -> batch; None: the pieces are to be called
-Fused = Callable[[Sequence[Any], Any, Batch, LaneEpisodes, Any, dict[str, Any]], Batch | None]
+_UNKNOWN: Any = object()
 
 
-def fused_tail(pieces: Sequence[ConnectorV2], first: int) -> tuple[int, Fused | None]:
-    """Place of the first of the last pieces that can be called as one, and the function; (-1, None) where none can.
+class FusedPieces(abc.ABC):
+    """Pieces that are called as one. What depends on the module alone is resolved once for it, and is not copied."""
+
+    def __init__(self, pieces: Sequence[Any]) -> None:
+        self._pieces = pieces
+        self._module: Any = _UNKNOWN
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._pieces,)
+
+    @abc.abstractmethod
+    def __call__(
+        self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
+    ) -> Batch | None:
+        """The batch that the pieces make; None: they are to be called."""
+
+
+def fused_tail(pieces: Sequence[ConnectorV2], first: int) -> tuple[int, FusedPieces | None]:
+    """Place of the first of the last pieces that can be called as one, and these as one; (-1, None) where none can.
 
     first    place of the first piece that may be among them
     """
     for classes, fused in _FUSED.items():
-        if tuple(type(piece) for piece in pieces[-len(classes) :]) == classes:
+        tail = pieces[-len(classes) :]
+        if tuple(type(piece) for piece in tail) == classes:
             place = len(pieces) - len(classes)
-            return (place, fused) if place >= first else (-1, None)
+            return (place, fused(tail)) if place >= first else (-1, None)
     return -1, None
 
 
-def _observations_as_tensor(
-    pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
-) -> Batch | None:
-    return None if batch else observations_as_tensor(pieces, module, episodes.newest())
+class FusedObservations(FusedPieces):
+    """The pieces that make a batch of the newest observations."""
+
+    _fits = False  # the module
+
+    def __call__(
+        self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
+    ) -> Batch | None:
+        return None if batch else self.batch_of(rl_module, episodes.newest())
+
+    def batch_of(self, rl_module: Any, observations: Tree) -> Batch | None:
+        """The batch that the pieces make of observations, any[N, ...]; None where they are to be called."""
+        if rl_module is not self._module:
+            self._module, self._fits = rl_module, self._fit(rl_module)
+        if not self._fits:
+            return None
+        if type(observations) is np.ndarray:
+            return {Columns.OBS: aligned(torch.from_numpy(observations))} if observations.flags.carray else None
+        leaves, structure = optree.tree_flatten(observations, none_is_leaf=True)
+        if not all(type(leaf) is np.ndarray and leaf.flags.carray for leaf in leaves):
+            return None
+        return {Columns.OBS: structure.unflatten([aligned(torch.from_numpy(leaf)) for leaf in leaves])}
+
+    def _fit(self, module: Any) -> bool:
+        if self._pieces[0].as_learner_connector or self._pieces[-1].is_elsewhere:
+            return False
+        if len(self._pieces) > len(_INTO_MODULE) and is_stateful(module):
+            return False
+        return module is not None and getattr(module, "framework", "torch") == "torch"
 
 
-def observations_as_tensor(pieces: Sequence[Any], module: Any, observations: Tree) -> Batch | None:
-    """The batch that a whole fused env-to-module pipeline makes of observations, any[N, ...]; None where it can't."""
-    if pieces[0].as_learner_connector or pieces[-1].is_elsewhere:
-        return None
-    if len(pieces) > len(_INTO_MODULE) and is_stateful(module):
-        return None
-    if getattr(module, "framework", "torch") != "torch" or module is None:
-        return None
-    if type(observations) is np.ndarray:
-        return {Columns.OBS: aligned(torch.from_numpy(observations))} if observations.flags.carray else None
-    leaves, structure = optree.tree_flatten(observations, none_is_leaf=True)
-    if not all(type(leaf) is np.ndarray and leaf.flags.carray for leaf in leaves):
-        return None
-    return {Columns.OBS: structure.unflatten([aligned(torch.from_numpy(leaf)) for leaf in leaves])}
+class FusedActions(FusedPieces):
+    """The pieces that sample actions from a module's output."""
 
+    def __init__(self, pieces: Sequence[Any]) -> None:
+        super().__init__(pieces)
+        self._get, self._clip = pieces[0], pieces[-2]
+        self._explore = False
+        self._type: Any = None  # maker of the distributions, which are categorical ones; None: others
+        self._may_mask = True
 
-def _sampled_actions(
-    pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
-) -> Batch | None:
-    if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data:
-        return None
-    arrays, is_usable = _acted(pieces, module, batch, explore, shared_data.get(RACES))
-    if not is_usable:
-        made = pieces[0].distribution_type(module, explore=bool(explore))
-        refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, made, module)
-    return arrays
+    def __call__(
+        self, rl_module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
+    ) -> Batch | None:
+        if MEMORIZED in shared_data or TIME_RANK_ADDED in shared_data:
+            return None
+        arrays, is_usable = self._acted(rl_module, batch, bool(explore), shared_data.get(RACES))
+        if not is_usable:
+            refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes, self._type, rl_module)
+        return arrays
 
+    def jointly(
+        self, rl_module: Any, batch: Batch, sizes: Sequence[int], explore: Any, shared_data: Sequence[dict[str, Any]]
+    ) -> Batch | None:
+        """The batch that the pieces make for several lanes, in the rows of one batch.
 
-def sampled_jointly(
-    pieces: Sequence[Any], module: Any, batch: Batch, sizes: Sequence[int], explore: Any, shared_data: Sequence[Any]
-) -> Batch | None:
-    """The batch that a whole fused module-to-env pipeline makes for several lanes, in the rows of one batch.
+        sizes, shared_data    of each lane
 
-    sizes, shared_data    of each lane
+        None where each lane is to be run by itself, as where a lane's logits are refused.
+        """
+        if any(MEMORIZED in shared or TIME_RANK_ADDED in shared for shared in shared_data):
+            return None
+        races: list[Any] = [shared.get(RACES) for shared in shared_data]
+        joint = None if None in races else races[0] if len(races) == 1 else JointRaces(races, sizes)
+        arrays, is_usable = self._acted(rl_module, batch, bool(explore), joint)
+        return arrays if is_usable else None
 
-    None where each lane is to be run by itself, as where a lane's logits are refused.
-    """
-    if any(MEMORIZED in shared or TIME_RANK_ADDED in shared for shared in shared_data):
-        return None
-    races = [shared.get(RACES) for shared in shared_data]
-    joint = None if None in races else races[0] if len(races) == 1 else JointRaces(races, sizes)
-    arrays, is_usable = _acted(pieces, module, batch, explore, joint)
-    return arrays if is_usable else None
+    def _acted(
+        self, module: Any, batch: Batch, explore: bool, races: Races | JointRaces | None
+    ) -> tuple[Batch | None, bool]:
+        """The batch with actions, and True where the logits that they were sampled from are usable."""
+        if self._clip.changes_actions:
+            return None, True
+        if Columns.ACTIONS in batch:  # the module has chosen
+            chosen = batch[Columns.ACTIONS]
+            is_whole = type(chosen) is torch.Tensor and not chosen.is_floating_point()
+            return _arrays_of(batch) if is_whole or not slots_with_nan(chosen) else None, True
+        logits = batch.get(Columns.ACTION_DIST_INPUTS)
+        if logits is None or (races is None and explore) or Columns.ACTION_LOGP in batch:
+            return None, True
+        if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
+            return None, True
+        if module is not self._module or explore is not self._explore:
+            self._resolve(module, explore, logits)
+        arrays = None if self._type is None else _arrays_of(batch)
+        if arrays is None:
+            return None, True
+        distribution = self._type.from_logits(logits)
+        if explore and races is not None:
+            actions, logp = distribution.sample_with_logp(races)
+            is_usable = logp.dot(_ones(len(logp))) > -np.inf  # the sum, in half the time for a few
+            is_usable = is_usable and not (self._may_mask and rules_all_out(arrays[Columns.ACTION_DIST_INPUTS]))
+        else:
+            actions, logp = distribution.likeliest_with_logp()
+            given = arrays[Columns.ACTION_DIST_INPUTS]
+            is_usable = np.maximum.reduce(given, axis=None) < np.inf and not rules_all_out(given)
+        arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
+        return arrays, bool(is_usable)
 
-
-def _acted(
-    pieces: Sequence[Any], module: Any, batch: Batch, explore: Any, races: Races | JointRaces | None
-) -> tuple[Batch | None, bool]:
-    """The batch with actions, and True where the logits that they were sampled from are usable."""
-    get, clip = pieces[0], pieces[-2]
-    if clip.changes_actions:
-        return None, True
-    if Columns.ACTIONS in batch:  # the module has chosen
-        chosen = batch[Columns.ACTIONS]
-        is_whole = type(chosen) is torch.Tensor and not chosen.is_floating_point()
-        return _arrays_of(batch) if is_whole or not slots_with_nan(chosen) else None, True
-    logits = batch.get(Columns.ACTION_DIST_INPUTS)
-    if logits is None or (races is None and explore) or Columns.ACTION_LOGP in batch:
-        return None, True
-    if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
-        return None, True
-    arrays = _arrays_of(batch)
-    made = get.distribution_type(module, explore=bool(explore))
-    distribution = made.from_logits(logits) if type(made) is DistributionType else None
-    if arrays is None or type(distribution) is not Categorical:
-        return None, True
-    if explore and races is not None:
-        actions, logp = distribution.sample_with_logp(races)
-        is_usable = logp.dot(_ones(len(logp))) > -np.inf  # the sum, in half the time for a few
-        is_usable = is_usable and not (may_mask(module) and rules_all_out(arrays[Columns.ACTION_DIST_INPUTS]))
-    else:
-        actions, logp = distribution.likeliest_with_logp()
-        given = arrays[Columns.ACTION_DIST_INPUTS]
-        is_usable = np.maximum.reduce(given, axis=None) < np.inf and not rules_all_out(given)
-    arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
-    return arrays, bool(is_usable)
+    def _resolve(self, module: Any, explore: bool, logits: torch.Tensor) -> None:
+        made = self._get.distribution_type(module, explore=explore)
+        is_categorical = type(made) is DistributionType and type(made.from_logits(logits)) is Categorical
+        self._type, self._may_mask = made if is_categorical else None, may_mask(module)
+        self._module, self._explore = module, explore
 
 
 @lru_cache(_MOST_SIZES)
@@ -151,10 +190,13 @@ def _ones(count: int) -> NDArray[np.float32]:
 
 
 def _arrays_of(batch: Batch) -> Batch | None:
+    arrays: Batch = {}
     try:
-        return {name: value.numpy() for name, value in batch.items()}
+        for name, value in batch.items():
+            arrays[name] = value.numpy()
     except (AttributeError, RuntimeError, TypeError):  # nested, elsewhere, to be differentiated, of another type
         return None
+    return arrays
 
 
 _INTO_MODULE = (AddObservationsFromEpisodesToBatch, BatchIndividualItems, NumpyToTensor)
@@ -165,11 +207,9 @@ _FROM_MODULE = (
     NormalizeAndClipActions,
     ListifyDataForVectorEnv,
 )
-_FUSED: dict[tuple[type, ...], Fused] = {
-    _INTO_MODULE: _observations_as_tensor,
-    (_INTO_MODULE[0], AddTimeDimToBatchAndZeroPad, AddStatesFromEpisodesToBatch, *_INTO_MODULE[1:]): (
-        _observations_as_tensor
-    ),
-    _FROM_MODULE: _sampled_actions,
-    (*_FROM_MODULE[:3], RemoveSingleTsTimeRankFromBatch, *_FROM_MODULE[3:]): _sampled_actions,
+_FUSED: dict[tuple[type, ...], Callable[[Sequence[Any]], FusedPieces]] = {
+    _INTO_MODULE: FusedObservations,
+    (_INTO_MODULE[0], AddTimeDimToBatchAndZeroPad, AddStatesFromEpisodesToBatch, *_INTO_MODULE[1:]): FusedObservations,
+    _FROM_MODULE: FusedActions,
+    (*_FROM_MODULE[:3], RemoveSingleTsTimeRankFromBatch, *_FROM_MODULE[3:]): FusedActions,
 }
