@@ -10,7 +10,7 @@ from rollflow.aliases import ALIASES
 PACKAGES = ("rollflow", "rollflow.nodes", "rollflow.policy", "rollflow.sinks", "rollflow.stream")
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "rollflow.nodes.connectors.alpha", "rollflow.policy.serving"])
+@pytest.mark.parametrize("package", [*PACKAGES, "rollflow.policy.serving"])
 def test_every_public_name_is_found(package: str) -> None:
     module = importlib.import_module(package)
     assert module.__all__

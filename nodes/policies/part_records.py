@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext, get_connector
+from rollflow.nodes.connectors.alpha import Connector, ConnectorContext, get_connector
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.module_to_env.exploration import Linear
@@ -143,7 +143,7 @@ def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
 
 def _own(kind: str, name: str) -> Any:
     """rollflow's own class of this name; None where it has none."""
-    home = "rollflow.nodes.connectors.alpha.pieces" if name in _UNNAMED else "rollflow.nodes"
+    home = "rollflow.nodes.connectors.alpha" if name in _UNNAMED else "rollflow.nodes"
     found = getattr(importlib.import_module(home), name, None)
     return found if found is not None and kind in _BASES and _is_one(kind, found) else None
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_flags, seeds_of
-from rollflow.nodes.connectors.alpha.pieces import ActionConnectorPiece, AgentConnectorPiece
+from rollflow.nodes.connectors.alpha import ActionConnectorPiece, AgentConnectorPiece
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.lambda_connector import LambdaConnector

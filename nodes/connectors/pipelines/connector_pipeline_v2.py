@@ -9,29 +9,15 @@ from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any, ClassVar
 
-from rollflow.nodes.connectors.alpha.pieces import as_connector_v2
+from rollflow.nodes.connectors.alpha import as_connector_v2
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import settle_observations
+from rollflow.nodes.connectors.named_pieces import NamedPieces, NameOrClass, NoSuchPiece, names_of
 from rollflow.nodes.connectors.pipelines.fused import fused_tail
 from rollflow.nodes.connectors.state_watch import checked_state
 from rollflow.stream.data.errors import ConnectorError, StateError, page_on
 from rollflow.stream.fragments.fragment import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
-
-NameOrClass = str | type
-
-
-class NoSuchPiece(ConnectorError):
-    """Raised when a pipeline has no piece of a name or a class."""
-
-
-def names_of(pieces: Sequence[ConnectorV2]) -> list[str]:
-    """The names that pieces go by, in order."""
-    names: list[str] = []
-    for piece in pieces:
-        count = sum(piece.name == other.name for other in pieces[: len(names)])
-        names.append(piece.name if not count else f"{piece.name}_{count + 1}")
-    return names
 
 
 def check_kind(pieces: Sequence[ConnectorV2], kind: str) -> None:
@@ -119,7 +105,7 @@ class Runners:
         return Runners, ()
 
 
-class ConnectorPipelineV2(ConnectorV2):
+class ConnectorPipelineV2(NamedPieces, ConnectorV2):
     """Calls its pieces in order, each with the batch that the one before returned.
 
         input_observation_space,    of the first piece; each other one has the output spaces of the one before. Where
@@ -226,12 +212,6 @@ class ConnectorPipelineV2(ConnectorV2):
 
     # What it is made of
 
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def __iter__(self) -> Iterator[ConnectorV2]:
-        return iter(self._pieces)
-
     def __getitem__(self, key: int | NameOrClass) -> Any:
         """Return a piece by place or name, or the list of all of a class."""
         if isinstance(key, int):
@@ -248,7 +228,7 @@ class ConnectorPipelineV2(ConnectorV2):
     @property
     def names(self) -> list[str]:
         """The pieces' names, in order: no two are the same."""
-        return names_of(self._pieces)
+        return names_of([piece.name for piece in self._pieces])
 
     @property
     def observation_spaces(self) -> list[Space]:
@@ -279,27 +259,9 @@ class ConnectorPipelineV2(ConnectorV2):
     def remove(self, name_or_class: NameOrClass) -> None:
         """Take a piece out. Warns, and does nothing, when there is no such piece."""
         try:
-            place = self._place(name_or_class)
+            self._edit(self._without(name_or_class))
         except NoSuchPiece as error:
             warnings.warn(f"nothing removed: {error}", stacklevel=2)
-        else:
-            self._edit([*self._pieces[:place], *self._pieces[place + 1 :]])
-
-    def insert_before(self, name_or_class: NameOrClass, connector: ConnectorV2) -> ConnectorV2:
-        """Put a piece in front of another, which is returned. Raises ConnectorError when there is no such piece."""
-        return self._insert(self._place(name_or_class), 0, connector)
-
-    def insert_after(self, name_or_class: NameOrClass, connector: ConnectorV2) -> ConnectorV2:
-        """Put a piece behind another, which is returned. Raises ConnectorError when there is no such piece."""
-        return self._insert(self._place(name_or_class), 1, connector)
-
-    def prepend(self, connector: ConnectorV2) -> None:
-        """Put a piece at the beginning."""
-        self._edit([connector, *self._pieces])
-
-    def append(self, connector: ConnectorV2) -> None:
-        """Put a piece at the end."""
-        self._edit([*self._pieces, connector])
 
     # State
 
@@ -342,6 +304,7 @@ class ConnectorPipelineV2(ConnectorV2):
     def take_over_state(self, state: dict[str, Any]) -> None:
         """Do what `set_state` does, for the rollout that has merged the states of its workers or hosts."""
         pieces = self._named()
+        self._check_state(state)
         self._check_names(state)
         for name, piece_state in state.items():
             try:
@@ -362,6 +325,7 @@ class ConnectorPipelineV2(ConnectorV2):
         Raises ConnectorError for a name of no piece.
         """
         for state in states:
+            self._check_state(state)
             self._check_names(state)
         merged: dict[str, Any] = {}
         for name, piece in self._named().items():
@@ -377,27 +341,7 @@ class ConnectorPipelineV2(ConnectorV2):
         """(name, piece) of all pieces."""
         return list(self._named().items())
 
-    def __repr__(self) -> str:
-        return f"<{self.name}: {' → '.join(self.names) or 'empty'}>"
-
     # Inside
-
-    def _check_names(self, state: dict[str, Any]) -> None:
-        self._check_state(state)
-        unknown = sorted(set(state) - set(self.names))
-        if unknown:
-            raise ConnectorError(
-                f"{self.name}: a state for {unknown}, expected {{name of a piece: its state}}, as get_state gives it; "
-                f"pieces: {', '.join(self.names) or 'none'}"
-            )
-
-    def _named(self) -> dict[str, ConnectorV2]:
-        return dict(zip(self.names, self._pieces, strict=True))
-
-    def _insert(self, place: int, offset: int, connector: ConnectorV2) -> ConnectorV2:
-        found = self._pieces[place]
-        self._edit([*self._pieces[: place + offset], connector, *self._pieces[place + offset :]])
-        return found
 
     def _edit(self, pieces: list[ConnectorV2]) -> None:
         if self._is_used("_runners"):
@@ -442,7 +386,7 @@ class ConnectorPipelineV2(ConnectorV2):
                 raise ConnectorError(f"{piece!r} is {_class_of(piece)}, expected a ConnectorV2 piece")
             if _holds(piece, self):
                 raise ConnectorError(f"{self.name} was to be put into itself, expected another pipeline")
-        names = names_of(pieces)
+        names = names_of([piece.name for piece in pieces])
         for place, (piece, name) in enumerate(zip(pieces, names, strict=True)):
             if any(piece is other for other in pieces[:place]):
                 raise ConnectorError(
@@ -453,26 +397,6 @@ class ConnectorPipelineV2(ConnectorV2):
                     f"{self.name}: two pieces called '{name}', expected different names; pieces: {', '.join(names)}"
                 )
         check_kind(pieces, self.kind)
-
-    def _place(self, name_or_class: NameOrClass) -> int:
-        """Place of the piece that has the name, or is of the class, or else of a subclass.
-
-        Raises NoSuchPiece where there is none, and ConnectorError for a class that several pieces are of.
-        """
-        names, pieces = self.names, self._pieces
-        if isinstance(name_or_class, str):
-            asked, places = name_or_class, [place for place, name in enumerate(names) if name == name_or_class]
-        else:
-            asked, places = name_or_class.__name__, [i for i, each in enumerate(pieces) if type(each) is name_or_class]
-            places = places or [i for i, each in enumerate(pieces) if isinstance(each, name_or_class)]
-        if not places:
-            raise NoSuchPiece(f"{self.name} has no piece '{asked}'; pieces: {', '.join(names) or 'none'}")
-        if len(places) > 1:
-            raise ConnectorError(
-                f"{self.name} has {len(places)} pieces of class '{asked}', expected a name that says "
-                f"which: {', '.join(names[place] for place in places)}"
-            )
-        return places[0]
 
     def _parts_asked_for(self, components: str | Collection[str]) -> dict[str, list[str] | None]:
         """Name of a piece -> names inside it, by "outer/inner"; None for all of it."""

@@ -10,6 +10,7 @@ from drawn_policies import ACTIONS, BOX
 from rollflow import DefaultModelConfig, Policy, Rollout
 from rollflow.nodes.connectors import alpha
 from rollflow.nodes.connectors.alpha import (
+    _CONNECTORS,
     ActionConnectorPipeline,
     AgentConnector,
     AgentConnectorPipeline,
@@ -21,7 +22,6 @@ from rollflow.nodes.connectors.alpha import (
     register_lambda_action_connector,
     register_lambda_agent_connector,
 )
-from rollflow.nodes.connectors.alpha.connector import _CONNECTORS
 from rollflow.nodes.policies.part_records import from_plain, to_plain
 from rollflow.stream import PolicyError
 
@@ -128,7 +128,7 @@ RECIPES: dict[str, Any] = {
 def registered() -> list[str]:
     """The names of rollflow's own connectors, which `get_connector` finds."""
     bases = {alpha.Connector, AgentConnector, alpha.ActionConnector, alpha.ConnectorPipeline}
-    own = (getattr(alpha, name) for name in alpha.__all__)
+    own = (each for name, each in vars(alpha).items() if name[0] != "_")
     return [
         cls.__name__ for cls in own if isinstance(cls, type) and issubclass(cls, alpha.Connector) and cls not in bases
     ]
