@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from fragment_equality import assert_alike, in_time
 from node_example import folder as folder, node as node
 from remote_hosts import BrokenWire, listening
 
@@ -60,7 +61,7 @@ def fragments_of(envs: RemoteEnvs, **options: Any) -> list[Fragment]:
     with Rollout(envs, **settings) as rollout:
         fragments = list(rollout.fragments())
     assert rollout.lost == {}
-    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+    return in_time(fragments)
 
 
 def stepped_by_gymnasium(state: Any, action: int) -> tuple[Any, bool]:
@@ -96,13 +97,6 @@ def check_cartpole(fragments: list[Fragment], slots: int) -> None:
                 assert terminated == (chunk.is_terminated and number == len(actions))
             ends += chunk.is_done
     assert ends >= 2 * slots
-
-
-def check_alike(ours: list[Fragment], others: list[Fragment]) -> None:
-    for mine, other in zip(ours, others, strict=True):
-        assert (mine.lane, mine.sequence) == (other.lane, other.sequence)
-        for name in ("obs", "actions", "rewards", "terminateds", "truncateds"):
-            np.testing.assert_array_equal(mine.column(name), other.column(name))
 
 
 @pytest.mark.slow
@@ -156,7 +150,7 @@ def test_connections_that_are_cut_lose_nothing(folder: Path, key: Path) -> None:
     uncut, _ = fragments_over(lambda: None)
     cut, cuts = fragments_over(lambda: rng.randrange(1, 20_000))
     assert cuts >= 5
-    check_alike(cut, uncut)
+    assert_alike(cut, uncut)
 
 
 @pytest.mark.slow

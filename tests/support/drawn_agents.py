@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 import ways
+from fragment_equality import in_time
 from hypothesis import strategies as st
-from lost_agents import in_time
 from numbered_agents import NumberedAgents, numbered_agents
 from serial_module import SerialModule
 
@@ -101,29 +101,6 @@ def fragments_of(drawn: Drawn, **options: Any) -> list[MultiAgentFragment]:
         assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
     assert rollout.lost == {}
     return fragments
-
-
-def assert_alike(some: list[MultiAgentFragment], others: list[MultiAgentFragment]) -> None:
-    """Assert that steps, outputs, infos and ids are the same in two places."""
-    for one, other in zip(some, others, strict=True):
-        assert (one.lane, one.sequence, one.num_rows) == (other.lane, other.sequence, other.num_rows)
-        for mine, theirs in zip(one.episodes(), other.episodes(), strict=True):
-            assert (mine.id_, mine.env_t_started, mine.env_t) == (theirs.id_, theirs.env_t_started, theirs.env_t)
-            assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
-            assert mine.agent_ids == theirs.agent_ids
-            assert mine.get_return(include_hanging_rewards=True) == theirs.get_return(include_hanging_rewards=True)
-            assert mine.get_infos(return_list=True) == theirs.get_infos(return_list=True)
-        assert one.module_ids == other.module_ids
-        for module_id in one.module_ids:
-            for mine, theirs in zip(one.agent_episodes(module_id), other.agent_episodes(module_id), strict=True):
-                assert (mine.id_, mine.t_started, mine.t) == (theirs.id_, theirs.t_started, theirs.t)
-                assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
-                assert mine.observations == theirs.observations
-                assert mine.actions == theirs.actions
-                assert mine.rewards == theirs.rewards
-                for name in mine.extra_model_outputs.keys() - {"serial"}:  # lanes take turns at the modules
-                    assert mine.extra_model_outputs[name] == theirs.extra_model_outputs[name]
-                assert mine.get_infos() == theirs.get_infos()
 
 
 def publish_next(rollout: MultiAgentRollout, number: int) -> None:

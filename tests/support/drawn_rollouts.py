@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any, NamedTuple
 
+from fragment_equality import in_time
 from hypothesis import strategies as st
 from numbered_module import NumberedEnv, NumberedModule
 
@@ -56,4 +57,4 @@ def fragments_of(env: Any, drawn: Setting, **options: Any) -> list[Fragment]:
         fragments = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
     assert rollout.lost == {}
-    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+    return in_time(fragments)

@@ -193,10 +193,6 @@ def fed(stream: TrainerStream, rollout: Any, **options: Any) -> Iterator["tuple[
         raise failed
 
 
-def in_lanes_order(fragments: Sequence[Fragment]) -> list[Fragment]:
-    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
-
-
 def sequences_of(fragments: Sequence[Fragment]) -> dict[int, list[int]]:
     """The numbers of the fragments of each lane, in the order in which they came."""
     by_lane: dict[int, list[int]] = {}

@@ -1,5 +1,6 @@
-"""Equality of fragments from different places, bit for bit."""
+"""Order of fragments, and equality of those from different places, bit for bit."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -7,18 +8,38 @@ import torch
 
 from rollflow import Fragment
 from rollflow.stream.data.tree import map_tree
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 from rollflow.stream.testing import check
 
 
-def assert_alike(ours: list[Fragment], others: list[Fragment]) -> None:
+def in_time(fragments: Iterable[Any]) -> list[Any]:
+    """The fragments lane by lane, in the order of time."""
+    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+
+
+def assert_alike(ours: Sequence[AnyFragment], others: Sequence[AnyFragment]) -> None:
+    """Assert that fragments of one agent or several are the same, but for the seconds that they took."""
     for mine, other in zip(ours, others, strict=True):
-        assert (mine.lane, mine.sequence, mine.columns.keys()) == (other.lane, other.sequence, other.columns.keys())
-        # Rows of dead steps have no meaning, but are the same all the same.
-        for name in mine.columns:
-            map_tree(np.testing.assert_array_equal, mine.column(name), other.column(name))
-        states = [[chunk.get_state() for chunk in fragment.episodes()] for fragment in (mine, other)]
-        for state, like in zip(*states, strict=True):
-            check({**state, "duration_s": 0}, {**like, "duration_s": 0})
+        assert (mine.lane, mine.sequence, mine.num_rows) == (other.lane, other.sequence, other.num_rows)
+        episodes = [[*mine.episodes()], [*other.episodes()]]
+        if isinstance(mine, Fragment) and isinstance(other, Fragment):
+            assert mine.columns.keys() == other.columns.keys()
+            # Rows of dead steps have no meaning, but are the same all the same.
+            for name in mine.columns:
+                map_tree(np.testing.assert_array_equal, mine.column(name), other.column(name))
+        elif isinstance(mine, MultiAgentFragment) and isinstance(other, MultiAgentFragment):
+            assert mine.module_ids == other.module_ids
+            for each, made in zip(episodes, (mine, other), strict=True):
+                each += [chunk for module_id in made.module_ids for chunk in made.agent_episodes(module_id)]
+        for one, another in zip(*episodes, strict=True):
+            check(_shown(one.get_state()), _shown(another.get_state()), atol=0.0)
+
+
+def _shown(state: Any) -> Any:
+    """A state without times, and without the numbers of passes: lanes take turns at the modules."""
+    if not isinstance(state, dict):
+        return list(map(_shown, state)) if isinstance(state, list) else state
+    return {key: _shown(part) for key, part in state.items() if key not in ("duration_s", "serial")}
 
 
 def assert_equal_batches(one: dict[str, Any], other: dict[str, Any]) -> None:

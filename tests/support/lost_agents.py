@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from agent_logs import AgentStep, At, steps_of
 from ending_agent_envs import logs_of
+from fragment_equality import in_time
 from numbered_agents import AgentsTold
 from serial_module import at_of
 
@@ -18,10 +19,6 @@ from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 def numbers(at: Any) -> At:
     return tuple(int(number) for number in np.asarray(at))
-
-
-def in_time(fragments: Sequence[MultiAgentFragment]) -> list[MultiAgentFragment]:
-    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
 
 
 def agent_chunks(fragments: Sequence[MultiAgentFragment]) -> list[tuple[MultiAgentFragment, Any]]:

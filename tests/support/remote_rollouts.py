@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from ending_envs import lives_of, rewards_by_slot
+from fragment_equality import in_time
 from held_envs import Held, await_that, let_go
 from lane_clock import LaneClock
 from numbered_module import NumberedEnv, NumberedModule
@@ -62,7 +63,7 @@ def reset_of(raw: RawHost, fragments: Iterator[Fragment], taken: list[Fragment])
 def check_laws(fragments: list[Fragment], lost: dict[str, int], slots_lost: int) -> None:
     """Steps of a life are there from the first on, without gap or repeat; chunks join; no more is lost than is told."""
     by_slot: dict[int, list[Any]] = {}
-    for fragment in sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence)):
+    for fragment in in_time(fragments):
         for chunk in fragment.episodes():
             by_slot.setdefault(int(chunk.get_observations(0)[0]), []).append(chunk)
     for steps in rewards_by_slot(fragments).values():

@@ -9,18 +9,9 @@ from hypothesis.extra import numpy as npst
 from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.wire.codec.value import DTYPES
 
-ARRAYS = npst.arrays(
-    st.sampled_from(sorted(DTYPES)).map(np.dtype), npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
-)
-NUMBERS = st.sampled_from(sorted(DTYPES)).flatmap(lambda name: npst.from_dtype(np.dtype(name)))
-PLAIN = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=8)
-    | st.binary(max_size=8)
-)
+NAMED = st.sampled_from(sorted(DTYPES)).map(np.dtype)
+TEXTS = st.text(max_size=6)
+KEYS = TEXTS | st.integers(-9, 9)
 
 
 def objects(items: list[Any]) -> Any:
@@ -31,18 +22,31 @@ def objects(items: list[Any]) -> Any:
     return array
 
 
-def _inside(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    keys = st.text(max_size=4) | st.integers(-9, 9)
-    return (
-        st.lists(values, max_size=3)
-        | st.lists(values, max_size=3).map(tuple)
-        | st.lists(values, max_size=3).map(objects)
-        | st.dictionaries(keys, values, max_size=3)
-        | st.lists(st.dictionaries(st.text(max_size=4), values, max_size=2), max_size=3).map(SlotInfos)
-    )
+def arrays_of(dtypes: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Small arrays of these dtypes."""
+    return npst.arrays(dtypes, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
 
 
-VALUES = st.recursive(PLAIN | ARRAYS | NUMBERS, _inside, max_leaves=8)
+def values_of(dtypes: st.SearchStrategy[Any], keys: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Values with arrays and numbers of these dtypes, and dicts with these keys."""
+    integers = st.integers(-(2**63), 2**64 - 1)
+    plain = st.none() | st.booleans() | integers | st.floats() | TEXTS | st.binary(max_size=8)
+
+    def inside(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return (
+            st.lists(values, max_size=3)
+            | st.lists(values, max_size=3).map(tuple)
+            | st.lists(values, max_size=4).map(objects)
+            | st.lists(values, min_size=4, max_size=4).map(lambda each: objects(each).reshape(2, 2))
+            | st.dictionaries(keys, values, max_size=3)
+            | st.lists(st.dictionaries(TEXTS, values, max_size=2), max_size=3).map(SlotInfos)
+        )
+
+    return st.recursive(plain | arrays_of(dtypes) | dtypes.flatmap(npst.from_dtype), inside, max_leaves=8)
+
+
+ARRAYS = arrays_of(NAMED)
+VALUES = values_of(NAMED, KEYS)
 
 
 def same(left: Any, right: Any) -> bool:

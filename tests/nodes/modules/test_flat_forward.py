@@ -4,12 +4,12 @@ import re
 from functools import partial
 from typing import Any
 
-import fragment_equality
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from drawn_agents import Drawn as DrawnAgents, assert_alike, fragments_of as agent_fragments
+from drawn_agents import Drawn as DrawnAgents, fragments_of as agent_fragments
+from fragment_equality import assert_alike
 from gymnasium import spaces
 from hypothesis import given, strategies as st
 from numbered_agents import NumberedAgents
@@ -199,7 +199,7 @@ EAGER = Forward(compile={"backend": "eager"})
     ],
 )
 def test_a_rollout_gives_the_same_in_any_way_and_tells_which(options: Any, told: str) -> None:
-    fragment_equality.assert_alike(fragments(**options), fragments())
+    assert_alike(fragments(**options), fragments())
     explained = str(Rollout(numbered_envs(3)[1], module=NumberedModule(), **options).explain())
     assert re.findall("forward pass (?:flat|compiled)", explained) == [told] * bool(told)
 
@@ -232,7 +232,7 @@ def test_it_is_shown_and_refused_beside_a_flat_one(several: bool) -> None:
 
 
 def test_main_memory_as_a_device_is_no_other_device() -> None:
-    fragment_equality.assert_alike(fragments(device="cpu"), fragments())
+    assert_alike(fragments(device="cpu"), fragments())
     with Rollout("CartPole-v1", device="cpu") as rollout:
         [piece] = rollout.env_to_module[NumpyToTensor]
         assert not piece.is_elsewhere

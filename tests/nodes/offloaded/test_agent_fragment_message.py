@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_agents import Drawn, assert_alike, drawn_settings, fragments_of, made
+from drawn_agents import Drawn, drawn_settings, fragments_of, made
+from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings, strategies as st
 from property_examples import examples
 

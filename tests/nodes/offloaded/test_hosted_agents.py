@@ -8,7 +8,8 @@ import pytest
 import torch
 from drawn_agents import Drawn, made, makers_of, mapping_of, modules_of
 from ending_agent_envs import DoomedAgents
-from lost_agents import agent_chunks, check_laws, in_time
+from fragment_equality import in_time
+from lost_agents import agent_chunks, check_laws
 from numbered_agents import NumberedAgents
 from places import rollout_at
 from remote_hosts import hosting, listening

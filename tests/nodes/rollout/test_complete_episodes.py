@@ -10,6 +10,7 @@ import pytest
 import torch
 from drawn_rollouts import Setting, drawn_settings, rollout_of
 from ending_envs import Doomed
+from fragment_equality import in_time
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, strategies as st
 from numbered_agents import NumberedAgents
@@ -66,12 +67,12 @@ def test_the_same_episodes_come_whole_and_none_of_their_transitions_is_lost(
 ) -> None:
     options: Any = {"prefetch": drawn.prefetch, "lanes": drawn.lanes, "autoreset_mode": mode}
     with rollout_of(drawn, **options) as rollout:
-        chunks = [copied_in_place(chunk) for fragment in in_order(rollout.fragments()) for chunk in fragment.episodes()]
+        chunks = [copied_in_place(chunk) for fragment in in_time(rollout.fragments()) for chunk in fragment.episodes()]
     expected = joined([chunk for chunk, _ in chunks])
     places = {chunk.id_: place for chunk, place in chunks}
     with rollout_of(drawn, **options) as rollout:
         whole = [
-            each for fragment in in_order(rollout.fragments(complete_episodes=True)) for each in fragment.episodes()
+            each for fragment in in_time(rollout.fragments(complete_episodes=True)) for each in fragment.episodes()
         ]
         steps = rollout.num_steps
     assert {each.id_ for each in whole} == {id_ for id_, episode in expected.items() if episode.is_done}
@@ -85,10 +86,6 @@ def test_the_same_episodes_come_whole_and_none_of_their_transitions_is_lost(
 
 def copied_in_place(chunk: SingleAgentEpisode) -> tuple[SingleAgentEpisode, tuple[int | None, int | None]]:
     return copied(chunk), (chunk.lane, chunk.slot)
-
-
-def in_order(fragments: Any) -> list[Any]:
-    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
 
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])

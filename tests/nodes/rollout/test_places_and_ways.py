@@ -7,14 +7,13 @@ from typing import Any
 
 import drawn_agents
 import drawn_rollouts
-import fragment_equality
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from fragment_equality import assert_alike, in_time
 from hypothesis import Phase, given, settings, strategies as st
 from leftovers import processes_of, shared_mappings
-from lost_agents import in_time
 from numbered_module import NumberedModule
 from property_examples import examples
 from remote_hosts import BrokenWire, hosting, listening
@@ -65,7 +64,6 @@ class OneAgent:
 
     drawn = st.tuples(drawn_rollouts.drawn_settings, st.booleans())
     example = drawn_rollouts.Setting(4, 2, 5, 1, True, 6, 0, 7), False
-    alike = staticmethod(fragment_equality.assert_alike)
 
     @staticmethod
     def acting(drawn: Any) -> dict[str, Any]:
@@ -93,7 +91,6 @@ class SeveralAgents:
 
     drawn = drawn_agents.drawn_settings
     example = drawn_agents.Drawn(3, 2, 3, 1, 9, False, 5, 1, False, 1)
-    alike = staticmethod(drawn_agents.assert_alike)
     makers = staticmethod(drawn_agents.makers_of)
     publish = staticmethod(drawn_agents.publish_next)
 
@@ -151,7 +148,7 @@ def test_every_place_gives_the_fragments_that_are_made_inline_from_the_same_seed
     @settings(max_examples=examples(14 if place in ("inline", "threads") else 10), phases=phases)
     def holds(drawn: Any, prefetch: int, options: Any) -> None:
         there = fragments_at(place, kind, drawn, prefetch=prefetch, **options)
-        kind.alike(there, fragments_at("inline", kind, drawn))
+        assert_alike(there, fragments_at("inline", kind, drawn))
 
     holds()
 
@@ -165,7 +162,7 @@ def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(kind: K
     @settings(max_examples=examples(15), phases=[Phase.explicit, Phase.generate])
     def holds(drawn: Any, prefetch: int, cuts: list[int]) -> None:
         there = fragments_at(place, kind, drawn, prefetch=prefetch, cuts=cuts)
-        kind.alike(there, fragments_at("inline", kind, drawn))
+        assert_alike(there, fragments_at("inline", kind, drawn))
 
     holds()
 
@@ -187,7 +184,7 @@ def test_every_way_of_reading_gives_the_same_and_every_step_until_a_drain(kind: 
     before, mapped = processes_of(), shared_mappings()
     inline = {(each.lane, each.sequence): each for each in fragments_at("inline", kind, kind.example)}
     there = drained(kind, place, way)
-    kind.alike(there, [inline[each.lane, each.sequence] for each in there])
+    assert_alike(there, [inline[each.lane, each.sequence] for each in there])
     assert processes_of() <= before
     del there
     gc.collect()

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding_rollouts import SHORT, fed, in_lanes_order, learner_of, rollout_of, running, sequences_of, trainer
+from feeding_rollouts import SHORT, fed, learner_of, rollout_of, running, sequences_of, trainer
+from fragment_equality import in_time
 from numbered_module import NumberedEnv
 from remote_rollouts import await_that
 
@@ -82,7 +83,7 @@ def test_fragments_come_from_the_rollout_that_a_sink_is_connected_to(address: st
         assert "passes a gate" in graph.explain()
         with running(graph, rollout, sink):
             fragments = list(stream)
-    assert sequences_of(in_lanes_order(fragments)) == {0: [0, 1, 2], 1: [0, 1, 2]}
+    assert sequences_of(in_time(fragments)) == {0: [0, 1, 2], 1: [0, 1, 2]}
     assert sum(fragment.num_steps for fragment in fragments) == rollout.num_steps
 
 

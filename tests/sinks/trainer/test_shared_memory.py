@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feeding_rollouts import feeding, graph_of, in_lanes_order, running, sequences_of, trainer
+from feeding_rollouts import feeding, graph_of, running, sequences_of, trainer
+from fragment_equality import in_time
 from killable_trainer import FeedChild, received, trainer_process
 from memory_lending import arrays_of, file_of, files_mapped, parts_of, shared_address
 from numpy.typing import NDArray
@@ -58,8 +59,8 @@ def test_arrays_lie_where_the_rollout_has_them(where: str, agents: int, address:
         keep = Keep()
         graph.connect("rollout.fragments", keep)
         with running(graph, rollout, sink):
-            there = in_lanes_order(list(stream))
-    kept = [part for fragment in in_lanes_order(keep.fragments) for part in parts_of(fragment)]
+            there = in_time(list(stream))
+    kept = [part for fragment in in_time(keep.fragments) for part in parts_of(fragment)]
     for mine, theirs in zip(kept, [part for fragment in there for part in parts_of(fragment)], strict=True):
         # What no worker process writes.
         is_copied = mine.sequence == 0 and where != "rollouts"

@@ -16,8 +16,8 @@ import pytest
 import torch
 from drawn_agents import Drawn, envs_of, made, modules_of
 from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rollout_of
-from feeding_rollouts import feeding, graph_of, graph_over, in_lanes_order, running, sequences_of, trainer
-from fragment_equality import assert_alike
+from feeding_rollouts import feeding, graph_of, graph_over, running, sequences_of, trainer
+from fragment_equality import assert_alike, in_time
 from hypothesis import Phase, given, settings, strategies as st
 from memory_lending import arrays_of, file_of, shared_address
 from numbered_module import NumberedModule
@@ -48,10 +48,10 @@ from rollflow.stream.testing import check
 def test_fragments_are_those_of_the_rollout(scheme: str, drawn: Setting | drawn_agents.Drawn) -> None:
     here: list[Any]
     if isinstance(drawn, drawn_agents.Drawn):
-        here, alike = drawn_agents.fragments_of(drawn), drawn_agents.assert_alike
+        here = drawn_agents.fragments_of(drawn)
         rollout: Any = drawn_agents.made(drawn, env=drawn_agents.makers_of(drawn), num_fragments=3)[1]
     else:
-        here, alike = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes), assert_alike
+        here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
         rollout = rollout_of(drawn, lanes=drawn.lanes)
     with shared_address() as shared:
         address = shared if scheme == "shm" else "tcp://127.0.0.1:0"
@@ -59,7 +59,7 @@ def test_fragments_are_those_of_the_rollout(scheme: str, drawn: Setting | drawn_
             with running(*graph_over(rollout, stream.address)):
                 there = list(stream)
         assert scheme == "tcp" or all(file_of(leaf) is not None for each in there for leaf in arrays_of(each))
-    alike(in_lanes_order(with_steps(there)), with_steps(here))
+    assert_alike(in_time(with_steps(there)), with_steps(here))
 
 
 def with_steps(fragments: list[Any]) -> list[Any]:

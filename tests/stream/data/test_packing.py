@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 from property_examples import examples
-from wire_values import objects, same
+from wire_values import KEYS, TEXTS, objects, same, values_of
 
 from rollflow.stream import ColumnError
 from rollflow.stream.data.infos import SlotInfos
@@ -25,30 +25,10 @@ DTYPES = st.one_of(
     hnp.byte_string_dtypes(max_len=4),
     hnp.datetime64_dtypes(),
 )
-small_shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
-plain_arrays = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, small_shapes))
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
-scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), texts, st.binary(max_size=5)
-)
-numbers = plain_arrays.filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])
+VALUES = values_of(DTYPES, KEYS | st.tuples(TEXTS, st.booleans()))
 
 
-values = st.recursive(
-    st.one_of(scalars, plain_arrays, numbers),
-    lambda parts: st.one_of(
-        st.lists(parts, max_size=3),
-        st.lists(parts, max_size=3).map(tuple),
-        st.dictionaries(st.one_of(texts, st.integers(-9, 9), st.tuples(texts, st.booleans())), parts, max_size=3),
-        st.lists(parts, max_size=4).map(objects),
-        st.lists(parts, min_size=4, max_size=4).map(lambda each: objects(each).reshape(2, 2)),
-        st.lists(st.dictionaries(texts, parts, max_size=2), max_size=3).map(SlotInfos),
-    ),
-    max_leaves=8,
-)
-
-
-@given(value=values)
+@given(value=VALUES)
 @settings(max_examples=examples(300))
 def test_every_value_comes_back_as_it_was(value: Any) -> None:
     assert same(value, unpack(pack(value)))

@@ -6,9 +6,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from drawn_spaces import SPACES
 from gymnasium import spaces
 from hypothesis import example, given, settings, strategies as st
-from hypothesis.extra import numpy as hnp
 from property_examples import examples
 
 from rollflow.stream import ColumnError
@@ -112,61 +112,11 @@ def test_an_item_has_the_structure_of_its_space_and_is_full_of_one_value() -> No
 # Spaces as plain data: each comes back as it was, over msgpack and all
 
 
-shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
-seeds = st.integers(0, 2**32 - 1)
-FLOATS, INTEGERS = [np.float16, np.float32, np.float64], [np.uint8, np.int8, np.int32, np.int64]
-
-
-@st.composite
-def boxes(draw: Any) -> gym.Space[Any]:
-    dtype = np.dtype(draw(st.sampled_from([*FLOATS, *INTEGERS, np.bool_])))
-    shape = draw(shapes)
-    if dtype == np.bool_:
-        return spaces.Box(np.zeros(shape, np.bool_), np.ones(shape, np.bool_), dtype=np.bool_)
-    if dtype.kind == "f":
-        numbers = st.sampled_from([-np.inf, -1e3, -0.5, 0.0, 0.25, 7.0, np.inf])
-    else:
-        numbers = st.integers(0, 100)
-    ends = st.tuples(numbers, numbers).map(sorted).filter(lambda pair: pair[0] < np.inf and pair[1] > -np.inf)
-    if draw(st.booleans()):
-        low, high = draw(ends)
-        return spaces.Box(dtype.type(low), dtype.type(high), shape, dtype.type)
-    count = int(np.prod(shape, dtype=np.int64))
-    drawn = np.array(draw(st.lists(ends, min_size=count, max_size=count)), dtype).reshape(*shape, 2)
-    return spaces.Box(drawn[..., 0], drawn[..., 1], dtype=dtype.type)
-
-
-@st.composite
-def multi_discretes(draw: Any) -> gym.Space[Any]:
-    shape = draw(hnp.array_shapes(max_dims=2, max_side=3))
-    dtype = draw(st.sampled_from(INTEGERS))
-    nvec, start = (draw(hnp.arrays(dtype, shape, elements=st.integers(least, 9))) for least in (1, 0))
-    return spaces.MultiDiscrete(nvec, dtype=dtype, start=start)
-
-
-leaves = st.one_of(
-    boxes(),
-    multi_discretes(),
-    st.builds(lambda n, start: spaces.Discrete(n, start=start), st.integers(1, 50), st.integers(-9, 9)),
-    st.integers(1, 5).map(spaces.MultiBinary),
-    hnp.array_shapes(max_dims=3, max_side=3).map(spaces.MultiBinary),
-)
-keys = st.text(max_size=3)
-any_space = st.recursive(
-    leaves,
-    lambda parts: st.one_of(
-        st.dictionaries(keys, parts, max_size=3).map(spaces.Dict),
-        st.lists(parts, max_size=3).map(spaces.Tuple),
-    ),
-    max_leaves=6,
-)
-
-
 def sent(space: gym.Space[Any]) -> gym.Space[Any]:
     return space_of(unpack(pack(describe_space(space))))
 
 
-@given(space=any_space, seed=seeds)
+@given(space=SPACES, seed=st.integers(0, 2**32 - 1))
 @example(space=spaces.MultiBinary(4), seed=0)
 @example(space=spaces.Dict(bits=spaces.MultiBinary((4,))), seed=0)
 @settings(max_examples=examples(200))

@@ -5,6 +5,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from drawn_spaces import SPACES
 from gymnasium import spaces
 from hypothesis import given, strategies as st
 from wire_values import VALUES, same
@@ -14,25 +15,6 @@ from rollflow.stream.data.space import describe_space, row_of
 from rollflow.stream.wire.codec.frame import frame_of, taken_apart
 from rollflow.stream.wire.codec.spaces import placed, read_space
 from rollflow.stream.wire.codec.value import decode_value, encode_value
-
-LEAVES = (
-    st.builds(
-        lambda dtype, shape: spaces.Box(0, 1, tuple(shape), dtype),
-        st.sampled_from([np.float32, np.float64, np.uint8, np.int16]),
-        st.lists(st.integers(0, 3), max_size=3),
-    )
-    | st.builds(spaces.Discrete, st.integers(1, 9), start=st.integers(-9, 9))
-    | st.builds(spaces.MultiDiscrete, st.lists(st.integers(1, 5), min_size=1, max_size=3))
-    | st.builds(spaces.MultiBinary, st.integers(1, 5))
-)
-SPACES = st.recursive(
-    LEAVES,
-    lambda parts: (
-        st.lists(parts, max_size=3).map(spaces.Tuple)
-        | st.dictionaries(st.text(max_size=4), parts, max_size=3).map(spaces.Dict)
-    ),
-    max_leaves=5,
-)
 
 
 def sent(value: Any) -> Any:

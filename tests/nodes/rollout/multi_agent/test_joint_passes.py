@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made
+from drawn_agents import WAYS, Drawn, drawn_settings, fragments_of, made
+from fragment_equality import assert_alike, in_time
 from hypothesis import given, settings, strategies as st
 from leftovers import LONGEST_S, join_loop_workers
-from lost_agents import emitted_steps, in_time
+from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from agent_logs import episodes_by_hand
 from drawn_agents import Drawn, drawn_settings, envs_of, made, run
-from fragment_equality import assert_equal_batches
+from fragment_equality import assert_equal_batches, in_time
 from hypothesis import given, settings, strategies as st
 from numbered_agents import NumberedAgents
 from property_examples import examples
@@ -38,7 +38,7 @@ def outputs_of(fragments: list[MultiAgentFragment]) -> Callable[[str, tuple[int,
 def chunks_by_env(fragments: list[MultiAgentFragment]) -> dict[int, list[MultiAgentEpisode]]:
     """The multi-agent chunks of each environment, in the order of time."""
     by_env: dict[int, list[MultiAgentEpisode]] = {}
-    for fragment in sorted(fragments, key=lambda each: (each.lane, each.sequence)):
+    for fragment in in_time(fragments):
         for chunk in fragment.episodes():
             slot = next(int(at_of(each.get_observations(-1))[0]) for each in chunk.agent_episodes.values())
             by_env.setdefault(slot, []).append(chunk)

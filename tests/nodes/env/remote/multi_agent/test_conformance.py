@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 import pytest
-from drawn_agents import assert_alike
-from lost_agents import in_time
+from fragment_equality import assert_alike, in_time
 from remote_hosts import hosting, listening
 
 from rollflow import MultiAgentRollout

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from agent_logs import steps_of
 from ending_agent_envs import DoomedAgents, logs_of
+from fragment_equality import in_time
 from held_envs import await_file
 from hypothesis import given, settings, strategies as st
-from lost_agents import check_laws, in_time, not_emitted
+from lost_agents import check_laws, not_emitted
 from numbered_agents import NumberedAgents
 from property_examples import examples
 from serial_module import SerialModule

@@ -6,7 +6,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from lost_agents import in_time
+from fragment_equality import in_time
 
 from rollflow import MultiAgentRollout
 from rollflow.nodes import ArrayStep, MultiAgentVectorEnv, RandomModule
@@ -59,7 +59,7 @@ def told(makers: Any, **options: Any) -> list[Any]:
             *(fragment.lane, fragment.sequence, episode.id_, own.agent_id, own.get_observations().tolist()),
             *(own.get_actions().tolist(), own.get_rewards().tolist(), own.get_infos(), own.is_terminated),
         )
-        for fragment in sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+        for fragment in in_time(fragments)
         for episode in fragment.episodes()
         for own in episode.agent_episodes.values()
     ]
