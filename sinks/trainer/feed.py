@@ -11,8 +11,6 @@ from os import PathLike
 from typing import Any, Literal
 
 import anyio
-from anyio import CancelScope
-from anyio.abc import TaskGroup
 
 from rollflow.nodes.argument_checks import checking_keywords, places_in
 from rollflow.nodes.env.remote.remote_envs import Secret
@@ -154,48 +152,39 @@ async def _run_graph(
     """Run the graph until it ends, a signal or the trainer ends it; its report, and the last signal."""
     run: Run | None = None
     received: list[signal.Signals] = []
+    linger = sink.linger
+
+    async def leave_with_trainer() -> None:
+        if await sink.wait_goodbye() is not None:
+            tasks.cancel_scope.cancel()
+
+    async def leave_when_signalled(signals: AsyncIterator[signal.Signals], run: Run) -> None:
+        async for number in signals:
+            if received:
+                tasks.cancel_scope.cancel()
+            else:
+                logger.warning(_INTERRUPTED, "" if linger is None else f" for {linger:g} s (linger)")
+                run.stop()
+                if linger is not None:
+                    tasks.start_soon(ending_quietly, partial(leave_without_trainer, linger))
+            received.append(number)
+
+    async def leave_without_trainer(seconds: float) -> None:
+        """Leave once there has been no trainer for so many seconds."""
+        since = anyio.current_time()
+        while sink.has_trainer or anyio.current_time() - since < seconds:
+            await anyio.sleep(_LOOK_S)
+            if sink.has_trainer:
+                since = anyio.current_time()
+        logger.warning("interrupted, and there has been no trainer for %g s: it is waited for no more", seconds)
+        tasks.cancel_scope.cancel()
+
     with anyio.open_signal_receiver(*numbers) if numbers else nullcontext() as signals, out_of_group():
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ending_quietly, partial(_leave_with_trainer, sink, tasks.cancel_scope))
+            tasks.start_soon(ending_quietly, leave_with_trainer)
             async with graph.run(stall_after=rules.after, on_stall=rules.on_stall, trace=trace) as run:
                 if signals is not None:
-                    leave = partial(_leave_when_signalled, signals, run, sink, tasks, received)
-                    tasks.start_soon(ending_quietly, leave)
+                    tasks.start_soon(ending_quietly, partial(leave_when_signalled, signals, run))
                 await run.wait()
             tasks.cancel_scope.cancel()
     return None if run is None else run.report(), received[-1] if received else None
-
-
-async def _leave_with_trainer(sink: TrainerSink, scope: CancelScope) -> None:
-    if await sink.wait_goodbye() is not None:
-        scope.cancel()
-
-
-async def _leave_when_signalled(
-    signals: AsyncIterator[signal.Signals],
-    run: Run,
-    sink: TrainerSink,
-    tasks: TaskGroup,
-    received: list[signal.Signals],
-) -> None:
-    async for number in signals:
-        if received:
-            tasks.cancel_scope.cancel()
-        else:
-            logger.warning(_INTERRUPTED, "" if sink.linger is None else f" for {sink.linger:g} s (linger)")
-            run.stop()
-            if sink.linger is not None:
-                leave = partial(_leave_without_trainer, sink, sink.linger, tasks.cancel_scope)
-                tasks.start_soon(ending_quietly, leave)
-        received.append(number)
-
-
-async def _leave_without_trainer(sink: TrainerSink, seconds: float, scope: CancelScope) -> None:
-    """Cancel the scope once there has been no trainer for so many seconds."""
-    since = anyio.current_time()
-    while sink.has_trainer or anyio.current_time() - since < seconds:
-        await anyio.sleep(_LOOK_S)
-        if sink.has_trainer:
-            since = anyio.current_time()
-    logger.warning("interrupted, and there has been no trainer for %g s: it is waited for no more", seconds)
-    scope.cancel()

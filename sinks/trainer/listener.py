@@ -214,9 +214,8 @@ class TrainerListener:
         is_running = connection.phase is wire.ConnectionPhase.RUNNING
         if source is None or source.connection is not connection or not is_running:
             return
-        sent = source.sent
-        if sent.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
-            sent.wanted = wanted
+        if peer.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
+            peer.wanted = wanted
             version = 0 if self.weights.published is None else self.weights.published.version
             connection.tell(wire.Settings(self.bound.order(source, version).as_settings()))
         is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
@@ -224,13 +223,13 @@ class TrainerListener:
         if connection.undelivered > _MUCH and not is_last:
             return
         newest = self.weights.published
-        if newest is not None and sent.version < newest.version and not is_last:
+        if newest is not None and peer.version < newest.version and not is_last:
             connection.tell(newest.message)  # before what is done, which may belong to these
-            sent.version = newest.version
+            peer.version = newest.version
         done = source.session.done, source.session.kept
-        if sent.done != done:
+        if source.told_done != done:
             connection.tell(wire.Done(*done))
-            sent.done = done
+            source.told_done = done
         if peer.borrower is not None and (freed := peer.borrower.freed()):
             connection.tell(wire.BlocksReleased(freed))
         self._behind.discard(source)

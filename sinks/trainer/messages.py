@@ -84,7 +84,7 @@ def message_of_batch(
     """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else.
 
     modules     it is module id -> train batch; ids of those that the trainer publishes weights for. None: it is not
-    episodes    that have finished, as `FinishedEpisodes.told` has them; None: none
+    episodes    fields of `FinishedEpisodes`; None: none have finished
     """
     columns = {name: map_tree(lambda leaf, name=name: _array(leaf, name), tree) for name, tree in batch.items()}
     rest: dict[str, Any] = {"batch": True}
@@ -263,13 +263,6 @@ class FinishedEpisodes:
         if finished.by_module and not is_by_module:
             raise WireError("episodes.by_module of a rollout with one module, expected none", "fragment")
         return finished
-
-    def told(self) -> dict[str, Any]:
-        """As it goes over the wire."""
-        entries: dict[str, Any] = {"count": self.count, "returns": self.returns, "lengths": self.lengths}
-        if self.by_module:
-            entries["by_module"] = {module_id: part.told() for module_id, part in self.by_module.items()}
-        return entries
 
 
 NO_EPISODES = FinishedEpisodes(0, [], [])

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -69,7 +69,7 @@ class BatchObserver:
         parts = {each: finished_since(by_module[each], by_module[each].count - self._untold(each)) for each in ids}
         self._told = {each: told for each, told in self._told.items() if each in by_module}
         self._told |= {each: (by_module[each], by_module[each].count) for each in parts}
-        return replace(finished, by_module=parts).told() if finished.count or parts else None
+        return asdict(replace(finished, by_module=parts)) if finished.count or parts else None
 
     def _untold(self, module_id: Any) -> int:
         """Number of a module's episodes that have not been taken; a module of that id which was removed has its own."""

@@ -147,15 +147,6 @@ class BatchItem(NamedTuple):
         return cls(arrived.source.called, arrived.lane, sequence, arrived.lag(version), arrived.num_steps)
 
 
-@dataclass(slots=True)
-class _SentNews:
-    """News that a source has been sent through its connection."""
-
-    version: int = -1
-    done: tuple[int, int] = (-1, -1)
-    wanted: tuple[int | None, frozenset[int]] = (-1, frozenset())
-
-
 class PeerLife(Enum):
     """What a trainer expects of a rollout.
 
@@ -214,7 +205,7 @@ class RolloutPeer:
     aside: dict[int, int] = field(default_factory=dict)  # lane that is gone -> number of its last item
     needs: int = 1  # items of it that the trainer has to have at a time, see `StalenessBound`
     beyond: set[int] = field(default_factory=set)  # numbers of items handed over, behind others that were not
-    sent: _SentNews = field(default_factory=_SentNews)
+    told_done: tuple[int, int] = (-1, -1)  # numbers of the last `Done` through its connection
     _layouts: dict[int, FragmentLayout] = field(default_factory=dict)  # of the last fragment of each lane
 
     @classmethod
@@ -274,11 +265,11 @@ class RolloutPeer:
     @property
     def waits_soon(self) -> bool:
         """True where half of its window has been done with since the last `Done` to it."""
-        return 2 * (self.session.done - self.sent.done[0]) >= (self.session.window or 0)
+        return 2 * (self.session.done - self.told_done[0]) >= (self.session.window or 0)
 
     def come(self, connection: wire.TrainerConnection, version: int) -> None:
         """Take its connection, while this policy version is the newest."""
-        self.connection, self.sent, self.joined_at = connection, _SentNews(), version
+        self.connection, self.told_done, self.joined_at = connection, (-1, -1), version
         if self.life is not PeerLife.FINISHED:
             self.life = PeerLife.HERE
 
@@ -454,11 +445,15 @@ class RolloutConnection(Peer[wire.TrainerConnection]):
     """Connection that somebody has made to a trainer.
 
     source      the rollout at its other end; None: it has not been taken in
+    version     of the weights that were sent last
+    wanted      window and awaited lanes that were sent last
     borrower    of what is lent through it; None: nothing is
     called      as the rollout calls itself; None: it has not proved itself
     """
 
     source: RolloutPeer | None = None
+    version: int = -1
+    wanted: tuple[int | None, frozenset[int]] = (-1, frozenset())
     borrower: FragmentBorrower | None = None
     called: str | None = None
 
