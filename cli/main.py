@@ -24,10 +24,6 @@ _COMMANDS = {
 LOG_FORMAT = "%(asctime)s %(message)s"  # lines tell when something was lost, and for how long it is awaited
 
 
-class Terminated(BaseException):
-    """Raised where the program is told to end."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name; the exit status."""
     parser = argparse.ArgumentParser(
@@ -41,12 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:  # said with the options of the command, not with those of all
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)  # so that it says goodbye
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it says goodbye
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
         status: int = args.run(args)
-    except Terminated:
-        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RollflowError, OSError, ValueError) as error:
@@ -74,10 +68,6 @@ def _modules(arguments: Sequence[str]) -> Sequence[str]:
     if first == "--version":
         return []
     return [_COMMANDS[first]] if first in _COMMANDS else list(dict.fromkeys(_COMMANDS.values()))
-
-
-def _terminate(*_: object) -> None:
-    raise Terminated
 
 
 if __name__ == "__main__":

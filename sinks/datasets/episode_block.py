@@ -2,6 +2,7 @@
 
 import math
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,10 +85,6 @@ class StoredSteps:
         return values
 
 
-class _NotWanted(BaseException):
-    """Raised in a thread that reads ahead, where nobody wants any more what it reads."""
-
-
 class ReadAhead(threading.Thread, Generic[T]):
     """A thread that reads something while others work on what came before.
 
@@ -105,8 +102,6 @@ class ReadAhead(threading.Thread, Generic[T]):
         """Read it."""
         try:
             self._made.append(self._read())
-        except _NotWanted:
-            pass
         except BaseException as error:
             self._error = error
 
@@ -127,7 +122,7 @@ def check_wanted() -> None:
     """End a thread that reads ahead, where nobody wants any more what it reads; else do nothing."""
     thread = threading.current_thread()
     if isinstance(thread, ReadAhead) and not thread.is_wanted:
-        raise _NotWanted
+        raise CancelledError
 
 
 def in_pairs(reads: Sequence[Callable[[], T]]) -> Generator[T, None, None]:

@@ -6,13 +6,13 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any
 
 from rollflow.sinks.trainer.lending import FragmentBorrower, checked, fragment_in
 from rollflow.sinks.trainer.newest_weights import NewestWeights, PublishedWeights
-from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, PresentRollouts, RolloutConnection, RolloutPeer
+from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.sinks.trainer.stream_log import LoopTrace
 from rollflow.sinks.trainer.uplink import NOTHING
@@ -46,7 +46,6 @@ class TrainerListener:
     sockets    listened on, of the owner, who sets them before `open` and closes them
     lock       of the sources and of arrived items
     sources    sources that are there, may come back, or have ended, by the tokens of their sessions
-    present    those of which more may come
     come       tokens of all that have ever come
     arrived    items that have come and were not taken, oldest first
     bell       rings when any of these has changed
@@ -69,7 +68,6 @@ class TrainerListener:
         self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
         self.lock = self._loop.lock
         self.sources: dict[bytes, RolloutPeer] = {}
-        self.present = PresentRollouts(self.sources)
         self.arrived: list[ArrivedItem] = []
         self.sockets: Sequence[socket.socket] = ()
         self.bell = Wakeup()
@@ -95,6 +93,10 @@ class TrainerListener:
     def is_open(self) -> bool:
         """True while sources are taken in."""
         return self._thread is not None
+
+    def present(self) -> Iterator[RolloutPeer]:
+        """Sources of which more may come; a trainer of thousands asks for the first of them for each item."""
+        return (source for source in self.sources.values() if source.is_present)
 
     @property
     def connected(self) -> list[RolloutPeer]:

@@ -1,6 +1,6 @@
 """Peer of a trainer: one rollout that feeds it, and the items that come of it."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic
@@ -416,28 +416,6 @@ class RolloutPeer:
         if lane not in self.lanes:
             return  # it has been forgotten
         self.aside[lane] = number
-
-
-class PresentRollouts(Collection[RolloutPeer]):
-    """Those of a trainer's rollouts of which more may come, looked for whenever they are asked for.
-
-    Whether there are any is known by the first of them: a trainer of thousands asks that for each item.
-    """
-
-    def __init__(self, sources: Mapping[bytes, RolloutPeer]) -> None:
-        self._sources = sources
-
-    def __iter__(self) -> Iterator[RolloutPeer]:
-        return (source for source in self._sources.values() if source.is_present)
-
-    def __contains__(self, source: object) -> bool:
-        return any(each is source for each in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        return any(True for _ in self)
 
 
 @dataclass(slots=True, eq=False)

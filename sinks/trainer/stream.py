@@ -3,10 +3,9 @@
 import logging
 import ssl
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing.connection import wait
 from typing import Any, Literal, Self
 
@@ -57,6 +56,7 @@ class Sources:
 PLACES = places_in(watch=Watch, sources=Sources, yields=Batches)
 PLACES["fragments_per_batch"] = PLACES["fragments"]
 
+Present = Callable[[], Iterable[RolloutPeer]]  # gives the rollouts of which more may come
 _ByLane = dict[tuple[bytes, int], tuple[ArrivedItem, ...]]
 
 
@@ -72,7 +72,7 @@ class ArrivalOrder:
         self.waiting: list[ArrivedItem] = []
         self._count = count
 
-    def begin(self, present: Collection[RolloutPeer], version: int) -> bool:
+    def begin(self, present: Present, version: int) -> bool:
         """False: the lanes that take part do not change here."""
         return False
 
@@ -80,21 +80,21 @@ class ArrivalOrder:
         """Waiting items, with `arrived` added."""
         return [*self.waiting, *arrived]
 
-    def take(self, present: Collection[RolloutPeer]) -> tuple[list[list[ArrivedItem]], list[ArrivedItem]]:
-        """Next sets, and the items that wait then; no sets unless one is whole, or no rollout is `present` any more."""
+    def take(self, present: Present) -> tuple[list[list[ArrivedItem]], list[ArrivedItem]]:
+        """Next sets, and the items that wait then; no sets unless one is whole, or no rollout is present any more."""
         count, waiting = self._size(present), self.waiting
-        num_sets = len(waiting) // count if present else min(1, len(waiting))
+        num_sets = len(waiting) // count if any(present()) else min(1, len(waiting))
         if self._count is None:
             num_sets = min(1, num_sets)  # the next may be of another size
         sets = [waiting[begin : begin + count] for begin in range(0, num_sets * count, count)]
         return sets, waiting[num_sets * count :]
 
-    def _size(self, present: Collection[RolloutPeer]) -> int:
+    def _size(self, present: Present) -> int:
         """Number of items in a set."""
         if self._count is not None:
             return self._count
-        size = sum(source.streams for source in present)
-        if len(self.waiting) >= size and (left := {arrived.source for arrived in self.waiting}.difference(present)):
+        size = sum(source.streams for source in present())
+        if len(self.waiting) >= size and (left := {each.source for each in self.waiting}.difference(present())):
             counts = Counter(arrived.source for arrived in self.waiting)
             size += sum(min(source.streams, counts[source]) for source in left)
         return max(1, size)
@@ -113,14 +113,14 @@ class LaneRounds:
         self.waiting: _ByLane = {}
         self._has_begun = False
 
-    def begin(self, present: Collection[RolloutPeer], version: int) -> bool:
+    def begin(self, present: Present, version: int) -> bool:
         """Let the next round be of all lanes that there are now, unless a round has begun; True if they have changed.
 
         version    newest policy version, when the trainer has no batch that it may publish for
         """
-        if self._has_begun and any(source.awaited - source.gone for source in present):
+        if self._has_begun and any(source.awaited - source.gone for source in present()):
             return False
-        return any([source.await_all(version) for source in present])
+        return any([source.await_all(version) for source in present()])
 
     def joined(self, arrived: Iterable[ArrivedItem]) -> _ByLane:
         """Waiting items, with `arrived` added but for those that were handed over before a restart."""
@@ -131,9 +131,9 @@ class LaneRounds:
                 waiting[key] = (*waiting.get(key, ()), each)
         return waiting
 
-    def take(self, present: Collection[RolloutPeer]) -> tuple[list[list[ArrivedItem]], _ByLane]:
+    def take(self, present: Present) -> tuple[list[list[ArrivedItem]], _ByLane]:
         """Next round, alone, and the items that wait then; no round unless it has all lanes that are waited for."""
-        awaited = {(source.session.token, lane) for source in present for lane in source.awaited - source.gone}
+        awaited = {(source.session.token, lane) for source in present() for lane in source.awaited - source.gone}
         self._has_begun = not awaited <= self.waiting.keys()
         if self._has_begun or not self.waiting:
             return [], self.waiting
@@ -470,7 +470,7 @@ class TrainerStream:
                     arrived.source.keep()
         self._listener.tell_done(sources)
 
-    def _has_looked(self, present: Collection[RolloutPeer], patience: WaitReminder) -> bool:
+    def _has_looked(self, present: Present, patience: WaitReminder) -> bool:
         """Gather items that have come; False: not as many rollouts have come as are waited for."""
         if self._listener.arrived:
             joined = self._supply.joined(self._listener.arrived)
@@ -500,12 +500,12 @@ class TrainerStream:
             self._left_out = []
         return admitted
 
-    def _is_enough(self, present: Collection[RolloutPeer], patience: WaitReminder) -> bool:
+    def _is_enough(self, present: Present, patience: WaitReminder) -> bool:
         """True once as many rollouts have come as are waited for. Raises RunError where they have not in time."""
         self._has_begun = self._expects_no_more or len(self._listener.come) >= (self._awaited or 0)
         if self._has_begun:
             return True
-        count = f"{len(present)} of {self._awaited} rollouts came"
+        count = f"{len([*present()])} of {self._awaited} rollouts came"
         if patience.is_over:
             raise RunError(f"{count} within {patience.limit:g} s: {self._waiting_text()}")
         if patience.is_long:
@@ -514,12 +514,12 @@ class TrainerStream:
             logger.warning("%s, others have %s (join_timeout): %s", waited, most, self._waiting_text())
         return False
 
-    def _none_or_not_yet(self, present: Collection[RolloutPeer], patience: WaitReminder) -> list[ArrivedItem] | None:
+    def _none_or_not_yet(self, present: Present, patience: WaitReminder) -> list[ArrivedItem] | None:
         """None where no more items come, else none yet. Raises RunError where all rollouts are lost, for too long."""
-        if present:
+        if any(present()):
             if patience.is_long:
-                places = "; ".join(source.whereabouts(self._listener.limits.grace_s) for source in islice(present, 4))
-                count = f"{len(present)} rollouts" if len(present) > 1 else "one rollout"
+                here = [source.whereabouts(self._listener.limits.grace_s) for source in present()]
+                places, count = "; ".join(here[:4]), f"{len(here)} rollouts" if len(here) > 1 else "one rollout"
                 logger.warning("nothing to hand over for %.0f s, of %s: %s", patience.waited_s, count, places)
             patience.restart()
             return []

@@ -8,5 +8,5 @@ from rollflow.sinks.trainer.stream import ArrivalOrder, LaneRounds
 
 def taken_of(supply: ArrivalOrder | LaneRounds, present: Sequence[RolloutPeer]) -> list[list[ArrivedItem]]:
     """Have what is handed over together taken from what waits."""
-    sets, supply.waiting = supply.take(present)  # type: ignore[assignment]
+    sets, supply.waiting = supply.take(lambda: present)  # type: ignore[assignment]
     return sets

@@ -312,7 +312,7 @@ def test_a_rollout_that_is_killed_when_all_of_it_has_come_is_not_missed(tmp_path
         child = FeedChild(str(stream.address), [0, 1], num_fragments=2, sink={"limits": HASTY})
         fragments = iter(stream)
         taken = [next(fragments), next(fragments)]
-        await_that(lambda: not stream._listener.present)  # it has said that no more comes
+        await_that(lambda: not any(stream._listener.present()))  # it has said that no more comes
         child.kill()
         assert list(fragments) == []
     assert sequences_of(taken) == {0: [0, 1]}

@@ -163,7 +163,7 @@ class Trainer:
         for arrived in self.holds:
             self.source.move_on(arrived.number)
             self.source.keep()
-        self.rounds.begin([self.source], self.version)
+        self.rounds.begin(lambda: [self.source], self.version)
         self.holds, self.has_published = next(iter(taken_of(self.rounds, [self.source])), []), False
         return self.holds
 
