@@ -214,7 +214,7 @@ class LaneSource(abc.ABC):
     def step_lane(self, lane: Any) -> None:
         """Step a lane's environments, and record what they give. In any thread."""
         try:
-            self._record(lane, self._stepped(lane))
+            self._record(lane, self._here[lane.index - self._first_lane].step(self._actions_of(lane)))
         except BaseException as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
@@ -226,7 +226,7 @@ class LaneSource(abc.ABC):
         if trace is not None:
             trace.begins(lane.index)
         try:
-            stepped = self._stepped(lane)
+            stepped = self._here[lane.index - self._first_lane].step(self._actions_of(lane))
             self._steps_lane = -1
             self._record(lane, stepped)
         except BaseException as error:
@@ -234,9 +234,6 @@ class LaneSource(abc.ABC):
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
         return lane
-
-    def _stepped(self, lane: Any) -> Any:
-        return self._here[lane.index - self._first_lane].step(self._actions_of(lane))
 
     def at_work(self, name: str) -> Iterable[Wait]:
         """What the environments are at right now, where this node steps them in the graph's own thread."""

@@ -9,7 +9,7 @@ import numpy as np
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
-from rollflow.nodes.modules.torch_threads import TorchThreads
+from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.nodes.stages.env_to_module import CuttingStage, batch_of, check_lookback
 from rollflow.nodes.stages.module_forward import joint_pass, note_batch
@@ -269,14 +269,14 @@ class ModuleToAgents:
         self, pipelines: Sequence[ModuleToEnvPipeline], *, metrics: Any = None, threads: int | None = None
     ) -> None:
         self.pipelines = pipelines
-        self._threads = TorchThreads(threads)
+        self._act_all = with_threads(threads, self._all_actions)
         self._metrics = metrics
         self._checked: set[tuple[int, int]] = set()  # lane and module whose first actions have been looked at
 
     def __call__(self, outputs: MultiAgentLane) -> MultiAgentLane:
         """Work out the actions of all agents that are to act."""
         lane = outputs
-        lane.actions = self._threads.run(self._all_actions, lane)
+        lane.actions = self._act_all(lane)
         return lane
 
     @property

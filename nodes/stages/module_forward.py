@@ -11,7 +11,7 @@ from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPip
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.flat_forward import FlatForward
 from rollflow.nodes.modules.policy_weights import PolicyWeights
-from rollflow.nodes.modules.torch_threads import TorchThreads
+from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError, RollflowError, page_on
 from rollflow.stream.data.tree import leaves_of, map_tree
@@ -64,7 +64,6 @@ class ModuleForward:
         forward: Callable[[dict[str, Any]], dict[str, Any]] = (
             module.forward_exploration if explore else module.forward_inference
         )
-        self._threads = TorchThreads(threads)
         self._passes = 0
         self._name = "forward_exploration" if explore else "forward_inference"
         is_usual = type(module) is DefaultModule and compiled is None
@@ -72,7 +71,7 @@ class ModuleForward:
         self._is_compiled = compiled is not None
         if compiled is not None:
             forward = torch.compile(forward, **compiled)
-        self._forward = self._flat or forward
+        self._forward = with_threads(threads, self._flat or forward)
 
     def __call__(self, batches: Lane) -> Lane:
         """Replace the lane's batch by the module's output."""
@@ -114,7 +113,7 @@ class ModuleForward:
         looks = self._passes % _LOOK_EVERY == 1
         versions = _versions(batch) if looks else None
         with self._inference_mode:
-            output = self._threads.run(self._forward, batch)
+            output = self._forward(batch)
         if looks and versions != _versions(batch):
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} changed a tensor of its batch in place, expected it to be "

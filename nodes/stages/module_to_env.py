@@ -8,7 +8,7 @@ import numpy as np
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
-from rollflow.nodes.modules.torch_threads import TorchThreads
+from rollflow.nodes.modules.torch_threads import with_threads
 from rollflow.nodes.stages.module_forward import LaneOutput
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
@@ -40,7 +40,7 @@ class ModuleToEnv:
         threads: int | None = None,
     ) -> None:
         self.pipeline = pipeline
-        self._threads = TorchThreads(threads)
+        self._acted = with_threads(threads, acted)
         self._context = module, explore, metrics
         self._env_space = env_space
         self._checked: set[int] = set()  # lanes whose first actions have been held against that
@@ -54,8 +54,9 @@ class ModuleToEnv:
         """Work out the actions for the lane's environments."""
         lane = outputs
         try:
-            act, chosen = self._threads.run, lane.layout.action_space
-            lane.batch = batch = act(acted, self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
+            chosen = lane.layout.action_space
+            batch = self._acted(self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
+            lane.batch = batch
             if lane.index not in self._checked:
                 self._checked.add(lane.index)
                 check_first_actions(batch, chosen, self._env_space, lane.layout.num_slots)

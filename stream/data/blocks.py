@@ -168,16 +168,18 @@ class BlockLayout:
 
     def __init__(self, columns: Mapping[str, tuple[Tree, int]]) -> None:
         self.size = 0
-        self._places = {
-            name: map_tree(lambda leaf, rows=rows: self._place(leaf, rows), row)
-            for name, (row, rows) in columns.items()
+        self._views: dict[str, Tree] = {
+            name: map_tree(lambda leaf, rows=rows: self._view(leaf, rows), row) for name, (row, rows) in columns.items()
         }
 
     def columns(self, block: NDArray[np.uint8]) -> dict[str, Column]:
         """The columns as views of `block`, u8[n] with n >= `size`."""
-        return {name: Column(name, map_tree(lambda view: view(block), places)) for name, places in self._places.items()}
+        return {
+            name: Column(name, view(block) if isinstance(view, partial) else map_tree(lambda leaf: leaf(block), view))
+            for name, view in self._views.items()
+        }
 
-    def _place(self, leaf: NDArray[Any], rows: int) -> Callable[[NDArray[np.uint8]], NDArray[Any]]:
+    def _view(self, leaf: NDArray[Any], rows: int) -> Callable[[NDArray[np.uint8]], NDArray[Any]]:
         shape = rows, *leaf.shape
         begin, end = self.size, self.size + leaf.dtype.itemsize * math.prod(shape)
         self.size += -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT

@@ -1,5 +1,6 @@
 """Column: one quantity over a whole fragment, written a row at a time."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Column:
         """
         array = self._array
         if array is not None and type(values) is np.ndarray:
-            if values.shape == self._shape and values.dtype is self._source_dtype:
+            if values.dtype is self._source_dtype and values.shape == self._shape:
                 array[row] = values
                 return
             array[row] = self._matched_row(values)[0]
@@ -233,6 +234,22 @@ class Column:
                 got = f"{value.dtype}{list(value.shape)}" if is_number else shown(part)  # type: ignore[union-attr]
                 return f"column '{self.name}'{where}: got {got}, expected {leaf.dtype}{list(shape)}"
         return None
+
+
+def write_row(columns: Mapping[str, Column], row: int, values: Mapping[str, Tree]) -> None:
+    """Copy values, name -> tree of arrays `any[N, ...]`, into row `row` of the columns of these names.
+
+    Raises ColumnError as `Column.write` does, and KeyError for a name of no column.
+    """
+    for name, value in values.items():
+        column = columns[name]
+        array = column._array
+        if array is None or type(value) is not np.ndarray:
+            column.write(row, value)
+        elif value.dtype is column._source_dtype and value.shape == column._shape:  # without a call for each column
+            array[row] = value
+        else:
+            column.write(row, value)
 
 
 def _array_of(part: Any) -> NDArray[Any] | None:

@@ -14,7 +14,7 @@ environment, or the piece before it, gave, in that one's own type.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.data.blocks import BlockLayout, BlockPool, PrivateBlock, SharedBlock
-from rollflow.stream.data.column import Column
+from rollflow.stream.data.column import Column, write_row
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, EnvError
 from rollflow.stream.data.infos import copied
@@ -374,6 +374,8 @@ class Lane(SlotLane):
     is_shared        whether columns of all fragments but the first lie in shared memory
 
     row              row of the current observation, H … H+T
+    at_start         True if the next vector step is the first of a fragment
+    is_full          True if the fragment has its T vector steps
     policy_version   version of the weights that the last forward pass used
     episodes         the slots' episodes
     batch            data between the stages: column name -> tree of arrays `any[N, ...]`, or a part of the
@@ -396,10 +398,11 @@ class Lane(SlotLane):
         super().__init__(index, layout, observation_space, LaneColumns(layout, memory, is_shared=is_shared))
         self.memory = memory
         self.policy_version = self._version_written = 0
-        self.row = self._first_row = layout.lookback
+        self.row = layout.lookback
         self._last_row = layout.lookback + layout.num_rows  # the fragment is cut here
+        self.at_start, self.is_full = True, False
         self._dead: NDArray[np.bool_] | None = None  # slots whose next step only resets them
-        self._extra: tuple[str, ...] | None = None
+        self._outputs: Set[str] | None = None  # names of what the module's stages give at every step
         self.fragment = self._fragment(0, self.columns.first(observation_space))
         self.batch: Any = {}
         self.shared_data: dict[str, Any] = {}
@@ -411,16 +414,6 @@ class Lane(SlotLane):
     def step(self) -> int:
         """The run's vector step that the lane stands at, by which schedules go."""
         return self.first_step + self.vector_steps
-
-    @property
-    def is_full(self) -> bool:
-        """True if the fragment has its T vector steps."""
-        return self.row == self._last_row
-
-    @property
-    def at_start(self) -> bool:
-        """True if the next vector step is the first of a fragment."""
-        return self.row == self._first_row
 
     @property
     def has_begun_again(self) -> bool:
@@ -450,17 +443,12 @@ class Lane(SlotLane):
         The first call fixes the names and types of the extra outputs; `policy_version` is added to them.
         """
         columns, row = self.fragment.columns, self.row
-        if self._extra is None:
+        if self._outputs is None:
             self._add_extra_columns(outputs)
-        if len(outputs) != len(self._extra or ()) + 1:
-            raise outputs_error(f"lane {self.index}: the outputs", self._extra or (), outputs)
-        try:
-            columns[Columns.ACTIONS].write(row, outputs[Columns.ACTIONS])
-            for name in self._extra or ():
-                columns[name].write(row, outputs[name])
-        except KeyError:
-            raise outputs_error(f"lane {self.index}: the outputs", self._extra or (), outputs) from None
-        if self.policy_version != self._version_written or row == self._first_row:
+        if outputs.keys() != self._outputs:
+            raise outputs_error(f"lane {self.index}: the outputs", self._outputs or (), outputs)
+        write_row(columns, row, outputs)
+        if self.policy_version != self._version_written or self.at_start:
             # Later rows are written too: versions change seldom.
             columns[Columns.POLICY_VERSION].tree[row:] = self._version_written = self.policy_version
 
@@ -553,6 +541,7 @@ class Lane(SlotLane):
         self.num_steps += self.layout.num_slots
         self.vector_steps += 1
         self.row = row + 1
+        self.at_start, self.is_full = False, row + 1 == self._last_row
         self._typing = False
         fragment.infos[row + 1] = infos
         if self._dead is not None:
@@ -624,7 +613,7 @@ class Lane(SlotLane):
         new.infos[: lookback + 1] = old.infos[rows : self.row + 1]
         self._hand_on(new, np.full(self.layout.num_slots, self.row))
         old.seal(rows)
-        self.row = lookback
+        self.row, self.at_start, self.is_full = lookback, True, False
         self.episodes.show(self._column.row(self.row), is_settled=True)
         return old
 
@@ -645,8 +634,8 @@ class Lane(SlotLane):
     # Inside
 
     def _add_extra_columns(self, outputs: Mapping[str, Tree]) -> None:
-        self._extra = tuple(name for name in outputs if name != Columns.ACTIONS)
-        for name in self._extra:
+        self._outputs = {Columns.ACTIONS, *outputs}
+        for name in (name for name in outputs if name != Columns.ACTIONS):
             try:
                 self.fragment.columns[name] = self.columns.extra(name, outputs[name])
             except ColumnError as error:
@@ -671,9 +660,10 @@ class Lane(SlotLane):
 
     def _take_observations(self, observations: Tree) -> None:
         if self.observation_space is self.observation_spaces[0]:
-            column = self._column
-            column.write(self.row, observations)
-            self.episodes.show(column.row(self.row), is_settled=True)
+            row = self.row
+            column = self.fragment.columns[Columns.OBS]
+            column.write(row, observations)
+            self.episodes.show(column.row(row), is_settled=True)
         else:
             given = self.columns.type_of(self.observation_spaces[0])
             assert given is not None
