@@ -281,10 +281,11 @@ class SessionLane(Lane):
         self._typing = False
         self._version_written = -1  # of rows that are still to come
         self.observation_spaces = source.observation_spaces
-        first = {name: column.row(0) for name, column in source.fragment.columns.items()}
+        extra = (source._outputs or set()) - {Columns.ACTIONS}
         like = {
-            name: map_tree(lambda leaf: np.zeros((slots, *leaf.shape[1:]), leaf.dtype), first[name])
-            for name in source._extra or ()
+            name: map_tree(lambda leaf: np.zeros((slots, *leaf.shape[1:]), leaf.dtype), column.row(0))
+            for name, column in source.fragment.columns.items()
+            if name in extra
         }
         self._add_extra_columns(like)
         self._latest, self._settled = self._column.row(self.row), True
