@@ -185,7 +185,17 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         if lane.is_set_aside:
             return self._set_aside(lane)
         try:
-            self._prepare(lane)
+            if lane.ended is not None:
+                self._show_ended(lane)
+            if lane.index not in self._lanes:
+                self._take_in(lane)
+            lane.shared_data["step"] = lane.step
+            lane.batch = batch_of(
+                lane.episodes, self.pipeline, self._module, self._explore, lane.shared_data, self._metrics
+            )
+            if self.observation_shapes is None:
+                self.observation_shapes = shapes_of(lane.batch, 2 if lane.shared_data.get(TIME_RANK_ADDED) else 1)
+            lane.commit()
             return self._full(lane) if lane.is_full else self._ready[lane.index]
         except Exception as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
@@ -196,23 +206,19 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         """Name of the piece that took most of its time."""
         return slowest_piece([self.pipeline])
 
-    def _prepare(self, lane: Lane) -> None:
+    def _take_in(self, lane: Lane) -> None:
+        check_lookback(self.pipeline, lane.layout.lookback)
+        super()._take_in(lane)
+        lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
+
+    def _show_ended(self, lane: Lane) -> None:
+        """Run the pipeline over the last observations of the episodes that have just ended."""
         ended = lane.ended
-        if ended is not None:
-            if self.pipeline.changes_episodes:
-                ended.settle(lane.observation_spaces[0])
-                self.pipeline(batch={}, episodes=ended, shared_data=dict(lane.shared_data), **self._context)
-            lane.commit_ended()
-        if lane.index not in self._lanes:
-            check_lookback(self.pipeline, lane.layout.lookback)
-            self._take_in(lane)
-            lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
-        shared_data = lane.shared_data
-        shared_data["step"] = lane.step
-        lane.batch = batch_of(lane.episodes, self.pipeline, self._module, self._explore, shared_data, self._metrics)
-        if self.observation_shapes is None:
-            self.observation_shapes = shapes_of(lane.batch, 2 if shared_data.get(TIME_RANK_ADDED) else 1)
-        lane.commit()
+        assert ended is not None
+        if self.pipeline.changes_episodes:
+            ended.settle(lane.observation_spaces[0])
+            self.pipeline(batch={}, episodes=ended, shared_data=dict(lane.shared_data), **self._context)
+        lane.commit_ended()
 
     def compare_with_train_batch(self, batch: Batch) -> None:
         """Warn, at the first train batch, where its observations have other shapes than the module got while acting."""
