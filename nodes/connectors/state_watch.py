@@ -6,16 +6,16 @@ import os
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from time import perf_counter_ns
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import StateError
 
@@ -44,82 +44,53 @@ def fingerprint(value: Any, *, within: Any = None) -> Fingerprint:
     Containers and objects count by their contents, of 20,000 values at most. Spaces, environments, modules that act,
     random generators, loggers, functions and rollflow's own objects count by their class alone.
     """
-    return _Digest(within).of(value)
+    digest = blake2b(digest_size=16)
+    for token in islice(_tokens(value, {id(within)}), 2 * _MOST_VALUES):
+        digest.update(f"{len(token)} ".encode())
+        digest.update(token)
+    return digest.digest()
 
 
-class _Digest:
-    """A digest of all that is found on a walk through a value."""
+def _tokens(value: Any, around: set[int]) -> Iterator[bytes | memoryview]:
+    """What is found on a walk through a value, two or three for each value in it.
 
-    def __init__(self, within: Any) -> None:
-        self._hash = blake2b(digest_size=16)
-        self._left = _MOST_VALUES
-        self._around = {id(within)}  # ids of the objects that the walk is within
+    around    ids of the objects that the walk is within
+    """
+    yield f"{type(value).__module__}.{type(value).__qualname__}".encode()
+    if isinstance(value, _SCALARS):
+        yield repr(value).encode(errors="surrogatepass")
+    elif isinstance(value, os.PathLike):  # pathlib caches in its objects
+        yield repr(os.fspath(value)).encode(errors="surrogatepass")
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        yield f"{value.dtype} {value.shape}".encode()
+        yield np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    elif isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        if value.layout is torch.strided and value.device.type != "meta" and not value.is_quantized:
+            plain = value.detach().cpu().resolve_conj().resolve_neg()
+            yield plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    elif not _is_opaque(value) and id(value) not in around:
+        around.add(id(value))
+        contents = _contents_of(value)
+        yield str(len(contents)).encode()
+        for part in (*contents, *(part for item in _attributes_of(value) for part in item)):
+            yield from _tokens(part, around)
+        around.remove(id(value))
 
-    def of(self, value: Any) -> Fingerprint:
-        self._walk(value)
-        return self._hash.digest()
 
-    def _walk(self, value: Any) -> None:
-        self._left -= 1
-        self._add(f"{type(value).__module__}.{type(value).__qualname__}")
-        if isinstance(value, _SCALARS):
-            self._add(repr(value))
-        elif isinstance(value, os.PathLike):  # pathlib caches in its objects
-            self._add(repr(os.fspath(value)))
-        elif isinstance(value, np.ndarray | np.generic):
-            self._array(np.asarray(value))
-        elif isinstance(value, torch.Tensor):
-            self._tensor(value)
-        elif not _is_opaque(value) and id(value) not in self._around:
-            self._around.add(id(value))
-            self._parts(value)
-            self._around.remove(id(value))
-
-    def _parts(self, value: Any) -> None:
-        """Add the contents of a container or an object."""
-        if isinstance(value, Mapping):
-            self._several([part for item in list(value.items()) for part in item])
-        elif isinstance(value, list | tuple | deque):
-            self._several(list(value))
-        elif isinstance(value, set | frozenset):
-            self._set(list(value))
-        elif isinstance(value, partial):
-            self._several([value.func, value.args, value.keywords])
-        elif isinstance(value, types.MethodType):
-            self._walk(value.__self__)
-        self._several([part for item in _attributes_of(value) for part in item])
-
-    def _several(self, values: list[Any]) -> None:
-        self._add(str(len(values)))
-        for each in values:
-            if self._left <= 0:
-                return
-            self._walk(each)
-
-    def _set(self, values: list[Any]) -> None:
-        self._add(str(len(values)))
-        if len(values) <= self._left:  # sorted, so that the order is the same in every process
-            self._left -= len(values)
-            self._add(" ".join(sorted(fingerprint(each).hex() for each in values)))
-
-    def _array(self, array: Any) -> None:
-        self._add(f"{array.dtype} {array.shape}")
-        if array.dtype.hasobject:
-            self._several(array.ravel().tolist())
-        else:
-            self._bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-    def _tensor(self, tensor: torch.Tensor) -> None:
-        self._add(f"{tensor.dtype} {tuple(tensor.shape)}")
-        if tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized:
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            self._bytes(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-    def _bytes(self, raw: NDArray[np.uint8]) -> None:
-        self._hash.update(raw.data)
-
-    def _add(self, text: str) -> None:
-        self._hash.update(f"{len(text)} {text}".encode(errors="surrogatepass"))
+def _contents_of(value: Any) -> list[Any]:
+    """The contents of a container; an object's attributes are none of them."""
+    if isinstance(value, Mapping):
+        return [part for item in list(value.items()) for part in item]
+    if isinstance(value, list | tuple | deque):
+        return list(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return [value.shape, *np.asarray(value).ravel().tolist()]
+    if isinstance(value, set | frozenset):  # sorted, so that the order is the same in every process
+        return [len(value), *(sorted(map(fingerprint, value)) if len(value) <= _MOST_VALUES else ())]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    return [value.__self__] if isinstance(value, types.MethodType) else []
 
 
 def _is_opaque(value: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from rollflow.nodes.argument_checks import check_flags, checked_count
 from rollflow.nodes.connectors.common.by_module import module_by_module
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
-from rollflow.nodes.connectors.learner.train_steps import STEP_ADDED, TrainSteps, is_in_list_form
+from rollflow.nodes.connectors.learner.train_steps import STEP_ADDED, TrainSteps
 from rollflow.nodes.connectors.list_form import single_agent_episodes
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, ConnectorError
@@ -113,16 +113,8 @@ class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
         if Columns.NEXT_OBS in batch or not len(episodes):
             return batch
         steps = TrainSteps(episodes, batch, shared_data)
-        if isinstance(episodes, FragmentEpisodes) or Columns.OBS in batch or not is_in_list_form(batch):
-            if len(steps):
-                steps.put(Columns.NEXT_OBS, steps.next_observations())
-            return batch
-        self._add_of_episodes(
-            batch,
-            episodes,
-            lambda each: {Columns.NEXT_OBS: each.get_observations(slice(1, len(each) + 1))},
-            learns=True,
-        )
+        if len(steps):
+            steps.put(Columns.NEXT_OBS, steps.next_observations())
         return batch
 
 

@@ -160,16 +160,7 @@ def _parts(origin: Origin) -> tuple[str | None, float, float]:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class _AdaptingPiece(ConnectorV2):
-    """Base of pieces that leave another space, made of fields: see `AdaptObservations`."""
-
-    columnar = True
-
-    space: Space
-    fields: Mapping[str, Origin]
-
-
-class AdaptObservations(_AdaptingPiece, ObservationRewriter):
+class AdaptObservations(ObservationRewriter):
     """Rewrites every episode's last observation as one of another space, made of its fields.
 
         space     of the observations that it leaves
@@ -181,6 +172,9 @@ class AdaptObservations(_AdaptingPiece, ObservationRewriter):
 
     pipelines = ("env-to-module",)
 
+    space: Space
+    fields: Mapping[str, Origin]
+
     def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         self.map = FieldMap("observation", input_observation_space, self.space, self.fields)
         return self.space
@@ -190,7 +184,8 @@ class AdaptObservations(_AdaptingPiece, ObservationRewriter):
         return self.map(observations)
 
 
-class AdaptActions(_AdaptingPiece):
+@dataclass(kw_only=True, eq=False, repr=False)
+class AdaptActions(ConnectorV2):
     """Rewrites `actions_for_env` as actions of another space, made of their fields; `actions` stay as chosen.
 
         space     of the actions that the environments get
@@ -200,8 +195,12 @@ class AdaptActions(_AdaptingPiece):
     Raises ConnectorError likewise.
     """
 
+    columnar = True
     pipelines = ("module-to-env",)
     changes_episodes = False
+
+    space: Space
+    fields: Mapping[str, Origin]
 
     def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         self.map = FieldMap("action", input_action_space, self.space, self.fields, clips=True)
