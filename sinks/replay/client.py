@@ -72,7 +72,6 @@ class ReplayClient:
             secret=known_secret,
             tls=tls,
             limits=limits or wire.Limits(),
-            timeout_s=timeout,
             name=socket.gethostname() if name is None else name,
         )
 
@@ -128,7 +127,7 @@ class ReplayClient:
         self, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any] | None = None
     ) -> wire.Result:
         """The host's answer to a query. Raises ReplayError if the host has refused it, or does not answer in time."""
-        result = self._link.ask(name, values, arrays or {})
+        result = self._link.ask(WaitReminder(self.timeout), name, values, arrays or {})
         if result.problem is not None:
             raise ReplayError(result.problem).see("replay")
         return result
@@ -147,8 +146,7 @@ _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
 class _Link:
     """Asks a host, from any number of threads, until it is closed. A connection that breaks is dialled again.
 
-    timeout_s         that an answer is waited for
-    name              of this end, for people
+    name    of this end, for people
     """
 
     def __init__(
@@ -158,11 +156,10 @@ class _Link:
         secret: bytes | None,
         tls: ssl.SSLContext | None,
         limits: wire.Limits,
-        timeout_s: float,
         name: str,
     ) -> None:
         self._address, self._secret, self._tls, self._limits = address, secret, tls, limits
-        self._timeout_s, self._name = timeout_s, name
+        self._name = name
         self._session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._results: dict[int, wire.Result | None] = {}  # by the number of the request; None: it has not come
         self._fatal: Exception | None = None
@@ -173,17 +170,18 @@ class _Link:
         self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {address}", daemon=True)
         self._thread.start()
 
-    def ask(self, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> wire.Result:
+    def ask(
+        self, patience: WaitReminder, name: wire.QueryName, values: Mapping[str, Any], arrays: Mapping[str, Any]
+    ) -> wire.Result:
         """The answer to a query. Raises ReplayError where none comes in time."""
-        until = monotonic() + self._timeout_s
         with self._changed:
-            self._wait(until, lambda: self._session.may_ask)
+            self._wait(patience, lambda: self._session.may_ask)
             number = self._session.number + 1
             self._send(wire.Query(number, self._session.done, name, values, arrays))
             results = self._results
             results[number] = None
             try:
-                self._wait(until, lambda: results[number] is not None)
+                self._wait(patience, lambda: results[number] is not None)
             except BaseException:
                 self._session.drop(number)
                 raise
@@ -192,17 +190,15 @@ class _Link:
             assert result is not None
             return result
 
-    def _wait(self, until: float, is_there: Callable[[], bool]) -> None:
+    def _wait(self, patience: WaitReminder, is_there: Callable[[], bool]) -> None:
         """Wait, with the lock held, until something is there. Raises what has ended the link, or ReplayError."""
-        patience: WaitReminder | None = None  # as a rule it is there
         while not is_there():
             if self._fatal is not None:
                 raise self._fatal
             if self._is_closing:
                 raise ReplayError("this client is closed")
-            patience = patience or WaitReminder(until - monotonic())
             if patience.is_over:
-                raise ReplayError(self._host(f"has not answered within {self._timeout_s:g} s"))
+                raise ReplayError(self._host(f"has not answered within {patience.limit:g} s"))
             self._changed.wait(patience.left)
             if not is_there() and patience.is_long:
                 is_connected = any(each.connection.phase is wire.ConnectionPhase.RUNNING for each in self._loop.peers)
