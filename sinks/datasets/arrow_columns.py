@@ -5,8 +5,7 @@ A *description* says what a column is like, in JSON's types: `{"dtype": "float32
 """
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,30 +74,6 @@ def table_of(columns: Mapping[str, Any], optional: Collection[str] = ()) -> Any:
     pa, _ = import_pyarrow()
     fields = [pa.field(name, each.type, name in optional) for name, each in columns.items()]
     return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(fields))
-
-
-def whole_numbers(schema: Any) -> list[str]:
-    """Paths in a Parquet file of the whole numbers in an Arrow schema, without those of dictionaries.
-
-    A path that two columns share, by names with dots, is left out: Parquet's writer would take it for both.
-    """
-    pa, _ = import_pyarrow()
-    leaves = list(_leaf_types(schema, ""))
-    count = Counter(path for path, _ in leaves)
-    return [path for path, kind in leaves if count[path] == 1 and pa.types.is_integer(kind)]
-
-
-def _leaf_types(fields: Any, parent: str) -> Iterator[tuple[str, Any]]:
-    """Path and Arrow type of each number, in a schema or a struct."""
-    pa, _ = import_pyarrow()
-    for field in fields:
-        path, kind = parent + field.name, field.type
-        if pa.types.is_struct(kind):
-            yield from _leaf_types(kind, f"{path}.")
-        elif pa.types.is_fixed_size_list(kind):
-            yield f"{path}.list.element", kind.value_type
-        else:
-            yield path, kind
 
 
 def tree_of(array: Any, description: Description) -> Tree:

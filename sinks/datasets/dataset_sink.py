@@ -26,7 +26,7 @@ from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorP
 from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
-from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow, whole_numbers
+from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import (
     ENV_EPS_ID,
     ENV_T,
@@ -106,7 +106,7 @@ class FileSet:
     def _write_table(self, kind: str, table: Any) -> None:
         """Write a row group."""
         pa, pq = import_pyarrow()
-        has_steps = Path(kind).name == STEPS
+        has_steps, is_integer = Path(kind).name == STEPS, pa.types.is_integer
         if kind not in self._writers:
             make_folder(self._folder.path / kind, self._folder.path)
             # Arrow's own file: it waits for no interpreter lock, which a rollout holds nearly all the time.
@@ -117,7 +117,12 @@ class FileSet:
                 compression="zstd",
                 compression_level=1,
                 use_dictionary=_REPEATED if has_steps else False,
-                column_encoding=dict.fromkeys(whole_numbers(table.schema), "DELTA_BINARY_PACKED"),
+                column_encoding={
+                    # Where a name has dots, Parquet's writer takes it for the path of another column's part.
+                    each.name: "DELTA_BINARY_PACKED"
+                    for each in table.schema
+                    if is_integer(each.type) and "." not in each.name
+                },
                 write_statistics=_SOUGHT if has_steps else True,
                 write_page_checksum=True,
             )

@@ -246,7 +246,7 @@ def test_a_file_says_that_there_are_no_nulls_and_has_whole_numbers_as_deltas(tmp
     group = file.metadata.row_group(0)
     encodings = {each.path_in_schema: each.encodings for each in map(group.column, range(group.num_columns))}
     assert {path for path, of in encodings.items() if "DELTA_BINARY_PACKED" in of} == {
-        *("run", "t", "obs.list.element", "actions", "policy_version", "seen.list.element")
+        *("run", "t", "actions", "policy_version")
     }
 
 
