@@ -15,12 +15,13 @@ import numpy as np
 
 from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.tensors import as_array
-from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
+from rollflow.nodes.env.remote.remote_envs import Secret
 from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch
 from rollflow.sinks.replay.sampled_steps import detached
 from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
 from rollflow.sinks.trainer.newest_weights import PublishedWeights
+from rollflow.sinks.trainer.uplink import TrainerLink, link_to
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError, WireError
 from rollflow.stream.data.tree import with_tuples
@@ -63,17 +64,9 @@ class ReplayClient:
         limits: wire.Limits | None = None,
     ) -> None:
         checked_number("timeout", timeout, above=0, most=inf, noun="seconds")
-        target, known_secret = wire.parse_address(address), secret_bytes(secret)
-        wire.check_secret(target, known_secret)
-        check_tls(target, tls)
-        self.address, self.timeout = str(target), timeout
-        self._link = _Link(
-            target,
-            secret=known_secret,
-            tls=tls,
-            limits=limits or wire.Limits(),
-            name=socket.gethostname() if name is None else name,
-        )
+        link = link_to(address, name, secret, tls, limits, may_share=False)
+        self.address, self.timeout = str(link.address), timeout
+        self._link = _Link(link)
 
     def sample(self, count: int | None = None, *, wait_s: float | None = None) -> Batch:
         """A batch of `count` rows, as `Replay.sample` gives it; None: as many as the host's `batch_size`.
@@ -144,30 +137,18 @@ _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
 
 
 class _Link:
-    """Asks a host, from any number of threads, until it is closed. A connection that breaks is dialled again.
+    """Asks a host, from any number of threads, until it is closed. A connection that breaks is dialled again."""
 
-    name    of this end, for people
-    """
-
-    def __init__(
-        self,
-        address: wire.Address,
-        *,
-        secret: bytes | None,
-        tls: ssl.SSLContext | None,
-        limits: wire.Limits,
-        name: str,
-    ) -> None:
-        self._address, self._secret, self._tls, self._limits = address, secret, tls, limits
-        self._name = name
+    def __init__(self, link: TrainerLink) -> None:
+        self._link = link
         self._session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._results: dict[int, wire.Result | None] = {}  # by the number of the request; None: it has not come
         self._fatal: Exception | None = None
         self._is_closing = False
         self._loop: SocketLoop[Peer[wire.SamplerConnection]] = SocketLoop(self)
-        self._loop.dial([address])
+        self._loop.dial([link.address])
         self._changed = threading.Condition(self._loop.lock)  # of all of the above
-        self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {address}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"rollflow sampler of {link.address}", daemon=True)
         self._thread.start()
 
     def ask(
@@ -232,7 +213,7 @@ class _Link:
     def _host(self, text: str) -> str:
         """What is said of the host, with the problems of its connections."""
         problems = "; ".join(self._loop.dialler.problems)
-        return f"the replay host at {self._address} {text}{problems and ': '}{problems}"
+        return f"the replay host at {self._link.address} {text}{problems and ': '}{problems}"
 
     # In the thread
 
@@ -260,10 +241,11 @@ class _Link:
     ) -> Peer[wire.SamplerConnection]:
         """Peer of a socket with a host at its other end, which is told hello."""
         assert dialled is not None
+        link = self._link
         nothing: dict[str, Any] = {"observation_space": {}, "action_space": {}, "autoreset": "DISABLED", "metadata": {}}
-        hello = hello_of("sampler", self._name[:256], self._session.token, self._limits, slots=(1,), **nothing)
-        connection = wire.SamplerConnection(hello, self._session, secret=self._secret, limits=self._limits, now=now)
-        transport = transport_for(sock, connection, self._tls, dialled=dialled.address)
+        hello = hello_of("sampler", link.name[:256], self._session.token, link.limits, slots=(1,), **nothing)
+        connection = wire.SamplerConnection(hello, self._session, secret=link.secret, limits=link.limits, now=now)
+        transport = transport_for(sock, connection, link.tls, dialled=dialled.address)
         return Peer(transport, connection, where, dialled=dialled)
 
     def handle(self, peer: Peer[wire.SamplerConnection], event: wire.Message, now: float) -> None:

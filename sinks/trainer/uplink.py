@@ -43,10 +43,10 @@ _NO_TRAINER = ("frame", "message", "order")  # before it was welcomed: somebody 
 
 
 class TrainerLink(NamedTuple):
-    """Way of a rollout to its trainer, the same for one connection after another.
+    """Way of an end that dials to its trainer, or replay host, the same for one connection after another.
 
-    address    where the trainer listens
-    name       of the rollout at the trainer
+    address    where the other end listens
+    name       of this end there
     lender     lends items in shared memory; None: they go through the socket
     retry_s    seconds without a trainer, unless one said goodbye, after which it is given up; None: it never is
     """
@@ -69,14 +69,16 @@ def link_to(
     *,
     retry_s: float | None = None,
     lends: int = 0,
+    may_share: bool = True,
 ) -> TrainerLink:
-    """Way to the trainer at an address, with shared memory of `lends` bytes where it shares some.
+    """Way to the other end at an address, with shared memory of `lends` bytes where it shares some.
 
-    name    None: the name of this computer
+    name         None: the name of this computer
+    may_share    whether the address may be one of shared memory
 
     Raises WireError for an invalid address, or one that needs a secret.
     """
-    target, known = wire.parse_address(address, may_share=True), secret_bytes(secret)
+    target, known = wire.parse_address(address, may_share=may_share), secret_bytes(secret)
     wire.check_secret(target, known)
     check_shared(target, tls)
     check_tls(target, tls)
