@@ -24,10 +24,11 @@ from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.nodes.stages.ring import ring_of
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
-from rollflow.stream.fragments.episode_collector import EpisodeCollector
+from rollflow.stream.fragments.episode_collector import EpisodeCollector, WholeEpisodes
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import Report
 from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector
 
 Send = Callable[[Published], None]
 
@@ -69,7 +70,7 @@ class OnePolicy:
         )
         environments.set_chosen_space(acting.spaces[1])
         self.module, self.weights = acting.module, PolicyWeights(acting.copy)
-        self.returns, self.collector = EpisodeReturns(), EpisodeCollector()
+        self.returns, self.collector = EpisodeReturns(), EpisodeCollector[WholeEpisodes]()
         self.pipelines = acting.env_to_module, acting.module_to_env
 
     def versions(self) -> dict[str, int]:
@@ -132,7 +133,6 @@ class AgentsPolicy:
     """
 
     emitter: type[Emitter] = AgentEmitter
-    collector = None
 
     def __init__(self, environments: Any, options: RolloutOptions, metrics: Any) -> None:
         self.how, self.metrics = options, metrics
@@ -155,7 +155,7 @@ class AgentsPolicy:
         environments.set_chosen_spaces(self._modules.chosen_spaces())
         self.versions, self.first_versions = self._modules.versions, self._modules.first_versions
         self.go_on_from = self._modules.go_on_from
-        self.returns = AgentReturns(self.module.__contains__)
+        self.returns, self.collector = AgentReturns(self.module.__contains__), AgentEpisodeCollector()
         self.pipelines = acting.pipelines
 
     @property

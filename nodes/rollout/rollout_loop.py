@@ -278,14 +278,14 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         asked for. A fragment without a transition, all of whose rows are dead, is left out. Ends after `drain()`, or
         when every lane has given its `num_fragments`.
 
-            complete_episodes    hand out whole episodes alone: for each fragment that has ended some, `WholeEpisodes`,
-                                 a fragment of those. Transitions of open episodes are copied and held until the end
+            complete_episodes    hand out whole episodes alone: for each fragment that has ended some, a fragment of
+                                 those. Transitions of open episodes are copied and held until the end
                                  of their episode, so memory grows with the longest ones; those whose episodes have
                                  not ended when the run does are counted in `lost["incomplete"]`. An episode may span
                                  several policy versions
             progress             show steps per second, mean return and version, as `log="progress:"` does
 
-        Raises ValueError for `complete_episodes` with several agents, or with `max_lag`.
+        Raises ValueError for `complete_episodes` with `max_lag`.
         """
         return self._iterator(self._rounds.hand_out, complete_episodes, progress)
 

@@ -23,7 +23,7 @@ class FragmentRounds(Generic[F]):
     """Takes fragments from the ring a round at a time, as many as there are lanes, and hands them out.
 
         size       fragments in a round
-        collector  makes whole episodes of them; None: it can't be asked for those
+        collector  makes whole episodes of them
     lag        leaves out what is too old: when it comes, and again when it is handed out
         returns    called with every fragment
 
@@ -39,9 +39,7 @@ class FragmentRounds(Generic[F]):
     to the ring, which may then go on, when the next one is asked for.
     """
 
-    def __init__(
-        self, size: int, lag: Any, returns: Callable[[F], None], collector: EpisodeCollector | None = None
-    ) -> None:
+    def __init__(self, size: int, lag: Any, returns: Callable[[F], None], collector: EpisodeCollector[F]) -> None:
         self.collector = collector
         self.every_lane: set[int] | None = None
         self.checks, self.hooks = FragmentChecks(), Hooks(returns)
@@ -180,16 +178,12 @@ class FragmentRounds(Generic[F]):
     @property
     def incomplete_steps(self) -> int:
         """Transitions taken whose episodes have not been handed out whole."""
-        return 0 if self.collector is None else self.collector.held_steps + self.collector.headless_steps
+        return self.collector.held_steps + self.collector.headless_steps
 
     def check_completes(self, complete_episodes: bool) -> None:
         """Raise ValueError for what is neither True nor False, or where whole episodes can't be handed out."""
         check_flags(complete_episodes=complete_episodes)
-        if not complete_episodes:
-            return
-        if self.collector is None:
-            raise ValueError("complete_episodes is for environments of one agent; expected it to be left out")
-        if self._lag.max_lag is not None:
+        if complete_episodes and self._lag.max_lag is not None:
             raise ValueError(
                 f"complete_episodes with max_lag={self._lag.max_lag}: an episode may span more policy versions than "
                 "that, and would be left out in part; expected one of the two"
@@ -210,10 +204,9 @@ class FragmentRounds(Generic[F]):
         if not complete_episodes:
             yield from self._hand_out()
             return
-        assert self.collector is not None
         for fragment in self._hand_out():
             self.handed_steps -= fragment.num_steps
-            whole = self.collector.add(fragment)  # type: ignore[arg-type]  # that of one agent
+            whole = self.collector.add(fragment)
             if whole is not None:
                 self.handed_steps += whole.num_steps
                 yield whole

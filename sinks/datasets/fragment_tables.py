@@ -202,11 +202,12 @@ class EnvChunks:
                 if begin < end:
                     rows.append((env, nth, start, begin, end, int(clock.numbers[env]) + nth))
         table = np.array(rows, np.int64).reshape(-1, 6)
-        self.slots, nths, self.start, begins, self.end, numbers = map(np.ascontiguousarray, table.T)
+        self._envs, nths, self.start, begins, self.end, numbers = map(np.ascontiguousarray, table.T)
+        self.slots = np.array([fragment.env_slot(env) for env in self._envs.tolist()], np.int64)
         self.lane, self.runs = fragment.lane, np.broadcast_to(runs, len(self.slots))
         self.lengths, self.t_started, self.totals = self.end - begins, begins - self.start, np.zeros_like(begins)
-        keys = list(zip(self.slots.tolist(), numbers.tolist(), strict=True))
-        ends = [clock.end_of(*key) for key in zip(self.slots.tolist(), nths.tolist(), strict=True)]
+        keys = list(zip(self._envs.tolist(), numbers.tolist(), strict=True))
+        ends = [clock.end_of(*key) for key in zip(self._envs.tolist(), nths.tolist(), strict=True)]
         kept = [fragment.custom_data.get(key, {}) for key in keys]
         ended = np.array([each is not None for each in ends]) & np.array(["cut" not in each for each in kept])
         truncated = np.array([each is not None and each[1] for each in ends])
@@ -228,8 +229,8 @@ class EnvChunks:
         seen[ended] = [part.ends.get(key, last) for key, last in zip(keys, seen[ended].tolist(), strict=True)]
         # A chunk's last step is made within the env chunk: after its begin, and not after its end.
         most = 1 + int(max(self.end.max(initial=0), seen.max(initial=0)))
-        envs = part.env_slots(chunks.slot, chunks.number)
-        return np.searchsorted(self.slots * most + self.end, envs * most + seen), seen
+        envs = chunks.slot // len(part.part.agents)
+        return np.searchsorted(self._envs * most + self.end, envs * most + seen), seen
 
 
 def agent_rows_of(

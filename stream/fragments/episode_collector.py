@@ -1,8 +1,8 @@
 """Whole episodes from fragments: the chunks of an episode are collected until it has ended."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -12,58 +12,92 @@ from rollflow.stream.data.infos import SlotInfos, info_of
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Start
+from rollflow.stream.fragments.fragment import RECORDED, Final, Fragment, FragmentLayout, Start
 
+F = TypeVar("F")
 _NO_REASON = "its environment was lost"
 
 
-class EpisodeCollector:
-    """Collects the chunks of every slot's episode, and returns whole episodes once they have ended.
+class EnvChunk(NamedTuple):
+    """Part of an environment's episode in a fragment; each environment is a slot where it has one agent."""
 
-    Between two fragments it holds copies of the transitions of open episodes, and nothing else.
+    env: int  # number of the environment in the lane
+    id_: str
+    t_started: int  # steps of the environment in the episode before
+    num_steps: int  # transitions, of all agents
+    is_done: bool
+    add_to: Callable[[Any], None]  # adds it to its open episode
+
+
+class EpisodeCollector(Generic[F]):
+    """Collects the chunks of every environment's episode, and returns whole episodes once they have ended.
+
+    Between two fragments it holds copies of the transitions of open episodes, and nothing else. This one is for
+    environments with one agent.
 
     headless_steps    transitions of episodes without their beginning, which are discarded
     """
 
     def __init__(self) -> None:
         self.headless_steps = 0
-        self._open: dict[tuple[int, int], _OpenEpisode] = {}  # by lane and slot
+        self._open: dict[tuple[int, int], Any] = {}  # by lane and environment
 
     @property
     def held_steps(self) -> int:
         """Transitions of the episodes that have not ended."""
         return sum(episode.num_steps for episode in self._open.values())
 
-    def add(self, fragment: Fragment) -> "WholeEpisodes | None":
-        """Take the next fragment of a lane; return the episodes that end in it, slot by slot, or None."""
-        ended: list[_OpenEpisode] = []
+    def add(self, fragment: Any) -> F | None:
+        """Take the next fragment of a lane; return the episodes that end in it, in the order of slots, or None."""
+        ended: list[Any] = []
         seen: set[int] = set()
-        for index, slot in enumerate(fragment.chunks.slot.tolist()):
-            chunk, place = fragment.chunk(index), (fragment.lane, slot)
-            seen.add(slot)
+        for chunk in self._chunks(fragment):
+            place = fragment.lane, chunk.env
+            seen.add(chunk.env)
             episode = self._open.pop(place, None)
-            if episode is not None and not episode.is_followed_by(chunk):
-                ended.append(episode.truncated(_loss_of(fragment, slot) or _NO_REASON))
+            if episode is not None and (episode.id_, episode.t) != (chunk.id_, chunk.t_started):
+                ended.append(episode.truncated(self._loss_of(fragment, chunk.env) or _NO_REASON))
                 episode = None
             if episode is None:
                 if chunk.t_started:
-                    self.headless_steps += len(chunk)
+                    self.headless_steps += chunk.num_steps
                     continue
-                episode = _OpenEpisode(chunk.id_, slot)
-            episode.add(chunk, _part_of(fragment, index, is_copied=not chunk.is_done))
+                episode = self._begun(chunk)
+            chunk.add_to(episode)
             if chunk.is_done:
                 ended.append(episode)
             else:
                 self._open[place] = episode
         ended += self._lost_without_a_step(fragment, seen)
-        return WholeEpisodes(fragment, ended) if ended else None
+        return self._whole(fragment, ended) if ended else None
 
-    def _lost_without_a_step(self, fragment: Fragment, seen: set[int]) -> Iterator["_OpenEpisode"]:
+    def _lost_without_a_step(self, fragment: Any, seen: set[int]) -> Iterator[Any]:
         """The episodes that a loss has ended before they made a step in the fragment."""
-        for lane, slot in [place for place in self._open if place[0] == fragment.lane and place[1] not in seen]:
-            reason = _loss_of(fragment, slot)
+        for lane, env in [place for place in self._open if place[0] == fragment.lane and place[1] not in seen]:
+            reason = self._loss_of(fragment, env)
             if reason is not None:
-                yield self._open.pop((lane, slot)).truncated(reason)
+                yield self._open.pop((lane, env)).truncated(reason)
+
+    # What differs with several agents
+
+    def _chunks(self, fragment: Any) -> Iterator[EnvChunk]:
+        """The chunks of a fragment that have a step, environment by environment."""
+        for index, slot in enumerate(fragment.chunks.slot.tolist()):
+            chunk = fragment.chunk(index)
+            add_to = partial(_add_chunk, fragment, index, chunk, is_copied=not chunk.is_done)
+            yield EnvChunk(slot, chunk.id_, chunk.t_started, len(chunk), chunk.is_done, add_to)
+
+    def _begun(self, chunk: EnvChunk) -> Any:
+        """An episode that begins with a chunk."""
+        return OpenEpisode(chunk.id_, chunk.env)
+
+    def _loss_of(self, fragment: Any, env: int) -> str | None:
+        """The reason why an environment was lost in a fragment; None: it was not."""
+        return next((loss.reason for loss in fragment.losses if env in loss.slots), None)
+
+    def _whole(self, fragment: Any, ended: Sequence[Any]) -> Any:
+        """Episodes that have ended in a fragment, as a fragment."""
+        return WholeEpisodes(fragment, ended)
 
 
 class WholeEpisodes(Fragment):
@@ -73,7 +107,7 @@ class WholeEpisodes(Fragment):
     are those of the fragment in which the episodes ended.
     """
 
-    def __init__(self, last: Fragment, episodes: Sequence["_OpenEpisode"]) -> None:
+    def __init__(self, last: Fragment, episodes: Sequence["OpenEpisode"]) -> None:
         num_rows = sum(episode.num_steps for episode in episodes)
         layout = FragmentLayout(
             num_slots=1,
@@ -118,8 +152,11 @@ class _Part(NamedTuple):
     last_infos: Mapping[str, Any]
 
 
-class _OpenEpisode:
-    """Chunks of an episode that has not ended."""
+class OpenEpisode:
+    """Chunks of an agent's episode, whose environment's has not ended.
+
+    slot    of the fragments that they are from
+    """
 
     def __init__(self, id_: str, slot: int) -> None:
         self.id_, self.slot = id_, slot
@@ -128,9 +165,10 @@ class _OpenEpisode:
         self.initial_state: Tree = None
         self.custom_data: dict[Any, Any] = {}
 
-    def is_followed_by(self, chunk: SingleAgentEpisode) -> bool:
-        """True if the chunk follows the last one."""
-        return chunk.id_ == self.id_ and chunk.t_started == self.num_steps
+    @property
+    def t(self) -> int:
+        """Steps so far."""
+        return self.num_steps
 
     def add(self, chunk: SingleAgentEpisode, part: _Part) -> None:
         """Add a chunk, and its rows."""
@@ -146,18 +184,29 @@ class _OpenEpisode:
         self.custom_data["lost"] = reason
         return self
 
+    def rows(self, name: str) -> Tree:
+        """All rows of a column: a tree of arrays `any[num_steps, ...]`."""
+        return concatenate_trees([part.columns[name] for part in self.parts])
+
 
 def _id_of(ids: Sequence[str], slot: int, number: int) -> str:
     return ids[number]
 
 
-def _part_of(fragment: Fragment, index: int, *, is_copied: bool) -> _Part:
+def _add_chunk(
+    fragment: Fragment, index: int, chunk: SingleAgentEpisode, episode: OpenEpisode, *, is_copied: bool
+) -> None:
+    """Add a chunk of a fragment to its episode."""
+    episode.add(chunk, part_of(fragment, index, is_copied=is_copied))
+
+
+def part_of(fragment: Fragment, index: int, *, is_copied: bool) -> _Part:
     """The rows of a chunk: copies where its episode goes on, since the fragment's memory will be reused."""
     chunks, kept = fragment.chunks, np.array if is_copied else np.asarray
     start, stop, slot = (int(each[index]) for each in (chunks.start, chunks.stop, chunks.slot))
     columns = {
-        name: map_tree(lambda leaf: kept(leaf[start:stop, slot]), column.tree)
-        for name, column in fragment.columns.items()
+        name: map_tree(lambda leaf: kept(leaf[start:stop, slot]), fragment.columns[name].tree)
+        for name in (Columns.OBS, *RECORDED, *fragment.extra_columns)
     }
     observation, infos = fragment.last_of(stop, slot)
     each = [_of_one_slot(fragment.infos[row], slot) for row in range(start, stop)]
@@ -169,12 +218,7 @@ def _of_one_slot(infos: Mapping[str, Any], slot: int) -> Mapping[str, Any]:
     return {} if type(infos) is dict and not infos else SlotInfos([info_of(infos, slot)])
 
 
-def _loss_of(fragment: Fragment, slot: int) -> str | None:
-    """The reason why the environment of a slot was lost; None: it was not."""
-    return next((loss.reason for loss in fragment.losses if slot in loss.slots), None)
-
-
-def _columns(last: Fragment, episodes: Sequence[_OpenEpisode]) -> dict[str, Column]:
+def _columns(last: Fragment, episodes: Sequence[OpenEpisode]) -> dict[str, Column]:
     parts = [part for episode in episodes for part in episode.parts]
     columns = {}
     for name in last.columns:
@@ -185,7 +229,7 @@ def _columns(last: Fragment, episodes: Sequence[_OpenEpisode]) -> dict[str, Colu
     return columns
 
 
-def _finals(episodes: Sequence[_OpenEpisode]) -> Iterator[Final]:
+def _finals(episodes: Sequence[OpenEpisode]) -> Iterator[Final]:
     stop = 0
     for episode in episodes:
         stop, last = stop + episode.num_steps, episode.parts[-1]
@@ -193,7 +237,7 @@ def _finals(episodes: Sequence[_OpenEpisode]) -> Iterator[Final]:
         yield Final(stop - 1, np.zeros(1, np.int64), observations, last.last_infos)
 
 
-def _starts(episodes: Sequence[_OpenEpisode]) -> Iterator[Start]:
+def _starts(episodes: Sequence[OpenEpisode]) -> Iterator[Start]:
     row, slot = 0, np.zeros(1, np.int64)
     for episode in episodes:
         if episode.initial_state is not None:

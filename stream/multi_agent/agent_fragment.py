@@ -59,6 +59,8 @@ class AgentFragment(Fragment):
                      one of the same name has a column of its own; `of_module` shows it under its name
     """
 
+    envs: NDArray[np.int64] | None = None  # i64[N]: of whole episodes, numbers in the lane of their environments
+
     def __init__(
         self, *args: Any, part: AgentPart, clock: NDArray[np.int64], module_of: NDArray[np.int16], **options: Any
     ) -> None:
@@ -103,7 +105,13 @@ class AgentFragment(Fragment):
 
     def env_slots(self, slot: Any, number: Any) -> Any:
         """The numbers in the lane of the environments that chunks are from: an int or i64[C], as `slot` is."""
-        return slot // len(self.part.agents)
+        env = slot // len(self.part.agents)
+        return env if self.envs is None else self.envs[env]
+
+    def describe(self) -> str:
+        if self.envs is None:
+            return super().describe()
+        return f"lane {self.lane}, {len(self.envs)} whole episodes, ended in fragment {self.sequence}"
 
     def chunk(self, index: int) -> SingleAgentEpisode:
         """Chunk number `index` of `chunks`, as an episode with the ids of its agent, module and multi-agent episode."""

@@ -41,7 +41,7 @@ def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> MultiA
     }
     episode = _made(MultiAgentEpisode, fragment.episode_id(*key), fragment.parts, clock, env, nth, stop, timelines)
     episode.custom_data.update(fragment.custom_data.get(key, {}))
-    episode.lane = fragment.lane
+    episode.lane, episode.slot = fragment.lane, fragment.env_slot(env)
     return episode
 
 

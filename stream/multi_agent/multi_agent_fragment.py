@@ -186,6 +186,10 @@ class MultiAgentFragment:
                 if len(episode) and episode.agent_ids:  # after a loss, no agent may be left
                     yield episode
 
+    def env_slot(self, env: int) -> int:
+        """The number in the lane of an environment."""
+        return env
+
     def begin_after_loss(self, reason: str) -> None:
         """Record that the environments were lost before this fragment's first step: all open episodes ended."""
         self.clock = self.clock.after_loss(reason)

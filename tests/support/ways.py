@@ -12,10 +12,10 @@ Each = Callable[[int], Any]
 """Called with the number of fragments after each of them."""
 
 
-def _read(rollout: Any, count: int | None, each: Each) -> list[Any]:
+def _read(rollout: Any, count: int | None, each: Each, **loop: Any) -> list[Any]:
     fragments = []
     with rollout:
-        for fragment in rollout.fragments():
+        for fragment in rollout.fragments(**loop):
             fragments.append(fragment)
             each(len(fragments))
             if len(fragments) == count:
@@ -23,11 +23,11 @@ def _read(rollout: Any, count: int | None, each: Each) -> list[Any]:
     return fragments
 
 
-def _read_async(backend: str, rollout: Any, count: int | None, each: Each) -> list[Any]:
+def _read_async(backend: str, rollout: Any, count: int | None, each: Each, **loop: Any) -> list[Any]:
     async def read() -> list[Any]:
         fragments = []
         async with rollout:
-            async for fragment in rollout.fragments():
+            async for fragment in rollout.fragments(**loop):
                 fragments.append(fragment)
                 each(len(fragments))
                 if len(fragments) == count:
@@ -53,11 +53,14 @@ def _read_in_graph(backend: str, rollout: Any, count: int | None, each: Each) ->
     return anyio.run(read, backend=backend)
 
 
-WAYS: dict[str, Callable[[Any, int | None, Each], list[Any]]] = {
+WAYS: dict[str, Callable[..., list[Any]]] = {
     "loop": _read,
     "asyncio": partial(_read_async, "asyncio"),
     "trio": partial(_read_async, "trio"),
     "graph": partial(_read_in_graph, "asyncio"),
     "graph on trio": partial(_read_in_graph, "trio"),
 }
-"""(rollout, how many fragments to take before it is drained; None: all, what to do after each) -> the fragments."""
+"""(rollout, how many fragments to take before it is drained; None: all, what to do after each) -> the fragments.
+
+The loops take the keywords of `fragments()`, too.
+"""

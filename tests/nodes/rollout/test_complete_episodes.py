@@ -1,130 +1,174 @@
 """Whole episodes: `complete_episodes=True` for `fragments()` and `batches()`."""
 
-from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import pytest
 import torch
-from drawn_rollouts import Setting, drawn_settings, rollout_of
+from ending_agent_envs import DoomedAgents
 from ending_envs import Doomed
-from fragment_equality import in_time
-from gymnasium.vector import AutoresetMode
-from hypothesis import given, strategies as st
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv, numbered_envs
 from numbered_module import NumberedModule
-from piece_forms import equal
+from pettingzoo.classic.tictactoe import tictactoe
+from serial_module import SerialModule
+from whole_episodes import assert_same, joined, steps_of
 
 from rollflow import (
+    DatasetSink,
+    DatasetSource,
     DefaultModelConfig,
     FrameStacking,
     GeneralAdvantageEstimation,
+    MultiAgentEpisode,
     MultiAgentRollout,
+    Replay,
     Rollout,
-    SingleAgentEpisode,
 )
-from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, RandomModule
+from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch
 from rollflow.nodes.connectors.learner.train_columns import AddInfosFromEpisodesToTrainBatch
+from rollflow.sinks import Episodes
 from rollflow.stream.data.errors import RunError
 
-
-def copied(episode: SingleAgentEpisode) -> SingleAgentEpisode:
-    return SingleAgentEpisode.from_state(episode.get_state())
-
-
-def joined(chunks: Sequence[SingleAgentEpisode]) -> dict[str, SingleAgentEpisode]:
-    """The episodes that chunks make, by id: each chunk without its lookback behind the one before."""
-    whole: dict[str, SingleAgentEpisode] = {}
-    for chunk in chunks:
-        if chunk.id_ in whole:
-            whole[chunk.id_].concat_episode(copied(chunk))
-        else:
-            whole[chunk.id_] = copied(chunk)
-    return whole
-
-
-def assert_same(one: SingleAgentEpisode, other: SingleAgentEpisode) -> None:
-    """All of two episodes that does not depend on how they were put together."""
-    for each in (one, other):
-        assert each.t_started == 0
-        assert each.is_numpy
-    figures = [each.get_data_dict() for each in (one, other)]
-    assert figures[0].pop("infos") == figures[1].pop("infos")
-    equal(figures[0], figures[1])
-    equal(one.get_observations(), other.get_observations())
-    assert list(one.get_infos()) == list(other.get_infos())
-    assert (one.is_terminated, one.is_truncated) == (other.is_terminated, other.is_truncated)
-    assert one.custom_data == other.custom_data
-
-
-@pytest.mark.slow
-@given(drawn_settings, st.sampled_from([None, *AutoresetMode]))
-def test_the_same_episodes_come_whole_and_none_of_their_transitions_is_lost(
-    drawn: Setting, mode: AutoresetMode | None
-) -> None:
-    options: Any = {"prefetch": drawn.prefetch, "lanes": drawn.lanes, "autoreset_mode": mode}
-    with rollout_of(drawn, **options) as rollout:
-        chunks = [copied_in_place(chunk) for fragment in in_time(rollout.fragments()) for chunk in fragment.episodes()]
-    expected = joined([chunk for chunk, _ in chunks])
-    places = {chunk.id_: place for chunk, place in chunks}
-    with rollout_of(drawn, **options) as rollout:
-        whole = [
-            each for fragment in in_time(rollout.fragments(complete_episodes=True)) for each in fragment.episodes()
-        ]
-        steps = rollout.num_steps
-    assert {each.id_ for each in whole} == {id_ for id_, episode in expected.items() if episode.is_done}
-    for episode in whole:
-        assert_same(episode, expected[episode.id_])
-        assert (episode.lane, episode.slot) == places[episode.id_]
-    ended, open_steps = sum(map(len, whole)), sum(len(each) for each in expected.values() if not each.is_done)
-    assert rollout.lost == ({"incomplete": open_steps} if open_steps else {})
-    assert ended + open_steps == steps
-
-
-def copied_in_place(chunk: SingleAgentEpisode) -> tuple[SingleAgentEpisode, tuple[int | None, int | None]]:
-    return copied(chunk), (chunk.lane, chunk.slot)
+ONE: dict[str, Any] = {"model_config": DefaultModelConfig(fcnet_hiddens=[4])}
+SEVERAL: dict[str, Any] = {
+    **ONE,
+    "module": {"first": None, "others": None},
+    "agent_to_module_mapping_fn": lambda agent, episode: "first" if agent == "agent 0" else "others",
+}
 
 
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
-def test_a_batch_is_of_the_episodes_that_its_fragments_have_ended(where: Any) -> None:
-    config = DefaultModelConfig(fcnet_hiddens=[4])
+@pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
+def test_a_batch_is_of_the_episodes_that_its_fragments_have_ended(kind: Any, where: Any) -> None:
     pieces = lambda *spaces: [  # noqa: E731
         AddNextObservationsFromEpisodesToTrainBatch(),
         AddInfosFromEpisodesToTrainBatch(),
         GeneralAdvantageEstimation(gamma=1.0, lambda_=1.0),
     ]
-    makers = [partial(NumberedEnv, slot, lengths=(3, 30)) for slot in range(4)]
-    seen: list[tuple[int, int]] = []
-    with Rollout(
+    makers: Any = [partial(NumberedEnv, slot, lengths=(3, 30)) for slot in range(4)]
+    if kind is MultiAgentRollout:
+        makers = [partial(NumberedAgents, slot, agents=3, nested=0, length=11, at_once=True) for slot in range(4)]
+    seen: list[tuple[int, ...]] = []
+    num_steps = 0
+    with kind(
         makers,
         lanes=2,
         where=where,
-        model_config=config,
         fragment_length=7,
         num_fragments=12,
         learner_connector=pieces,
         seed=3,
+        **(ONE if kind is Rollout else SEVERAL),
     ) as rollout:
-        for batch in rollout.batches(complete_episodes=True):
-            slot, episode, step = batch["obs"].unbind(1)
-            firsts = (step == 0).nonzero()[:, 0]
-            ends = batch["terminateds"] | batch["truncateds"]
-            assert step[0] == 0
-            assert ends[-1]
-            assert torch.equal(firsts[1:], ends.nonzero()[:-1, 0] + 1)  # every one begins where the last ended
-            assert (step[1:][~ends[:-1]] == step[:-1][~ends[:-1]] + 1).all()
-            assert torch.equal(batch["new_obs"][:, 2], step + 1)
-            assert [info["number"] for info in batch["infos"]] == (10_000 * episode + step).tolist()
-            assert batch["advantages"].isfinite().all()
-            seen += zip(slot[firsts].tolist(), episode[firsts].tolist(), strict=True)
+        for batches in rollout.batches(complete_episodes=True):
+            for batch in [batches] if kind is Rollout else batches.values():
+                *episode, step = batch["obs"].unbind(1)
+                firsts = (step == 0).nonzero()[:, 0]
+                ends = batch["terminateds"] | batch["truncateds"]
+                assert step[0] == 0
+                assert ends[-1]
+                assert torch.equal(firsts[1:], ends.nonzero()[:-1, 0] + 1)  # every one begins where the last ended
+                assert (step[1:][~ends[:-1]] == step[:-1][~ends[:-1]] + 1).all()
+                assert torch.equal(batch["new_obs"][:, -1], step + 1)
+                if kind is Rollout:
+                    assert [info["number"] for info in batch["infos"]] == (10_000 * episode[1] + step).tolist()
+                assert batch["advantages"].isfinite().all()
+                seen += zip(*(each[firsts].tolist() for each in episode), strict=True)
+                num_steps += len(step)
         steps = rollout.num_steps
     assert len(seen) == len(set(seen))
-    assert steps == 12 * 7 * 4
+    assert steps == 12 * 7 * 4 * (1 if kind is Rollout else 3) == num_steps + rollout.lost["incomplete"]
     assert set(rollout.lost) == {"incomplete"}
-    assert rollout.returns.count == len(seen)
+    assert rollout.returns.count * (1 if kind is Rollout else 3) == len(seen)
+
+
+def test_games_that_agents_play_in_turns_come_whole() -> None:
+    with MultiAgentRollout(tictactoe.env, num_envs=3, fragment_length=4, num_fragments=9, seed=3) as rollout:
+        parts = list(rollout.fragments(complete_episodes=True))
+        steps = rollout.num_steps
+    games = [game for part in parts for game in part.episodes()]
+    assert len({game.id_ for game in games}) == len(games) == rollout.returns.count
+    for game in games:
+        moves = sorted(step for times in _times(game) for step in times)
+        assert moves == list(range(len(game)))
+        assert game.agent_ids == {"player_1", "player_2"}
+    assert sum(part.num_steps for part in parts) + rollout.lost["incomplete"] == steps
+
+
+def _times(game: MultiAgentEpisode) -> list[list[int]]:
+    """Env steps of each agent's actions."""
+    return [
+        [step for step in range(len(game)) if agent in game.get_actions(step, env_steps=True)]
+        for agent in game.agent_ids
+    ]
+
+
+def test_whole_episodes_of_several_agents_go_where_fragments_do(tmp_path: Path) -> None:
+    makers = [partial(NumberedAgents, slot, agents=3, nested=1, length=9) for slot in range(2)]
+    sink, replay = DatasetSink(tmp_path / "data"), Replay(2_000, sampler=Episodes(), seed=0)
+    module = {"nested": None, "plain": None}
+    mapping = lambda agent, episode: "nested" if agent == "agent 0" else "plain"  # noqa: E731
+    options: dict[str, Any] = {"module": module, "agent_to_module_mapping_fn": mapping, "fragment_length": 5}
+    with MultiAgentRollout(makers, num_fragments=9, seed=1, **options) as rollout, sink:
+        parts = list(rollout.fragments(complete_episodes=True))
+        for part in parts:
+            sink(part)
+            replay(part)
+        learner = [rollout.learner.batch_of([part]) for part in parts]
+    assert repr(parts[0]).startswith("<WholeMultiAgentEpisodes ")
+    whole = {episode.id_: episode for part in parts for episode in part.episodes()}
+    assert {episode.id_ for episode in DatasetSource(tmp_path / "data").episodes()} == whole.keys()
+    steps = sum(part.num_steps for part in parts)
+    assert len(replay) == steps == sum(len(batch["rewards"]) for each in learner for batch in each.values())
+
+
+class Wide(SerialModule):
+    """Has an output `more` of a width of its own; without one where the width is 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(float(width))
+        self.width = width
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        outputs = super()._forward(batch, **kwargs)
+        more = torch.full((len(outputs["weight"]), self.width), float(self.width))
+        return outputs | ({"more": more} if self.width else {})
+
+
+def test_modules_that_come_and_go_leave_no_step_out_of_whole_episodes() -> None:
+    def parts_of(**loop: Any) -> tuple[list[Any], MultiAgentRollout]:
+        present, coming = [0], count(1)
+        rollout = MultiAgentRollout(
+            [partial(NumberedAgents, slot, agents=4, nested=0, length=14) for slot in range(2)],
+            module={0: Wide(0)},
+            agent_to_module_mapping_fn=lambda agent, episode: present[int(episode.id_, 16) % len(present)],
+            fragment_length=3,
+            num_fragments=40,
+            seed=1,
+        )
+
+        @rollout.on_episode
+        def change(episode: Any) -> None:
+            if len(present) < 3:
+                present.append(next(coming))
+                rollout.add_module(present[-1], Wide(present[-1] % 3))
+            else:
+                rollout.remove_module(present.pop(0))
+
+        with rollout:
+            return list(rollout.fragments(**loop)), rollout
+
+    expected = joined(chunk for part in parts_of()[0] for chunk in part.episodes())
+    parts, rollout = parts_of(complete_episodes=True)
+    whole = [episode for part in parts for episode in part.episodes()]
+    for episode in whole:
+        assert_same(episode, expected[episode.id_], without=["serial"])
+    assert len({episode.agent_episodes[agent].module_id for episode in whole for agent in episode.agent_ids}) > 10
+    assert sum(map(steps_of, whole)) + rollout.lost.get("incomplete", 0) == rollout.num_steps
 
 
 def test_pieces_that_look_back_see_zeros_before_an_episode() -> None:
@@ -166,6 +210,28 @@ def test_what_is_held_is_the_open_episodes_alone() -> None:
 
 
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
+@pytest.mark.parametrize("step", [3, 17, 40])
+def test_an_episode_of_several_agents_whose_worker_is_lost_ends_as_truncated(
+    step: int, where: Any, tmp_path: Path
+) -> None:
+    maker = partial(DoomedAgents, 0, tmp_path, fate="raise", step=step, lives=1, agents=3, nested=0, length=20)
+    options: dict[str, Any] = {"module": {"default_policy": None}, "fragment_length": 4, "num_fragments": 20, "seed": 0}
+    with MultiAgentRollout(maker, where=where, **options) as rollout:
+        parts = list(rollout.fragments(complete_episodes=True))
+        whole = [episode for part in parts for episode in part.episodes()]
+        steps = rollout.num_steps
+    [lost] = [episode for episode in whole if "lost" in episode.custom_data]
+    assert "it broke" in lost.custom_data["lost"]
+    assert (lost.is_truncated, lost.is_terminated) == (True, False)
+    assert len({episode.id_ for episode in whole}) == len(whole)
+    for episode in whole:
+        assert episode.is_done
+        assert all(agent.is_done for agent in episode.agent_episodes.values())
+    assert sum(map(steps_of, whole)) == sum(part.num_steps for part in parts)
+    assert sum(map(steps_of, whole)) + rollout.lost.get("incomplete", 0) == steps
+
+
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_an_episode_whose_worker_is_lost_ends_as_truncated(where: Any, tmp_path: Path) -> None:
     maker = partial(Doomed, 0, tmp_path, "raise", 33, 1, lengths=(20, 20))
     with Rollout(maker, where=where, module=NumberedModule(), fragment_length=8, num_fragments=9, seed=0) as rollout:
@@ -195,13 +261,8 @@ def test_loops_of_both_kinds_do_not_mix() -> None:
     [
         (partial(Rollout, "CartPole-v1", max_lag=1), True, "complete_episodes with max_lag=1: an episode may span"),
         *((partial(Rollout, "CartPole-v1"), flag, f"is {flag!r}, expected True or False") for flag in ("yes", 1, None)),
-        (
-            partial(MultiAgentRollout, partial(NumberedAgents, 0, nested=0), module=RandomModule),
-            True,
-            "complete_episodes is for environments of one agent",
-        ),
     ],
-    ids=["max_lag", "text", "number", "none", "several agents"],
+    ids=["max_lag", "text", "number", "none"],
 )
 @pytest.mark.parametrize("loop", ["batches", "fragments"])
 def test_what_has_no_whole_episodes_is_refused(rollout: Any, flag: Any, told: str, loop: str) -> None:

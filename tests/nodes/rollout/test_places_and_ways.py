@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from fragment_equality import assert_alike, in_time
+from gymnasium.vector import AutoresetMode
 from hypothesis import Phase, given, settings, strategies as st
 from leftovers import processes_of, shared_mappings
 from numbered_module import NumberedModule
 from property_examples import examples
 from remote_hosts import BrokenWire, hosting, listening
 from ways import WAYS
+from whole_episodes import assert_same, joined, steps_of
 
 from rollflow import ConnectorV2, Forward, RemoteEnvs, RemoteRollouts
 from rollflow.nodes import EnvHost, RolloutHost
@@ -63,6 +65,9 @@ class OneAgent:
     """Drawn rollouts of one agent."""
 
     drawn = st.tuples(drawn_rollouts.drawn_settings, st.booleans())
+    resets: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
+        [{}, *({"autoreset_mode": mode} for mode in AutoresetMode)]
+    )
     example = drawn_rollouts.Setting(4, 2, 5, 1, True, 6, 0, 7), False
 
     @staticmethod
@@ -90,6 +95,7 @@ class SeveralAgents:
     """Drawn rollouts of several agents."""
 
     drawn = drawn_agents.drawn_settings
+    resets: st.SearchStrategy[dict[str, Any]] = st.just({})
     example = drawn_agents.Drawn(3, 2, 3, 1, 9, False, 5, 1, False, 1)
     makers = staticmethod(drawn_agents.makers_of)
     publish = staticmethod(drawn_agents.publish_next)
@@ -190,6 +196,33 @@ def test_every_way_of_reading_gives_the_same_and_every_step_until_a_drain(kind: 
     gc.collect()
     if place == "processes":  # whole rollouts lend theirs to fragments
         assert shared_mappings() <= mapped
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_place_gives_the_same_episodes_whole_and_none_of_their_steps_is_lost(kind: Kind, place: str) -> None:
+    ways = st.sampled_from(["loop"] * 3 + ["asyncio", "trio"])
+    resets = kind.resets if place not in HOSTS else st.just({})  # hosts have a mode of their own
+
+    @given(drawn=kind.drawn, prefetch=st.integers(0, 2), options=resets, way=ways)
+    @settings(max_examples=examples(10), phases=[Phase.explicit, Phase.generate])
+    def holds(drawn: Any, prefetch: int, options: Any, way: str) -> None:
+        chunks = [chunk for part in fragments_at("inline", kind, drawn, **options) for chunk in part.episodes()]
+        expected = joined(chunks)
+        with rollout_at(place, kind, drawn, prefetch=prefetch, **options) as rollout:
+            parts = in_time(WAYS[way](rollout, None, lambda number: None, complete_episodes=True))
+        whole = [episode for part in parts for episode in part.episodes()]
+        is_whole = {id_ for id_, episode in expected.items() if episode.is_done and steps_of(episode)}
+        assert len(whole) == len(is_whole)
+        assert {episode.id_ for episode in whole} == is_whole
+        for episode in whole:
+            assert_same(episode, expected[episode.id_], without=["serial"])  # lanes take turns at the modules
+        open_steps = sum(steps_of(episode) for id_, episode in expected.items() if id_ not in is_whole)
+        assert rollout.lost == ({"incomplete": open_steps} if open_steps else {})
+        assert sum(map(steps_of, whole)) == sum(part.num_steps for part in parts) == rollout.num_steps - open_steps
+
+    holds()
 
 
 @pytest.mark.parametrize("way", ["alone", "ahead", *JOINT])

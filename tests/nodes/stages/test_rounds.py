@@ -13,6 +13,7 @@ from rollflow.nodes.stages.credits import FragmentCredits, LaneCounts
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.column import Column
+from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import NoFragment
 
 
@@ -93,7 +94,7 @@ class SimulatedRing:
 @given(lanes=st.integers(1, 4), ahead=st.integers(0, 2), data=st.data())
 def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: int, ahead: int, data: Any) -> None:
     lag = Published(lambda: {}, ahead, "pace")
-    rounds: FragmentRounds[Any] = FragmentRounds(lanes, lag, lambda fragment: None)
+    rounds: FragmentRounds[Any] = FragmentRounds(lanes, lag, lambda fragment: None, EpisodeCollector())
     rounds.every_lane = set(range(lanes))
     credits = FragmentCredits(1 + ahead, rounds=rounds)
     ring = SimulatedRing(6, data.draw, [SimulatedLane(index) for index in range(lanes)], lag, rounds, credits)
@@ -115,7 +116,9 @@ def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: i
 
 
 def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
-    rounds: FragmentRounds[Any] = FragmentRounds(1, Published(lambda: {}, 1, "pace"), lambda fragment: None)
+    rounds: FragmentRounds[Any] = FragmentRounds(
+        1, Published(lambda: {}, 1, "pace"), lambda fragment: None, EpisodeCollector()
+    )
     rounds.every_lane = {0}
     given = iter([Given(0, 0, 0), Given(0, 1, 0), Given(1, 0, 0)])
 
@@ -131,7 +134,9 @@ def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
 
 
 def test_after_the_last_lane_has_left_others_are_waited_for() -> None:
-    rounds: FragmentRounds[Any] = FragmentRounds(1, Published(lambda: {}, 1, "pace"), lambda fragment: None)
+    rounds: FragmentRounds[Any] = FragmentRounds(
+        1, Published(lambda: {}, 1, "pace"), lambda fragment: None, EpisodeCollector()
+    )
     rounds.every_lane = {0}
     rounds.lane_left(was_the_last=True)
     rounds.lane_gone(0, 0)
@@ -174,7 +179,9 @@ class AbsentLanes:
 
 @given(lanes=st.integers(2, 4), ahead=st.integers(0, 2), seed=st.integers(0, 1 << 32))
 def test_rounds_go_on_without_lanes_that_are_absent(lanes: int, ahead: int, seed: int) -> None:
-    rounds: FragmentRounds[Any] = FragmentRounds(lanes, Published(lambda: {}, None), lambda fragment: None)
+    rounds: FragmentRounds[Any] = FragmentRounds(
+        lanes, Published(lambda: {}, None), lambda fragment: None, EpisodeCollector()
+    )
     credits, simulated = FragmentCredits(lanes * (1 + ahead)), [SimulatedLane(index) for index in range(lanes)]
     ring = AbsentLanes(Random(seed), simulated, LaneCounts(credits, rounds, 1 + ahead, None), credits)
     handed: list[Given] = []
