@@ -51,10 +51,6 @@ if TYPE_CHECKING:
         MultiAgentVectorEnv as MultiAgentVectorEnv,
     )
     from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv as MultiAgentEnv
-    from rollflow.nodes.env.multi_agent.petting_zoo import (
-        ParallelPettingZooEnv as ParallelPettingZooEnv,
-        PettingZooEnv as PettingZooEnv,
-    )
     from rollflow.nodes.env.remote.env_host import EnvHost as EnvHost
     from rollflow.nodes.external.external_env import ExternalEnv as ExternalEnv
     from rollflow.nodes.launch.on_hosts import OnProcesses as OnProcesses, OnRay as OnRay

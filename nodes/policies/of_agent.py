@@ -7,6 +7,7 @@ import numpy as np
 
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.multi_agent_env import agent_spaces
+from rollflow.nodes.env.multi_agent.petting_zoo import adapted
 from rollflow.nodes.policies.evaluation import Evaluation, Player, check_spaces, play
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.stages.agents_acting import AgentsActing
@@ -87,7 +88,7 @@ def evaluate_agents(
     """Returns and lengths of each agent, over whole episodes that the agents play together.
 
         policies    agent -> its policy, which may be that of other agents, too
-        env         makes a `MultiAgentEnv`, such as a `ParallelPettingZooEnv`
+        env         makes a `MultiAgentEnv`, or what PettingZoo has
         seed        of the environments
 
     An agent's length is the number of its actions. Sessions of the policies are begun anew, one for each agent. Raises
@@ -95,7 +96,7 @@ def evaluate_agents(
     """
     if episodes < 1:
         raise PolicyError(f"episodes is {episodes}, expected 1 or more")
-    made = env()
+    made = adapted(env())
     try:
         _check_agents(policies, made)
         found = {agent: Evaluation(np.zeros(episodes), np.zeros(episodes, np.int64)) for agent in policies}

@@ -7,21 +7,14 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.env.multi_agent.multi_agent_env import AgentDict, MultiAgentEnv, Told
-from rollflow.stream.data.errors import EnvError, shown
+from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
 
 
 class _Adapter(MultiAgentEnv):
-    """Adapter of an environment, or of what the callable makes.
-
-    takes_turns    whether it is an `AECEnv`, and no `ParallelEnv`
-    """
-
-    takes_turns: bool
-
     def __init__(self, env: Any) -> None:
-        self.env = env = _made(env, type(self).__name__, takes_turns=self.takes_turns)
+        self.env = env
         agents = self.possible_agents = tuple(getattr(env, "possible_agents", ()))
         self.observation_spaces = {agent: env.observation_space(agent) for agent in agents}
         self.action_spaces = {agent: env.action_space(agent) for agent in agents}
@@ -36,14 +29,7 @@ class _Adapter(MultiAgentEnv):
 
 
 class ParallelPettingZooEnv(_Adapter):
-    """A PettingZoo `ParallelEnv`: all agents act at once.
-
-    env    the environment, or a callable that makes it
-
-    Raises EnvError for anything else, and, with the name of the extra, where the callable misses PettingZoo.
-    """
-
-    takes_turns = False
+    """A PettingZoo `ParallelEnv`: all agents act at once."""
 
     def reset(  # type: ignore[override]  # of several agents
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -61,14 +47,10 @@ class ParallelPettingZooEnv(_Adapter):
 class PettingZooEnv(_Adapter):
     """A PettingZoo `AECEnv`: agents act in turn.
 
-    env    the environment, or a callable that makes it
-
     An agent has an observation when it is its turn; with it come its rewards since its last turn. Agents that have
     ended get their last observation and their rewards as the environment has them take leave, in the step in which
-    their turn comes. Raises EnvError as `ParallelPettingZooEnv`.
+    their turn comes.
     """
-
-    takes_turns = True
 
     def reset(  # type: ignore[override]  # of several agents
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -113,22 +95,6 @@ def adapted(env: Any) -> Any:
     if isinstance(env, AECEnv):
         return PettingZooEnv(env)
     return ParallelPettingZooEnv(env) if isinstance(env, ParallelEnv) else env
-
-
-def _made(env: Any, name: str, *, takes_turns: bool) -> Any:
-    try:
-        made = env() if callable(env) else env
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "pettingzoo":
-            raise
-        raise EnvError(f"{name} takes the package pettingzoo: pip install rollflow[pettingzoo]") from error
-    # Wrapped ones have no `agent_selection` before their first reset.
-    if callable(getattr(made, "last", None)) is not takes_turns or not callable(getattr(made, "step", None)):
-        kind, other = ("an AECEnv", "ParallelPettingZooEnv") if takes_turns else ("a ParallelEnv", "PettingZooEnv")
-        raise EnvError(
-            f"{name} was given {shown(made)}, expected {kind}, or a callable that makes one; see also {other}"
-        )
-    return made
 
 
 def _with_all(

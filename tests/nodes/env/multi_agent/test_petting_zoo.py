@@ -1,6 +1,5 @@
 """PettingZoo's environments: agents get what they get where the game is stepped by hand, step by step."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from pettingzoo.classic.tictactoe import tictactoe
 
 from rollflow import Forward, MultiAgentRollout
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
-from rollflow.nodes.env.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
+from rollflow.nodes.env.multi_agent.petting_zoo import adapted
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.tree import leaves_of, map_tree
 
@@ -204,64 +203,26 @@ def test_runners_that_end_while_others_run_get_their_last_observation_and_reward
 
 
 def test_the_flags_of_everybody_are_set_with_the_last_agents_alone() -> None:
-    env = PettingZooEnv(Relay({2: {"c": "truncated"}, 4: {"a": "truncated", "b": "truncated"}}))
+    env = adapted(Relay({2: {"c": "truncated"}, 4: {"a": "truncated", "b": "truncated"}}))
     env.reset(seed=0)
     for agent, expected in (("a", False), ("b", False), ("a", False), ("b", True)):
         *_, terminateds, truncateds, _ = env.step({agent: 0})
         assert (terminateds["__all__"], truncateds["__all__"]) == (False, expected)
 
 
-def test_an_env_or_a_callable_makes_an_adapter_of_the_same_name() -> None:
-    for env in (PettingZooEnv(tictactoe.env()), PettingZooEnv(tictactoe.env)):
-        assert env.possible_agents == ("player_1", "player_2")
-        assert env.get_action_space("player_1") == spaces.Discrete(9)
-        env.close()
-    assert ParallelPettingZooEnv(simple_spread_v3.parallel_env).env.possible_agents == ["agent_0", "agent_1", "agent_2"]
-
-
-@pytest.mark.parametrize(
-    ("adapter", "env", "match"),
-    [
-        (ParallelPettingZooEnv, tictactoe.env, "a ParallelEnv, or a callable that makes one; see also PettingZooEnv"),
-        (PettingZooEnv, simple_spread_v3.parallel_env, "expected an AECEnv, or a callable"),
-        (PettingZooEnv, 7, "was given 7, expected an AECEnv"),
-    ],
-)
-def test_the_wrong_kind_is_refused(adapter: Any, env: Any, match: str) -> None:
-    with pytest.raises(EnvError, match=match):
-        adapter(env)
-
-
 def test_an_action_out_of_turn_is_refused() -> None:
-    env = PettingZooEnv(tictactoe.env())
+    env = adapted(tictactoe.env())
     env.reset(seed=0)
     with pytest.raises(EnvError, match=r"actions of \['player_2'\], expected one of agent 'player_1': it is its turn"):
         env.step({"player_2": 0})
 
 
 def test_an_agent_that_does_not_take_leave_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = PettingZooEnv(Relay({1: {"a": "terminated"}}))
+    env = adapted(Relay({1: {"a": "terminated"}}))
     env.reset()
     monkeypatch.setattr(env.env, "_was_dead_step", lambda action: None)
     with pytest.raises(EnvError, match="agent 'a' has ended, but is among the agents after its step with None"):
         env.step({"a": 0})
-
-
-def test_a_missing_pettingzoo_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> Any:
-        import pettingzoo.classic  # noqa: F401
-
-    monkeypatch.setitem(sys.modules, "pettingzoo.classic", None)
-    with pytest.raises(EnvError, match=r"takes the package pettingzoo: pip install rollflow\[pettingzoo\]"):
-        PettingZooEnv(make)
-
-
-def test_another_missing_package_is_not_blamed_on_pettingzoo() -> None:
-    def make() -> Any:
-        import no_such_game  # type: ignore[import-not-found]  # noqa: F401
-
-    with pytest.raises(ModuleNotFoundError, match="no_such_game"):
-        ParallelPettingZooEnv(make)
 
 
 @pytest.mark.parametrize("explore", [True, False])
