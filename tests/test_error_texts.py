@@ -13,7 +13,6 @@ from gymnasium import spaces
 
 from rollflow.nodes import MetricsLogger
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.env.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.env.multi_agent.step_validation import reset_values, step_values
 from rollflow.nodes.env.vector_env_errors import check_reset, info_given, rewards_of
 from rollflow.nodes.offloaded.fragment_checks import check_whole
@@ -22,7 +21,7 @@ from rollflow.stream.data.errors import shown
 from rollflow.stream.data.packing import pack
 from rollflow.stream.data.space import row_of
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.multi_agent.agent_part import parts_of
+from rollflow.stream.multi_agent.agent_states import AgentNumbers
 from rollflow.stream.wire.codec.field import wrong
 from rollflow.stream.wire.codec.value import encode_value
 
@@ -53,9 +52,8 @@ def check(text: str) -> None:
     assert "tensor(" not in text
 
 
-def slots() -> AgentSlots:
-    box, two = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
-    return AgentSlots(parts_of(["a"], {"a": box}, {"a": two}), 1, 0)
+def slots() -> AgentNumbers:
+    return AgentNumbers([["a"]], 1)
 
 
 def column(space: gym.Space[Any]) -> Column:

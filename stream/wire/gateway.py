@@ -1,5 +1,7 @@
 """Connections between a gateway and hosts of environments or of whole rollouts."""
 
+from typing import Any
+
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import messages
 from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
@@ -8,7 +10,7 @@ from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import AgentRows
 from rollflow.stream.wire.connection import Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
-from rollflow.stream.wire.session import AnswerSchema, GatewaySession, HostSession, TakenRequest, check_answer, form_of
+from rollflow.stream.wire.session import GatewaySession, HostSession, TakenRequest, check_answer, form_of
 
 
 class HostConnection(Initiator):
@@ -112,7 +114,7 @@ class GatewayConnection(Acceptor):
     """
 
     credits = 0
-    _form: AnswerSchema | None = None
+    _form: Any = None
     session: GatewaySession | None = None
 
     def welcome(self, session: GatewaySession, *, credits: int = 0) -> None:
@@ -165,7 +167,7 @@ class GatewayConnection(Acceptor):
         if not isinstance(news, messages.Cut) or self._welcomed(news.kind)[0].cuts(news):
             super().tell(news)
 
-    def _welcomed(self, what: str) -> tuple[GatewaySession, AnswerSchema]:
+    def _welcomed(self, what: str) -> tuple[GatewaySession, Any]:
         if self.session is None or self._form is None:
             raise WireError(f"{what}: the host has not been welcomed", "order")
         return self.session, self._form

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import is_whole
-from rollflow.nodes.env.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.env.multi_agent.step_validation import check_infos
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, checks_of
@@ -19,6 +18,7 @@ from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.space import item_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, Observed, PartStep, Spaces, VectorStep, parts_of
+from rollflow.stream.multi_agent.agent_states import AgentNumbers
 
 AgentInfos = Sequence[Mapping[Any, Mapping[str, Any]]]
 
@@ -90,7 +90,8 @@ class ArrayEnvs:
         if not is_whole(env.num_envs) or env.num_envs < 1:
             raise EnvError(f"'num_envs' is {env.num_envs!r}, expected a whole number, 1 or more")
         self.num_envs = int(env.num_envs)
-        self._slots, self._first_env = AgentSlots(self.parts, self.num_envs, first_env), first_env
+        agents = [part.agents for part in self.parts]
+        self._slots, self._first_env = AgentNumbers(agents, self.num_envs, first_env), first_env
         self._sizes = [len(part.agents) for part in self.parts]
         self._checks = checks_of(self.parts, deviations)
         self._steps_made = 0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.closing import Closing, close_all, closing_on_error
 from rollflow.nodes.env.env_source import given_by
-from rollflow.nodes.env.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.env.multi_agent.multi_agent_env import AgentSpaces, agent_spaces
 from rollflow.nodes.env.multi_agent.petting_zoo import adapted
-from rollflow.nodes.env.multi_agent.step_validation import EndFlags, StepValues, reset_values, step_values
+from rollflow.nodes.env.multi_agent.step_validation import StepValues, reset_values, step_values
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, checks_of
 from rollflow.nodes.env.stepping import Turn, nothing
 from rollflow.stream.data.column import Column
@@ -25,110 +24,11 @@ from rollflow.stream.data.infos import copied
 from rollflow.stream.data.space import item_of, row_of
 from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.multi_agent.agent_part import Actions, Observed, PartStep, VectorStep, parts_of
-
-
-class StepEnds(NamedTuple):
-    """Ends of agents and of episodes with a vector step."""
-
-    terminateds: NDArray[np.bool_]  # bool[count]: agents, by number
-    truncateds: NDArray[np.bool_]  # bool[count]
-    envs: NDArray[np.int64]  # i64[E], ascending
-    truncated: NDArray[np.bool_]  # bool[E]: whether the environment's episode was, and not terminated
-
-
-class AgentStates:
-    """The state of every agent, by number.
-
-    acting    i64[K], ascending: who has an observation and must act on it
-    """
-
-    def __init__(self, slots: AgentSlots) -> None:
-        self._slots = slots
-        self._has_come = np.zeros(slots.count, np.bool_)  # it has had an observation in its environment's episode
-        self._hangs = np.zeros(slots.count, np.bool_)  # it has acted since its last observation
-        self._has_ended = np.zeros(slots.count, np.bool_)
-        self.acting: NDArray[np.int64] = np.zeros(0, np.int64)
-
-    def reset(self, envs: NDArray[np.int64], values: StepValues) -> None:
-        """Begin episodes in `envs` with the observations in `values`. Raises EnvError where nobody is to act."""
-        numbers = self._slots.of_env[envs]
-        for state in (self._has_come, self._hangs, self._has_ended):
-            state[numbers] = False
-        self._has_come[values.numbers] = True
-        self._check_acting(values.numbers, np.setdiff1d(np.arange(self._slots.num_envs), envs))
-        others = self.acting if len(envs) < self._slots.num_envs else self.acting[:0]
-        self.acting = np.sort(np.concatenate([others, values.numbers]))
-
-    def step(self, values: StepValues) -> StepEnds:
-        """Take a vector step in which all of `acting` have acted; who must act then leaves out `StepEnds.envs`.
-
-        Raises EnvError for what comes to an agent that has ended, and for a truncated one without a last observation.
-        """
-        seen = values.numbers
-        self._refuse_ended(seen, "it has an observation")
-        self._refuse_ended(values.rewarded, "it has a reward")
-        self._hangs[self.acting] = True
-        self._hangs[seen] = False
-        self._has_come[seen] = True
-        if not any((*values.terminated, *values.truncated)):
-            self.acting = seen
-            if len(seen) < self._slots.count:
-                self._check_acting(seen)
-            return StepEnds(self._nobody(), self._nobody(), np.zeros(0, np.int64), np.zeros(0, np.bool_))
-        live = self._has_come & ~self._has_ended
-        terminateds, truncateds = self._flags(values.terminated) & live, self._flags(values.truncated) & live
-        self._check_truncated(truncateds & self._hangs)
-        for ends in (values.terminated, values.truncated):
-            self._has_ended[ends.numbers] = True
-        self._has_ended |= terminateds | truncateds
-        still: NDArray[np.bool_] = self._has_come & ~self._has_ended
-        envs = np.flatnonzero(~still[self._slots.of_env].any(axis=1))  # whose last agent has ended, as all by "__all__"
-        self.acting = seen[~(self._has_ended[seen] | np.isin(self._slots.envs[seen], envs))]
-        self._check_acting(self.acting, envs)
-        return StepEnds(terminateds, truncateds, envs, self._truncated(envs, values, terminateds))
-
-    def _nobody(self) -> NDArray[np.bool_]:
-        return np.zeros(self._slots.count, np.bool_)
-
-    def _flags(self, ends: EndFlags) -> NDArray[np.bool_]:
-        flags: NDArray[np.bool_] = self._nobody()
-        flags[ends.numbers] = True
-        flags[self._slots.of_env[ends.envs]] = True
-        return flags
-
-    def _truncated(
-        self, envs: NDArray[np.int64], values: StepValues, terminateds: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
-        """bool[E]: whether "__all__" were truncated, or without "__all__", all of the last agents."""
-        by_last = ~terminateds[self._slots.of_env[envs]].any(axis=1)
-        of_all = np.isin(envs, values.truncated.envs)
-        truncated: NDArray[np.bool_] = ~np.isin(envs, values.terminated.envs) & (of_all | by_last)
-        return truncated
-
-    def _check_truncated(self, lost: NDArray[np.bool_]) -> None:
-        if lost.any():
-            raise EnvError(
-                f"{self._slots.named(int(np.argmax(lost)))}: it is truncated after an action without an observation, "
-                "expected its last one"
-            )
-
-    def _refuse_ended(self, numbers: NDArray[np.int64], what: str) -> None:
-        ended = self._has_ended[numbers]
-        if ended.any():
-            raise EnvError(f"{self._slots.named(int(numbers[np.argmax(ended)]))}: {what}, but has ended before")
-
-    def _check_acting(self, acting: NDArray[np.int64], others: NDArray[np.int64] | None = None) -> None:
-        """Raise EnvError for an environment in which nobody acts and which is not one of the `others`."""
-        counts = np.bincount(self._slots.envs[acting], minlength=self._slots.num_envs)
-        if others is not None:
-            counts[others] = 1
-        if not counts.all():
-            where = self._slots.env_named(int(np.argmin(counts)))
-            raise EnvError(f"{where}: its episode goes on, but no agent has an observation to act on")
+from rollflow.stream.multi_agent.agent_states import AgentNumbers, AgentStates, Ends
 
 
 def actions_by_env(
-    actions: Actions, acting: Sequence[NDArray[np.int64] | None], slots: AgentSlots
+    actions: Actions, acting: Sequence[NDArray[np.int64] | None], slots: AgentNumbers
 ) -> list[dict[Any, Any]]:
     """One dict per environment, agent -> action.
 
@@ -138,7 +38,7 @@ def actions_by_env(
     for part, ((chosen, tree), expected) in enumerate(zip(actions, acting, strict=True)):
         if chosen is not expected:
             slots.check_acting(part, chosen, expected)
-        agents = slots.parts[part].agents
+        agents = slots.agents_of[part]
         items = _items(tree)
         if expected is None:
             for env, own in enumerate(by_env):
@@ -190,7 +90,7 @@ class MultiAgentEnvs:
                     check_alike(agent_spaces(each), spaces, first_env)
         self.num_envs = len(self.envs)
         self.possible_agents, self.observation_spaces, self.action_spaces = spaces
-        self._slots = AgentSlots(self.parts, self.num_envs, first_env)
+        self._slots = AgentNumbers([part.agents for part in self.parts], self.num_envs, first_env)
         self._states = AgentStates(self._slots)
         self._rows = [ObservationRows(part.observation_space) for part in self.parts]
         self._checks = checks_of(self.parts, deviations)
@@ -229,26 +129,29 @@ class MultiAgentEnvs:
         if self._steps_made in CHECKED_STEPS:
             self._check(values)
         self._steps_made += 1
-        ended = self._states.step(values)
+        ends = self._ends_of(values)
+        (terminateds, truncateds), envs = self._states.step(values.numbers, values.rewarded, ends)
         rewards = np.zeros(self._slots.count, np.float32)
         rewards[values.rewarded] = values.rewards
         parts = [
-            PartStep(observed, rewards[first:stop], ended.terminateds[first:stop], ended.truncateds[first:stop])
+            PartStep(observed, rewards[first:stop], terminateds[first:stop], truncateds[first:stop])
             for (first, stop), observed in zip(pairwise(self._slots.bounds), self._observed(values), strict=True)
         ]
         infos = values.infos
         self._slots.steps += 1
         first_observed: Sequence[Observed] = ()
         first_infos: Infos = ()
-        if len(ended.envs):
+        is_truncated = np.zeros(0, np.bool_)
+        if len(envs):
+            is_truncated = self._truncated(envs, values, terminateds)
             infos = copied(infos)  # the reset may write over them
             self._turn()
             try:
-                first_observed, first_infos = self._reset(ended.envs, None)
+                first_observed, first_infos = self._reset(envs, None)
             finally:
                 self._turn()
         self._set_acting()
-        return VectorStep(parts, ended.envs, ended.truncated, first_observed, infos, first_infos)
+        return VectorStep(parts, envs, is_truncated, first_observed, infos, first_infos)
 
     def close(self) -> None:
         """Close the environments, all of them, also where one raises."""
@@ -287,7 +190,7 @@ class MultiAgentEnvs:
         values = reset_values(numbers, resets, self._slots)
         if seeds is not None:
             self._check(values)
-        self._states.reset(envs, values)
+        self._states.begin(envs, values.numbers)
         first = self._observed(values)
         self._slots.steps[envs] = 0
         return first, values.infos
@@ -308,6 +211,25 @@ class MultiAgentEnvs:
 
     def _whose(self, numbers: NDArray[np.int64], place: int) -> str:
         return self._slots.named(int(numbers[place]))
+
+    def _ends_of(self, values: StepValues) -> Ends | None:
+        """Who ends with a step: agents by themselves, or with everybody; None: nobody."""
+        if not any((*values.terminated, *values.truncated)):
+            return None
+        flags = np.zeros((2, self._slots.count), np.bool_)
+        for row, ends in zip(flags, (values.terminated, values.truncated), strict=True):
+            row[ends.numbers] = True
+            row[self._slots.of_env[ends.envs]] = True
+        return flags[0], flags[1]
+
+    def _truncated(
+        self, envs: NDArray[np.int64], values: StepValues, terminateds: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """bool[E]: whether "__all__" were truncated, or without "__all__", all of the last agents."""
+        by_last = ~terminateds[self._slots.of_env[envs]].any(axis=1)
+        of_all = np.isin(envs, values.truncated.envs)
+        truncated: NDArray[np.bool_] = ~np.isin(envs, values.terminated.envs) & (of_all | by_last)
+        return truncated
 
     def _set_acting(self) -> None:
         acting = self._states.acting

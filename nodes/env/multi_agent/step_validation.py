@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.env.vector_env_errors import number_of
 from rollflow.stream.data.errors import EnvError, shown
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.episodes.agent_step import ALL_AGENTS
+from rollflow.stream.multi_agent.agent_states import AgentNumbers
 
 COMMON_INFO = "__common__"  # the key of infos that are no agent's; told to nobody
 
@@ -38,7 +38,7 @@ class StepValues(NamedTuple):
     infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per environment; () where all are empty
 
 
-def reset_values(envs: Sequence[int], resets: Sequence[Any], slots: AgentSlots) -> StepValues:
+def reset_values(envs: Sequence[int], resets: Sequence[Any], slots: AgentNumbers) -> StepValues:
     """Values that `reset` of some environments gave. Raises EnvError as `step_values` does."""
     try:
         steps: list[tuple[Any, ...]] = [(observations, {}, {}, {}, infos) for observations, infos in resets]
@@ -48,7 +48,7 @@ def reset_values(envs: Sequence[int], resets: Sequence[Any], slots: AgentSlots) 
     return step_values(steps, slots, envs)
 
 
-def step_values(steps: Sequence[Any], slots: AgentSlots, envs: Sequence[int] | None = None) -> StepValues:
+def step_values(steps: Sequence[Any], slots: AgentNumbers, envs: Sequence[int] | None = None) -> StepValues:
     """Values that `step` of every environment gave, or of `envs`.
 
     Raises EnvError for other forms, and for unknown agents.
@@ -106,7 +106,7 @@ def _ascending(numbers: list[int], items: list[Tree]) -> tuple[NDArray[np.int64]
     return ordered, items
 
 
-def _numbers(rewards: list[Any], rewarded: list[int], slots: AgentSlots) -> NDArray[np.float32]:
+def _numbers(rewards: list[Any], rewarded: list[int], slots: AgentNumbers) -> NDArray[np.float32]:
     """The rewards as an array. Raises EnvError for one that is no finite number."""
     values = _as_float32(rewards) if rewards else np.zeros(0, np.float32)
     # A sum of float32 can't grow beyond float64: it is finite where all are.
@@ -135,7 +135,7 @@ def _as_float32(numbers: list[Any]) -> NDArray[np.float32] | None:
 
 
 def _checked_infos(
-    infos: list[Any], slots: AgentSlots, envs: Sequence[int]
+    infos: list[Any], slots: AgentNumbers, envs: Sequence[int]
 ) -> Sequence[Mapping[Any, Mapping[str, Any]]]:
     """Infos without those that are no agent's. Raises EnvError as `check_infos`."""
     if any(COMMON_INFO in each for each in infos):
@@ -144,7 +144,7 @@ def _checked_infos(
     return infos
 
 
-def check_infos(infos: Sequence[Any], slots: AgentSlots, envs: Sequence[int], name: str) -> None:
+def check_infos(infos: Sequence[Any], slots: AgentNumbers, envs: Sequence[int], name: str) -> None:
     """Raise EnvError for infos of `envs` that are no dicts by agents, of an unknown agent, and for no dicts."""
     for env, by_agent in zip(envs, infos, strict=True):
         if not isinstance(by_agent, Mapping):
@@ -156,7 +156,7 @@ def check_infos(infos: Sequence[Any], slots: AgentSlots, envs: Sequence[int], na
                 raise EnvError(f"{slots.agent_named(env, agent)}: its info is {shown(info)}, expected a dict")
 
 
-def _refuse_form(envs: Sequence[int], answers: Sequence[Any], names: Sequence[str], slots: AgentSlots) -> None:
+def _refuse_form(envs: Sequence[int], answers: Sequence[Any], names: Sequence[str], slots: AgentNumbers) -> None:
     """Raise EnvError for the first answer that is no tuple of these."""
     for env, answer in zip(envs, answers, strict=True):
         if not isinstance(answer, tuple) or len(answer) != len(names):
@@ -164,7 +164,7 @@ def _refuse_form(envs: Sequence[int], answers: Sequence[Any], names: Sequence[st
             raise EnvError(text) from None
 
 
-def _refuse_values(envs: Sequence[int], steps: Sequence[Any], slots: AgentSlots) -> None:
+def _refuse_values(envs: Sequence[int], steps: Sequence[Any], slots: AgentNumbers) -> None:
     """Raise EnvError for the first value that is not as it should be."""
     for env, each in zip(envs, steps, strict=True):
         for name, values in zip(_NAMES, each, strict=True):
@@ -181,11 +181,11 @@ def _refuse_values(envs: Sequence[int], steps: Sequence[Any], slots: AgentSlots)
                     raise _unknown(env, agent, name, slots) from None
 
 
-def _no_dict(env: int, values: Any, name: str, slots: AgentSlots) -> EnvError:
+def _no_dict(env: int, values: Any, name: str, slots: AgentNumbers) -> EnvError:
     return EnvError(f"{slots.env_named(env)}: its {name} are {shown(values)}, expected a dict by agents")
 
 
-def _unknown(env: int, agent: Any, name: str, slots: AgentSlots) -> EnvError:
+def _unknown(env: int, agent: Any, name: str, slots: AgentNumbers) -> EnvError:
     return EnvError(
         f"{slots.agent_named(env, agent)}: {name} has it, but it is not in 'possible_agents', {list(slots.by_env[env])}"
     )
