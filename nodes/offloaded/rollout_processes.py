@@ -106,7 +106,7 @@ class WorkerRollouts(WorkerNode, OffloadedRollouts):
     def _announce(self) -> None:
         self._bell.ring()
 
-    def _spread(self, events: int) -> Iterator[Any]:
+    def _spread(self) -> Iterator[Any]:
         """Offer every worker the newest weights."""
         self._bell.silence()
         for link in self._links:

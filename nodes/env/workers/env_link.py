@@ -5,7 +5,7 @@ from typing import Any
 from rollflow.nodes.env.environments import actions_of
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
-from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame, frame_with
+from rollflow.nodes.env.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameKind, frame
 from rollflow.nodes.env.workers.lane_link import LaneLink
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
 from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
@@ -51,7 +51,7 @@ class EnvLink(LaneLink):
         lane, blocks = self._laid_out()
         seeds = self.node.seeds_of_lane(self.index, self.status.starts)
         layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seeds": seeds}
-        self.send(frame_with(FrameKind.LAYOUT, pack(layout)))
+        self.send_block(FrameKind.LAYOUT, pack(layout))
         self._blocks_sent = 0
         self._send_blocks(blocks)
         self.send(frame(FrameKind.RESET, blocks.index, lane.row))
@@ -116,7 +116,7 @@ class AgentLink(LaneLink):
             self._memory = SharedBlock(StepBlock.size(envs.parts, envs.num_envs))
             self._block = StepBlock(envs.parts, envs.num_envs, self._memory.array())
         seeds = self.node.seeds_of_lane(self.index, self.status.starts)
-        self.send(frame_with(FrameKind.LAYOUT, pack({"seeds": seeds})))
+        self.send_block(FrameKind.LAYOUT, pack({"seeds": seeds}))
         self.send(frame(FrameKind.BLOCK, number=self._memory.size), self._memory.fd)
         self.send(frame(FrameKind.RESET))
 

@@ -29,7 +29,7 @@ class FrameKind(IntEnum):
 
     # To the worker
     MAKE = 1  # a descriptor, and the bytes behind it: how the environments are made
-    LAYOUT = 2  # length of a packed dict: rows, lookback, seed, first_slot
+    LAYOUT = 2  # a descriptor, and the bytes behind it: a packed dict of rows, lookback and seeds
     BLOCK = 3  # a descriptor, and the bytes behind it: a block
     RESET = 4  # the row to write the first observations to
     STEP = 5  # the row to step with: its actions are in the block
@@ -108,14 +108,10 @@ class FrameReader:
 def receive_frame(sock: socket.socket) -> Frame:
     """The next frame that came to a worker, with its descriptor. Raises EOFError when the other end has gone."""
     header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, 1)
-    while header and len(header) < _HEADER.size:
-        more = sock.recv(_HEADER.size - len(header))
-        header = header + more if more else b""
     if not header:
         raise EOFError
     kind, block, number = _HEADER.unpack(header)
-    payload = _exactly(sock, number) if kind == FrameKind.LAYOUT else b""
-    return Frame(FrameKind(kind), block, number, payload, fds[0] if fds else -1)
+    return Frame(FrameKind(kind), block, number, fd=fds[0] if fds else -1)
 
 
 def lane_block(
@@ -136,13 +132,3 @@ def lane_block(
             FINAL_OBS: (obs, 1),
         }
     )
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
-            raise EOFError
-        data += more
-    return bytes(data)

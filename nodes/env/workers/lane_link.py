@@ -1,10 +1,9 @@
 """One lane whose environments are in a worker process, seen from here: its socket, and the frames over it."""
 
 import abc
-import os
+import select
 import selectors
 import socket
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,63 +19,7 @@ from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock, written_block
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
-from rollflow.stream.net.descriptor_transport import Descriptor
 from rollflow.stream.observe.waits import Wait
-
-
-class Outbox:
-    """Sends what a socket has room for; keeps the rest, in order, until there is room again.
-
-        sock        does not block; registered with `selector` to be read
-        selector    is to tell of room as well, for as long as anything is kept: then `flush` is due
-
-    Where the other end has gone, frames are dropped without a word: whoever reads the socket learns that it has.
-    """
-
-    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector) -> None:
-        self._sock = sock
-        self._selector = selector
-        self._kept: deque[tuple[memoryview, Descriptor | None]] = deque()  # what is left of a frame, and goes with it
-
-    def put(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame, and a descriptor with it, now or once there is room; it may be closed after this."""
-        left = memoryview(data)
-        if not self._kept:
-            sent = self._send(left, fd)
-            if sent == len(left):
-                return
-            left, fd = left[sent:], -1 if sent else fd
-            self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
-        self._kept.append((left, None if fd < 0 else Descriptor(os.dup(fd))))
-
-    def flush(self) -> None:
-        """Send as much of what is kept as there is room for."""
-        while self._kept:
-            left, descriptor = self._kept[0]
-            sent = self._send(left, -1 if descriptor is None else descriptor.fd)
-            if not sent:
-                return
-            if sent < len(left):
-                self._kept[0] = left[sent:], None
-            else:
-                self._kept.popleft()
-        self._watch(selectors.EVENT_READ)
-
-    def close(self) -> None:
-        """Drop what is kept."""
-        self._kept.clear()
-
-    def _send(self, data: memoryview, fd: int) -> int:
-        """Bytes that the socket has taken, and the descriptor with the first of them; all where nobody will read it."""
-        try:
-            return self._sock.send(data) if fd < 0 else socket.send_fds(self._sock, [data], [fd])
-        except BlockingIOError:
-            return 0
-        except (BrokenPipeError, ConnectionResetError):
-            return len(data)
-
-    def _watch(self, events: int) -> None:
-        self._selector.modify(self._sock, events, self._selector.get_key(self._sock).data)
 
 
 class LaneLink(abc.ABC):
@@ -87,9 +30,11 @@ class LaneLink(abc.ABC):
     node      that the lane is of
     lane      the lane as it goes round; set before the first reset
 
+    room_ms                 how long a worker may take to read, where its socket is full
     steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
     """
 
+    room_ms = 1000.0
     steps_while_draining = True
 
     def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
@@ -99,7 +44,6 @@ class LaneLink(abc.ABC):
         self.sock: socket.socket | None = None
         self._maker = _pickled(maker, status.index)
         self._reader = FrameReader()
-        self._outbox: Outbox | None = None
         self._activity = ActivityFlag()
 
     # Requests that each kind of lane has
@@ -205,14 +149,13 @@ class LaneLink(abc.ABC):
         """Take the socket to a new process, and have it watched: the selector gives the handler with its events."""
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, handler)
-        self.sock, self._reader, self._outbox = sock, FrameReader(), Outbox(sock, selector)
+        self.sock, self._reader = sock, FrameReader()
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Have the socket watched no more, and drop what is still to be sent."""
-        if self.sock is not None and self._outbox is not None:
+        """Have the socket watched no more."""
+        if self.sock is not None:
             selector.unregister(self.sock)
-            self._outbox.close()
-            self.sock = self._outbox = None
+            self.sock = None
             self._activity = ActivityFlag()
 
     def make(self) -> None:
@@ -230,14 +173,22 @@ class LaneLink(abc.ABC):
         block.close()
 
     def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame, and a descriptor with it, as soon as there is room."""
-        assert self._outbox is not None
-        self._outbox.put(data, fd)
-
-    def send_kept(self) -> None:
-        """Send of what is kept as much as there is room for now."""
-        if self._outbox is not None:
-            self._outbox.flush()
+        """Send a frame, and a descriptor with it. Where the worker has gone, or takes nothing, `receive` says so."""
+        assert self.sock is not None
+        try:
+            if fd < 0:
+                self.sock.send(data)
+            else:
+                socket.send_fds(self.sock, [data], [fd])
+        except BlockingIOError:  # it holds hundreds of frames, which hardly any worker is ever sent
+            poll = select.poll()
+            poll.register(self.sock, select.POLLOUT)
+            if poll.poll(self.room_ms):
+                self.send(data, fd)
+            else:
+                self.sock.shutdown(socket.SHUT_RDWR)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""

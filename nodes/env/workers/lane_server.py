@@ -102,7 +102,7 @@ class LaneServer(abc.ABC):
             self._take_block(asked.block, SharedBlock(asked.number, asked.fd).taken())
             return b""
         if kind is FrameKind.LAYOUT:
-            fields = unpack(asked.payload)
+            fields = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
             self._seeds = fields["seeds"]
             self._lay_out(fields)
             return b""

@@ -136,8 +136,8 @@ class WorkerNode(SupervisedSource):
     def _completed(self) -> Iterator[Any]:
         while self._without_step:
             yield from self._set_aside(self._without_step.popleft())
-        for key, events in self._selector.select(0):
-            yield from key.data(self, events=events)
+        for key, _ in self._selector.select(0):
+            yield from key.data(self)
         for index, text in self.supervisor.deadlines.overdue().items():
             yield from self._process_lost(self._first_of[index], self._late(self.links[index], text))
         for status in self.supervisor.due():
@@ -206,12 +206,8 @@ class WorkerNode(SupervisedSource):
 
     # Answers
 
-    def _heard(self, index: int, events: int) -> Iterator[Any]:
+    def _heard(self, index: int) -> Iterator[Any]:
         link = self.links[index]
-        if events & selectors.EVENT_WRITE:
-            link.send_kept()
-        if not events & selectors.EVENT_READ:
-            return
         frames = link.receive()
         if frames is None:
             yield from self._process_lost(self._first_of[index])
@@ -241,7 +237,7 @@ class WorkerNode(SupervisedSource):
         elif answer.kind is FrameKind.BEGUN:
             self.supervisor.begin(status, LanePhase.STEPPING)
 
-    def _has_ended(self, first: int, worker: WorkerProcess, events: int) -> Iterator[Any]:
+    def _has_ended(self, first: int, worker: WorkerProcess) -> Iterator[Any]:
         """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
         for link in self._links_of(first):
             while self._workers[first] is worker and (frames := link.receive()):

@@ -1,0 +1,57 @@
+"""Frames to a worker: they come with their descriptors, and none is waited for that does not read."""
+
+import os
+import selectors
+import socket
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from rollflow.nodes.env.env_source import lane_makers
+from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.env.workers.env_link import EnvLink
+from rollflow.nodes.env.workers.frames import FrameKind, frame, receive_frame
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+
+Ends = tuple[EnvLink, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    ours, theirs = socket.socketpair()
+    [maker] = lane_makers("CartPole-v1", 1, None)
+    with ours, theirs, selectors.DefaultSelector() as selector:
+        link = EnvLink(LaneStatus(0, LanePhase.MAKING), maker, Environments("CartPole-v1"))
+        link.connect(ours, selector, print)
+        yield link, theirs
+
+
+def test_frames_come_in_order_with_their_descriptors(ends: Ends) -> None:
+    link, theirs = ends
+    with tempfile.TemporaryFile() as file:
+        link.send(frame(FrameKind.MAKE, number=7), file.fileno())
+        link.send(frame(FrameKind.TURN))
+        came = receive_frame(theirs)
+        assert (came.kind, came.number) == (FrameKind.MAKE, 7)
+        assert os.path.sameopenfile(came.fd, file.fileno())
+        os.close(came.fd)
+    assert receive_frame(theirs).kind is FrameKind.TURN
+    assert link.receive() == []
+
+
+def test_a_worker_that_has_gone_is_found_by_reading(ends: Ends) -> None:
+    link, theirs = ends
+    theirs.close()
+    link.send(frame(FrameKind.TURN))
+    assert link.receive() is None
+
+
+def test_a_worker_that_takes_nothing_is_given_up(ends: Ends) -> None:
+    link, _ = ends
+    link.room_ms = 10.0
+    for _ in range(10_000):
+        link.send(frame(FrameKind.TURN))
+        if link.receive() is None:
+            return
+    pytest.fail("a full socket has been taken for one that has room")
