@@ -1,6 +1,5 @@
 """The modules of a multi-agent rollout as they act: copies, their weights, and which agent each serves."""
 
-import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +97,7 @@ class ModuleSet:
         self._past: dict[Any, tuple[int, Tree]] = {}  # of those removed by id: last version, and kind of state
         self._probe_number = count()
         self._named: dict[Any, set[Any]] = {}  # agent -> modules that the mapping has named for it in probes
+        self._raised: Exception | None = None  # by the mapping, in the last of these probes that failed
         self._elsewhere: frozenset[Any] | None = None  # modules whose weights somebody else publishes
         self.version_elsewhere = 0
         self._lock = threading.Lock()  # held by whoever changes which modules there are, or what is published
@@ -332,36 +332,31 @@ class ModuleSet:
         if len(self._parts) == 1:
             return 0
         is_to_be_made = module is None or isinstance(module, type) or inspect.isfunction(module)
+        self._raised = None
         for is_anew in (False, True) if is_to_be_made else (False,):
             for place, part in enumerate(self._parts):
                 if any(module_id in self._may_serve(agent, is_anew=is_anew) for agent in part.agents):
+                    self._raised = None  # whose traceback refers to this
                     return place
         if is_to_be_made:
-            named, raised = self._named_by_mapping()
+            names = ", ".join(sorted(map(repr, set().union(*self._named.values())))) or "none"
+            gave = f"it named {names}" if self._raised is None else f"it raised {self._raised!r}"
             raise ModuleError(
                 f"module '{module_id}': which agents it serves, and so its spaces, can't be told before their episodes "
-                f"begin, by what agent_to_module_mapping_fn gave for their ids ({named}); expected an instance, or a "
+                f"begin, by what agent_to_module_mapping_fn gave for their ids ({gave}); expected an instance, or a "
                 "mapping that names it: a dict, or a function of (agent_id, episode)"
-            ) from raised
+            ) from self._raised
         return None
 
     def _may_serve(self, agent: Any, *, is_anew: bool) -> set[Any]:
         """Modules that the mapping names for an agent in one episode or another; none where it can't say that yet."""
         if is_anew or agent not in self._named:
             self._named[agent] = set()
-            with contextlib.suppress(Exception):  # it is asked again, and may say so, when an agent begins
-                self._named[agent] = self._named_for(agent)
-        return self._named[agent]
-
-    def _named_by_mapping(self) -> tuple[str, Exception | None]:
-        """Which modules the mapping names for the agents that there are, for people, or what it raises."""
-        named = set[Any]()
-        for agent in (agent for part in self._parts for agent in part.agents):
             try:
-                named |= self._named_for(agent)
-            except Exception as error:
-                return f"it raised {error!r}", error
-        return f"it named {', '.join(sorted(map(repr, named))) or 'none'}", None
+                self._named[agent] = self._named_for(agent)
+            except Exception as error:  # it is asked again, and may say so, when an agent begins
+                self._raised = error if is_anew else None
+        return self._named[agent]
 
     def _named_for(self, agent: Any) -> set[Any]:
         mapping = self._mapping

@@ -9,6 +9,7 @@ from rollflow.stream.observe.svg import preformatted, table
 from rollflow.stream.observe.waits import CALLER
 
 LEARNER = "learner_pipeline"
+_EDGE_COUNTS = "name", "capacity", "items", "held", "peak", "dropped", "blocked_count"  # of a meter, as they are
 _NO_PIECES: Mapping[str, str] = {}
 _WIDTHS = 10, 7, 7, 8, 7, 8, 8  # of a table's columns behind the names; the last one is as wide as it is
 MOSTLY_IDLE = 0.1  # share of the time, of all stages together, below which none is what the others wait for
@@ -230,19 +231,12 @@ def report_of(
         node_report(elapsed_ns, node, counts, current.get(node.name, 0), pieces.get(node.name, ""))
         for node, counts in read
     ]
-    edge_reports = []
-    for edge, (item_ns, full_ns) in edges_read:
-        edge_reports.append(
-            EdgeReport(
-                name=edge.name,
-                capacity=edge.capacity,
-                items=edge.items,
-                held=edge.held,
-                mean_held=item_ns / elapsed_ns,
-                peak=edge.peak,
-                dropped=edge.dropped,
-                blocked_count=edge.blocked_count,
-                full=min(1.0, full_ns / elapsed_ns),
-            )
+    edge_reports = [
+        EdgeReport(
+            **{each: getattr(edge, each) for each in _EDGE_COUNTS},
+            mean_held=item_ns / elapsed_ns,
+            full=min(1.0, full_ns / elapsed_ns),
         )
+        for edge, (item_ns, full_ns) in edges_read
+    ]
     return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), harmless, holders, notes)
