@@ -11,7 +11,7 @@ from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
 from rollflow.nodes.offloaded.fragment_message import fragment_of
 from rollflow.nodes.offloaded.replica import Published, Replica
-from rollflow.nodes.stages.credits import GateRelay
+from rollflow.nodes.stages.credits import LaneGates
 from rollflow.nodes.stages.env_to_module import CuttingStage
 from rollflow.stream import wire
 from rollflow.stream.data.cached_property import cached_property
@@ -246,9 +246,9 @@ class Emitter(CuttingStage[Any, Any]):
     relay            told of fragments and lanes that never come
     """
 
-    _relay: GateRelay
+    _relay: LaneGates
 
-    def __init__(self, num_lanes: int, num_fragments: int | None, ledger: Ledger, relay: GateRelay) -> None:
+    def __init__(self, num_lanes: int, num_fragments: int | None, ledger: Ledger, relay: LaneGates) -> None:
         super().__init__(EmitterOutput, num_lanes, num_fragments, ledger, relay)
 
     def __call__(self, turns: TurnToken) -> EmitterOutput:

@@ -16,7 +16,7 @@ from rollflow.nodes.rollout.options import RolloutOptions
 from rollflow.nodes.stages.acting import acting_for, seed_lane
 from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
 from rollflow.nodes.stages.agents_acting import agents_acting_for
-from rollflow.nodes.stages.credits import GateRelay, LaneGate
+from rollflow.nodes.stages.credits import LaneGates
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.joint_forward import joint_forward
 from rollflow.nodes.stages.module_forward import ModuleForward
@@ -26,6 +26,7 @@ from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.episode_collector import EpisodeCollector, WholeEpisodes
 from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.node import Gate
 from rollflow.stream.graph.report import Report
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.whole_episodes import AgentEpisodeCollector
@@ -84,7 +85,7 @@ class OnePolicy:
         self.weights.go_on_from(versions[""])
 
     def stages(
-        self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
+        self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: LaneGates
     ) -> tuple[Any, Any, Any]:
         """The stages before the forward pass, of it, and behind it, if these are here."""
         acting, how, passes = self.acting, self.how, self.how.forward
@@ -163,7 +164,7 @@ class AgentsPolicy:
         return [name for name, _ in self.acting.named_pipelines]
 
     def stages(
-        self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: GateRelay
+        self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: LaneGates
     ) -> tuple[Any, Any, Any]:
         acting, passes = self.acting, self.how.forward
         prepare = AgentsToModule(
@@ -217,22 +218,22 @@ class StagesHere:
     """
 
     def __init__(self, environments: Any, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger) -> None:
-        self._environments, self.policy, self._relay = environments, policy, GateRelay(environments)
+        self._environments, self.policy, self._relay = environments, policy, LaneGates(environments)
         self._prepare, self._forward, self._act = policy.stages(environments, num_fragments, ledger, self._relay)
         self.counting = self._prepare
 
-    def ring(self, gate: LaneGate | None) -> Graph:
-        """The ring of the four stages, with the output `fragments`; the gate lets a lane go on to its next step."""
-        self._relay.gate = gate
-        return ring_of(self._environments, self._prepare, self._forward, self._act, gate)
+    def ring(self, gates: Sequence[Gate]) -> Graph:
+        """The ring of the four stages, with the output `fragments`; the gates let a lane go on to its next step."""
+        self._relay.take(gates)
+        return ring_of(self._environments, self._prepare, self._forward, self._act, self._relay.gate)
 
-    def explain(self, gate: LaneGate | None) -> str:
-        """A text on the ring with this gate; no stage reports to the gate."""
+    def explain(self, gate: Gate) -> str:
+        """A text on the ring with a gate; no stage reports to the gate."""
         return ring_of(self._environments, self._prepare, self._forward, self._act, gate).explain()
 
     def let_go(self) -> None:
-        """Let go of the gate: the run is over."""
-        self._relay.gate = None
+        """Let go of the gates: the run is over."""
+        self._relay.take(())
 
     def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
@@ -265,25 +266,25 @@ class StagesElsewhere:
         self.policy, self.pass_options, self._rollouts = policy, policy.how.pass_options, rollouts
         self._pipelines = policy.pipelines
         self._states: dict[int, Any] = {}  # of the connectors there, by lane
-        self._relay = GateRelay(rollouts)
+        self._relay = LaneGates(rollouts)
         self.counting = policy.emitter(rollouts.num_lanes, num_fragments, ledger, self._relay)
         for pipeline in self._pipelines:
             pipeline.refuse_edits_while_run_by(self, has_states=True)
         self.send = rollouts.broadcast
         rollouts.work_for(self)
 
-    def ring(self, gate: LaneGate | None) -> Graph:
-        """The ring in which each turn of a lane is a fragment, with the output `fragments`; the gate lets it begin."""
-        self._relay.gate = gate
-        return ring_of_turns(self._rollouts, self.counting, gate)
+    def ring(self, gates: Sequence[Gate]) -> Graph:
+        """The ring in which each turn of a lane is a fragment, with the output `fragments`; the gates let it begin."""
+        self._relay.take(gates)
+        return ring_of_turns(self._rollouts, self.counting, self._relay.gate)
 
-    def explain(self, gate: LaneGate | None) -> str:
-        """A text on the ring with this gate; no stage reports to the gate."""
+    def explain(self, gate: Gate) -> str:
+        """A text on the ring with a gate; no stage reports to the gate."""
         return ring_of_turns(self._rollouts, self.counting, gate).explain()
 
     def let_go(self) -> None:
-        """Let go of the gate: the run is over."""
-        self._relay.gate = None
+        """Let go of the gates: the run is over."""
+        self._relay.take(())
 
     def begin_lane(self, lane: Any) -> None:
         """Do nothing: a lane that comes is seeded where it is."""

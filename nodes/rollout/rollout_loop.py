@@ -26,7 +26,7 @@ from rollflow.nodes.rollout.execution import ActingPolicy, execution_for
 from rollflow.nodes.rollout.options import RolloutOptions, metrics_of
 from rollflow.nodes.rollout.placement import Places, place
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
-from rollflow.nodes.stages.credits import AllGates, LaneGate, credits_of
+from rollflow.nodes.stages.credits import credits_of
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import GraphError, RunError, shown
@@ -113,13 +113,13 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
     def explain(self) -> str:
         """A text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
         self._prepare_lanes()
-        text = self._execution.explain(self._gate() or self._credits)
+        text = self._execution.explain(self._credits)
         return f"{text}\n{self.placement}" if self.placement else text
 
-    def _ring(self, gate: LaneGate | None) -> Graph:
-        """The ring, with the output `fragments`; the gate lets a lane go on to its next step."""
+    def _ring(self, gates: Sequence[Gate]) -> Graph:
+        """The ring, with the output `fragments`; the gates let a lane go on to its next step."""
         self._prepare_lanes()
-        return self._execution.ring(gate)
+        return self._execution.ring(gates)
 
     def _prepare_lanes(self) -> None:
         """Have lanes for the pipelines as they are: they may have been edited."""
@@ -181,16 +181,12 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._check_fits()
         self._is_in_graph = True
         self.environments.report_lanes_to(self._lane_counts)
-        ring = self._ring(self._gate())
+        ring = self._ring(self._gates)
         nodes = {f"seen_{number}": node for number, node in enumerate(self._watching)}
         for name, node in {**nodes, "figures": self.log.node()}.items():
             ring.add_node(name, node)
             ring.connect(".".join(ring.outputs["fragments"].source), name)
         return ring
-
-    def _gate(self) -> LaneGate | None:
-        """All gates of a graph as one; None: nothing holds the rollout back."""
-        return AllGates(self._gates) if self._gates else None
 
     # The loop
 
@@ -203,7 +199,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         self._is_async = is_async
         with self._ending_on_error():
             self.log.begin()
-            self._drive = driver(self._ring(self._credits), self._credits)
+            self._drive = driver(self._ring([self._credits]), self._credits)
             of_every_doctor = self.stall, self.snapshot, self._options.watch.trace
             self._doctor = RolloutDoctor(self._drive, self._learner_meter, self.signs, *of_every_doctor)
             self._doctor.start()

@@ -10,7 +10,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import with_threads
-from rollflow.nodes.stages.credits import GateRelay
+from rollflow.nodes.stages.credits import LaneGates
 from rollflow.nodes.stages.env_to_module import CuttingStage, batch_of, check_lookback
 from rollflow.nodes.stages.module_forward import joint_pass, note_batch
 from rollflow.nodes.stages.module_set import ActingModule, ModuleSet
@@ -124,7 +124,7 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
         num_fragments: int | None = None,
         metrics: Any = None,
         ledger: Ledger | None = None,
-        relay: GateRelay | None = None,
+        relay: LaneGates | None = None,
     ) -> None:
         super().__init__(PreparedAgents, num_lanes, num_fragments, ledger, relay)
         self.pipelines, self._joint = pipelines, joint

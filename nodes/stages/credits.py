@@ -152,25 +152,41 @@ class PacingGate(Protocol):
         """Take note that a lane gives no more than so many fragments in all."""
 
 
-class AllGates:
-    """A gate that lets a lane go on where all of several gates do."""
+class LaneGates:
+    """The gates of a ring: a lane goes on where all of them let it, and they hear of what never comes.
 
-    def __init__(self, gates: Sequence[Gate]) -> None:
+    Stages are made before their ring has its gates, and a ring that is drawn anew has others: they report here.
+
+    environments    the node that steps the lanes
+    """
+
+    def __init__(self, environments: LaneSource) -> None:
+        self._environments = environments
+        self._gates: Sequence[Gate] = ()
+        self.take(())
+
+    def take(self, gates: Sequence[Gate]) -> None:
+        """Take the gates of the ring that is drawn now: the credits of a loop alone, or those of a graph."""
         for gate in gates:
             check_gate("a gate of the rollout", gate)
-        self._gates = gates
-        self._pacing = [methods_of("a gate of the rollout", gate, PacingGate) for gate in gates]
+        self.watch(nobody)  # those before may outlive their ring
+        self._gates = tuple(gates)
         self._refused: Gate | None = None  # the last time
+        self._pacing = [methods_of("a gate of the rollout", gate, PacingGate) for gate in gates]
+        only = gates[0] if len(gates) == 1 else None
+        self._credits = only if isinstance(only, FragmentCredits) else None  # which slow no step down
+
+    @property
+    def gate(self) -> Gate | None:
+        """What stands in the ring for all of them; None: there is none."""
+        return self._credits or (self if self._gates else None)
+
+    # As a gate
 
     @property
     def holder(self) -> str | None:
         """Name of what the gate waits for that refused last."""
         return getattr(self._refused, "holder", None)
-
-    @property
-    def wants_newest(self) -> bool:
-        """True if one of the gates wants fragments to begin with the newest weights."""
-        return any(getattr(gate, "wants_newest", False) for gate in self._gates)
 
     def waits_for(self) -> Wait | None:
         """What the gate waits for that refused last."""
@@ -184,49 +200,21 @@ class AllGates:
                 return False
         return True
 
-    def leave(self, lane: int) -> None:
-        """Tell the gates that the fragment which a lane began last never comes."""
-        for methods in self._pacing:
-            if "leave" in methods:
-                methods["leave"](lane)
-
-    def gone(self, lane: int, fragments: int) -> None:
-        """Tell the gates that a lane gives no more than so many fragments in all."""
-        for methods in self._pacing:
-            if "gone" in methods:
-                methods["gone"](lane, fragments)
-
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when one of them has changed."""
         for gate in self._gates:
             gate.watch(changed)
 
-
-LaneGate = FragmentCredits | AllGates  # a gate that takes note of fragments and lanes that never come
-
-
-class GateRelay:
-    """Tells a ring's gate of the fragments and lanes that never come.
-
-    Stages are made before their ring has its gate, and a ring that is drawn anew has another one: they report here.
-
-    environments    the node that steps the lanes
-    gate            of the ring drawn last; None: it has none
-    """
-
-    def __init__(self, environments: LaneSource) -> None:
-        self.gate: LaneGate | None = None
-        self._environments = environments
+    # What stages report
 
     @property
     def wants_newest(self) -> bool:
-        """True if the gate wants fragments to begin with the newest weights."""
-        return self.gate is not None and self.gate.wants_newest
+        """True if one of the gates wants fragments to begin with the newest weights."""
+        return any(getattr(gate, "wants_newest", False) for gate in self._gates)
 
     def fragment_missing(self, lane: int) -> None:
         """Report that the fragment which a lane began last never comes."""
-        if self.gate is not None:
-            self.gate.leave(lane)
+        self._tell("leave", lane)
 
     def lane_set_aside(self, lane: int, fragments: int, last: Any = None) -> Any:
         """Report that a lane was set aside after so many fragments: it is gone, unless the whole run comes to its end.
@@ -234,13 +222,13 @@ class GateRelay:
         With it go all that were begun. Returns its last fragment; where it has none, `NoFragment` for a reader who may
         wait for it in a round of every lane, else None.
         """
-        if self.gate is not None and not self._environments.is_draining:
-            self.gate.gone(lane, fragments)
+        if not self._environments.is_draining:
+            self._tell("gone", lane, fragments)
         return NoFragment(lane) if last is None and self._has_rounds_of_every_lane else last
 
     def lane_absent(self, absent: NoFragment) -> NoFragment | None:
         """The word that a lane is absent, for a reader that may wait for it; None in a graph, where none does."""
-        return absent if isinstance(self.gate, FragmentCredits) else None
+        return None if self._credits is None else absent
 
     def lane_finished(self, lane: int, fragments: int) -> None:
         """Report that a lane has given all its fragments: it is gone where others go on.
@@ -252,7 +240,13 @@ class GateRelay:
 
     @property
     def _has_rounds_of_every_lane(self) -> bool:
-        return isinstance(self.gate, FragmentCredits) and self.gate.wants_newest
+        return self._credits is not None and self._credits.wants_newest
+
+    def _tell(self, method: str, *args: int) -> None:
+        """Call a method of `PacingGate` of the gates that have it."""
+        for methods in self._pacing:
+            if method in methods:
+                methods[method](*args)
 
 
 class LaneCounts(LaneListener):

@@ -19,7 +19,7 @@ from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 if TYPE_CHECKING:
-    from rollflow.nodes.stages.credits import GateRelay
+    from rollflow.nodes.stages.credits import LaneGates
     from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
     from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
     from rollflow.stream.observe.trace import FragmentTrace
@@ -80,7 +80,7 @@ class CuttingStage(Generic[L, P]):
         num_lanes: int,
         num_fragments: int | None,
         ledger: Ledger | None,
-        relay: "GateRelay | None" = None,
+        relay: "LaneGates | None" = None,
     ) -> None:
         self._result = result
         self._ready: dict[int, P] = {}  # result of each lane at nearly every vector step
@@ -170,7 +170,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         num_fragments: int | None = None,
         metrics: Any = None,
         ledger: Ledger | None = None,
-        relay: "GateRelay | None" = None,
+        relay: "LaneGates | None" = None,
     ) -> None:
         super().__init__(PreparedBatch, num_lanes, num_fragments, ledger, relay)
         self.pipeline = pipeline

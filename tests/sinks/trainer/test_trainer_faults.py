@@ -21,7 +21,7 @@ from stalled_rollouts import line_of
 
 from rollflow import Fragment, Graph, Rollout, TrainerStream, Watch, feed
 from rollflow.nodes.env.stepping import nothing
-from rollflow.nodes.stages.credits import AllGates, FragmentCredits
+from rollflow.nodes.stages.credits import FragmentCredits, LaneGates
 from rollflow.sinks import TrainerSink
 from rollflow.stream import RunError, StallError
 from rollflow.stream.graph.report import Report
@@ -233,8 +233,8 @@ def test_of_several_gates_the_first_that_refuses_is_what_holds_a_lane() -> None:
             super().__init__(limit)
             self.holder = holder
 
-    gates = [FragmentCredits(1), Held(0, "one"), Held(0, "other")]
-    gate = AllGates(gates)
+    gates, gate = [FragmentCredits(1), Held(0, "one"), Held(0, "other")], LaneGates(None)  # type: ignore[arg-type]
+    gate.take(gates)
     assert gate.holder is None
     assert not gate.admits(Lane())
     assert gate.holder == "one"
