@@ -19,9 +19,10 @@ from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 from pettingzoo.classic.tictactoe import tictactoe
 from remote_hosts import listening, serving
+from replayed import write_dataset
 from serving_process import command
 
-from rollflow import DatasetSink, MultiAgentRollout, RemoteRollouts, Rollout
+from rollflow import MultiAgentRollout, RemoteRollouts, Rollout
 from rollflow.cli.main import main
 from rollflow.nodes import EnvHost, FlattenObservations, RandomModule
 from rollflow.nodes.env.remote.host_lane import HostLane
@@ -62,14 +63,12 @@ def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(tmp_
     host += ["--lanes", "2", "--compile", "--name", "sim"]
     host += ["--connect", f"unix:{tmp_path}/learner", "--module", "mine:modules", "--agent-to-module", "mine:mapping"]
     with command(*host, "--env-to-module", "mine:flat", cwd=tmp_path) as process:
-        with MultiAgentRollout(
-            rollouts,
-            module={"one": RandomModule, "other": RandomModule},
-            agent_to_module_mapping_fn={"player_1": "one", "player_2": "other"},
-            env_to_module_connector=lambda part: FlattenObservations(),
-            fragment_length=8,
-            num_fragments=3,
-        ) as rollout:
+        acting: dict[str, Any] = {
+            "module": {"one": RandomModule, "other": RandomModule},
+            "agent_to_module_mapping_fn": {"player_1": "one", "player_2": "other"},
+            "env_to_module_connector": lambda part: FlattenObservations(),
+        }
+        with MultiAgentRollout(rollouts, fragment_length=8, num_fragments=3, **acting) as rollout:
             assert "1 host: sim (" in rollout.explain()
             lanes = rollout.environments.num_lanes
             fragments = list(rollout.fragments())
@@ -90,9 +89,7 @@ def test_an_unknown_option_is_said_with_those_of_the_command(capsys: pytest.Capt
 @pytest.mark.slow
 def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) -> None:
     with Rollout("CartPole-v1", num_envs=4, fragment_length=64, num_fragments=1, seed=0) as rollout:
-        with DatasetSink(tmp_path / "data") as sink:
-            for fragment in rollout.fragments():
-                sink(fragment)
+        write_dataset(rollout.fragments(), tmp_path / "data")
     with command("dataset", "show", tmp_path / "data", stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()

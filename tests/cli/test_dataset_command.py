@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from command_errors import Says
 from numbered_agents import numbered_agents
-from replayed import Played
+from replayed import Played, write_dataset
 from serial_module import SerialModule
 
-from rollflow import DatasetSink, DatasetSource, MultiAgentRollout, Rollout
+from rollflow import DatasetSource, MultiAgentRollout, Rollout
 from rollflow.cli.main import main
 from rollflow.sinks.datasets.episode_block import histogram
 
@@ -28,9 +28,7 @@ def played() -> Played:
 
 def write(path: Path, played: Played, **options: object) -> Path:
     """A dataset of several files."""
-    with DatasetSink(path, max_file_bytes=8_000, **options) as sink:  # type: ignore[arg-type]
-        for fragment in played.fragments:
-            sink(fragment)
+    write_dataset(played.fragments, path, max_file_bytes=8_000, **options)
     return path
 
 
@@ -76,9 +74,7 @@ def test_show_tells_of_returns_that_are_no_numbers_beside_those_that_are(
             return seen, np.nan if all_are or steps[0] == 5 else reward, *ends
 
     with Rollout(lambda: Sick(gym.make("CartPole-v1")), fragment_length=128, num_fragments=1, seed=0) as rollout:
-        with DatasetSink(tmp_path / "data") as sink:
-            for fragment in rollout.fragments():
-                sink(fragment)
+        write_dataset(rollout.fragments(), tmp_path / "data")
     returns = DatasetSource(tmp_path / "data").summary().returns
     text = shown("dataset", "show", tmp_path / "data")
     if all_are:
@@ -211,18 +207,10 @@ def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
     _, makers = numbered_agents(2, agents=2, nested=1, length=6)
     data, good, both = (str(tmp_path / name) for name in ("data", "good", "both"))
     modules = {name: SerialModule() for name in ("nested", "plain")}
-    options: dict[str, object] = {"fragment_length": 8, "num_fragments": 3, "seed": 0}
-    with (
-        MultiAgentRollout(
-            makers,
-            module=modules,
-            agent_to_module_mapping_fn=lambda agent, episode: "nested" if agent == "agent 0" else "plain",
-            **options,  # type: ignore[arg-type]
-        ) as rollout,
-        DatasetSink(data, max_file_bytes=1, rollout=rollout) as sink,
-    ):
-        for fragment in rollout.fragments():
-            sink(fragment)
+    mapping = {"agent 0": "nested", "agent 1": "plain"}
+    played: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "seed": 0}
+    with MultiAgentRollout(makers, module=modules, agent_to_module_mapping_fn=mapping, **played) as rollout:
+        write_dataset(rollout.fragments(), data, max_file_bytes=1, rollout=rollout)
     source = DatasetSource(data)
     summary = source.summary()
     text = shown("dataset", "show", data)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 from feeding_rollouts import HASTY, SHORT, failing, feeding, graph_of, rollout_of, running, trainer
 from numbered_module import NumberedModule
 from remote_hosts import hosting, listening
@@ -61,11 +60,7 @@ def test_a_rollout_that_does_not_fit_is_refused_at_both_ends(
             feed.ended.result(60)
 
 
-def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None:
-    with pytest.raises(WireError, match="without a secret, expected one, or a loopback address or Unix socket"):
-        TrainerStream("tcp://0.0.0.0:7020")
-    with pytest.raises(WireError, match="without a secret, expected one, or a loopback address or Unix socket"):
-        TrainerSink("tcp://example.org:7020")
+IN_MEMORY = {"address": "shm:/x", "tls": ssl.create_default_context()}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +90,12 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
         ({"address": "tcp://host"}, "address 'tcp://host', expected a port behind it: 'tcp://host:port'"),
         ({"tls": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}, "tls is a client's context, expected a server's"),
         ({"address": "http://x:1"}, "address 'http://x:1', expected 'tcp://host:port', .* or 'shm:/path'"),
+        ({"address": "tcp://0.0.0.0:7020"}, "without a secret, expected one, or a loopback address or Unix socket"),
+        (IN_MEMORY, "address 'shm:/x' with tls: memory is not encrypted, expected tls=None"),
+        *(
+            ({"address": address}, "expected an absolute path of at most 103 bytes behind 'shm:'")
+            for address in ("shm:x", "shm:/" + "x" * 103, "shm:/\0")
+        ),
     ],
 )
 def test_what_a_stream_can_not_work_with_is_refused_when_it_is_made(options: dict[str, Any], told: str) -> None:
@@ -159,6 +160,8 @@ def test_a_keyword_that_has_moved_is_told_its_place(call: Any, told: str) -> Non
         ({"max_bytes": 0}, "max_bytes is 0, expected a whole number from 1 on"),
         ({"secret": 5}, "secret is of type int, expected text or bytes"),
         ({"address": None}, "address None, expected a string: .*'shm:/path'"),
+        ({"address": "tcp://example.org:7020"}, "without a secret, expected one, or a loopback address or Unix soc"),
+        (IN_MEMORY, "address 'shm:/x' with tls: memory is not encrypted, expected tls=None"),
     ],
 )
 def test_what_a_sink_can_not_work_with_is_refused_when_it_is_made(options: dict[str, Any], told: str) -> None:
@@ -183,7 +186,7 @@ def test_how_batches_are_made_is_said_to_the_trainer(name: str, value: Any) -> N
         feed(rollout, "tcp://127.0.0.1:1")
 
 
-def test_a_secret_that_is_none_is_refused_by_hosts_and_gateways_and_nothing_is_left_open() -> None:
+def test_a_secret_that_is_none_and_shared_memory_are_refused_by_hosts_and_gateways_and_nothing_is_left_open() -> None:
     for make in (
         lambda: EnvHost(makers(1)).connect("tcp://127.0.0.1:1", secret=5),  # type: ignore[arg-type]
         lambda: RemoteEnvs.listen("tcp://127.0.0.1:0", secret=5),  # type: ignore[arg-type]
@@ -191,11 +194,12 @@ def test_a_secret_that_is_none_is_refused_by_hosts_and_gateways_and_nothing_is_l
     ):
         with pytest.raises(WireError, match="secret is of type int, expected text or bytes"):
             make()
+    for other in (RemoteEnvs.listen, lambda text: EnvHost(makers(1)).connect(text)):
+        with pytest.raises(WireError, match=r"address 'shm:/x', expected 'tcp://host:port'"):
+            other("shm:/x")
 
 
 def test_an_address_that_is_none_or_taken_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WireError, match="expected 'tcp://host:port'"):
-        TrainerStream("localhost:7020")
     with (
         trainer() as stream,
         pytest.raises(RunError, match=r"can't listen on tcp://127.0.0.1:.*Address already in use"),
@@ -309,11 +313,8 @@ class RawSource:
         return str(self.connection.error)
 
 
-def test_a_connection_may_be_encrypted_at_both_ends_and_not_at_one() -> None:
-    authority = trustme.CA()
-    server, client = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
-    authority.issue_cert("127.0.0.1").configure_cert(server)
-    authority.configure_trust(client)
+def test_a_connection_may_be_encrypted_at_both_ends_and_not_at_one(certificates: dict[str, ssl.SSLContext]) -> None:
+    server, client = certificates["server"], certificates["client"]
     with trainer(tls=server, secret=SECRET, yields="fragments") as stream:
         with feeding(stream.address, num_fragments=3, sink={"tls": client, "secret": SECRET}) as feed:
             assert sum(fragment.num_steps for fragment in stream) == feed.rollout.num_steps

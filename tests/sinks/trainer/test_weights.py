@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import trustme
 from feeding_rollouts import (
     SHORT,
     await_come,
@@ -202,11 +201,8 @@ def test_an_orderly_end_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_follower_speaks_tls_and_proves_the_secret(tmp_path: Path) -> None:
-    authority, (taken, take) = trustme.CA(), taking()
-    server, client = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
-    authority.issue_cert("127.0.0.1").configure_cert(server)
-    authority.configure_trust(client)
+def test_a_follower_speaks_tls_and_proves_the_secret(certificates: dict[str, ssl.SSLContext]) -> None:
+    (taken, take), server, client = taking(), certificates["server"], certificates["client"]
     with TrainerStream("tcp://127.0.0.1:0", secret="one", tls=server) as stream:
         stream.publish(weights(3.0))
         stream._listener.open()
