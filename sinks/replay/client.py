@@ -20,7 +20,7 @@ from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch
 from rollflow.sinks.replay.sampled_steps import detached
 from rollflow.sinks.trainer.messages import is_by_module, joined_weights, tensors_of
-from rollflow.sinks.trainer.newest_weights import PublishedWeights
+from rollflow.sinks.trainer.newest_weights import copied_weights, frame_size
 from rollflow.sinks.trainer.uplink import TrainerLink, link_to
 from rollflow.stream import wire
 from rollflow.stream.data.errors import ReplayError, WireError
@@ -99,7 +99,8 @@ class ReplayClient:
         Raises ModuleError for weights that can't be sent.
         """
         weights = joined_weights(weights) if is_by_module(weights) else weights
-        sent = PublishedWeights.of(weights).message
+        sent = copied_weights(weights)
+        frame_size(sent)  # which raises for what can't be sent
         values = {"dtypes": sent.dtypes, "others": sent.others}
         version: int = self._ask("publish", values, sent.tensors).values["version"]
         return version

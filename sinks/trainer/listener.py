@@ -11,7 +11,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from rollflow.sinks.trainer.lending import FragmentBorrower, checked, fragment_in
-from rollflow.sinks.trainer.newest_weights import NewestWeights, PublishedWeights
+from rollflow.sinks.trainer.newest_weights import NewestWeights, check_fits, frame_size
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, PeerLife, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.staleness import StalenessBound
 from rollflow.sinks.trainer.stream_log import LoopTrace
@@ -111,14 +111,15 @@ class TrainerListener:
         self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
         self._thread.start()
 
-    def publish(self, weights: PublishedWeights) -> int:
+    def publish(self, weights: wire.Weights) -> int:
         """Send weights to every source; their policy version. Does not wait, nor for the lock.
 
-        Raises ModuleError where they are not those of a source's module, or more than it takes.
+        Raises ModuleError where they can't be sent, are not those of a source's module, or more than it takes.
         """
+        size = frame_size(weights)
         for source in self.connected:
             if source.connection is not None:
-                weights.check_fits(source, source.connection.peer_max_frame, self.limits.undelivered)
+                check_fits(weights, size, source, source.connection.peer_max_frame, self.limits.undelivered)
         return self.weights.publish(weights)
 
     def wake(self) -> None:
@@ -226,7 +227,7 @@ class TrainerListener:
             return
         newest = self.weights.published
         if newest is not None and peer.version < newest.version and not is_last:
-            connection.tell(newest.message)  # before what is done, which may belong to these
+            connection.tell(newest)  # before what is done, which may belong to these
             peer.version = newest.version
         done = source.session.done, source.session.kept
         if source.told_done != done:

@@ -4,7 +4,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from rollflow.nodes.modules.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.modules.weights_codec import to_arrays
@@ -16,60 +16,39 @@ from rollflow.stream.wire.codec.messages import ID_BYTES
 Identity = tuple[int, bytes]  # version and id of weights: those that share both are the same
 
 
-class PublishedWeights:
-    """Weights under a policy version; their arrays are never written to.
+def copied_weights(weights: Mapping[str, Any]) -> Weights:
+    """Copy a `state_dict()`, which has no version yet. Raises ModuleError for anything else."""
+    shapes_of(weights)
+    return Weights(0, *to_arrays(weights), id=_new_id())
 
-    message    as it is sent
-    size       bytes of its frame, as `max_frame` counts them
 
-    Raises ModuleError for weights that can't be sent.
+def frame_size(weights: Weights) -> int:
+    """Bytes of a frame with weights, as `max_frame` counts them. Raises ModuleError for weights that can't be sent."""
+    try:
+        return sum(map(len, encode(weights))) - 4
+    except RollflowError as error:
+        raise ModuleError(f"weights can't be sent, expected tensors and plain data: {error}") from error
+
+
+def check_fits(weights: Weights, size: int, source: RolloutPeer, most: int, undelivered: int) -> None:
+    """Raise ModuleError for weights that are not those of a rollout's module, or larger than it takes.
+
+    size           `frame_size`
+    most           bytes of a frame that the rollout takes
+    undelivered    bytes that may wait to be sent
     """
-
-    def __init__(self, message: Weights) -> None:
-        self.message = message
-        try:
-            self.size = sum(map(len, encode(message))) - 4
-        except RollflowError as error:
-            raise ModuleError(f"weights can't be sent, expected tensors and plain data: {error}") from error
-
-    @classmethod
-    def of(cls, weights: Mapping[str, Any]) -> Self:
-        """Copy a `state_dict()`, which has no version yet. Raises ModuleError for anything else."""
-        shapes_of(weights)
-        return cls(Weights(0, *to_arrays(weights), id=_new_id()))
-
-    @property
-    def version(self) -> int:
-        """Policy version."""
-        return self.message.version
-
-    @property
-    def identity(self) -> Identity:
-        """Version and id."""
-        return self.message.version, self.message.id
-
-    def counts_for(self, source: RolloutPeer) -> bool:
-        """True if a rollout takes them for newer than its own, or has these very weights."""
-        return self.version > source.version or self.identity == (source.version, source.weights_id)
-
-    def check_fits(self, source: RolloutPeer, most: int, undelivered: int) -> None:
-        """Raise ModuleError for weights that are not those of a rollout's module, or larger than it takes.
-
-        most           bytes of a frame that the rollout takes
-        undelivered    bytes that may wait to be sent
-        """
-        shapes = {name: array.shape for name, array in self.message.tensors.items()}
-        check_shapes(shapes, source.weights, f"{source.module} of rollout {source.name}")
-        if self.size > most:
-            raise ModuleError(
-                f"weights of {self.size} bytes, and rollout {source.name} takes at most {most}: give its sink, or "
-                f"feed, limits=Limits(max_frame={self.size} or more)"
-            )
-        if self.size > undelivered:
-            raise ModuleError(
-                f"weights of {self.size} bytes, and at most {undelivered} may wait to be sent: give TrainerStream "
-                f"limits=Limits(undelivered={self.size} or more)"
-            )
+    shapes = {name: array.shape for name, array in weights.tensors.items()}
+    check_shapes(shapes, source.weights, f"{source.module} of rollout {source.name}")
+    if size > most:
+        raise ModuleError(
+            f"weights of {size} bytes, and rollout {source.name} takes at most {most}: give its sink, or feed, "
+            f"limits=Limits(max_frame={size} or more)"
+        )
+    if size > undelivered:
+        raise ModuleError(
+            f"weights of {size} bytes, and at most {undelivered} may wait to be sent: give TrainerStream "
+            f"limits=Limits(undelivered={size} or more)"
+        )
 
 
 class NewestWeights:
@@ -78,7 +57,7 @@ class NewestWeights:
     ready        called, without the lock, when weights may be sent
 
     version      policy version of the newest weights, or a newer one that a rollout came with
-    published    newest weights; None: none have been published
+    published    newest weights, whose arrays are never written to; None: none have been published
 
     A trainer that goes on from a state publishes the weights that were saved with it, and a rollout may have got the
     same ones of the trainer before. An id says so: the state has the version and the id that these weights had, or got
@@ -87,21 +66,20 @@ class NewestWeights:
 
     def __init__(self, ready: Callable[[], None]) -> None:
         self.version = 0
-        self.published: PublishedWeights | None = None
+        self.published: Weights | None = None
         self._ready = ready
         self._lock = threading.Lock()
         self._next: Identity | None = None  # of what is published next, unless a batch is handed over before
         self._is_current = False  # no batch has been handed over since the newest weights were published
 
-    def publish(self, published: PublishedWeights) -> int:
+    def publish(self, weights: Weights) -> int:
         """Publish weights under the next version, or the version of those that the trainer goes on from; returns it."""
         with self._lock:
-            version, weights_id = self.version + 1, published.message.id
+            version, weights_id = self.version + 1, weights.id
             if self._next is not None and self._next[0] >= self.version:
                 version, weights_id = self._next
             self._next, self._is_current = None, True
-            published.message = replace(published.message, version=version, id=weights_id)
-            self.published, self.version = published, version
+            self.published, self.version = replace(weights, version=version, id=weights_id), version
         self._ready()
         return version
 
@@ -114,7 +92,7 @@ class NewestWeights:
         """Version and id of weights that are saved now: of those published last, or of those published next."""
         with self._lock:
             if self._is_current and self.published is not None:
-                return self.published.identity
+                return self.published.version, self.published.id
             if self._next is None:
                 self._next = self.version + 1, _new_id()
             return self._next
@@ -129,14 +107,20 @@ class NewestWeights:
         published = self.published
         try:
             if published is not None:
-                published.check_fits(source, most, undelivered)
+                check_fits(published, frame_size(published), source, most, undelivered)
         except ModuleError as error:
             raise WireError(str(error), "weights") from error
-        is_raised = published is not None and source.connection is None and not published.counts_for(source)
+        # It would take them for no newer than its own, unless it has these very weights.
+        is_raised = (
+            published is not None
+            and source.connection is None
+            and published.version <= source.version
+            and (published.version, published.id) != (source.version, source.weights_id)
+        )
         with self._lock:
             if published is not None and is_raised:
                 self.version = source.version + 1
-                self.published = PublishedWeights(replace(published.message, version=self.version))
+                self.published = replace(published, version=self.version)
             if self._next is not None and source.version >= self._next[0]:
                 is_same = self._next == (source.version, source.weights_id)
                 self._next = self._next if is_same else None

@@ -19,7 +19,7 @@ from rollflow.nodes.rollout.options import Watch, checked_record, metrics_of
 from rollflow.sinks.trainer.item_maker import Batches, ItemMaker, StreamReturns, Yields, check_module, checked_batches
 from rollflow.sinks.trainer.listener import TrainerListener, checked_address
 from rollflow.sinks.trainer.messages import HAS_ENDED, is_by_module, joined_weights
-from rollflow.sinks.trainer.newest_weights import PublishedWeights, checked_id
+from rollflow.sinks.trainer.newest_weights import checked_id, copied_weights
 from rollflow.sinks.trainer.rollout_peer import ArrivedItem, BatchItem, PeerLife, RolloutPeer, number_in
 from rollflow.sinks.trainer.staleness import OnExcess, StalenessBound
 from rollflow.sinks.trainer.stream_log import StreamLog
@@ -300,7 +300,7 @@ class TrainerStream:
         """
         self._check_open()
         weights = joined_weights(weights) if is_by_module(weights) else weights
-        return self._listener.publish(PublishedWeights.of(weights))
+        return self._listener.publish(copied_weights(weights))
 
     def expect_no_more(self) -> None:
         """Let the loop end when the rollouts have that are there, and wait for no others. From any thread."""
