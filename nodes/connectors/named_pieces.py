@@ -1,10 +1,11 @@
 """Pieces in order that go by names: lookup and edits, of `ConnectorPipelineV2` and of Alpha pipelines."""
 
 import abc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.nodes.connectors.state_watch import checked_state
+from rollflow.stream.data.errors import ConnectorError, shown
 
 NameOrClass = str | type
 
@@ -96,8 +97,38 @@ class NamedPieces(abc.ABC):
     def _named(self) -> dict[str, Any]:
         return dict(zip(self.names, self._pieces, strict=True))
 
-    def _check_names(self, state: Collection[Any]) -> None:
-        """Raise ConnectorError for a state with a name of no piece."""
+    def take_over_state(self, state: dict[str, Any]) -> None:
+        """Do what `set_state` does, for the rollout that has merged the states of its workers or hosts."""
+        pieces = self._named()
+        self._check_names(state)
+        for name, piece_state in state.items():
+            try:
+                getattr(pieces[name], "take_over_state", pieces[name].set_state)(piece_state)
+            except Exception as error:
+                error.add_note(f"in the state of connector piece '{name}' of {self.name}")
+                raise
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Name -> merged state, piece by piece; a piece's own where `states` have none of it.
+
+        Raises ConnectorError for a name of no piece.
+        """
+        for state in states:
+            self._check_names(state)
+        merged: dict[str, Any] = {}
+        for name, piece in self._named().items():
+            of_piece = [state[name] for state in states if name in state]
+            method, result = (
+                ("merge_states", piece.merge_states(of_piece)) if of_piece else ("get_state", piece.get_state())
+            )
+            if checked_state(name, method, result):
+                merged[name] = result
+        return merged
+
+    def _check_names(self, state: Any) -> None:
+        """Raise ConnectorError for a state that is none, or has a name of no piece."""
+        if not isinstance(state, Mapping):
+            raise ConnectorError(f"{self.name}: the state is {shown(state)}, expected a dict, as get_state gives it")
         unknown = sorted(set(state) - set(self.names))
         if unknown:
             raise ConnectorError(

@@ -274,19 +274,22 @@ class Connector:
         """A connector of params that `to_state` gave; params are keyword arguments, or None, unless overridden."""
         return cls(ctx, **(params or {}))
 
-    def learnt_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """State that a rollout saves, merges and sends; the params of `to_state`, unless overridden."""
         if type(self).to_state is Connector.to_state:
             return {}
         params = self.to_state()[1]
         return {} if params is None else {"params": params}
 
-    def take_learnt_state(self, state: dict[str, Any]) -> None:
-        """Take over a state of `learnt_state`: unless overridden, by the attributes of `from_state(ctx, params)`."""
-        if state and fingerprint(state) != fingerprint(self.learnt_state()):
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over a state of `get_state`: unless overridden, by the attributes of `from_state(ctx, params)`."""
+        if state and fingerprint(state) != fingerprint(self.get_state()):
             is_training, made = self._is_training, type(self).from_state(self.context, state["params"])
             vars(self).update(vars(made))
             self._is_training = is_training
+
+    def reset_state(self) -> None:
+        """Forget all that has been learnt."""
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """One state of those of several copies. Raises StateError, unless overridden, where they differ."""
@@ -426,26 +429,23 @@ def register_lambda_agent_connector(name: str, fn: Callable[[Any], Any]) -> type
     function returns anything else.
     """
 
-    class LambdaAgentConnector(AgentConnector):
-        def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
-            env_id, agent_id, data = ac_data.env_id, ac_data.agent_id, ac_data.data
-            if isinstance(data, AgentConnectorsOutput):
-                raise ConnectorError(
-                    f"{name} stands behind a connector that makes the policy's input, expected it before that: {name} "
-                    "changes columns, which are then in 'raw_dict' and 'sample_batch'"
-                )
-            returned = fn(AgentData(data, env_id, agent_id))
-            if isinstance(returned, AgentConnectorDataType):
-                return returned
-            if not isinstance(returned, Mapping):
-                raise ConnectorError(
-                    f"the function of {name} returned {type(returned).__name__}, expected the data: does it return it?"
-                )
-            return AgentConnectorDataType(env_id, agent_id, dict(returned))
+    def transform(connector: AgentConnector, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
+        env_id, agent_id, data = ac_data.env_id, ac_data.agent_id, ac_data.data
+        if isinstance(data, AgentConnectorsOutput):
+            raise ConnectorError(
+                f"{name} stands behind a connector that makes the policy's input, expected it before that: {name} "
+                "changes columns, which are then in 'raw_dict' and 'sample_batch'"
+            )
+        returned = fn(AgentData(data, env_id, agent_id))
+        if isinstance(returned, AgentConnectorDataType):
+            return returned
+        if not isinstance(returned, Mapping):
+            raise ConnectorError(
+                f"the function of {name} returned {type(returned).__name__}, expected the data: does it return it?"
+            )
+        return AgentConnectorDataType(env_id, agent_id, dict(returned))
 
-        to_state = without_params
-
-    return _registered(name, fn, 1, "(data)", LambdaAgentConnector)
+    return _registered(name, fn, 1, "(data)", AgentConnector, transform)
 
 
 def register_lambda_action_connector(name: str, fn: Callable[[Any, Any, Any], PolicyOutputType]) -> type[Any]:
@@ -457,23 +457,20 @@ def register_lambda_action_connector(name: str, fn: Callable[[Any, Any, Any], Po
     function does not return a tuple of three.
     """
 
-    class LambdaActionConnector(ActionConnector):
-        def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
-            returned: Any = fn(*ac_data.output)
-            if not isinstance(returned, tuple) or len(returned) != 3:
-                raise ConnectorError(
-                    f"the function of {name} returned {type(returned).__name__}, expected a tuple of three: (actions, "
-                    "states, fetches); a lambda needs parentheses around them"
-                )
-            return replace(ac_data, output=returned)
+    def transform(connector: ActionConnector, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
+        returned: Any = fn(*ac_data.output)
+        if not isinstance(returned, tuple) or len(returned) != 3:
+            raise ConnectorError(
+                f"the function of {name} returned {type(returned).__name__}, expected a tuple of three: (actions, "
+                "states, fetches); a lambda needs parentheses around them"
+            )
+        return replace(ac_data, output=returned)
 
-        to_state = without_params
-
-    return _registered(name, fn, 3, "(actions, states, fetches)", LambdaActionConnector)
+    return _registered(name, fn, 3, "(actions, states, fetches)", ActionConnector, transform)
 
 
-def _registered(name: str, fn: Any, count: int, expected: str, made: type[Any]) -> type[Any]:
-    """Name and register the class of a function. Raises ConnectorError unless that takes `count` arguments."""
+def _registered(name: str, fn: Any, count: int, expected: str, base: type[Any], transform: Any) -> type[Any]:
+    """Make and register the class of a function. Raises ConnectorError unless that takes `count` arguments."""
     if not callable(fn):
         raise ConnectorError(
             f"{name} is to be a Connector of {type(fn).__name__} {shown(fn)}, expected a function {expected}"
@@ -486,9 +483,8 @@ def _registered(name: str, fn: Any, count: int, expected: str, made: type[Any]) 
     except ValueError:  # it has no signature
         pass
     # With the function's module and the registered name, a class that is kept under that name there can be pickled.
-    made.__name__ = made.__qualname__ = name
-    made.__module__ = getattr(fn, "__module__", None) or made.__module__
-    made.__doc__ = getattr(fn, "__doc__", None)
+    of_function = {"__module__": getattr(fn, "__module__", None) or __name__, "__doc__": getattr(fn, "__doc__", None)}
+    made = type(name, (base,), {"transform": transform, "to_state": without_params, **of_function})
     register_connector(name, made)
     return made
 
@@ -596,24 +592,12 @@ class ConnectorPipeline(NamedPieces, Connector):
             raise ConnectorError(f"{cls.__name__}: params are {shown(params)}, expected a list of [name, params]")
         return cls(ctx, [get_connector(name, ctx, each) for name, each in params])
 
-    def learnt_state(self) -> dict[str, Any]:
-        states = {name: each.learnt_state() for name, each in self._named().items()}
+    def get_state(self) -> dict[str, Any]:
+        states = {name: each.get_state() for name, each in self._named().items()}
         return {name: state for name, state in states.items() if state}
 
-    def take_learnt_state(self, state: dict[str, Any]) -> None:
-        self._check_names(state)
-        for name, each in self._named().items():
-            if name in state:
-                each.take_learnt_state(state[name])
-
-    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        for state in states:
-            self._check_names(state)
-        merged: dict[str, Any] = {}
-        for name, each in self._named().items():
-            theirs = [state[name] for state in states if name in state]
-            merged[name] = each.merge_states(theirs) if theirs else each.learnt_state()
-        return {name: state for name, state in merged.items() if state}
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.take_over_state(state)
 
     def _in_turn(self, item: Any, is_sound: Callable[[Any], bool], expected: str) -> Any:
         """Call the connectors one after the other, with a note of the place on errors.
@@ -1101,17 +1085,17 @@ def _tensor(leaf: Any) -> torch.Tensor:
 
 
 _DECLARATION = (
-    "to_state and from_state, and merge_states where copies run in workers; or a learnt_state that returns {} where "
+    "to_state and from_state, and merge_states where copies run in workers; or a get_state that returns {} where "
     "nothing has to last"
 )
 
 
 def _undeclaring(pipeline: Any) -> Iterator[Any]:
-    """The connectors without a `to_state` or `learnt_state` of their own, also in nested pipelines."""
+    """The connectors without a `to_state` or `get_state` of their own, also in nested pipelines."""
     for connector in pipeline:
         if hasattr(connector, "connectors"):
             yield from _undeclaring(connector)
-        elif type(connector).to_state is Connector.to_state and type(connector).learnt_state is Connector.learnt_state:
+        elif type(connector).to_state is Connector.to_state and type(connector).get_state is Connector.get_state:
             yield connector
 
 
@@ -1132,19 +1116,17 @@ class _AlphaPiece(ConnectorV2):
         """Name -> state of each connector that has learnt something. Raises StateError for undeclared state."""
         for connector, watch in self._watches or ():
             watch.check(connector, _DECLARATION)
-        state: dict[str, Any] = self.pipeline.learnt_state()
+        state: dict[str, Any] = self.pipeline.get_state()
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Give connectors a state that `get_state` gave."""
-        self._check_state(state)
-        self.pipeline.take_learnt_state(state)
+        self.pipeline.set_state(state)
 
     def reset_state(self) -> None:
         """Make connectors that can forget do so."""
         for connector in self.pipeline:
-            if callable(getattr(connector, "reset_state", None)):
-                connector.reset_state()
+            connector.reset_state()
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """Name -> merged state, connector by connector."""

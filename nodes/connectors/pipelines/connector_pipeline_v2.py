@@ -301,41 +301,11 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
         self._check_owns_states("set_state")
         self.take_over_state(state)
 
-    def take_over_state(self, state: dict[str, Any]) -> None:
-        """Do what `set_state` does, for the rollout that has merged the states of its workers or hosts."""
-        pieces = self._named()
-        self._check_state(state)
-        self._check_names(state)
-        for name, piece_state in state.items():
-            try:
-                getattr(pieces[name], "take_over_state", pieces[name].set_state)(piece_state)
-            except Exception as error:
-                error.add_note(f"in the state of connector piece '{name}' of {self.name}")
-                raise
-
     def reset_state(self) -> None:
         """Reset every piece's state. Raises StateError as `set_state` does."""
         self._check_owns_states("reset_state")
         for piece in self._pieces:
             piece.reset_state()
-
-    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Name -> merged state, piece by piece; a piece's own where `states` have none of it.
-
-        Raises ConnectorError for a name of no piece.
-        """
-        for state in states:
-            self._check_state(state)
-            self._check_names(state)
-        merged: dict[str, Any] = {}
-        for name, piece in self._named().items():
-            of_piece = [state[name] for state in states if name in state]
-            method, result = (
-                ("merge_states", piece.merge_states(of_piece)) if of_piece else ("get_state", piece.get_state())
-            )
-            if checked_state(piece.name, method, result):
-                merged[name] = result
-        return merged
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         """(name, piece) of all pieces."""

@@ -113,7 +113,7 @@ class Logs(AgentConnector):
         self.calls.append(("data", float(data["new_obs"][0]), data["rewards"], data["terminateds"], data["t"]))
         return ac_data
 
-    def learnt_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         return {}
 
 
