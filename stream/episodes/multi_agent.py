@@ -516,31 +516,26 @@ class MultiAgentEpisode:
 
         Raises KeyError for an agent without an episode of its own; then nothing is replaced.
         """
-        for episode, items in self._with_new(new_data):
-            episode.set_observations(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        self._set("set_observations", new_data, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
 
     def set_actions(
         self, *, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
     ) -> None:
         """Replace actions; a hanging one can't be replaced."""
-        for episode, items in self._with_new(new_data):
-            episode.set_actions(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        self._set("set_actions", new_data, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
 
     def set_rewards(
         self, *, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
     ) -> None:
         """Replace the rewards of whole steps."""
-        for episode, items in self._with_new(new_data):
-            episode.set_rewards(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        self._set("set_rewards", new_data, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
 
     def set_extra_model_outputs(
         self, *, key: str, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
     ) -> None:
         """Replace an extra model output. Raises EpisodeError for a key that the agent does not have."""
-        for episode, items in self._with_new(new_data):
-            episode.set_extra_model_outputs(
-                key=key, new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback
-            )
+        where: Any = {"at_indices": at_indices, "neg_index_as_lookback": neg_index_as_lookback}
+        self._set("set_extra_model_outputs", new_data, key=key, **where)
 
     # Other forms
 
@@ -819,12 +814,14 @@ class MultiAgentEpisode:
             column_of = partial(AgentTimeline.column, name=name, with_pending=query.with_pending)
             return query.read(self, name, agent_ids, column_of)
 
-    def _with_new(self, new_data: AgentValues) -> list[tuple[SingleAgentEpisode, Any]]:
+    def _set(self, setter: str, new_data: AgentValues, **where: Any) -> None:
+        """Call a setter of agents' own episodes with what is new of each."""
         episodes = self.agent_episodes
         for agent_id in new_data:
             if agent_id not in episodes:
                 raise KeyError(f"episode '{self.id_}' has no agent '{agent_id}'; there are: {list(episodes)}")
-        return [(episodes[agent_id], items) for agent_id, items in new_data.items()]
+        for agent_id, items in new_data.items():
+            getattr(episodes[agent_id], setter)(new_data=items, **where)
 
     def _error(self, text: str) -> EpisodeError:
         return EpisodeError(f"episode '{self.id_}': {text}")

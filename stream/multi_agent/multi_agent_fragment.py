@@ -77,17 +77,15 @@ class EnvClock:
         ends = self._ends_of.get(env, ())
         return ends[nth] if nth < len(ends) else None
 
-    def after_loss(self, reason: str) -> "EnvClock":
-        """This clock, with episodes before its own that were lost before its first vector step."""
-        clock = EnvClock(self.first, np.full_like(self.started, self.first), self.numbers - 1)
-        clock.lose(self.first, reason)
-        losses = list(self.losses)
-        for vector_step, env, is_truncated in self.ends:
-            if losses and self.was_lost(env, len(clock._ends_of[env]) - 1):
-                clock.lose(*losses.pop())
-                break  # these are the last: environments that are lost begin no more episodes here
-            clock.end(np.array([env]), vector_step, np.array([is_truncated]))
-        return clock
+    def begin_after_loss(self, reason: str) -> None:
+        """Put before the first vector step the episodes that were lost then."""
+        envs = range(len(self.numbers))
+        self.started, self.numbers = np.full_like(self.started, self.first), self.numbers - 1
+        self.losses.insert(0, (self.first, reason))
+        self._lost = {(env, nth + 1) for env, nth in self._lost} | {(env, 0) for env in envs}
+        self.ends[:0] = [(self.first, env, True) for env in envs]
+        for env in envs:
+            self._ends_of.setdefault(env, []).insert(0, (self.first, True))
 
     def next(self, vector_step: int) -> "EnvClock":
         """The clock of the fragment that begins now."""
@@ -192,7 +190,7 @@ class MultiAgentFragment:
 
     def begin_after_loss(self, reason: str) -> None:
         """Record that the environments were lost before this fragment's first step: all open episodes ended."""
-        self.clock = self.clock.after_loss(reason)
+        self.clock.begin_after_loss(reason)
         for part in self.parts:
             part.begin_after_loss(reason)
 

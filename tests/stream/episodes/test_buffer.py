@@ -113,7 +113,12 @@ def pair() -> dict[str, Any]:
             None,
             r"new data is int64\[\], expected uint8\[\]",
         ),
-        (np.zeros(2, np.int64), 0.5, 0, "new data is .*, expected "),
+        *(
+            (np.zeros(2, np.int64), unfit, 0, r"new data is float64\[\], expected int64\[\]")
+            for unfit in (0.5, np.nan, np.inf, 2.0**63, -(2.0**64))
+        ),
+        (np.zeros(2, np.int64), [1.0, 2.5], None, r"new data is float64\[\], expected int64\[\]"),
+        ({"a": np.zeros(2), "n": np.zeros(2, np.int64)}, {"a": 1.0, "n": 0.5}, 0, "new data is float64"),
         (np.zeros(2, np.uint8), 256, 0, "new data is .*, expected "),
         (np.zeros(2, np.uint8), -1, 0, "new data is .*, expected "),
         (np.zeros(2, np.bool_), 2, 0, "new data is .*, expected "),
@@ -135,6 +140,17 @@ def test_arrays_take_what_they_can_hold_in_their_own_dtype() -> None:
     reward.append(0.5)
     assert (image.get().tolist(), image.data.dtype) == ([255, 0, 3], np.uint8)
     assert (reward.get().tolist(), reward.data.dtype) == ([np.float32(0.1), 0, 0.5], np.float32)
+
+
+def test_whole_number_floats_replace_integers_also_within_a_tree() -> None:
+    buffer = LookbackBuffer({"a": np.zeros((3, 2), np.float32), "n": np.arange(3)})
+    buffer.set({"a": np.full(2, 0.5), "n": 7353.0}, 1)
+    buffer.set({"a": np.ones((2, 2)), "n": np.array([4.0, 5.0])}, [0, 2])
+    assert (buffer.get()["a"].tolist(), buffer.get()["n"].tolist()) == ([[1, 1], [0.5, 0.5], [1, 1]], [4, 7353, 5])
+    assert [leaf.dtype for leaf in buffer.data.values()] == [np.float32, np.int64]
+    numbers = LookbackBuffer(np.zeros(3, np.int64))
+    numbers.set([7.0, 8, np.float32(9.0)])
+    assert (numbers.get().tolist(), numbers.data.dtype) == ([7, 8, 9], np.int64)
 
 
 def test_a_longer_value_makes_the_arrays_wider_when_it_is_appended() -> None:

@@ -167,40 +167,6 @@ def test_what_a_setter_refuses_is_named_and_changes_nothing() -> None:
     assert everything(episode) == before
 
 
-def test_whole_number_floats_replace_integers_and_fractions_are_refused() -> None:
-    episode = filled(3).to_numpy()
-    episode.set_observations(new_data=7353.0, at_indices=1)
-    episode.set_observations(new_data=np.array([4.0, 5.0]), at_indices=[2, 3])
-    episode.set_actions(new_data=[7.0, 8, 9.0])
-    episode.set_extra_model_outputs(key="logp", new_data=np.float32(5.0), at_indices=-1)
-    observations, actions = episode.get_observations(), episode.get_actions()
-    assert (observations.tolist(), actions.tolist()) == ([0, 7353, 4, 5], [7, 8, 9])
-    assert observations.dtype == actions.dtype == np.int64
-    before = everything(episode)
-    for unfit in (7353.5, np.nan, np.inf, 2.0**63, -(2.0**64)):
-        with pytest.raises(ColumnError, match=r"'observations': new data is float64\[\], expected int64\[\]"):
-            episode.set_observations(new_data=unfit, at_indices=1)
-    with pytest.raises(ColumnError, match=r"'actions': new data is float64\[\], expected int64\[\]"):
-        episode.set_actions(new_data=[1.0, 2.0, 2.5])
-    assert everything(episode) == before
-
-
-def test_whole_number_floats_replace_the_integers_of_a_tree() -> None:
-    def item(number: float) -> dict[str, Any]:
-        return {"a": np.full(2, number / 2, np.float32), "b": number}
-
-    rewards = [1, 2]
-    episode = SingleAgentEpisode(observations=[item(n) for n in range(3)], actions=[0, 1], rewards=rewards)
-    episode.to_numpy().set_observations(new_data=item(9.0), at_indices=-1)
-    episode.set_rewards(new_data=4.0, at_indices=-1)
-    newest = episode.get_observations(-1)
-    assert (newest["a"].tolist(), int(newest["b"]), newest["b"].dtype) == ([4.5, 4.5], 9, np.int64)
-    assert episode.get_rewards(-1) == 4.0
-    with pytest.raises(ColumnError, match=r"new data is float64\[\], expected int64\[\]"):
-        episode.set_observations(new_data=item(8.5), at_indices=-1)
-    assert episode.get_observations(-1)["a"].tolist() == [4.5, 4.5]
-
-
 def test_numpy_form_has_arrays_at_the_leaves_and_infos_stay_dicts() -> None:
     episode = SingleAgentEpisode()
     episode.add_env_reset({"a": np.zeros(2), "b": 0})
