@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import numpy as np
 import safetensors.numpy
@@ -27,6 +28,12 @@ _NO_DIGEST = "0" * 64
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
 
 _Read = Callable[[str, int], bytes]
+
+
+def folder_of(id_: str) -> str:
+    """Name of the folder of a module, by the text of its id, with what no folder's name may have replaced."""
+    name = quote(id_, safe=" ")
+    return f"%2E{name[1:]}" if name.startswith(".") else name
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:

@@ -1,6 +1,7 @@
 """Policies of several agents: that of one agent of a rollout, and evaluation of one for each agent."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.multi_agent.multi_agent_env import agent_spaces
 from rollflow.nodes.env.multi_agent.petting_zoo import adapted
+from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.evaluation import Evaluation, Player, check_spaces, play
 from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
 from rollflow.nodes.stages.agents_acting import AgentsActing
@@ -63,6 +65,21 @@ class AgentPolicies:
                 made[key] = self.of(agent)
             found[agent] = made[key]
         return found
+
+    def to_save(self, path: Path, agent: Any, module_id: Any, **options: Any) -> dict[Path, Policy]:
+        """Path -> the policy of an agent or of a module; None for both: those of all modules, in folders of their own.
+
+        Raises as `of` does, and PolicyError where several can't be saved at the path.
+        """
+        if agent is not None or module_id is not None:
+            return {path: self.of(self._modules.agent_of(module_id) if agent is None else agent, module_id, **options)}
+        if path.suffix == ".zip":
+            raise PolicyError(f"{path} is one file, expected a folder for the policies of all modules, or agent=…")
+        ids = list(self._modules.versions())
+        made = {path / folder_of(str(each)): self.of(self._modules.agent_of(each), each, **options) for each in ids}
+        if len(made) < len(ids):
+            raise PolicyError(f"some of the modules {ids} have one text as their ids, expected another for each")
+        return made
 
     def _place_of(self, agent: Any) -> int:
         for place, part in enumerate(self._parts):

@@ -1,6 +1,8 @@
 """Environments with several agents, modules and connectors as one node, and as a plain loop over train batches."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Unpack
 
 from rollflow.nodes.argument_checks import check_numbers
@@ -104,9 +106,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
     Also `stall`, `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
-    Methods: `publish`, `acting_weights`, `policy`, `evaluate`, `add_module`, `remove_module`; loops `batches()`,
-    `fragments()`; `start`, `drain`, `close`; `state_dict`, `load_state_dict` to go on with an earlier run; `report`,
-    `diagnose`, `explain`; `graph`; hooks `on_batch`, `on_episode`.
+    Methods: `publish`, `acting_weights`, `policy`, `save_policy`, `evaluate`, `add_module`, `remove_module`;
+    loops `batches()`, `fragments()`; `start`, `drain`, `close`; `state_dict`, `load_state_dict` to go on with an
+    earlier run; `report`, `diagnose`, `explain`; `graph`; hooks `on_batch`, `on_episode`.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
@@ -166,6 +168,25 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Raises PolicyError for an unknown agent, and where `joint_connector` pieces see all agents together.
         """
         return self._policies.of(agent, module_id, **options)
+
+    def save_policy(
+        self,
+        path: str | os.PathLike[str],
+        agent: Any = None,
+        module_id: Any = None,
+        *,
+        explore: bool = False,
+        **options: Any,
+    ) -> None:
+        """Save the policies that act now, for other programs: `Policy.load`. Options are those of `Policy.save`.
+
+            agent        whose policy is saved; None: those of all modules, in `path / module_id` each
+            module_id    as for `policy`; without an agent, the module whose policy is saved
+
+        Raises PolicyError as `policy` does, and ModuleError where no agent is known that a module serves.
+        """
+        for place, policy in self._policies.to_save(Path(path), agent, module_id, explore=explore).items():
+            policy.save(place, **options)
 
     def evaluate(
         self, env: Callable[[], Any] | None = None, episodes: int = 100, *, seed: int = 0

@@ -245,6 +245,18 @@ class ModuleSet:
         self.modules[module_id]
         return self.acting[module_id]
 
+    def agent_of(self, module_id: Any) -> Any:
+        """An agent that a module serves. Raises ModuleError where there is no such module, or that can't be told."""
+        part = self._part_for(module_id, self.of_id(module_id).module)
+        if part is None:
+            raise ModuleError(
+                f"which agents module '{module_id}' serves can't be told by what agent_to_module_mapping_fn gives for "
+                "their ids; expected one of them to be named"
+            )
+        for agent in self._parts[part].agents:
+            self._may_serve(agent, is_anew=False)
+        return self._agent_in(part, module_id)
+
     def chosen_spaces(self) -> list[gym.Space[Any] | None]:
         """Spaces that modules choose in, part by part, where pieces make the actions of it; None: the agents' space.
 
@@ -270,10 +282,13 @@ class ModuleSet:
             config = self._model_config if module is None else None
             made = module_for(module, config, *self._seen[part])
             if self._acted[part] is not None:
-                agents = self._parts[part].agents
-                served = (agent for agent in agents if module_id in self._named.get(agent, ()))
-                check_actions(made, self._acted[part], next(served, agents[0]))
+                check_actions(made, self._acted[part], self._agent_in(part, module_id))
             return made
+
+    def _agent_in(self, part: int, module_id: Any) -> Any:
+        """An agent of a part that a module serves: one that the mapping has named it for, if there is one."""
+        agents = self._parts[part].agents
+        return next((agent for agent in agents if module_id in self._named.get(agent, ())), agents[0])
 
     def _check(self, weights: Mapping[Any, Weights]) -> None:
         """Raise ModuleError unless they are modules' of ours."""

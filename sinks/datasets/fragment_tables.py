@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, empty_tree, import_pyarrow, table_of
 from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, ENV_T, EPISODES, LAST_OBS, MODULES, STEPS
 from rollflow.stream.data.columns import Columns
@@ -153,13 +153,7 @@ Ints = NDArray[np.int64]
 
 def modules_of(fragment: MultiAgentFragment) -> dict[str, ModuleFragment]:
     """The steps of each module that has made some: name of its folder -> its fragment."""
-    return {folder_of(module_id): part for module_id, part in fragment.by_module().items()}
-
-
-def folder_of(module_id: Any) -> str:
-    """Name of a module's folder: its id, with what no folder's name may have replaced."""
-    name = quote(checked_id("module", module_id), safe=" ")
-    return f"%2E{name[1:]}" if name.startswith(".") else name
+    return {folder_of(checked_id("module", module_id)): part for module_id, part in fragment.by_module().items()}
 
 
 def checked_id(whose: str, id_: Any) -> str:

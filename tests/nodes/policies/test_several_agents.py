@@ -1,5 +1,6 @@
 """Policies of a rollout over several agents: one for each agent, the same to the bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rollflow.nodes import (
     PrevActionsPrevRewards,
 )
 from rollflow.policy import evaluate_agents
-from rollflow.stream import PolicyError
+from rollflow.stream import ModuleError, PolicyError
 from rollflow.stream.data.tree import stack_trees
 
 STEPS = 24
@@ -58,13 +59,33 @@ def rollout_over(env: Together, **kwargs: Any) -> MultiAgentRollout:
     )
 
 
-@pytest.mark.parametrize("explore", [False, True])
-def test_each_agents_policy_computes_what_the_rollout_computed(explore: bool, tmp_path: Path) -> None:
+def _save_agents(rollout: MultiAgentRollout, path: Path) -> None:
+    rollout.policy("ann").save(path / "walker")
+    rollout.save_policy(path / "cat", "cat", program=True)
+
+
+def _save_modules(rollout: MultiAgentRollout, path: Path) -> None:
+    for module_id in ("walker", "cat"):
+        rollout.save_policy(path / module_id, module_id=module_id)
+
+
+def _save_all(rollout: MultiAgentRollout, path: Path) -> None:
+    rollout.save_policy(path)
+
+
+@pytest.mark.parametrize(
+    ("explore", "save"),
+    [(False, _save_agents), (True, _save_modules), (False, _save_all)],
+    ids=["agents", "modules", "all"],
+)
+def test_each_agents_policy_computes_what_the_rollout_computed(
+    explore: bool, save: Callable[[MultiAgentRollout, Path], None], tmp_path: Path
+) -> None:
     env = logged_agents()
     rollout = rollout_over(env, explore=explore)
-    for agent in ("ann", "cat"):
-        rollout.policy(agent).save(tmp_path / agent)
-    policies = {agent: Policy.load(tmp_path / agent) for agent in ("ann", "cat")}
+    save(rollout, tmp_path)
+    policies = {agent: Policy.load(tmp_path / module) for agent, module in (("ann", "walker"), ("cat", "cat"))}
+    assert {agent: policy.trained_on["agent"] for agent, policy in policies.items()} == {"ann": "ann", "cat": "cat"}
     with rollout:
         (fragment,) = rollout.fragments()
     (episode,) = fragment.episodes()
@@ -118,6 +139,23 @@ def test_each_agents_returns_and_lengths_are_told() -> None:
     other = Policy(Repeats, observation_space=spaces.Discrete(2), action_space=spaces.Discrete(2))
     with pytest.raises(PolicyError, match="observation_space of agent 'b' is Box"):
         evaluate_agents({"a": one, "b": other}, Turns)
+
+
+def test_what_can_not_be_saved_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    by_episode = {
+        "module": {"walker": None, "cat": None, "idle": Repeats(BOX, ACTIONS["box"])},
+        "agent_to_module_mapping_fn": lambda agent, episode: "cat" if agent == "cat" else "walker",
+    }
+    rollout = MultiAgentRollout(logged_agents, seed=3, **by_episode)
+    with pytest.raises(ModuleError, match="which agents module 'idle' serves can't be told"):
+        rollout.save_policy(tmp_path / "all")
+    with pytest.raises(PolicyError, match="is one file, expected a folder for the policies of all modules"):
+        rollout.save_policy(tmp_path / "all.zip")
+    with pytest.raises(PolicyError, match="agent 'ann' may have another module in each episode"):
+        rollout.save_policy(tmp_path / "ann", "ann")
+    assert not list(tmp_path.iterdir())
+    rollout.save_policy(tmp_path / "walker.zip", module_id="walker")
+    assert Policy.load(tmp_path / "walker.zip").trained_on["agent"] == "ann"
 
 
 def test_policies_of_a_rollout_over_pettingzoo_are_evaluated() -> None:
