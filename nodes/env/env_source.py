@@ -131,6 +131,16 @@ def _space_of(env: Any, attribute: str, name: str) -> gym.Space[Any]:
     return space
 
 
+def check_same_space(
+    kind: str, space: gym.Space[Any], expected: gym.Space[Any], place: str, number: int, first: int = 0
+) -> None:
+    """Raise EnvError where the environment of a lane or slot has another space than that of the first one."""
+    if space != expected:
+        raise EnvError(
+            f"environment of {place} {number}: its {kind} space is {space}, expected that of {place} {first}, {expected}"
+        ).see("spaces")
+
+
 def _check_spaces(env: VectorEnv[Any, Any, Any], name: str) -> None:
     """Raise EnvError, with the part's keys, for a space of its environments that has a part without columns."""
     for kind in ("observation", "action"):
@@ -307,8 +317,9 @@ def _side_by_side(makers: Sequence[EnvMaker], first_slot: int, mode: AutoresetMo
     with closing_on_error(lambda: close_all((f"slot {slot}", env.close) for slot, env in enumerate(made, first_slot))):
         for slot, make in enumerate(makers, first_slot):
             made.append(_made(make, slot, made))
-            for attribute in ("observation_space", "action_space"):
-                _space_of(made[-1], attribute, f"slot {slot}")
+            for kind in ("observation", "action"):
+                space = _space_of(made[-1], f"{kind}_space", f"slot {slot}")
+                check_same_space(kind, space, getattr(made[0], f"{kind}_space"), "slot", slot, first_slot)
         # A lane copies observations before the next step, so the environments may reuse their arrays.
         envs = iter(made)
         return SideBySide([lambda: next(envs)] * len(made), copy=False, autoreset_mode=mode)

@@ -6,7 +6,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, lane_makers
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, LaneMaker, check_same_space, lane_makers
 from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.stepping import LaneVectorEnv, SideBySide, Stepped, autoreset_mode, takes_one_seed
 from rollflow.stream.data.columns import Columns
@@ -123,10 +123,7 @@ class Environments(LaneSource):
             ("observation", env.single_observation_space, self.observation_space),
             ("action", env.single_action_space, self.action_space),
         ):
-            if space != first:
-                raise EnvError(
-                    f"environment of lane {index}: its {kind} space is {space}, expected that of lane 0, {first}"
-                ).see("spaces")
+            check_same_space(kind, space, first, "lane", index)
 
 
 def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:
