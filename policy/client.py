@@ -39,7 +39,7 @@ from rollflow.policy.serving.request import (
     UnknownPolicyError,
 )
 from rollflow.stream.data.errors import RollflowError, WireError, shown
-from rollflow.stream.data.tree import Tree, tree_at, with_tuples
+from rollflow.stream.data.tree import Tree, stack_trees, tree_at, with_tuples
 from rollflow.stream.net.backoff import WaitReminder, pause_s
 
 SessionName = str | int
@@ -178,7 +178,7 @@ class PolicyClient:
     ) -> Tree:
         """The actions, any[N, ...], for one observation each of N environments, in one request.
 
-            observations    any[N, ...]   a tree, as the environment's space has it
+            observations    any[N, ...]   a tree, as the environment's space has it; or a list of N of them
             rewards         f32[N]        for each session's action before, NaN for none; None: there are none
             sessions        N of them; None: 0 … N - 1
             policy          that is to act; None: the client's
@@ -188,6 +188,11 @@ class PolicyClient:
         action. Raises UnansweredError where no answer comes in time: the sessions are then lost.
         """
         until = monotonic() + self.timeout
+        if isinstance(observations, list) and any(isinstance(each, dict | tuple) for each in observations):
+            try:
+                observations = stack_trees(observations)
+            except ValueError as error:
+                raise RequestError(f"the observations differ, expected those of one space: {error}") from None
         count = _count_of(observations)
         names = list(range(count)) if sessions is None else list(sessions)
         if len(names) != count or not count:

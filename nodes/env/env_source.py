@@ -137,7 +137,8 @@ def check_same_space(
     """Raise EnvError where the environment of a lane or slot has another space than that of the first one."""
     if space != expected:
         raise EnvError(
-            f"environment of {place} {number}: its {kind} space is {space}, expected that of {place} {first}, {expected}"
+            f"environment of {place} {number}: its {kind} space is {space}, expected that of {place} {first}, "
+            f"{expected}"
         ).see("spaces")
 
 

@@ -90,9 +90,13 @@ def test_items_of_any_space_come_back_as_the_policy_gives_them() -> None:
     rows = {"place": (np.array([1, 3]), np.ones((2, 2), np.float32))}
     with served(policy) as (_, server), client_of(server.url) as client:
         assert (client.observation_space, client.action_space) == (observed, chosen)
-        acted, local = client.act_batch(rows), policy.act_batch(rows)
-        for mine, theirs in zip(acted, local, strict=True):
-            np.testing.assert_array_equal(mine, theirs, strict=True)
+        one_by_one = [{"place": (number, np.ones(2, np.float32))} for number in (1, 3)]
+        local = policy.act_batch(rows)
+        for acted in (client.act_batch(rows), client.act_batch(one_by_one)):
+            for mine, theirs in zip(acted, local, strict=True):
+                np.testing.assert_array_equal(mine, theirs, strict=True)
+        with pytest.raises(RequestError, match="the observations differ, expected those of one space"):
+            client.act_batch([one_by_one[0], {"place": 1}])
         acted = client.act({"place": (1, [1, 1])})
         assert isinstance(acted, tuple)
         assert acted in chosen
