@@ -1,9 +1,8 @@
-"""Silent faults of a process and its machine: memory that rises steadily, and a clock that was set."""
+"""Memory of a process that rises steadily, a silent fault."""
 
 import mmap
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,33 +13,22 @@ from rollflow.stream.observe.waits import Sign
 
 _EVERY_S, _RISES = 30.0, 10  # between two looks at the memory; in a row, after which it rises steadily
 _SHARE = 1e-3  # of the machine's memory, which is a rise
-_JUMP_S = 1.0
 
 Usage = tuple[int, int]  # bytes that a process has asked for, and bytes of it that are in memory
 
 
 class MachineChecks:
-    """Finds faults of this process and its machine; `signs` is to be called at every look of the doctor.
+    """Finds faults of this process; `signs` is to be called at every look of the doctor.
 
     usage     gives what the process has: both rise where something is kept, and one alone where room fills up that was
               asked for at once, as a replay's does
     bound     bytes that it may have
-    wall      gives seconds since 1970
-    steady    gives seconds since some moment, which nobody sets
     """
 
-    def __init__(
-        self,
-        usage: Callable[[], Usage] | None = None,
-        bound: int | None = None,
-        wall: Callable[[], float] = time.time,
-        steady: Callable[[], float] | None = None,
-    ) -> None:
+    def __init__(self, usage: Callable[[], Usage] | None = None, bound: int | None = None) -> None:
         self._usage, self._bound = usage or process_memory, memory_bound() if bound is None else bound
-        self._wall, self._steady = wall, steady or _since_boot
         self._samples: deque[Usage] = deque(maxlen=_RISES + 1)
         self._due = -float("inf")
-        self._offset = self._wall() - self._steady()
 
     def signs(self, now: float) -> Iterator[Sign]:
         """The faults that there are at a time of the doctor's clock, in seconds."""
@@ -56,15 +44,6 @@ class MachineChecks:
                 f"the memory of this process has risen in each of the last {_RISES} half minutes, by "
                 f"{(there - before) / 1e6:,.0f} MB to {there / 1e6:,.0f} of {self._bound / 1e6:,.0f}: something keeps "
                 "more and more, such as a list of fragments or batches, or losses with their graphs",
-            )
-        offset, before_s = self._wall() - self._steady(), self._offset
-        self._offset = offset
-        if abs(offset - before_s) >= _JUMP_S:
-            how = "forward" if offset > before_s else "back"
-            yield Sign(
-                "clock",
-                f"the system's clock was set {how} by {abs(offset - before_s):.1f} s: times in logs have a step here; "
-                "what is measured in seconds goes by another clock",
             )
 
 
@@ -86,7 +65,3 @@ def process_memory() -> Usage:
         return 0, 0
     page = mmap.PAGESIZE
     return page * int(pages[5]), page * int(pages[1])
-
-
-def _since_boot() -> float:
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -283,18 +283,6 @@ def test_a_process_that_keeps_more_has_more() -> None:
     assert process_memory()[1] < memory_bound()
 
 
-@pytest.mark.parametrize(("by", "how"), [(3600.0, "forward by 3600.0 s"), (-5.0, "back by 5.0 s")])
-def test_a_clock_that_was_set_is_named_once(by: float, how: str) -> None:
-    times = {"wall": 1e9, "steady": 100.0}
-    checks = MachineChecks(lambda: (0, 0), BOUND, lambda: times["wall"], lambda: times["steady"])
-    texts = []
-    for look in range(10):
-        times["steady"] += 0.5
-        times["wall"] += 0.5004 + (by if look == 5 else 0.0)  # it is a little fast, too
-        texts += [sign.text for sign in checks.signs(look / 2)]
-    assert [text.partition(":")[0] for text in texts] == [f"the system's clock was set {how}"]
-
-
 def test_the_doctor_logs_what_the_machine_has() -> None:
     clock = ToldClock()
     rising = ((MB * 100 * each, MB * 100 * each) for each in itertools.count())
