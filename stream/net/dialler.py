@@ -4,10 +4,10 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import monotonic
 from typing import Any, TypeAlias
 
@@ -43,13 +43,6 @@ def dial(target: DialTarget) -> socket.socket:
     return sock
 
 
-def check_connected(sock: socket.socket) -> None:
-    """Raise OSError where a socket could not be connected."""
-    problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if problem:
-        raise OSError(problem, os.strerror(problem))
-
-
 def problem_of(error: OSError) -> str:
     """The text of an error, for people."""
     return error.strerror or str(error)
@@ -80,38 +73,11 @@ class Dialled:
 _Answers: TypeAlias = "SimpleQueue[tuple[Dialled, Sequence[DialTarget] | OSError]]"
 
 
-class Lookup:
-    """Lookup of names, each in a thread of its own, since the system's call blocks.
-
-    Such a thread is not joined: it ends when the name server answers or the system gives up. It holds what it needs
-    itself, since it may outlive this object.
-    """
-
-    def __init__(self) -> None:
-        self._answered = Wakeup()
-        self._answers: _Answers = SimpleQueue()
-
-    def fileno(self) -> int:
-        """Descriptor that can be read once `answers` has any."""
-        return self._answered.fileno()
-
-    def ask(self, dialled: Dialled) -> None:
-        """Look an address up that is a name, in a thread."""
-        work, name = (dialled, self._answers, self._answered), f"rollflow lookup {dialled.address}"
-        threading.Thread(target=_look_up, args=work, name=name, daemon=True).start()
-
-    def answers(self) -> "Iterator[tuple[Dialled, Sequence[DialTarget] | OSError]]":
-        """Answers since the last call: what is dialled, and the targets or the error."""
-        self._answered.silence()
-        while True:
-            try:
-                yield self._answers.get_nowait()
-            except Empty:
-                return
-
-
 def _look_up(dialled: Dialled, answers: "_Answers", answered: Wakeup) -> None:
-    """Put in the targets of an address, which may take as long as a name server likes."""
+    """Put in the targets of an address that is a name, which may take as long as a name server likes.
+
+    In a thread that nobody joins: it ends when the name server answers or the system gives up.
+    """
     address = dialled.address
     assert not isinstance(address, UnixAddress)
     try:
@@ -141,11 +107,12 @@ class Dialler:
         self._all = [Dialled(address) for address in addresses]
         self._longest_pause_s, self._on_failure = longest_pause_s, on_failure
         self._calling: dict[int, tuple[socket.socket, Dialled, float]] = {}  # by descriptor, and how long it may take
-        self._lookup: Lookup | None = None  # once there is a name
+        self._answered: Wakeup | None = None  # once there is a name, rung where one has been looked up
+        self._answers: _Answers = SimpleQueue()
         self._poll = poll
 
     def __contains__(self, fd: int) -> bool:
-        return fd in self._calling or (self._lookup is not None and fd == self._lookup.fileno())
+        return fd in self._calling or (self._answered is not None and fd == self._answered.fileno())
 
     @property
     def due(self) -> float | None:
@@ -176,8 +143,10 @@ class Dialler:
         """A connection that has come about by a descriptor that is ready, and its address; None: there is none yet."""
         if fd in self._calling:
             return self._connected(fd, now)
-        assert self._lookup is not None
-        for dialled, found in self._lookup.answers():
+        assert self._answered is not None
+        self._answered.silence()
+        while not self._answers.empty():  # of which nobody else takes any
+            dialled, found = self._answers.get()
             if isinstance(found, OSError):
                 self._put_off(dialled, problem_of(found), now)
             else:
@@ -199,16 +168,17 @@ class Dialler:
             self._poll.unregister(fd)
             sock.close()
         self._calling.clear()
-        if self._lookup is not None:
-            self._poll.unregister(self._lookup.fileno())
-            self._lookup = None
+        if self._answered is not None:
+            self._poll.unregister(self._answered.fileno())
+            self._answered = None
 
     def _look_up(self, dialled: Dialled) -> None:
-        if self._lookup is None:
-            self._lookup = Lookup()
-            self._poll.register(self._lookup.fileno(), select.POLLIN)
+        if self._answered is None:
+            self._answered = Wakeup()
+            self._poll.register(self._answered.fileno(), select.POLLIN)
         dialled.problem = dialled.problem or "no name server has said yet where this is"
-        self._lookup.ask(dialled)
+        work, name = (dialled, self._answers, self._answered), f"rollflow lookup {dialled.address}"
+        threading.Thread(target=_look_up, args=work, name=name, daemon=True).start()
 
     def _call(self, dialled: Dialled, targets: Sequence[DialTarget], now: float) -> None:
         try:
@@ -221,10 +191,9 @@ class Dialler:
 
     def _connected(self, fd: int, now: float) -> tuple[socket.socket, Dialled] | None:
         sock, dialled, _ = self._calling[fd]
-        try:
-            check_connected(sock)
-        except OSError as error:
-            self._give_up(fd, problem_of(error), now)
+        problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if problem:
+            self._give_up(fd, os.strerror(problem), now)
             return None
         self._poll.unregister(fd)
         del self._calling[fd]
