@@ -151,8 +151,7 @@ class AgentHostLane(ServedEnvironments):
 
     def __init__(self, maker: AgentLaneMaker, deviations: Deviations) -> None:
         super().__init__(maker, deviations)
-        self._deviations = deviations
-        self._infos = InfoCodec(self.env.possible_agents, maker.first_env)
+        self._infos = InfoCodec(self.env.possible_agents)
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello. Raises EnvError where their agents' ids can't be sent."""
@@ -166,7 +165,7 @@ class AgentHostLane(ServedEnvironments):
             ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
         )
         slots, obs = _columns(observed)
-        sent = self._infos.sent(infos, range(self.env.num_envs), self._deviations)
+        sent = self._infos.plain(infos)
         return AgentRows(request.lane, request.number, slots, obs, **nothing, infos=sent, first_infos=())
 
     def _step(self, request: Step) -> AgentRows:
@@ -186,8 +185,8 @@ class AgentHostLane(ServedEnvironments):
             step.truncated,
             first_slots,
             first_obs,
-            self._infos.sent(step.infos, range(self.env.num_envs), self._deviations),
-            self._infos.sent(step.first_infos, step.ended.tolist(), self._deviations),
+            self._infos.plain(step.infos),
+            self._infos.plain(step.first_infos),
         )
 
 

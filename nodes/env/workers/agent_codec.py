@@ -1,18 +1,14 @@
 """Environments with several agents as workers and hosts send them: infos and steps."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.env.multi_agent.dict_vector import Infos
-from rollflow.nodes.env.observation_check import Deviations
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
-from rollflow.stream.data.errors import ColumnError
-from rollflow.stream.data.packing import can_pack, pack, sendable_info
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.multi_agent.agent_part import Actions, AgentPart, Observed, PartStep, VectorStep
@@ -22,15 +18,11 @@ _OF_ALL = ("rewards", "terminateds", "truncateds")
 
 
 class InfoCodec:
-    """Infos of a lane's environments as plain lists, with numbers in place of agents.
+    """Infos of a lane's environments as plain lists, with numbers in place of agents."""
 
-    first_env    the number of the lane's first environment, in errors
-    """
-
-    def __init__(self, agents: Sequence[Any], first_env: int = 0) -> None:
+    def __init__(self, agents: Sequence[Any]) -> None:
         self._agents = list(agents)
         self._place = {agent: place for place, agent in enumerate(agents)}
-        self._first_env = first_env
 
     def plain(self, infos: Infos) -> list[list[Any]]:
         """Per environment: [place of the agent, its info]."""
@@ -39,34 +31,6 @@ class InfoCodec:
     def infos(self, plain: Sequence[Sequence[Any]]) -> list[dict[Any, Mapping[str, Any]]]:
         """Per environment: agent -> info."""
         return [{self._agents[place]: info for place, info in each} for each in plain]
-
-    def sent(self, infos: Infos, envs: Sequence[int], deviations: Deviations) -> list[list[Any]]:
-        """Infos of environments with these numbers, as in `plain`, without entries that can't be packed."""
-        plain = self.plain(infos)
-        return plain if can_pack(plain) else self.plain(self._sendable(infos, envs, deviations))
-
-    def packed(self, infos_by_kind: Mapping[str, tuple[Infos, Sequence[int]]], deviations: Deviations) -> bytes:
-        """Infos by kinds, each with the environments that they are of, as bytes; b"" where there are none.
-
-        deviations    that are kept go with the infos, and entries that can't be packed are added to them
-        """
-        given = {kind: each for kind, each in infos_by_kind.items() if len(each[0])}
-        plain = {kind: self.plain(infos) for kind, (infos, _) in given.items()}
-        if plain and not deviations.unsent:
-            with suppress(ColumnError):
-                return pack(plain)
-        return deviations.packed({kind: self.sent(*each, deviations) for kind, each in given.items()})
-
-    def _sendable(self, infos: Infos, envs: Sequence[int], deviations: Deviations) -> Infos:
-        return [
-            {
-                agent: sendable_info(
-                    info, deviations.left_out, where=f"environment {self._first_env + env}, agent {agent!r}: info"
-                )
-                for agent, info in each.items()
-            }
-            for env, each in zip(envs, infos, strict=False)
-        ]
 
 
 class StepBlock:

@@ -87,10 +87,12 @@ def _unpacked(packed: bytes) -> tuple[list[LentLeaf], optree.PyTreeSpec]:
         raise WireError(f"lent.columns: {error}", "memory") from error
     if type(columns) is not dict:
         raise WireError(f"lent.columns is {shown(columns)}, expected a map", "memory")
-    for name, tree in columns.items():
-        _check(tree, f"lent.columns[{name!r}]")
     plain: Any = columns
-    return optree.tree_flatten(plain, is_leaf=_is_leaf)
+    leaves, spec = optree.tree_flatten(plain, is_leaf=_is_leaf, none_is_leaf=True)
+    for leaf in leaves:
+        if not _is_leaf(leaf):
+            raise WireError(f"lent.columns: {shown(leaf)}, expected an array, or a map or list of arrays", "memory")
+    return leaves, spec
 
 
 _remembered = lru_cache(256)(_unpacked)
@@ -98,20 +100,6 @@ _remembered = lru_cache(256)(_unpacked)
 
 def _is_leaf(part: Any) -> bool:
     return isinstance(part, LentLeaf)
-
-
-def _check(tree: Any, where: str) -> None:
-    """Raise WireError unless it is a tree whose keys are strings."""
-    if isinstance(tree, LentLeaf):
-        return
-    if type(tree) is dict and all(type(key) is str for key in tree):
-        parts = list(tree.values())
-    elif type(tree) is list:
-        parts = tree
-    else:
-        raise WireError(f"{where} is {shown(tree)}, expected an array, or a map or list of arrays", "memory")
-    for part in parts:
-        _check(part, where)
 
 
 def _leaf(code: int, packed: bytes) -> LentLeaf:
