@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
-from threading import Lock
 from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
@@ -13,7 +12,7 @@ from rollflow.nodes.logs.run_log import RunLog
 from rollflow.sinks.trainer.rollout_peer import BatchItem
 from rollflow.stream.graph.meter import clock
 from rollflow.stream.observe.run_socket import RunSocket
-from rollflow.stream.observe.trace import MOST_ARROWS, Record, Trace, open_trace
+from rollflow.stream.observe.trace import FragmentTrace, Record, Trace, open_trace
 
 _LOOP = "loop"
 WAITS, MAKES, UPDATE = "waits for a batch", "makes its batch", "update"
@@ -27,17 +26,16 @@ class LoopTrace:
 
     def __init__(self) -> None:
         self._trace: Trace | None = None
+        self._items: FragmentTrace | None = None
         self._records: dict[str, Record] = {}
         self._at, self._began = WAITS, 0  # what the span under way is of, and when it began; 0: there is none
         self._used: list[Any] = []  # items in the batch that the loop has
-        self._lock = Lock()  # of what follows: items arrive in another thread than they are used in
-        self._arrived: dict[tuple[bytes, int], tuple[str, int]] = {}  # session and number -> track, and when
         self._ends: dict[str, int] = {}  # of the last span of each rollout's track
-        self._updates = 0
 
     def open(self, path: str | PathLike[str], title: str) -> None:
         """Begin a trace of this title. Raises OSError if the file can't be written."""
         self._trace = trace = Trace(open_trace(path), title, lambda: None)
+        self._items = FragmentTrace(trace)
         self._records = {name: trace.recorder(_LOOP, name, "waits") for name in (WAITS, MAKES)}
 
     def close(self) -> None:
@@ -70,42 +68,28 @@ class LoopTrace:
 
     def arrives(self, item: Any, began_s: float) -> None:
         """Record an item that was read from a time on, on the clock `monotonic`. In the listener's thread."""
-        if self._trace is None:
+        if self._items is None:
             return
-        track = f"from {item.source.name}"
-        with self._lock:
-            began = int(began_s * 1e9)
-            began = max(began, self._ends.get(track, began))
-            end = self._ends[track] = max(began, clock())
-            self._arrived[item.source.session.token, item.number] = track, began
-            while len(self._arrived) > MOST_ARROWS:
-                del self._arrived[next(iter(self._arrived))]
+        track, began = f"from {item.source.name}", int(began_s * 1e9)
+        began = max(began, self._ends.get(track, 0) + 1)
         name = f"item {item.number}, of lane {item.lane}"
-        self._trace.span(track, name, began, end, {"steps": item.num_steps})
+        self._ends[track] = self._items.made(_name_of(item), track, name, began, {"steps": item.num_steps})
 
     def _begin(self, at: str) -> None:
         """Record the span under way, and begin another one."""
-        if self._trace is None:
+        if self._items is None:
             return
         now, used, self._used = clock(), self._used, []
-        if self._began:
-            if self._at == UPDATE:
-                self._update(self._trace, now, used)
-            else:
-                self._records[self._at](self._began, now)
+        if self._began and self._at == UPDATE:
+            args = {"items": [f"{item.source.called}: {item.number}" for item in used]}
+            self._items.update_of(map(_name_of, used), _LOOP, self._began, now, args)
+        elif self._began:
+            self._records[self._at](self._began, now)
         self._at, self._began = at, now
 
-    def _update(self, trace: Trace, end: int, used: list[Any]) -> None:
-        begin, items = self._began, [f"{item.source.called}: {item.number}" for item in used]
-        trace.span(_LOOP, f"{UPDATE} {self._updates}", begin, end, {"items": items})
-        self._updates += 1
-        for item in used:
-            with self._lock:
-                came = self._arrived.pop((item.source.session.token, item.number), None)
-            if came is not None:
-                number = next(trace.arrows)
-                trace.flow("s", came[0], number, came[1])
-                trace.flow("f", _LOOP, number, min(begin + 1, end))  # at its begin the wait may not have ended
+
+def _name_of(item: Any) -> tuple[bytes, int]:
+    return item.source.session.token, item.number
 
 
 class StreamLog(RunLog):

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
@@ -265,6 +265,7 @@ def _microseconds(ns: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 FragmentName = tuple[int, int]  # its lane, and its number there
+Item = Hashable  # a fragment's name, or that of another item
 
 
 class FragmentTrace:
@@ -279,7 +280,7 @@ class FragmentTrace:
     def __init__(self, trace: Trace, prefix: str = "") -> None:
         self._trace, self._prefix = trace, prefix
         self._begun: dict[int, int] = {}  # lane -> when its fragment began, as far as the trace saw it
-        self._arrows: dict[FragmentName, int] = {}  # fragment -> number of its arrow
+        self._arrows: dict[Item, int] = {}  # number of each one's arrow
         self._steps: dict[tuple[int, str], Record] = {}
         self._updates = 0
         self._lock = Lock()  # of the arrows
@@ -303,27 +304,37 @@ class FragmentTrace:
         if began is None:
             return
         args = {"rows": int(fragment.num_rows), "steps": int(fragment.num_steps)}
+        self.made((lane, sequence), self._track(lane), f"fragment {sequence}", began, args)
+
+    def made(self, item: Item, track: str, name: str, began: int, args: Mapping[str, Any]) -> int:
+        """Record an item that a track has had in the making from a time on until now; this time."""
+        now = max(began, perf_counter_ns())
         # A viewer takes the longer of two spans that begin together for the outer one only where it begins first.
-        self._trace.span(self._track(lane), f"fragment {sequence}", began - 1, perf_counter_ns(), args)
+        self._trace.span(track, name, began - 1, now, args)
         with self._lock:
-            number = self._arrows[lane, sequence] = next(self._trace.arrows)
+            number = self._arrows[item] = next(self._trace.arrows)
             while len(self._arrows) > MOST_ARROWS:
                 del self._arrows[next(iter(self._arrows))]
-        self._trace.flow("s", self._track(lane), number, began)
+        self._trace.flow("s", track, number, began)
+        return now
 
     def update(self, fragments: Iterable[FragmentName], began: int, end: int) -> None:
         """Record the reader's work on a batch of fragments."""
         used = list(fragments)
         args = {"fragments": [f"{self._track(lane)}: {sequence}" for lane, sequence in used]}
-        self._trace.span("caller", f"update {self._updates}", began, end, args)
-        self._updates += 1
-        for name in used:
-            self.used(name, "caller", began)
+        self.update_of(used, "caller", began, end, args)
 
-    def used(self, fragment: FragmentName, track: str, at: int) -> None:
-        """Record that a fragment was used by what a track has a span of at that time."""
+    def update_of(self, items: Iterable[Item], track: str, began: int, end: int, args: Mapping[str, Any]) -> None:
+        """Record the work of a track on a batch of items."""
+        self._trace.span(track, f"update {self._updates}", began, end, args)
+        self._updates += 1
+        for item in items:
+            self.used(item, track, min(began + 1, end))  # at its begin what was before may not have ended
+
+    def used(self, item: Item, track: str, at: int) -> None:
+        """Record that an item was used by what a track has a span of at that time."""
         with self._lock:
-            number = self._arrows.get(fragment)
+            number = self._arrows.get(item)
         if number is not None:  # else the trace has not seen it begin
             self._trace.flow("f", track, number, at)
 
