@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -285,7 +285,6 @@ class DatasetSink:
         self._runs: dict[tuple[Any, int], int] = {}  # (what has made it, number there) -> number of a run here
         self._executor: ThreadPoolExecutor | None = None
         self._room = threading.BoundedSemaphore(self._queue_size)
-        self._pending: list[Any] = []
         self._files: FileSet | None = None
         self._opened_at = 0.0
         self._failure: Exception | None = None
@@ -315,8 +314,7 @@ class DatasetSink:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
         self._room.acquire()
         self._steps.handed_over += fragment.num_steps
-        self._pending = [each for each in self._pending if not each.done()]
-        self._pending.append(self._executor.submit(self._write, rows, fragment.num_steps))
+        self._executor.submit(self._write, rows, fragment.num_steps)
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
         """Find the rollout among the nodes that lead to the sink, unless it was an argument; no node changes."""
@@ -331,8 +329,8 @@ class DatasetSink:
         Raises DatasetError if writing has failed.
         """
         if self._executor is not None:
-            self._pending.append(self._executor.submit(self._commit))
-        self._raise_failure(is_last=True)
+            self._executor.submit(self._commit).result()
+        self._raise_failure()
 
     def finish(self) -> Iterator[None]:
         """Commit at the end of a graph's stream; gives no items."""
@@ -349,13 +347,13 @@ class DatasetSink:
         if self._executor is not None:
             if not self._is_ending:
                 self._is_ending = True
-                self._pending.append(self._executor.submit(self._commit))
+                self._executor.submit(self._commit)
             self._executor.shutdown()  # which Ctrl-C breaks off: the next call goes on waiting
             self._executor = None
         self._abandon.detach()
         self._folder.unlock()
         if not self._is_reported:
-            self._raise_failure(is_last=True)
+            self._raise_failure()
 
     def __enter__(self) -> Self:
         return self
@@ -464,12 +462,12 @@ class DatasetSink:
             return {**record, "metadata": {**record["metadata"], **self._metadata}}
         return run_record(self._metadata, None if self._runs else self._rollout)
 
-    def _raise_failure(self, *, is_last: bool = False) -> None:
-        """Raise DatasetError if writing has failed, once all that waits is counted; `is_last` waits in any case."""
-        if is_last or self._failure is not None:
-            wait(self._pending)
+    def _raise_failure(self) -> None:
+        """Raise DatasetError if writing has failed, once all that waits is counted."""
         if self._failure is None:
             return
+        if self._executor is not None and not self._is_ending:
+            self._executor.submit(int).result()  # behind all that was handed over before
         self._is_reported = True
         raise DatasetError(
             f"writing to {self._folder.path} has failed: {self._failure}; {self._steps.unwritten} steps that were "
