@@ -21,7 +21,7 @@ class Column:
     The tree is one array for a Box or Discrete space, and a dict or tuple of arrays for a nested one.
     """
 
-    __slots__ = ("_array", "_leaves", "_shape", "_source_dtype", "_treespec", "name", "tree")
+    __slots__ = ("_array", "_leaves", "_shape", "_source_dtype", "_source_dtypes", "_treespec", "name", "tree")
 
     def __init__(self, name: str, tree: Tree) -> None:
         self.name = name
@@ -34,8 +34,9 @@ class Column:
             self._leaves, self._array = leaves_of(tree), None
             self._treespec = optree.tree_structure(tree, none_is_leaf=True)
         self._shape = self._leaves[0].shape[1:] if self._leaves else ()
-        # dtype of the last whole row written: only another one is checked before it is cast.
-        self._source_dtype = self._leaves[0].dtype if self._leaves else np.dtype(bool)
+        # dtypes of the last whole row written: only others are checked before they are cast.
+        self._source_dtypes = [leaf.dtype for leaf in self._leaves]
+        self._source_dtype = self._source_dtypes[0] if self._leaves else np.dtype(bool)
 
     @classmethod
     def empty(cls, name: str, row: Tree, rows: int) -> "Column":
@@ -71,7 +72,11 @@ class Column:
                 self._source_dtype = values.dtype
             return
         parts = self._alike(values)
-        for leaf, value in zip(self._leaves, self._matched_row(values) if parts is None else parts, strict=True):
+        if parts is None:
+            parts = self._matched_row(values)
+            pairs = zip(self._leaves, parts, strict=True)
+            self._source_dtypes = [x.dtype if is_narrower(x.dtype, part.dtype) else part.dtype for x, part in pairs]
+        for leaf, value in zip(self._leaves, parts, strict=True):
             leaf[row] = value
 
     def write_slot(self, row: int, slot: int, item: Tree) -> None:
@@ -165,7 +170,7 @@ class Column:
 
         Rows of the dtype of those that `source` was given need no other check.
         """
-        self._source_dtype = source._source_dtype
+        self._source_dtype, self._source_dtypes = source._source_dtype, source._source_dtypes
         for leaf, other in zip(self._leaves, source._leaves, strict=True):
             leaf[: stop - start] = other[start:stop]
 
@@ -180,13 +185,13 @@ class Column:
         return sum(leaf.nbytes for leaf in self._leaves)
 
     def _alike(self, values: Tree) -> list[NDArray[Any]] | None:
-        """The leaves of a whole row, which need no check: arrays of the column's own shapes and dtypes; else None."""
+        """The leaves of a whole row that needs no check: arrays of the shapes and dtypes of the last one; else None."""
         try:
             parts: list[Any] = self._treespec.flatten_up_to(values)
         except ValueError:
             return None
-        for leaf, part in zip(self._leaves, parts, strict=True):
-            if type(part) is not np.ndarray or part.dtype is not leaf.dtype or part.shape != leaf.shape[1:]:
+        for leaf, part, dtype in zip(self._leaves, parts, self._source_dtypes, strict=True):
+            if type(part) is not np.ndarray or part.dtype is not dtype or part.shape != leaf.shape[1:]:
                 return None
         return parts
 

@@ -48,14 +48,20 @@ def test_a_leaf_that_does_not_fit_is_named_by_its_path() -> None:
         nested().write(0, {"a": np.zeros((4, 3))})
 
 
-def test_numbers_are_cast_within_their_kind_whichever_came_before() -> None:
-    column = Column.empty("x", np.zeros(2, np.float32), rows=3)
-    column.write(0, np.array([0.5, 1.5]))
-    column.write(1, np.array([2, 3]))
-    column.write(2, np.array([0.5, 1.5], np.float16))
-    assert column.tree.tolist() == [[0.5, 1.5], [2, 3], [0.5, 1.5]]
+@pytest.mark.parametrize("nest", [lambda values: values, lambda values: {"a": values}], ids=["array", "nested"])
+def test_numbers_are_cast_within_their_kind_whichever_came_before(nest: Any) -> None:
+    column, small = (
+        Column.empty("x", nest(np.zeros(2, np.float32)), 3),
+        Column.empty("x", nest(np.zeros(2, np.int8)), 2),
+    )
+    for row, values in enumerate((np.array([0.5, 1.5]), np.array([2, 3]), np.array([0.5, 1.5], np.float16))):
+        column.write(row, nest(values))
+    np.testing.assert_equal(column.tree, nest(np.array([[0.5, 1.5], [2, 3], [0.5, 1.5]])))
     with pytest.raises(ColumnError, match="got complex128"):
-        column.write(0, np.array([1j, 2]))
+        column.write(0, nest(np.array([1j, 2])))
+    small.write(0, nest(np.array([1, 2])))
+    with pytest.raises(ColumnError, match="got 300, expected whole numbers from -128 to 127"):
+        small.write(1, nest(np.array([300, 2])))
 
 
 def test_a_sealed_column_can_not_be_written() -> None:
