@@ -111,7 +111,7 @@ class ConnectorV2(metaclass=_PieceType):
     input_action_space: _InputSpace = _InputSpace()
 
     _name: str | None = field(default=None, init=False)
-    _may_hold_state: ClassVar[bool] = False  # without declaring it
+    is_of_user: ClassVar[bool] = False  # so it may hold state without declaring it, or make passes of the module
     _state_watch: StateWatch | None = field(default=None, init=False)
     _ctor_args: tuple[Any, ...] = field(init=False)
     _ctor_kwargs: dict[str, Any] = field(init=False)
@@ -121,8 +121,8 @@ class ConnectorV2(metaclass=_PieceType):
         super().__init_subclass__(**kwargs)
         if "__call__" in cls.__dict__ and "columnar" not in cls.__dict__:
             cls.columnar = False
-        if "_may_hold_state" not in cls.__dict__:
-            cls._may_hold_state = not cls.__module__.startswith(_BUILT_IN)
+        if "is_of_user" not in cls.__dict__:
+            cls.is_of_user = not cls.__module__.startswith(_BUILT_IN)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         piece = super().__new__(cls)
@@ -296,7 +296,7 @@ class ConnectorV2(metaclass=_PieceType):
 
     def begin_state_watch(self) -> bool:
         """Watch a piece that declares no state and may have some, before its first call; True if it is watched now."""
-        if self._state_watch is not None or not self._may_hold_state:
+        if self._state_watch is not None or not self.is_of_user:
             return False
         if type(self).get_state is not ConnectorV2.get_state:
             return False

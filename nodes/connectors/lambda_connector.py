@@ -25,7 +25,7 @@ class LambdaConnector(ConnectorV2):
     Raises ConnectorError for a function with any other argument.
     """
 
-    _may_hold_state = True  # a function may be an object that does
+    is_of_user = True  # as its function is
 
     def __init__(
         self,

@@ -19,16 +19,14 @@ from typing import Any, Protocol, TextIO, get_args
 from urllib.parse import urlsplit
 
 from rollflow.nodes.logs.figures import (
-    FIGURES,
     GLOBAL_STEP,
-    OWN,
     PLACE,
     Axis,
     Figure,
     Row,
     RowLost,
     busiest_stage,
-    figure_of,
+    labelled,
 )
 from rollflow.stream.data.errors import MetricsError
 from rollflow.stream.data.system import lock_file, unlock_file
@@ -167,13 +165,12 @@ class Otlp:
         scopes = importlib.import_module("opentelemetry.sdk.util.instrumentation")
         now_ns = int(row.time * 1e9)
         self._began_ns = self._began_ns or now_ns - int(row.elapsed_s * 1e9)
-        points: dict[Figure, list[Any]] = {}
-        for name, value in row.values.items():
-            figure = figure_of(name)
-            label = {figure.label: name.removeprefix(figure.stem)} if figure.label else {}
-            point = sdk.NumberDataPoint(label, self._began_ns, now_ns, value)
-            points.setdefault(figure, []).append(point)
-        metrics = [self._metric(sdk, figure, points[figure]) for figure in (*FIGURES, OWN) if figure in points]
+        metrics = [
+            self._metric(
+                sdk, figure, [sdk.NumberDataPoint(label, self._began_ns, now_ns, value) for label, value in each]
+            )
+            for figure, each in labelled(row.values).items()
+        ]
         scope = sdk.ScopeMetrics(scopes.InstrumentationScope("rollflow"), metrics, "")
         data = sdk.MetricsData([sdk.ResourceMetrics(self._resource, [scope], "")])
         self._thread = get_ident()
@@ -347,19 +344,13 @@ class Prometheus:
 
     def collect(self) -> Iterator[Any]:
         """The families of the newest row, as prometheus_client asks for them."""
-        row = self._row
-        if row is None:
-            return
         core = importlib.import_module("prometheus_client.core")
         kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
-        families = {
-            figure: kinds[figure.kind](figure.exported, figure.text, labels=[figure.label] if figure.label else [])
-            for figure in (*FIGURES, OWN)
-        }
-        for name, value in row.values.items():
-            figure = figure_of(name)
-            families[figure].add_metric([name.removeprefix(figure.stem)] if figure.label else [], value)
-        yield from (family for family in families.values() if family.samples)
+        for figure, points in labelled({} if self._row is None else self._row.values).items():
+            family = kinds[figure.kind](figure.exported, figure.text, labels=[figure.label] if figure.label else [])
+            for label, value in points:
+                family.add_metric(list(label.values()), value)
+            yield family
 
 
 class Tracker:

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -229,12 +229,16 @@ def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[s
 
 def array_names(value: Any) -> list[str]:
     """The names of the arrays that a value in plain form uses, without anything of it being made."""
-    if isinstance(value, list):
-        return [name for each in value for name in array_names(each)]
-    if not isinstance(value, dict):
-        return []
-    names = [each for mark, each in value.items() if mark in _OF_ARRAYS and isinstance(each, str)]
-    return names + array_names(list(value.values()))
+    named = [each for record in _dicts_in(value) for mark, each in record.items() if mark in _OF_ARRAYS]
+    return [name for name in named if isinstance(name, str)]
+
+
+def _dicts_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Every dict in a value in plain form, outer ones first."""
+    if isinstance(value, dict):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _dicts_in(part)
 
 
 def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:
@@ -319,13 +323,8 @@ def check_fields(record: Any, expected: Collection[str], where: str) -> None:
 
 def classes_of(record: Any) -> set[str]:
     """The Python modules that a record's names are imported from."""
-    if isinstance(record, list):
-        return {name for each in record for name in classes_of(each)}
-    if not isinstance(record, dict):
-        return set()
-    found = {name for each in record.values() for name in classes_of(each)}
-    names = [record[key] for key in ("name", "$function") if isinstance(record.get(key), str)]
-    return found | {name.partition(":")[0] for name in names if ":" in name}
+    named = [each.get(key) for each in _dicts_in(record) for key in ("name", "$function")]
+    return {name.partition(":")[0] for name in named if isinstance(name, str) and ":" in name}
 
 
 # Pieces

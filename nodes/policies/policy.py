@@ -15,7 +15,6 @@ from rollflow.nodes.argument_checks import check_flags, seeds_of
 from rollflow.nodes.connectors.alpha import ActionConnectorPiece, AgentConnectorPiece
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
-from rollflow.nodes.connectors.lambda_connector import LambdaConnector
 from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import (
@@ -69,7 +68,6 @@ if TYPE_CHECKING:
     from rollflow.nodes.connectors.pipelines.adapting import Origin
     from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
 
-_OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
 MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
 VECTOR_STEPS = "vector_steps"  # in `trained_on`
 
@@ -80,10 +78,7 @@ P = TypeVar("P", bound=ConnectorPipelineV2)
 
 def has_memory(module: Any, *pipelines: ConnectorPipelineV2) -> bool:
     """True if an action may depend on more than the observation: on the module's state, or on what a piece keeps."""
-    return is_stateful(module) or any(
-        piece.lookback or isinstance(piece, LambdaConnector) or not type(piece).__module__.startswith(_OURS)
-        for piece in pieces_within(*pipelines)
-    )
+    return is_stateful(module) or any(piece.lookback or piece.is_of_user for piece in pieces_within(*pipelines))
 
 
 def pipeline_of(kind: type[P], pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]], *, stateful: bool) -> P:

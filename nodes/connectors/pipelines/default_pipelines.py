@@ -15,6 +15,7 @@ from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpiso
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.learner.train_columns import AddColumnsFromEpisodesToTrainBatch
+from rollflow.nodes.connectors.learner.train_steps import StepsConnector
 from rollflow.nodes.connectors.list_form import single_agent_episodes
 from rollflow.nodes.connectors.module_to_env.exploration import arrange_exploration
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
@@ -38,16 +39,6 @@ from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment, FragmentEpisodes
-
-_WITHOUT_PASSES = {  # of the module
-    AddObservationsFromEpisodesToBatch,
-    AddColumnsFromEpisodesToTrainBatch,
-    AddTimeDimToBatchAndZeroPad,
-    AddStatesFromEpisodesToBatch,
-    AgentToModuleMapping,
-    BatchIndividualItems,
-    NumpyToTensor,
-}
 
 
 class _BatchPipeline(ConnectorPipelineV2):
@@ -134,7 +125,7 @@ class LearnerConnectorPipeline(_BatchPipeline):
             episodes = []
         if self.lookback:
             self._check_shown(episodes)
-        if any(type(piece) not in _WITHOUT_PASSES for piece in self._pieces):
+        if any(isinstance(piece, StepsConnector | ConnectorPipelineV2) or piece.is_of_user for piece in self._pieces):
             rl_module = evaluating(rl_module)
         batch = super().__call__(episodes=episodes, rl_module=rl_module, **kwargs)
         _check_lengths(batch, episodes)
