@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow import Fragment
+from rollflow import Fragment, SingleAgentEpisode
 from rollflow.stream.data.tree import map_tree
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 from rollflow.stream.testing import check
@@ -17,11 +17,21 @@ def in_time(fragments: Iterable[Any]) -> list[Any]:
     return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
 
 
+def chunks_of(fragments: Iterable[AnyFragment]) -> list[SingleAgentEpisode]:
+    """Every chunk of every agent, module by module."""
+    chunks: list[SingleAgentEpisode] = []
+    for fragment in fragments:
+        if isinstance(fragment, Fragment):
+            chunks += fragment.episodes()
+        else:
+            chunks += [each for module_id in fragment.module_ids for each in fragment.agent_episodes(module_id)]
+    return chunks
+
+
 def assert_alike(ours: Sequence[AnyFragment], others: Sequence[AnyFragment]) -> None:
     """Assert that fragments of one agent or several are the same, but for the seconds that they took."""
     for mine, other in zip(ours, others, strict=True):
         assert (mine.lane, mine.sequence, mine.num_rows) == (other.lane, other.sequence, other.num_rows)
-        episodes = [[*mine.episodes()], [*other.episodes()]]
         if isinstance(mine, Fragment) and isinstance(other, Fragment):
             assert mine.columns.keys() == other.columns.keys()
             # Rows of dead steps have no meaning, but are the same all the same.
@@ -29,9 +39,9 @@ def assert_alike(ours: Sequence[AnyFragment], others: Sequence[AnyFragment]) -> 
                 map_tree(np.testing.assert_array_equal, mine.column(name), other.column(name))
         elif isinstance(mine, MultiAgentFragment) and isinstance(other, MultiAgentFragment):
             assert mine.module_ids == other.module_ids
-            for each, made in zip(episodes, (mine, other), strict=True):
-                each += [chunk for module_id in made.module_ids for chunk in made.agent_episodes(module_id)]
-        for one, another in zip(*episodes, strict=True):
+            for one, another in zip(mine.episodes(), other.episodes(), strict=True):
+                check(_shown(one.get_state()), _shown(another.get_state()), atol=0.0)
+        for one, another in zip(chunks_of([mine]), chunks_of([other]), strict=True):
             check(_shown(one.get_state()), _shown(another.get_state()), atol=0.0)
 
 

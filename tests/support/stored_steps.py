@@ -4,21 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from fragment_equality import chunks_of
 from lost_agents import numbers
 from serial_module import at_of
 
 from rollflow import Fragment
-
-
-def chunks_of(fragments: Sequence[Any]) -> list[Any]:
-    """Every chunk of every agent."""
-    chunks: list[Any] = []
-    for fragment in fragments:
-        if isinstance(fragment, Fragment):
-            chunks += fragment.episodes()
-        else:
-            chunks += [each for module_id in fragment.module_ids for each in fragment.agent_episodes(module_id)]
-    return chunks
 
 
 def steps_in(fragments: Sequence[Any]) -> Counter[Any]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from feeding_rollouts import fed, trainer
+from fragment_equality import chunks_of
 from gymnasium import spaces
 from places import rollout_at
 from small_env import SmallEnv
@@ -234,15 +235,13 @@ def spreads_pairs(part: Any) -> Any:
 
 def check_agents(fragments: list[Any]) -> None:
     seen = set()
-    for fragment in fragments:
-        for module_id in fragment.module_ids:
-            for chunk in fragment.agent_episodes(module_id):
-                numbers, rewards = chunk.get_actions(), chunk.get_rewards()
-                is_alone = chunk.agent_id == "always"
-                assert chunk.action_space == (spaces.Discrete(4) if is_alone else CHOSEN)
-                np.testing.assert_array_equal(rewards, numbers if is_alone else 10.0 * (numbers // 2) + numbers % 2)
-                if len(chunk):
-                    seen.add(chunk.agent_id)
+    for chunk in chunks_of(fragments):
+        numbers, rewards = chunk.get_actions(), chunk.get_rewards()
+        is_alone = chunk.agent_id == "always"
+        assert chunk.action_space == (spaces.Discrete(4) if is_alone else CHOSEN)
+        np.testing.assert_array_equal(rewards, numbers if is_alone else 10.0 * (numbers // 2) + numbers % 2)
+        if len(chunk):
+            seen.add(chunk.agent_id)
     assert seen == {"even", "odd", "always"}
 
 

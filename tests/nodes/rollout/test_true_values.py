@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from fragment_equality import chunks_of
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from small_env import SmallEnv
@@ -42,12 +43,6 @@ def run(env: Any, *, several: bool = False, **options: Any) -> list[Any]:
     given: dict[str, Any] = {"fragment_length": 5, "num_fragments": 3, "seed": 0, **options}
     with made(env, several=several, num_envs=2, **given) as rollout:
         return list(rollout.fragments())
-
-
-def chunks_of(fragments: list[Any], *, several: bool) -> list[Any]:
-    return [
-        chunk for each in fragments for chunk in (each.agent_episodes("default_policy") if several else each.episodes())
-    ]
 
 
 class Grows(SmallEnv):
@@ -203,7 +198,7 @@ def check_echo(chunk: Any) -> int:
 @pytest.mark.parametrize("kind", ACTION_SPACES)
 def test_the_environment_gets_what_is_recorded_in_its_spaces_types(kind: str, several: bool) -> None:
     fragments = run(partial(Echo, kind), module=GivesWider, several=several)
-    chunks = chunks_of(fragments, several=several)
+    chunks = chunks_of(fragments)
     assert sum(map(check_echo, chunks)) == 30 * (1 + several)
 
 
@@ -237,7 +232,7 @@ def test_drawn_whole_numbers_lie_in_their_box_and_a_learner_finds_their_probabil
     with made(partial(Echo, kind), several=several, **options) as rollout:
         fragments = list(rollout.fragments())
         [module] = rollout.module.values() if several else [rollout.module]
-    for chunk in chunks_of(fragments, several=several):
+    for chunk in chunks_of(fragments):
         assert check_echo(chunk) == 20
         actions = map_tree(torch.from_numpy, map_tree(np.array, chunk.get_actions()))
         inputs = torch.from_numpy(chunk.get_extra_model_outputs("action_dist_inputs").copy())

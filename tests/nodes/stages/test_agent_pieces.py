@@ -9,6 +9,7 @@ import pytest
 import torch
 from agent_logs import steps_of
 from drawn_agents import Drawn, drawn_settings, made, mapping_of, run
+from fragment_equality import chunks_of
 from hypothesis import example, given, settings, strategies as st
 from piece_forms import ByEpisodes
 from property_examples import examples
@@ -67,12 +68,7 @@ def test_a_piece_sees_every_observation_once_as_its_agents(drawn: Drawn, count: 
     fragments = run(rollout, count)
     module_of = mapping_of(drawn)
     seen = [each for piece in pieces for each in piece.seen]
-    parents = {
-        chunk.id_: chunk.multi_agent_episode_id
-        for fragment in fragments
-        for module_id in fragment.module_ids
-        for chunk in fragment.agent_episodes(module_id)
-    }
+    parents = {chunk.id_: chunk.multi_agent_episode_id for chunk in chunks_of(fragments)}
     for id_, parent, agent, module_id, at, t, _ in seen:
         assert agent == f"agent {at[1]}"
         assert module_id == module_of(agent, type("Episode", (), {"id_": parent}))
@@ -122,14 +118,12 @@ def marked(observation: Any) -> Any:
 def test_pieces_rewrite_every_observation_once(drawn: Drawn, count: int, piece: type[ConnectorV2]) -> None:
     envs, rollout = made(drawn, env_to_module_connector=lambda part: piece())
     emitted = []
-    for fragment in run(rollout, count):
-        for module_id in fragment.module_ids:
-            for chunk in fragment.agent_episodes(module_id):
-                at = np.asarray(at_of(chunk.get_observations()))
-                np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), at[:-1])
-                assert (at[:, 0] >= 1_000_000).all()
-                unmarked = (at - [1_000_000, 0, 0, 0, 0]).astype(int).tolist()
-                emitted += pairwise(map(tuple, unmarked))
+    for chunk in chunks_of(run(rollout, count)):
+        at = np.asarray(at_of(chunk.get_observations()))
+        np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), at[:-1])
+        assert (at[:, 0] >= 1_000_000).all()
+        unmarked = (at - [1_000_000, 0, 0, 0, 0]).astype(int).tolist()
+        emitted += pairwise(map(tuple, unmarked))
     assert sorted(emitted) == sorted((step.at, step.next_at) for env in envs for step in steps_of(env.log)[0])
 
 
@@ -145,13 +139,11 @@ class MarksJointly(MarksAsFloats):
 @example(COMES_LATE, 3)
 def test_joint_pieces_leave_the_column_of_agents_that_come_late_in_their_type(drawn: Drawn, count: int) -> None:
     _, rollout = made(drawn, joint_connector=lambda env: MarksJointly())
-    for fragment in run(rollout, count):
-        for module_id in fragment.module_ids:
-            for chunk in fragment.agent_episodes(module_id):
-                at = np.asarray(at_of(chunk.get_observations()))
-                assert at.dtype == np.float64
-                assert (at[:, 0] >= 1_000_000).all()
-                np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), at[:-1])
+    for chunk in chunks_of(run(rollout, count)):
+        at = np.asarray(at_of(chunk.get_observations()))
+        assert at.dtype == np.float64
+        assert (at[:, 0] >= 1_000_000).all()
+        np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), at[:-1])
 
 
 class SumsUp(RLModule):
@@ -199,8 +191,7 @@ def leaves(fragment: Any) -> list[Any]:
     """All arrays of all chunks."""
     return [
         leaf
-        for module_id in fragment.module_ids
-        for chunk in fragment.agent_episodes(module_id)
+        for chunk in chunks_of([fragment])
         for tree in (
             chunk.get_observations(),
             chunk.get_actions(),
@@ -217,12 +208,10 @@ def leaves(fragment: Any) -> list[Any]:
 def test_a_stateful_modules_state_is_its_agents_own(by_episode: bool, drawn: Drawn, count: int) -> None:
     drawn = drawn._replace(nested=0, by_episode=by_episode, lookback=max(1, drawn.lookback))
     _, rollout = made(drawn, module={"plain 0": Remembers(), "plain 1": Remembers()})
-    for fragment in run(rollout, count, publish=False):
-        for module_id in fragment.module_ids:
-            for chunk in fragment.agent_episodes(module_id):
-                at = chunk.get_observations(slice(0, len(chunk)))
-                state = chunk.get_extra_model_outputs("state_out")["steps"][:, 0]
-                np.testing.assert_array_equal(state, at[:, 4] + 1)
+    for chunk in chunks_of(run(rollout, count, publish=False)):
+        at = chunk.get_observations(slice(0, len(chunk)))
+        state = chunk.get_extra_model_outputs("state_out")["steps"][:, 0]
+        np.testing.assert_array_equal(state, at[:, 4] + 1)
 
 
 class Remembers(RLModule):
@@ -294,7 +283,7 @@ FLAT = Drawn(
 
 def test_agents_integer_columns_take_whole_number_floats_and_refuse_fractions() -> None:
     _, rollout = made(FLAT, env_to_module_connector=lambda part: MarksByFloats())
-    chunks = [chunk for each in run(rollout, 3) for m in each.module_ids for chunk in each.agent_episodes(m)]
+    chunks = chunks_of(run(rollout, 3))
     assert chunks
     for chunk in chunks:
         observations = chunk.get_observations()

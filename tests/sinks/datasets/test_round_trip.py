@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from drawn_agents import drawn_settings
+from fragment_equality import chunks_of
 from hypothesis import given, settings, strategies as st
 from lost_agents import check_multi_agent_chunks, numbers
 from property_examples import examples
@@ -21,7 +22,7 @@ from replayed_agents import fragments_of
 from serial_module import at_of
 from shapes_env import FixedModule, Shapes
 from small_env import SmallEnv
-from stored_steps import chunks_of, env_steps_of, steps_in
+from stored_steps import env_steps_of, steps_in
 
 from rollflow import (
     DatasetSink,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from drawn_agents import Drawn, drawn_settings, made, mapping_of
 from ending_agent_envs import DoomedAgents
+from fragment_equality import chunks_of
 from hypothesis import example, given, settings, strategies as st
 from lost_agents import check_continuity
 from numbered_agents import NumberedAgents
@@ -20,7 +21,7 @@ from property_examples import examples
 from replayed import write_dataset
 from replayed_agents import TURNS, fragments_of, of_two_modules
 from serial_module import SerialModule, at_of
-from stored_steps import chunks_of, env_steps_of, steps_in
+from stored_steps import env_steps_of, steps_in
 
 from rollflow import (
     DatasetSink,
