@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from rollflow import Fragment, SingleAgentEpisode
 from rollflow.stream.data.tree import map_tree
@@ -50,16 +49,3 @@ def _shown(state: Any) -> Any:
     if not isinstance(state, dict):
         return list(map(_shown, state)) if isinstance(state, list) else state
     return {key: _shown(part) for key, part in state.items() if key not in ("duration_s", "serial")}
-
-
-def assert_equal_batches(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Same columns, dtypes and numbers."""
-    assert one.keys() == other.keys()
-    for name in one:
-        parts = [batch[name] if isinstance(batch[name], dict) else {"": batch[name]} for batch in (one, other)]
-        assert parts[0].keys() == parts[1].keys()
-        for key in parts[0]:
-            assert parts[0][key].dtype == parts[1][key].dtype, name
-            torch.testing.assert_close(
-                parts[0][key], parts[1][key], rtol=0, atol=0, msg=lambda told, n=name: f"{n}: {told}"
-            )

@@ -58,8 +58,11 @@ def ongoing(*ids: str) -> list[SingleAgentEpisode]:
 
 
 def equal(one: Any, other: Any) -> None:
-    def compared(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> None:
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    """Assert that two trees have the same arrays, tensors or values, in the same dtypes."""
+
+    def compared(*leaves: Any) -> None:
+        mine, theirs = map(np.asarray, leaves)
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
 
     map_tree(compared, one, other)

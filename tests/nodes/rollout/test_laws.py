@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from drawn_rollouts import Setting, drawn_settings, rollout_of
-from fragment_equality import assert_alike, assert_equal_batches
+from fragment_equality import assert_alike
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, logits_of, numbered_envs
-from piece_forms import ByEpisodes
+from piece_forms import ByEpisodes, equal
 from property_examples import examples
 from ways import WAYS
 
@@ -127,10 +127,10 @@ def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, mode: Au
     for fragment in fragments:
         columnar = pipeline(rl_module=rollout.module, episodes=fragment.episodes())
         by_episode = pipeline(rl_module=rollout.module, episodes=list(fragment.episodes()))
-        assert_equal_batches(columnar, by_episode)
+        equal(columnar, by_episode)
     together = pipeline.of_fragments(fragments, rollout.module)
     episodes = [chunk for fragment in fragments for chunk in fragment.episodes()]
-    assert_equal_batches(together, pipeline(rl_module=rollout.module, episodes=episodes))
+    equal(together, pipeline(rl_module=rollout.module, episodes=episodes))
     assert len(together["rewards"]) == rollout.num_steps
 
 

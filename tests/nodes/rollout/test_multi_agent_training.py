@@ -8,12 +8,12 @@ import pytest
 from drawn_plays import ACTED, ACTIONS, MODULES, OBSERVATIONS, OBSERVED, all_played, alone, modules, played
 from drawn_turns import Told, turns
 from hypothesis import given, settings, strategies as st
+from piece_forms import equal
 from property_examples import examples
 
 from rollflow import ConnectorV2, nodes
 from rollflow.nodes import LearnerConnectorPipeline
 from rollflow.stream import ConnectorError, ModuleError
-from rollflow.stream.data.tree import map_tree
 
 plays = st.lists(turns(may_idle=True), min_size=1, max_size=3)
 
@@ -49,11 +49,6 @@ def train_batch(pieces: list[ConnectorV2], episodes: list[Any], module: Any, sev
     return pipeline(rl_module=module, episodes=episodes)
 
 
-def assert_equal(ours: Any, expected: Any) -> None:
-    assert ours.keys() == expected.keys()
-    map_tree(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), ours, expected)
-
-
 def check_each_module(pieces: Callable[[bool], list[ConnectorV2]], tolds: list[Told], **given_: Any) -> None:
     numpy, states = given_.pop("numpy"), given_.pop("states", {})
     episodes = all_played(tolds, numpy=numpy)
@@ -67,7 +62,7 @@ def check_each_module(pieces: Callable[[bool], list[ConnectorV2]], tolds: list[T
         stateful = states.get(module, False)
         options = {**given_, "stateful": stateful} if "stateful" in given_ else given_
         rl_module = modules(**states)[module]
-        assert_equal(batch, train_batch(pieces(False), of_module[module], rl_module, several=False, **options))
+        equal(batch, train_batch(pieces(False), of_module[module], rl_module, several=False, **options))
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -99,7 +94,7 @@ def test_chunks_of_one_episode_stay_apart(tolds: list[Told], data: st.DataObject
         apart = [alone(each) for each in by_agent]
         for place, each in enumerate(apart):
             each.id_ = f"{place}"
-        assert_equal(batch, train_batch(ROWS["advantages"](False), apart, modules()[module], several=False))
+        equal(batch, train_batch(ROWS["advantages"](False), apart, modules()[module], several=False))
 
 
 TWO = Told()
@@ -115,7 +110,7 @@ def test_pieces_behind_the_mapping_take_batches_by_modules() -> None:
     made = behind(rl_module=modules(), episodes=[played(TWO)])
     assert made.keys() == before.keys() == {"m", "n"}
     for module in made:
-        assert_equal({column: made[module][column] for column in before[module]}, before[module])
+        equal({column: made[module][column] for column in before[module]}, before[module])
 
 
 def test_one_step_more_is_each_agents() -> None:
@@ -131,7 +126,7 @@ def test_one_step_more_is_each_agents() -> None:
 def test_a_module_by_itself_serves_all_agents() -> None:
     batch = train_batch([nodes.GeneralAdvantageEstimation()], [played(TWO)], modules()["m"], several=True)
     own = train_batch([nodes.GeneralAdvantageEstimation()], [played(TWO)], modules(), several=True)
-    assert_equal(batch["m"], own["m"])
+    equal(batch["m"], own["m"])
     assert not np.array_equal(batch["n"]["value_targets"], own["n"]["value_targets"])
 
 

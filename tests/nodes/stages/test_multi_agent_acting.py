@@ -10,12 +10,12 @@ from drawn_plays import ACTED, ACTIONS, OBSERVATIONS, OBSERVED, all_played, alon
 from drawn_turns import Told, turns
 from gymnasium import spaces
 from hypothesis import given, settings, strategies as st
+from piece_forms import equal
 from property_examples import examples
 
 from rollflow import ConnectorV2, MultiAgentEpisode, SingleAgentEpisode, nodes
 from rollflow.nodes import EnvToModulePipeline
 from rollflow.stream import ConnectorError
-from rollflow.stream.data.tree import map_tree
 
 plays = st.lists(turns(), min_size=1, max_size=3)
 
@@ -32,10 +32,6 @@ PIECES: dict[str, Callable[[bool], ConnectorV2]] = {
     "stacked": lambda several: nodes.FrameStacking(multi_agent=several, num_frames=3),
     "doubled": lambda several: Doubled(),
 }
-
-
-def assert_equal(ours: Any, expected: Any) -> None:
-    map_tree(lambda one, other: np.testing.assert_array_equal(np.asarray(one), np.asarray(other)), ours, expected)
 
 
 def forward_batch(piece: list[ConnectorV2], episodes: list[Any], module: Any, several: bool, **given_: Any) -> Any:
@@ -69,7 +65,7 @@ def test_each_module_sees_what_its_agents_alone_would_show(
     made = forward_batch([PIECES[name](True)], episodes, rl_modules, several=True, stateful=stateful)
     assert made.keys() == expected.keys()
     for module in made:
-        assert_equal(made[module], expected[module])
+        equal(made[module], expected[module])
 
 
 @given(tolds=plays, times=st.integers(1, 2))

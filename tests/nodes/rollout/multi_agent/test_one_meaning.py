@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 from agent_logs import episodes_by_hand
 from drawn_agents import Drawn, drawn_settings, envs_of, made, run
-from fragment_equality import assert_equal_batches, in_time
+from drawn_turns import plain
+from fragment_equality import in_time
 from hypothesis import given, settings, strategies as st
 from numbered_agents import NumberedAgents
+from piece_forms import equal
 from property_examples import examples
 from serial_module import at_of
 
@@ -43,14 +45,6 @@ def chunks_by_env(fragments: list[MultiAgentFragment]) -> dict[int, list[MultiAg
             slot = next(int(at_of(each.get_observations(-1))[0]) for each in chunk.agent_episodes.values())
             by_env.setdefault(slot, []).append(chunk)
     return by_env
-
-
-def plain(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: plain(part) for key, part in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [plain(part) for part in tree]
-    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
 
 
 NAMES = ["observations", "infos", "actions", "rewards", "extra_model_outputs"]
@@ -137,8 +131,8 @@ def test_batches_are_those_of_the_agents_episodes_built_by_hand(drawn: Drawn, co
             keys = [key_of(episode) for episode in fragment.agent_episodes(module_id)]
             pipeline = rollout.learner.pipeline_of(module_id)
             expected = pipeline(rl_module=rollout.module[module_id], episodes=[by_hand[key] for key in keys])
-            assert_equal_batches(batch, expected)
-            assert_equal_batches(
+            equal(batch, expected)
+            equal(
                 batch,
                 pipeline(rl_module=rollout.module[module_id], episodes=list(fragment.agent_episodes(module_id))),
             )
