@@ -157,13 +157,6 @@ class FileSet:
 AnyRollout = Rollout | MultiAgentRollout
 
 
-def run_record(metadata: Mapping[str, Any], rollout: AnyRollout | None) -> dict[str, Any]:
-    """The record of a run, in JSON's types: a user's values, the rollout, and the versions of Python and packages."""
-    versions = {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
-    described = None if rollout is None else _described(rollout)
-    return {"metadata": dict(metadata), "rollout": described, "versions": versions}
-
-
 @cache
 def version_of(package: str) -> str:
     """The version of an installed package; "unknown" for one that is only on the path."""
@@ -171,13 +164,6 @@ def version_of(package: str) -> str:
         return packages.version(package)
     except packages.PackageNotFoundError:
         return "unknown"
-
-
-def checked_rollout(rollout: Any) -> AnyRollout | None:
-    """Return a rollout, or None. Raises DatasetError for anything else."""
-    if rollout is not None and not isinstance(rollout, AnyRollout):
-        raise DatasetError(f"rollout is a {type(rollout).__name__}, expected a rollout, or None").see("dataset")
-    return rollout
 
 
 def _described(rollout: AnyRollout) -> dict[str, Any]:
@@ -273,7 +259,9 @@ class DatasetSink:
         self._extra = None if extra is None else tuple(extra)
         if not isinstance(metadata, Mapping | None):
             raise ValueError(f"metadata is {shown(metadata)}, expected a dict of values that JSON can hold")
-        self._rollout, self._metadata = checked_rollout(rollout), dict(metadata or {})
+        if not isinstance(rollout, AnyRollout | None):
+            raise DatasetError(f"rollout is a {type(rollout).__name__}, expected a rollout, or None").see("dataset")
+        self._rollout, self._metadata = rollout, dict(metadata or {})
         try:
             json.dumps(self._metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -456,11 +444,13 @@ class DatasetSink:
         return kinds, agents_by_text, modules_by_text
 
     def _record_of(self, fragment: AnyFragment, number: int) -> dict[str, Any]:
-        """The record of a run: of the rollout that has made a fragment, or as the dataset had it that was read."""
+        """The record of a run, in JSON's types: as the dataset had it that was read, or one of the sink's rollout."""
         if isinstance(fragment, StoredFragment | StoredAgents):
             record = fragment.dataset.description["runs"][number]
             return {**record, "metadata": {**record["metadata"], **self._metadata}}
-        return run_record(self._metadata, None if self._runs else self._rollout)
+        rollout = None if self._runs or self._rollout is None else _described(self._rollout)
+        versions = {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
+        return {"metadata": self._metadata, "rollout": rollout, "versions": versions}
 
     def _raise_failure(self) -> None:
         """Raise DatasetError if writing has failed, once all that waits is counted."""

@@ -126,7 +126,6 @@ class RolloutEnd:
         if sends == "batches":
             rollout.watch(self.seen)
         self._can_be_paced = sends == "fragments"
-        self._kept = kept
         self._makers: list[Any] = []  # the nodes before the sink that know which fragments a batch is made of
         if shares and sends == "fragments":
             rollout.environments.share()
@@ -178,11 +177,6 @@ class RolloutEnd:
     def origins_of(self, item: Any) -> list[Origin]:
         """The origins of a fragment, or of those that a train batch is made of."""
         return [*origins_of(item, self._makers)]
-
-    def lose_undelivered(self, done: int) -> None:
-        """Count at the rollout what came after item `done`."""
-        for origin in self._kept.origins(done):
-            origin.lose("undelivered")
 
     def message_of(self, number: int, fragment: AnyFragment) -> wire.Fragment:
         """A fragment as a message of this number; one of several agents tells of episodes that have ended in it."""

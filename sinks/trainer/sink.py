@@ -154,7 +154,8 @@ class TrainerSink:
         left, steps = self._session.given - self._session.done, self._buffer.steps(self._session.done)
         if left:
             self.lost["undelivered"] = steps
-            self._rollout_end.lose_undelivered(self._session.done)
+            for origin in self._buffer.origins(self._session.done):
+                origin.lose("undelivered")
             logger.log(
                 logging.WARNING if self.goodbye is None else logging.INFO,  # it has left of its own will
                 "%d %s with %d transitions not delivered: %s",
