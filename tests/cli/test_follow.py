@@ -3,53 +3,34 @@
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
+from feeding_rollouts import trainer
+from remote_hosts import BrokenWire
 from served_policies import Echo, policy_of
 from serving_process import serving
 
-TRAINER = """
-import sys, threading
-sys.path[:] = {path!r}
-import torch
 from rollflow import TrainerStream
-from rollflow.sinks import Sources
-with TrainerStream(sys.argv[1], secret="of the trainer", sources=Sources(1, join_timeout=None)) as stream:
-    threading.Thread(target=lambda: next(iter(stream), None), daemon=True).start()
-    print(stream.address, flush=True)
-    for line in sys.stdin:
-        print(stream.publish({{line.split()[0]: torch.tensor([float(line.split()[1])])}}), flush=True)
-"""
 
 
-class Trainer:
-    """A trainer in a process of its own, without rollouts, which publishes what it is told to."""
+@contextmanager
+def followed(address: Any = "tcp://127.0.0.1:0") -> Iterator[TrainerStream]:
+    """A trainer without rollouts, which takes followers in."""
+    with trainer(str(address), secret="of the trainer") as stream:
+        stream._listener.open()
+        yield stream
 
-    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
-        command = [sys.executable, "-c", TRAINER.format(path=sys.path), address]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.address = self._line()
 
-    def publish(self, offset: float, name: str = "offset") -> int:
-        """Publish weights; their version."""
-        assert self._process.stdin is not None
-        print(name, offset, file=self._process.stdin, flush=True)
-        return int(self._line())
-
-    def kill(self) -> None:
-        """End it without a word."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+def publish(stream: TrainerStream, offset: float, name: str = "offset") -> int:
+    """Publish weights; their version."""
+    return stream.publish({name: torch.tensor([offset])})
 
 
 @pytest.fixture
@@ -105,46 +86,44 @@ def await_line(process: "subprocess.Popen[str]", text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "shm:{tmp}/trainer"])
-def test_a_server_follows_a_trainer_that_is_killed_and_comes_back(address: str, tmp_path: Path, secret: Path) -> None:
+def test_a_server_follows_a_trainer_that_is_lost_and_comes_back(tmp_path: Path, secret: Path) -> None:
     policy_of(Echo, 5.0).save(tmp_path / "echo")
-    trainer = Trainer(address.replace("{tmp}", str(tmp_path)))
-    follow = ("--follow", trainer.address, "--follow-secret-file", str(secret))
-    with serving(str(tmp_path / "echo"), *follow) as (process, url):
-        with asking(url) as answers:
-            await_answer(answers, (0, 5.0))
-            assert trainer.publish(10.0) == 1
-            assert await_answer(answers, (1, 10.0)) <= {(0, 5.0)}
-            assert trainer.publish(20.0) == 2
-            assert await_answer(answers, (2, 20.0)) <= {(0, 5.0), (1, 10.0)}
-            trainer.kill()
-            await_line(process, f"trainer {trainer.address} is away, weights 2 of it act on")
-            answers.queue.clear()
-            assert {answers.get(timeout=30) for _ in range(20)} == {(2, 20.0)}
-            trainer = Trainer(trainer.address)
-            await_line(process, f"trainer {trainer.address} is there, and is followed")
-            assert trainer.publish(70.0) == 1
-            assert await_answer(answers, (1, 70.0)) <= {(2, 20.0)}
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
-    trainer.kill()
+    with ExitStack() as trainers:
+        stream = trainers.enter_context(followed())
+        with closing(BrokenWire(stream.address, lambda: None)) as wire:
+            follow = ("--follow", wire.address, "--follow-secret-file", str(secret))
+            with serving(str(tmp_path / "echo"), *follow) as (process, url):
+                with asking(url) as answers:
+                    await_answer(answers, (0, 5.0))
+                    assert publish(stream, 10.0) == 1
+                    assert await_answer(answers, (1, 10.0)) <= {(0, 5.0)}
+                    assert publish(stream, 20.0) == 2
+                    assert await_answer(answers, (2, 20.0)) <= {(0, 5.0), (1, 10.0)}
+                    wire.go_down()
+                    await_line(process, f"trainer {wire.address} is away, weights 2 of it act on")
+                    answers.queue.clear()
+                    assert {answers.get(timeout=30) for _ in range(20)} == {(2, 20.0)}
+                    trainers.close()
+                    stream = trainers.enter_context(followed(stream.address))
+                    wire.is_down = False
+                    await_line(process, f"trainer {wire.address} is there, and is followed")
+                    assert publish(stream, 70.0) == 1
+                    assert await_answer(answers, (1, 70.0)) <= {(2, 20.0)}
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(30) == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
 def test_weights_that_do_not_fit_and_another_secret_are_said_and_nothing_ends(tmp_path: Path, secret: Path) -> None:
     policy_of(Echo, 5.0).save(tmp_path / "echo")
-    trainer = Trainer()
-    with (
-        serving(str(tmp_path / "echo"), "--follow", f"echo={trainer.address}") as (process, url),
-        asking(url) as answers,
-    ):
-        await_line(process, f"trainer {trainer.address} is away, the weights that were saved act on: ")
-        await_answer(answers, (0, 5.0))
-    follow = ("--follow", f"echo={trainer.address}", "--follow-secret-file", str(secret))
-    with serving(str(tmp_path / "echo"), *follow) as (process, url), asking(url) as answers:
-        trainer.publish(3.0, "others")
-        await_line(process, "do not act: weights do not fit module 'Echo': missing ['offset'], unknown ['others']")
-        await_answer(answers, (0, 5.0))
-        assert trainer.publish(4.0, "echo/offset") == 2
-        await_answer(answers, (2, 4.0))
-    trainer.kill()
+    with followed() as stream:
+        command = str(tmp_path / "echo"), "--follow", f"echo={stream.address}"
+        with serving(*command) as (process, url), asking(url) as answers:
+            await_line(process, f"trainer {stream.address} is away, the weights that were saved act on: ")
+            await_answer(answers, (0, 5.0))
+        with serving(*command, "--follow-secret-file", str(secret)) as (process, url), asking(url) as answers:
+            publish(stream, 3.0, "others")
+            await_line(process, "do not act: weights do not fit module 'Echo': missing ['offset'], unknown ['others']")
+            await_answer(answers, (0, 5.0))
+            assert publish(stream, 4.0, "echo/offset") == 2
+            await_answer(answers, (2, 4.0))
