@@ -186,9 +186,8 @@ def _publish(
 
 def has_told(stream: TrainerStream) -> bool:
     """Return True once all rollouts have been sent the newest weights."""
-    sources = stream._listener.connected
-    is_sent = [source.connection is not None and not source.connection.undelivered for source in sources]
-    return all(is_sent) and all(source.sent.version == stream.version for source in sources)
+    peers = [peer for peer in stream._listener._loop.peers if peer.source is not None]
+    return all(peer.version == stream.version and not peer.connection.undelivered for peer in peers)
 
 
 def check_young(stream: TrainerStream, batch: dict[str, Any], max_lag: int, *, is_numbered: bool) -> None:
