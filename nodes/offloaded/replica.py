@@ -80,6 +80,43 @@ class LaneSite:
 LaneStages = tuple[Any, Any, Any, Any, Any]
 
 
+def stages_of_one(
+    module: Any,
+    weights: PolicyWeights,
+    pipelines: tuple[EnvToModulePipeline, ModuleToEnvPipeline],
+    env_space: Any,
+    how: Mapping[str, Any],
+    metrics: Any,
+    **of_lanes: Any,
+) -> tuple[Any, Any, Any]:
+    """The stages before the forward pass, of it, and behind it, in environments of one agent each.
+
+    module, weights    that acts, and what is published for it
+    pipelines          before it and behind it
+    env_space          of the environments' actions
+    how                passes are done: what `ModuleForward` takes beside module and weights
+    metrics            what pieces log into
+    of_lanes           keywords of the first stage: which lanes come by, and who is told of them
+    """
+    context = {"module": module, "explore": how["explore"], "metrics": metrics}
+    return (
+        EnvToModule(pipelines[0], **context, **of_lanes),
+        ModuleForward(module, weights, **how),
+        ModuleToEnv(pipelines[1], env_space=env_space, threads=how["threads"], **context),
+    )
+
+
+def stages_of_several(
+    acting: AgentsActing, how: Mapping[str, Any], metrics: Any, **of_lanes: Any
+) -> tuple[Any, Any, Any]:
+    """The stages in environments of several agents each: see `stages_of_one`."""
+    return (
+        AgentsToModule(acting.env_to_module, acting.modules, joint=acting.joint, metrics=metrics, **of_lanes),
+        AgentForward(acting.modules),
+        ModuleToAgents(acting.module_to_env, metrics=metrics, threads=how["threads"]),
+    )
+
+
 class OneReplica:
     """Connectors and a module that act in one lane, for that lane alone, in environments of one agent each.
 
@@ -127,22 +164,16 @@ class OneReplica:
     def stages(self, site: LaneSite, plan: LanePlan, metrics: MetricsLogger) -> LaneStages:
         """Stages of the lane's ring; they act from the plan's first fragment on."""
         assert self._weights is not None
-        module, (env_to_module, module_to_env) = self._module, self._pipelines
         environments = _OneLane(site, **plan.env_options)
         environments.begin_at(plan.first_step)
-        environments.set_chosen_space(chosen_space(module, environments.action_space))
+        environments.set_chosen_space(chosen_space(self._module, environments.action_space))
         environments.make_lanes(plan.lookback)
         [lane] = environments.lanes
         seed_lane(lane, plan.seed)
         lane.fragment.sequence = plan.sequence
-        context = {"module": module, "explore": plan.acting["explore"], "metrics": metrics}
-        return (
-            lane,
-            environments,
-            EnvToModule(env_to_module, **context),
-            ModuleForward(module, self._weights, **plan.acting),
-            ModuleToEnv(module_to_env, env_space=environments.action_space, threads=plan.acting["threads"], **context),
-        )
+        pipelines, env_space = self._pipelines, environments.action_space
+        stages = stages_of_one(self._module, self._weights, pipelines, env_space, plan.acting, metrics)
+        return lane, environments, *stages
 
 
 class SeveralReplica:
@@ -191,13 +222,7 @@ class SeveralReplica:
         lane.sequence = plan.sequence
         for part in lane.parts:
             part.fragment.sequence = plan.sequence
-        return (
-            lane,
-            environments,
-            AgentsToModule(acting.env_to_module, acting.modules, joint=acting.joint, metrics=metrics),
-            AgentForward(acting.modules),
-            ModuleToAgents(acting.module_to_env, metrics=metrics, threads=plan.acting["threads"]),
-        )
+        return lane, environments, *stages_of_several(acting, plan.acting, metrics)
 
 
 Replica = OneReplica | SeveralReplica

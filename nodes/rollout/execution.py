@@ -3,6 +3,7 @@
 `execution_for` chooses one, once. Everything that differs between the two places stands here.
 """
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +12,21 @@ from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_seen
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter, OffloadedRollouts, ring_of_turns
-from rollflow.nodes.offloaded.replica import PIPELINES, OneReplica, Published, Replica, SeveralReplica
+from rollflow.nodes.offloaded.replica import (
+    PIPELINES,
+    OneReplica,
+    Published,
+    Replica,
+    SeveralReplica,
+    stages_of_one,
+    stages_of_several,
+)
 from rollflow.nodes.rollout.options import RolloutOptions
 from rollflow.nodes.stages.acting import acting_for, seed_lane
-from rollflow.nodes.stages.agent_stages import AgentForward, AgentsToModule, ModuleToAgents
 from rollflow.nodes.stages.agents_acting import agents_acting_for
 from rollflow.nodes.stages.credits import LaneGates
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.joint_forward import joint_forward
-from rollflow.nodes.stages.module_forward import ModuleForward
-from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.nodes.stages.ring import ring_of
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
@@ -49,6 +55,7 @@ class OnePolicy:
     first_versions  None: modules neither come nor go
     emitter         node that parts fragments from turns, if whole rollouts are elsewhere
     pipelines       of connectors
+    most_agents     in each environment
 
     Raises ModuleError, ConnectorError or ValueError for a module or a connector that can't be used.
     """
@@ -56,6 +63,7 @@ class OnePolicy:
     emitter: type[Emitter] = Emitter
     pipeline_names: Sequence[str] = PIPELINES
     first_versions = None
+    most_agents = 1
 
     def __init__(self, environments: Any, options: RolloutOptions, metrics: Any) -> None:
         self.how, self.metrics = options, metrics
@@ -84,24 +92,10 @@ class OnePolicy:
             raise ValueError(f"state has versions of {list(versions)}, expected that of one module, of a Rollout")
         self.weights.go_on_from(versions[""])
 
-    def stages(
-        self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: LaneGates
-    ) -> tuple[Any, Any, Any]:
-        """The stages before the forward pass, of it, and behind it, if these are here."""
-        acting, how, passes = self.acting, self.how, self.how.forward
-        context = {"module": acting.copy, "explore": how.explore, "metrics": self.metrics}
-        prepare = EnvToModule(
-            acting.env_to_module,
-            num_lanes=environments.num_lanes,
-            num_fragments=num_fragments,
-            ledger=ledger,
-            relay=relay,
-            **context,
-        )
-        forward = ModuleForward(acting.copy, self.weights, **self.how.pass_options)
-        largest = max(env.num_envs for env in environments.envs)
-        act = ModuleToEnv(acting.module_to_env, env_space=environments.action_space, threads=passes.threads, **context)
-        return prepare, joint_forward(forward, largest, passes), act
+    def stages(self, environments: Any, **of_lanes: Any) -> tuple[Any, Any, Any]:
+        """The stages before the forward pass, of it, and behind it, if these are here: see `stages_of_one`."""
+        space, how = environments.action_space, self.how.pass_options
+        return stages_of_one(self.acting.copy, self.weights, self.pipelines, space, how, self.metrics, **of_lanes)
 
     def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
@@ -158,30 +152,14 @@ class AgentsPolicy:
         self.go_on_from = self._modules.go_on_from
         self.returns, self.collector = AgentReturns(self.module.__contains__), AgentEpisodeCollector()
         self.pipelines = acting.pipelines
+        self.most_agents = sum(len(part.agents) for part in environments.parts)
 
     @property
     def pipeline_names(self) -> Sequence[str]:
         return [name for name, _ in self.acting.named_pipelines]
 
-    def stages(
-        self, environments: Any, num_fragments: int | None, ledger: Ledger, relay: LaneGates
-    ) -> tuple[Any, Any, Any]:
-        acting, passes = self.acting, self.how.forward
-        prepare = AgentsToModule(
-            acting.env_to_module,
-            self._modules,
-            joint=acting.joint,
-            num_lanes=environments.num_lanes,
-            num_fragments=num_fragments,
-            metrics=self.metrics,
-            ledger=ledger,
-            relay=relay,
-        )
-        forward = AgentForward(self._modules)
-        agents = sum(len(part.agents) for part in environments.parts)
-        largest = max(envs.num_envs for envs in environments.envs) * agents
-        act = ModuleToAgents(acting.module_to_env, metrics=self.metrics, threads=passes.threads)
-        return prepare, joint_forward(forward, largest, passes), act
+    def stages(self, environments: Any, **of_lanes: Any) -> tuple[Any, Any, Any]:
+        return stages_of_several(self.acting, self.how.pass_options, self.metrics, **of_lanes)
 
     def begin_lane(self, lane: Any) -> None:
         """Do nothing: a lane makes what a module samples with when it first serves an agent."""
@@ -210,30 +188,49 @@ class AgentsPolicy:
 ActingPolicy = OnePolicy | AgentsPolicy
 
 
-class StagesHere:
-    """Forward passes and connectors in this process, wherever the environments step.
+class _Stages(abc.ABC):
+    """Stages of a rollout's ring.
 
     counting    stage that counts the lanes that come by
     policy      what acts
     """
 
-    def __init__(self, environments: Any, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger) -> None:
-        self._environments, self.policy, self._relay = environments, policy, LaneGates(environments)
-        self._prepare, self._forward, self._act = policy.stages(environments, num_fragments, ledger, self._relay)
-        self.counting = self._prepare
+    counting: Any
+
+    def __init__(self, environments: Any, policy: ActingPolicy) -> None:
+        self.policy, self._relay = policy, LaneGates(environments)
+
+    @abc.abstractmethod
+    def _drawn(self, gate: Gate | None) -> Graph:
+        """The ring with a gate, to which no stage reports."""
 
     def ring(self, gates: Sequence[Gate]) -> Graph:
-        """The ring of the four stages, with the output `fragments`; the gates let a lane go on to its next step."""
+        """The ring, with the output `fragments`; the gates let a lane go on: to its next step, or its next turn."""
         self._relay.take(gates)
-        return ring_of(self._environments, self._prepare, self._forward, self._act, self._relay.gate)
+        return self._drawn(self._relay.gate)
 
     def explain(self, gate: Gate) -> str:
         """A text on the ring with a gate; no stage reports to the gate."""
-        return ring_of(self._environments, self._prepare, self._forward, self._act, gate).explain()
+        return self._drawn(gate).explain()
 
     def let_go(self) -> None:
         """Let go of the gates: the run is over."""
         self._relay.take(())
+
+
+class StagesHere(_Stages):
+    """Forward passes and connectors in this process, wherever the environments step."""
+
+    def __init__(self, environments: Any, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger) -> None:
+        super().__init__(environments, policy)
+        self._environments = environments
+        of_lanes = {"num_lanes": environments.num_lanes, "num_fragments": num_fragments, "ledger": ledger}
+        self.counting, forward, act = policy.stages(environments, **of_lanes, relay=self._relay)
+        largest = max(env.num_envs for env in environments.envs) * policy.most_agents
+        self._stages = self.counting, joint_forward(forward, largest, policy.how.forward), act
+
+    def _drawn(self, gate: Gate | None) -> Graph:
+        return ring_of(self._environments, *self._stages, gate)
 
     def begin_lane(self, lane: Any) -> None:
         """Give a lane that comes what its actions are sampled with."""
@@ -244,47 +241,36 @@ class StagesHere:
 
     def check_train_batch(self, batch: Batch) -> None:
         """Warn where a train batch's observations have other shapes than the module got while acting."""
-        if isinstance(self._prepare, EnvToModule):
-            self._prepare.compare_with_train_batch(batch)
+        if isinstance(self.counting, EnvToModule):
+            self.counting.compare_with_train_batch(batch)
 
     def with_stages(self, report: Report) -> Report:
         """The report as it is: it has all stages."""
         return report
 
 
-class StagesElsewhere:
+class StagesElsewhere(_Stages):
     """Whole rollouts in worker processes or on hosts: owner of what they are done with, and of what they report.
 
-    counting   stage that counts the lanes that come by
-    policy     what acts
+    Each turn of a lane is a fragment.
+
     send       sends weights to every lane
     """
 
     def __init__(
         self, rollouts: OffloadedRollouts, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger
     ) -> None:
-        self.policy, self.pass_options, self._rollouts = policy, policy.how.pass_options, rollouts
-        self._pipelines = policy.pipelines
+        super().__init__(rollouts, policy)
+        self.pass_options, self._rollouts, self._pipelines = policy.how.pass_options, rollouts, policy.pipelines
         self._states: dict[int, Any] = {}  # of the connectors there, by lane
-        self._relay = LaneGates(rollouts)
         self.counting = policy.emitter(rollouts.num_lanes, num_fragments, ledger, self._relay)
         for pipeline in self._pipelines:
             pipeline.refuse_edits_while_run_by(self, has_states=True)
         self.send = rollouts.broadcast
         rollouts.work_for(self)
 
-    def ring(self, gates: Sequence[Gate]) -> Graph:
-        """The ring in which each turn of a lane is a fragment, with the output `fragments`; the gates let it begin."""
-        self._relay.take(gates)
-        return ring_of_turns(self._rollouts, self.counting, self._relay.gate)
-
-    def explain(self, gate: Gate) -> str:
-        """A text on the ring with a gate; no stage reports to the gate."""
-        return ring_of_turns(self._rollouts, self.counting, gate).explain()
-
-    def let_go(self) -> None:
-        """Let go of the gates: the run is over."""
-        self._relay.take(())
+    def _drawn(self, gate: Gate | None) -> Graph:
+        return ring_of_turns(self._rollouts, self.counting, gate)
 
     def begin_lane(self, lane: Any) -> None:
         """Do nothing: a lane that comes is seeded where it is."""

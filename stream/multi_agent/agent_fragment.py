@@ -1,6 +1,7 @@
 """AgentFragment: the steps of one part's agents in a fragment of a multi-agent lane."""
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
 from rollflow.stream.data.infos import SlotInfos
-from rollflow.stream.data.tree import leaves_of, map_tree
+from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.episodes.agent_step import PendingAction
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import RECORDED, ChunkIndex, Fragment
@@ -193,6 +194,12 @@ class ModuleFragment(AgentFragment):
         """The chunk that begins in a row of a slot."""
         [index] = np.flatnonzero((self.chunks.slot == slot) & (self.chunks.start == start))
         return self.chunk(int(index))
+
+
+def column_name(columns: Mapping[str, Column], name: str, kind: Tree) -> str:
+    """The name of an output's column: a new one where a column of another kind has its name, as `kind_of` has kinds."""
+    names = chain([name], (f"{name}#{number}" for number in count(2)))
+    return next(each for each in names if each not in columns or kind_of(columns[each].row(0)) == kind)
 
 
 def named_columns(

@@ -14,7 +14,6 @@ part act in every step, they stand in one row. Then a step is a handful of write
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from rollflow.stream.data.tree import Tree, concatenate_trees, kind_of, leaves_o
 from rollflow.stream.fragments.fragment import Final, FragmentLayout, Loss
 from rollflow.stream.fragments.lane import LaneColumns, SlotLane, outputs_error
 from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes, LiveEpisode
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, named_columns
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, column_name, named_columns
 from rollflow.stream.multi_agent.agent_part import AgentPart, Observed, PartStep
 
 Slots = NDArray[np.int64]
@@ -529,8 +528,7 @@ class AgentLane(SlotLane):
             lambda leaf: np.zeros((self.layout.num_slots, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), values
         )
         columns = self.fragment.columns
-        names = chain([name], (f"{name}#{number}" for number in count(2)))
-        column = next(each for each in names if each not in columns or kind_of(columns[each].row(0)) == kind_of(row))
+        column = column_name(columns, name, kind_of(row))
         if column not in columns:
             columns[column] = self.columns.extra(column, row)
             for leaf in leaves_of(columns[column].tree):

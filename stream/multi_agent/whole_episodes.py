@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, count
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +15,7 @@ from rollflow.stream.data.tree import Tree, kind_of, map_tree
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.episode_collector import EnvChunk, EpisodeCollector, OpenEpisode, part_of
 from rollflow.stream.fragments.fragment import RECORDED, FragmentLayout, Start
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, ModuleFragment
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, ModuleFragment, column_name
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
 
 _Chunks = list[tuple[int, ModuleFragment, int]]
@@ -271,8 +270,7 @@ def _columns(
         outputs[module_id] = {}
         for name, kind in first.items():
             if all(each.get(name) == kind for each in others):
-                names = chain([name], (f"{name}#{number}" for number in count(2)))
-                column = next(each for each in names if each not in columns or _kind_in(columns[each]) == kind)
+                column = column_name(columns, name, kind)
                 outputs[module_id][name] = column
                 if column not in columns:
                     example = next(agent for agent in agents.values() if agent.module_id == module_id)
@@ -283,11 +281,6 @@ def _columns(
             _write(columns[column].tree, slice(0, steps), slot, agent.rows(name))
         _write(columns[Columns.OBS].tree, steps, slot, agent.parts[-1].last_observation)
     return columns, outputs
-
-
-def _kind_in(column: Column) -> Tree:
-    """The dtype and shape of one slot's values, as `kind_of` gives them."""
-    return map_tree(lambda leaf: (leaf.dtype, leaf.shape[2:]), column.tree)
 
 
 def _write(tree: Tree, rows: Any, slot: int, values: Tree) -> None:
