@@ -34,8 +34,6 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
             "AddLaneAndSlotToBatch",
             "AddObservationsFromEpisodesToBatch",
             "LAST_OBSERVATIONS",
-        ),
-        "rollflow.nodes.connectors.common.stateful_columns": (
             "AddStatesFromEpisodesToBatch",
             "AddTimeDimToBatchAndZeroPad",
         ),

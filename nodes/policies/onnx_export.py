@@ -18,8 +18,12 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
-from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch, FrameStacking
-from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
+from rollflow.nodes.connectors.common.episode_columns import (
+    AddObservationsFromEpisodesToBatch,
+    AddStatesFromEpisodesToBatch,
+    AddTimeDimToBatchAndZeroPad,
+    FrameStacking,
+)
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter, parts_like

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED, states_at
+from rollflow.nodes.connectors.common.episode_columns import TIME_RANK_ADDED, states_at
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import slowest_piece
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline

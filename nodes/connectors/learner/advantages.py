@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count, checked_fraction, checked_number
-from rollflow.nodes.connectors.learner.train_steps import Floats, StepsConnector, TrainSteps, tensors_of
+from rollflow.nodes.connectors.learner.train_columns import Floats, StepsConnector, TrainSteps, tensors_of
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.connectors.common.by_module import MEMORIZED, module_by_module
-from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED
+from rollflow.nodes.connectors.common.episode_columns import TIME_RANK_ADDED
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
 from rollflow.nodes.connectors.list_form import (
     episode_key,

@@ -10,12 +10,14 @@ import torch
 
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.common.by_module import AgentToModuleMapping
-from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
+from rollflow.nodes.connectors.common.episode_columns import (
+    AddObservationsFromEpisodesToBatch,
+    AddStatesFromEpisodesToBatch,
+    AddTimeDimToBatchAndZeroPad,
+)
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
-from rollflow.nodes.connectors.learner.train_columns import AddColumnsFromEpisodesToTrainBatch
-from rollflow.nodes.connectors.learner.train_steps import StepsConnector
+from rollflow.nodes.connectors.learner.train_columns import AddColumnsFromEpisodesToTrainBatch, StepsConnector
 from rollflow.nodes.connectors.list_form import single_agent_episodes
 from rollflow.nodes.connectors.module_to_env.exploration import arrange_exploration
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions

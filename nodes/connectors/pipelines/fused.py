@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.common.by_module import MEMORIZED
-from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.common.stateful_columns import (
+from rollflow.nodes.connectors.common.episode_columns import (
     TIME_RANK_ADDED,
+    AddObservationsFromEpisodesToBatch,
     AddStatesFromEpisodesToBatch,
     AddTimeDimToBatchAndZeroPad,
 )
