@@ -61,6 +61,7 @@ class WorkerNode(SupervisedSource):
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
         self._without_step: deque[LaneLink] = deque()  # links of lanes that are to come back as they are
+        self._logged: deque[str] = deque(maxlen=16)  # tracebacks, each of which is logged once
         # With functions of this class, which take the node, and nothing that refers to the node itself.
         self._selector = selectors.DefaultSelector()
         self._ending = weakref.finalize(self, _end, self._workers, self._selector)
@@ -288,7 +289,9 @@ class WorkerNode(SupervisedSource):
     def _lane_lost(self, link: LaneLink, reason: str, traceback: str = "") -> Iterator[Any]:
         status, was = link.status, link.status.phase
         status.note(reason)
-        traceback = f"\n{traceback}" if traceback else ""
+        is_new = traceback not in self._logged
+        self._logged.append(traceback)
+        traceback = f"\n{traceback}" if traceback and is_new else ""
         self.supervisor.fail(status)
         self.listener.lane_lost(link.index)
         if self.supervisor.is_draining:

@@ -112,6 +112,8 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert cut_short.num_steps == cut_short.num_rows == 3 * 6
     check_chunks(fragments)
     assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
+    assert caplog.text.count("lane 1 is lost and made again") == 5
+    assert caplog.text.count("Traceback (most recent call last)") == 1
 
 
 @pytest.mark.slow
