@@ -1,16 +1,13 @@
-"""Environments with several agents on other hosts: with ids, spaces and infos of every kind, and vectorized."""
+"""Environments with several agents on other hosts: with ids, spaces and infos of every kind."""
 
 from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
-import pytest
-from fragment_equality import assert_alike, in_time
 from remote_hosts import hosting, listening
 
 from rollflow import MultiAgentRollout
-from rollflow.nodes import ArrayStep, EnvHost, MultiAgentEnv, MultiAgentVectorEnv, RandomModule
-from rollflow.stream import EnvError
+from rollflow.nodes import EnvHost, MultiAgentEnv
 
 
 class Rich(MultiAgentEnv):
@@ -71,45 +68,6 @@ def test_ids_spaces_and_infos_of_every_kind_cross_the_wire() -> None:
                 np.testing.assert_equal(chunk.get_observations(), like.get_observations())
                 np.testing.assert_equal(chunk.get_infos(), like.get_infos())
                 np.testing.assert_array_equal(chunk.get_rewards(), like.get_rewards())
-
-
-class Vectorized(MultiAgentVectorEnv):
-    """Two environments that count; the second one's episodes are shorter."""
-
-    num_envs, possible_agents = 2, ("a", "b")
-    observation_spaces = dict.fromkeys(possible_agents, gym.spaces.Box(0, 100, (1,), np.float32))
-    action_spaces = dict.fromkeys(possible_agents, gym.spaces.Discrete(3))
-
-    def reset_arrays(self, seeds: Any) -> Any:
-        self.at = np.array([len(str(seed)) for seed in seeds])
-        self.at[:] = 0
-        return self._seen(self.at), ()
-
-    def step_arrays(self, actions: Any) -> ArrayStep:
-        self.at += 1
-        seen, ended = self._seen(self.at), self.at == [7, 4]
-        self.at[ended] = 0
-        first = self._seen(self.at[ended]) if ended.any() else ()
-        return ArrayStep(seen, [actions[0].astype(np.float32)], ended & [True, False], ended & [False, True], first)
-
-    def _seen(self, at: Any) -> Any:
-        return [np.repeat(at.astype(np.float32), 2).reshape(-1, 2, 1)]
-
-
-def test_vector_environments_of_several_agents_are_hosted() -> None:
-    options: Any = {"fragment_length": 10, "num_fragments": 2, "seed": 1, "module": RandomModule}
-    with MultiAgentRollout([Vectorized] * 2, **options) as inline:
-        expected = in_time(list(inline.fragments()))
-    envs = listening()
-    with hosting(envs.addresses[0], [Vectorized] * 2), MultiAgentRollout(envs, **options) as rollout:
-        assert_alike(in_time(list(rollout.fragments())), expected)
-    envs = listening()
-    with hosting(envs.addresses[0], Vectorized()), MultiAgentRollout(envs, **options) as rollout:
-        assert_alike(in_time(list(rollout.fragments())), expected[:2])
-    with pytest.raises(EnvError, match="num_envs is 3 and lanes is None, but 2 environments in 1 lanes were made"):
-        EnvHost(Vectorized(), num_envs=3)
-    with pytest.raises(EnvError, match=r"^num_envs is -1, expected at least 1$"):
-        EnvHost(Vectorized, num_envs=-1)
 
 
 def test_what_is_hosted_has_several_agents_where_the_environment_says_so() -> None:

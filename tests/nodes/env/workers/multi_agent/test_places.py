@@ -4,15 +4,15 @@ import threading
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import pytest
+from counted_agents import Counted
 from drawn_agents import Drawn, made, makers_of
 from leftovers import processes_of
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
 from rollflow import MultiAgentRollout
-from rollflow.nodes import ArrayStep, MultiAgentVectorEnv, RandomModule
+from rollflow.nodes import RandomModule
 from rollflow.stream import EnvError
 
 PLACES: list[Any] = ["threads", *(pytest.param(each, marks=pytest.mark.slow) for each in ("processes", "rollouts"))]
@@ -39,7 +39,7 @@ def test_threads_have_a_lane_for_every_environment_unless_it_is_said() -> None:
         rollout = made(drawn, env=makers_of(drawn), where="threads", lanes=lanes)[1]
         assert rollout.environments.num_lanes == made_lanes
         rollout.close()
-    rollout = MultiAgentRollout(Vectorized(), where="threads", module=RandomModule)
+    rollout = MultiAgentRollout(Counted(0), where="threads", module=RandomModule)
     assert rollout.environments.num_lanes == 1
     rollout.close()
 
@@ -85,25 +85,12 @@ def test_an_environment_that_raises_says_where(where: Any, at: str, notes: list[
     assert set(threading.enumerate()) <= before
 
 
-class Vectorized(MultiAgentVectorEnv):
-    """Is here already."""
-
-    num_envs, possible_agents = 1, ("a",)
-    observation_spaces = action_spaces = dict.fromkeys(possible_agents, gym.spaces.Discrete(2))
-
-    def reset_arrays(self, seeds: Any) -> Any:
-        raise NotImplementedError
-
-    def step_arrays(self, actions: Any) -> ArrayStep:
-        raise NotImplementedError
-
-
 def test_what_can_not_be_worked_with_is_refused() -> None:
     lock, told = threading.Lock(), "the environments of lane 0 can't be handed to a worker process: cannot pickle"
     for where in ("processes", "rollouts"):
         options: dict[str, Any] = {"where": where}
         with pytest.raises(EnvError, match="worker processes make the environments themselves"):
-            MultiAgentRollout(Vectorized(), **options)
+            MultiAgentRollout(Counted(0), **options)
         with pytest.raises(EnvError, match="expected a callable that makes an environment"):
             MultiAgentRollout(NumberedAgents(0), **options)
         with pytest.raises(EnvError, match=told):

@@ -1,58 +1,22 @@
-"""Callables that make a `MultiAgentVectorEnv` each: a lane by itself, here and in worker processes."""
+"""Callables that make a `MultiAgentVectorEnv` each: a lane by itself, here, in worker processes and on hosts."""
 
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import pytest
+from counted_agents import Counted
 from fragment_equality import in_time
+from places import rollout_at
 
 from rollflow import MultiAgentRollout
-from rollflow.nodes import ArrayStep, MultiAgentVectorEnv, RandomModule
+from rollflow.nodes import EnvHost, RandomModule
 from rollflow.stream import EnvError
 
-AGENTS = ("a", "b", "c")
 
-
-class Counted(MultiAgentVectorEnv):
-    """Agents see (number, env, place, step); environment i ends after each `3 + i`-th step, and infos tell the step."""
-
-    def __init__(self, number: int, num_envs: int = 2) -> None:
-        self.number, self.num_envs, self.possible_agents = number, num_envs, AGENTS
-        self.observation_spaces = dict.fromkeys(AGENTS, gym.spaces.Box(0, 1000, (4,), np.int64))
-        self.action_spaces = dict.fromkeys(AGENTS, gym.spaces.Discrete(4))
-        self.is_closed = False
-
-    def reset_arrays(self, seeds: Any) -> Any:
-        self.steps = np.zeros(self.num_envs, np.int64)
-        return [self._seen()], [{"a": {"seed": seeds[env]}} for env in range(self.num_envs)]
-
-    def step_arrays(self, actions: Any) -> ArrayStep:
-        self.steps += 1
-        seen, envs = self._seen(), np.arange(self.num_envs)
-        done = self.steps == envs + 3
-        infos = [{"b": {"step": int(step)}} for step in self.steps]
-        self.steps[done] = 0
-        first = [self._seen()[done]] if done.any() else ()
-        first_infos = [{"c": {"begins": True}} for _ in envs[done]]
-        rewards = [actions[0] * np.array([1.0, 10.0, 100.0])]
-        return ArrayStep([seen], rewards, done, np.zeros_like(done), first, infos, first_infos)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def _seen(self) -> Any:
-        seen = np.zeros((self.num_envs, len(AGENTS), 4), np.int64)
-        seen[..., 0] = self.number
-        seen[..., 1], seen[..., 2], seen[..., 3] = np.arange(self.num_envs)[:, None], np.arange(3), self.steps[:, None]
-        return seen
-
-
-def told(makers: Any, **options: Any) -> list[Any]:
+def told(makers: Any, place: str = "inline", **envs: Any) -> list[Any]:
     """All that four fragments of each lane tell of the agents' episodes, lane by lane."""
-    given: dict[str, Any] = {"module": RandomModule, "fragment_length": 4, "num_fragments": 4, "seed": 3}
-    with MultiAgentRollout(makers, **given, **options) as rollout:
+    acts, given = {"module": RandomModule}, {"fragment_length": 4, "num_fragments": 4, "seed": 3}
+    with rollout_at(place, makers, kind=MultiAgentRollout, acts=acts, envs=envs, **given) as made, made as rollout:
         fragments = in_time(list(rollout.fragments()))
     return [
         (
@@ -65,20 +29,17 @@ def told(makers: Any, **options: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.slow
-def test_each_is_a_lane_by_itself_and_the_same_everywhere() -> None:
+@pytest.mark.parametrize("place", ["processes", "hosts"])
+def test_each_is_a_lane_by_itself_and_the_same_everywhere(place: str) -> None:
     makers = [partial(Counted, number) for number in range(2)]
     here = told(makers)
     assert {(row[0], row[4][0][0]) for row in here} == {(0, 0), (1, 1)}  # of lane 0 the first
     infos = {tuple(info) for row in here for info in row[7] if info}
     assert infos == {("seed",), ("step",), ("begins",)}
     assert told(makers, lanes=2) == here
-    assert told(makers, lanes=2, where="processes", workers=1) == here
-
-
-@pytest.mark.slow
-def test_one_callable_is_one_lane() -> None:
-    assert told(partial(Counted, 0), where="processes") == told(partial(Counted, 0)) == told(Counted(0))
+    assert told(makers, place, lanes=2) == here
+    one = Counted(0) if place == "hosts" else makers[0]
+    assert told(one, place) == told(makers[0]) == told(Counted(0))
 
 
 @pytest.mark.slow
@@ -95,6 +56,10 @@ def test_there_are_as_many_environments_as_are_asked_for() -> None:
     assert told(partial(Counted, 0, 1), num_envs=2)[-1][0] == 1
     with pytest.raises(EnvError, match="num_envs is 2 and lanes is None, but 4 environments in 2 lanes were made; exp"):
         MultiAgentRollout(partial(Counted, 0), module=RandomModule, num_envs=2)
+    with pytest.raises(EnvError, match="num_envs is 3 and lanes is None, but 2 environments in 1 lanes were made"):
+        EnvHost(Counted(0), num_envs=3)
+    with pytest.raises(EnvError, match=r"^num_envs is -1, expected at least 1$"):
+        EnvHost(partial(Counted, 0), num_envs=-1)
 
 
 def test_those_that_are_made_here_are_closed_and_one_that_is_given_is_not() -> None:
