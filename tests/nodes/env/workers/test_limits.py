@@ -73,18 +73,12 @@ def test_workers_have_the_arguments_of_the_program(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("where", ["inline", "threads"])
-def test_one_environment_in_two_lanes_is_refused(where: Any) -> None:
+def test_one_environment_in_two_places_is_refused(where: Any) -> None:
     env = NumberedEnv(0)
-    with pytest.raises(EnvError, match="slots 0 and 1 were given the same environment"):
-        Rollout(lambda: env, num_envs=2, lanes=2, where=where, module=NumberedModule())
-
-
-@pytest.mark.parametrize("where", ["inline", "threads"])
-def test_one_vector_environment_in_two_lanes_is_refused(where: Any) -> None:
-    env = gym.vector.SyncVectorEnv([lambda: NumberedEnv(0)])
-    with pytest.raises(EnvError, match="lanes 0 and 1 were given the same environment, expected one for each"):
-        Rollout([env, env], where=where, module=NumberedModule())
-    env.close()
+    vector = gym.vector.SyncVectorEnv([lambda: env])
+    for given, what in (([lambda: env] * 2, "slots"), ([vector, vector], "lanes")):
+        with pytest.raises(EnvError, match=f"{what} 0 and 1 were given the same environment, expected one for each"):
+            Rollout(given, lanes=2, where=where, module=NumberedModule())
 
 
 def test_leaving_a_rollout_that_runs_ahead_waits_for_one_step_alone() -> None:

@@ -29,41 +29,41 @@ def broken(**kwargs: Any) -> Any:
 
 
 @pytest.fixture
-def registered() -> Iterator[str]:
-    """The id of an environment that can't be made."""
+def registered() -> Iterator[None]:
+    """An environment that can't be made has an id."""
     gym.register("Broken-v0", entry_point=broken)
-    yield "Broken-v0"
+    yield
     del gym.registry["Broken-v0"]
 
 
 TOLD = "LicenceError: the simulator has expired 3 days ago"
 
 
-@pytest.mark.slow
+KINDS: dict[str, tuple[Any, Any, str]] = {
+    "callables": (
+        Rollout,
+        [partial(gym.make, "CartPole-v1"), broken],
+        "the callable for slot 1, expected to make a gymnasium.Env, raised",
+    ),
+    "id": (Rollout, "Broken-v0", "environment 'Broken-v0' can't be made:"),
+    "several agents": (
+        MultiAgentRollout,
+        broken,
+        "the callable for environment 0, expected to make a MultiAgentEnv, raised",
+    ),
+}
+
+
 @pytest.mark.parametrize("where", [*HERE, *ELSEWHERE])
-def test_a_callable_that_raises_is_refused_by_one_error(where: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_error_refuses_what_raises(kind: str, where: Any, registered: None) -> None:
+    rollout, env, told = KINDS[kind]
     before = processes_of()
     with pytest.raises(EnvError) as raised:
-        Rollout([partial(gym.make, "CartPole-v1"), broken], where=where)
-    assert str(raised.value) == f"the callable for slot 1, expected to make a gymnasium.Env, raised {TOLD}"
+        rollout(env, where=where)
+    assert str(raised.value) == f"{told} {TOLD}"
     check_cause(raised.value, where)
     assert processes_of() <= before
-
-
-@pytest.mark.parametrize("where", [*HERE, "processes"])
-def test_an_id_whose_environment_raises_is_refused_by_one_error(where: Any, registered: str) -> None:
-    with pytest.raises(EnvError) as raised:
-        Rollout(registered, where=where)
-    assert str(raised.value) == f"environment 'Broken-v0' can't be made: {TOLD}"
-    check_cause(raised.value, where)
-
-
-@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
-def test_a_callable_for_several_agents_that_raises_is_refused_by_one_error(where: Any) -> None:
-    with pytest.raises(EnvError) as raised:
-        MultiAgentRollout(broken, where=where)
-    assert str(raised.value) == f"the callable for environment 0, expected to make a MultiAgentEnv, raised {TOLD}"
-    check_cause(raised.value, where)
 
 
 def check_cause(error: EnvError, where: str) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
 import psutil
 import pytest
 from held_envs import LONGEST_S, Held, await_held, await_that
@@ -62,6 +63,19 @@ def test_nothing_is_left_in_this_process(
     with suppress(ZeroDivisionError):
         ran(where, ending)
     assert held_here() == before
+
+
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
+def test_nothing_is_left_of_an_error_in_an_event_loop(where: Any) -> None:
+    async def broken() -> None:
+        async with Rollout("CartPole-v1", num_envs=4, lanes=2, where=where, prefetch=1) as rollout:
+            async for _ in rollout.batches():
+                raise ZeroDivisionError
+
+    before = processes_of()
+    with pytest.raises(ZeroDivisionError):
+        anyio.run(broken)
+    assert processes_of() <= before
 
 
 @pytest.mark.wait_times(close_s=0.1)
