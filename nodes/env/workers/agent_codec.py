@@ -47,7 +47,14 @@ class StepBlock:
 
     def __init__(self, parts: Sequence[AgentPart], num_envs: int, block: NDArray[np.uint8]) -> None:
         columns = _layout(parts, num_envs).columns(block)
-        self._parts = [_PartBlock(columns, part) for part in range(len(parts))]
+        self._actions, self._observed, self._first = (
+            [
+                _SomeSlots(columns[f"{name} of part {part}"], columns[f"slots of {name} of part {part}"].row(0))
+                for part in range(len(parts))
+            ]
+            for name in _OF_SOME
+        )
+        self._of_all = [[columns[f"{name} of part {part}"].row(0) for name in _OF_ALL] for part in range(len(parts))]
         self._ended: NDArray[np.int64] = columns["ended"].row(0)
         self._truncated: NDArray[np.bool_] = columns["truncated"].row(0)
 
@@ -58,28 +65,28 @@ class StepBlock:
 
     def write_actions(self, actions: Actions) -> None:
         """Put in what the agents are to do. Raises ColumnError where that is not of their action spaces' types."""
-        for part, (slots, tree) in zip(self._parts, actions, strict=True):
-            part.actions.write(slots, tree)
+        for part, (slots, tree) in zip(self._actions, actions, strict=True):
+            part.write(slots, tree)
 
     def actions(self) -> Actions:
         """Actions of the agents: copies, which environments may keep."""
-        read = (part.actions.read() for part in self._parts)
-        return [(slots, map_tree(np.array, tree)) for slots, tree in read]
+        return [(slots, map_tree(np.array, tree)) for slots, tree in (part.read() for part in self._actions)]
 
     def write_first(self, observed: Sequence[Observed]) -> None:
         """Put in first observations."""
-        for part, (slots, tree) in zip(self._parts, observed, strict=True):
-            part.first.write(slots, tree)
+        for part, (slots, tree) in zip(self._first, observed, strict=True):
+            part.write(slots, tree)
 
     def first(self) -> list[Observed]:
         """First observations."""
-        return [Observed(*part.first.read()) for part in self._parts]
+        return [Observed(*part.read()) for part in self._first]
 
     def write_step(self, step: VectorStep) -> None:
         """Put in all of a step but infos."""
-        for part, part_step in zip(self._parts, step.parts, strict=True):
-            part.observed.write(*part_step.observed)
-            part.rewards[:], part.terminateds[:], part.truncateds[:] = part_step[1:]
+        for observed, of_all, part_step in zip(self._observed, self._of_all, step.parts, strict=True):
+            observed.write(*part_step.observed)
+            for column, values in zip(of_all, part_step[1:], strict=True):
+                column[:] = values
         count = self._ended[0] = len(step.ended)
         if count:
             self._ended[1 : 1 + count], self._truncated[:count] = step.ended, step.truncated
@@ -90,8 +97,8 @@ class StepBlock:
         ended = self._ended[1 : 1 + int(self._ended[0])].copy()
         return VectorStep(
             parts=[
-                PartStep(Observed(*part.observed.read()), part.rewards, part.terminateds, part.truncateds)
-                for part in self._parts
+                PartStep(Observed(*observed.read()), *of_all)
+                for observed, of_all in zip(self._observed, self._of_all, strict=True)
             ],
             ended=ended,
             truncated=self._truncated[: len(ended)].copy(),
@@ -99,17 +106,6 @@ class StepBlock:
             infos=infos,
             first_infos=first_infos,
         )
-
-
-class _PartBlock:
-    """One part's share of a block."""
-
-    def __init__(self, columns: dict[str, Column], part: int) -> None:
-        self.actions, self.observed, self.first = (
-            _SomeSlots(columns[f"{name} of part {part}"], columns[f"slots of {name} of part {part}"].row(0))
-            for name in _OF_SOME
-        )
-        self.rewards, self.terminateds, self.truncateds = (columns[f"{name} of part {part}"].row(0) for name in _OF_ALL)
 
 
 class _SomeSlots:
