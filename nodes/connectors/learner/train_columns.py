@@ -390,8 +390,16 @@ class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
         if Columns.NEXT_OBS in batch or not len(episodes):
             return batch
         steps = TrainSteps(episodes, batch, shared_data)
-        if len(steps):
-            steps.put(Columns.NEXT_OBS, steps.next_observations())
+        if isinstance(episodes, FragmentEpisodes) or Columns.OBS in batch or not is_in_list_form(batch):
+            if len(steps):
+                steps.put(Columns.NEXT_OBS, steps.next_observations())
+            return batch
+        self._add_of_episodes(
+            batch,
+            episodes,
+            lambda each: {Columns.NEXT_OBS: each.get_observations(slice(1, len(each) + 1))},
+            learns=True,
+        )
         return batch
 
 
