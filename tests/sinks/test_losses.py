@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from threading import Event
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from hypothesis import given, settings, strategies as st
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from property_examples import examples
 
-from rollflow import ConnectorV2, Fragment, Graph, MultiAgentRollout, Rollout, TrainerStream, feed
+from rollflow import Fragment, Graph, MultiAgentRollout, Rollout, TrainerStream, feed
+from rollflow.nodes import LambdaConnector
 from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink
 from rollflow.sinks.trainer.messages import batches_in, num_steps
 from rollflow.stream import Inlet, MultiAgentFragment, Outlet, RunError
@@ -32,18 +33,15 @@ class Broken(Exception):
     """Error that a node, or the block, raises."""
 
 
-class Breaks(ConnectorV2):
-    """Raises at one of its calls; 0: never."""
+def breaking(call: int) -> LambdaConnector:
+    """A piece that raises at one of its calls; 0: never."""
+    calls = count(1)
 
-    def __init__(self, call: int) -> None:
-        super().__init__()
-        self.left = call
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.left -= 1
-        if not self.left:
+    def check() -> None:
+        if next(calls) == call:
             raise Broken
-        return batch
+
+    return LambdaConnector(check)
 
 
 class Setting(NamedTuple):
@@ -93,8 +91,8 @@ def rollout_of(drawn: Setting, **options: Any) -> tuple[list[Any], AnyRollout]:
     """The environments, and a rollout over them; its pieces raise if that is how it ends."""
     piece, learns = drawn.ending == "piece", drawn.ending == "learner"
     options |= {
-        "env_to_module_connector": lambda part: Breaks(drawn.call if piece else 0),
-        "learner_connector": lambda obs, act: Breaks(drawn.items if learns else 0),
+        "env_to_module_connector": lambda part: breaking(drawn.call if piece else 0),
+        "learner_connector": lambda obs, act: breaking(drawn.items if learns else 0),
     }
     if drawn.several:
         agents = Drawn(

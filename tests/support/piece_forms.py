@@ -43,6 +43,11 @@ class Breaks(ConnectorV2):
         return batch
 
 
+def log_rows(metrics: Any, episodes: Any) -> None:
+    """Count the episodes that come by, for a `LambdaConnector`."""
+    metrics.log_value("rows", len(list(episodes)), reduce="sum")
+
+
 class Torch:
     """All that most pieces need to know of a module."""
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rollflow import ConnectorV2, Rollout
-from rollflow.nodes import EpisodeReturns, MetricsLogger
+from rollflow import Rollout
+from rollflow.nodes import EpisodeReturns, LambdaConnector, MetricsLogger
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.stream import MetricsError
 
@@ -146,22 +146,18 @@ def test_a_state_is_a_snapshot() -> None:
 
 
 def test_pieces_log_into_the_rollouts_metrics() -> None:
-    class Logs(ConnectorV2):
-        changes_episodes = False
-
-        def __call__(self, *, batch: Any, episodes: Any, metrics: Any, **kwargs: Any) -> Any:
-            metrics.log_value(("pieces", "calls"), 1, reduce="sum")
-            metrics.log_value("slots", len(episodes), window=10)
-            return batch
+    def log(episodes: Any, metrics: Any) -> None:
+        metrics.log_value(("pieces", "calls"), 1, reduce="sum")
+        metrics.log_value("slots", len(episodes), window=10)
 
     with Rollout(
         "CartPole-v1",
         num_envs=3,
         fragment_length=5,
         num_fragments=2,
-        env_to_module_connector=lambda env: Logs(),
-        module_to_env_connector=lambda env: Logs(),
-        learner_connector=lambda obs_space, act_space: Logs(),
+        env_to_module_connector=lambda env: LambdaConnector(log, changes_episodes=False),
+        module_to_env_connector=lambda env: LambdaConnector(log, changes_episodes=False),
+        learner_connector=lambda obs_space, act_space: LambdaConnector(log),
     ) as rollout:
         batches = list(rollout.batches())
     assert rollout.metrics.peek(("pieces", "calls")) == 11 + 10 + len(batches)  # the last observation is prepared, too

@@ -11,12 +11,13 @@ from ending_agent_envs import DoomedAgents
 from fragment_equality import in_time
 from lost_agents import agent_chunks, check_laws
 from numbered_agents import NumberedAgents
+from piece_forms import log_rows
 from places import rollout_at
 from remote_hosts import hosting, listening
 from serial_module import SerialModule
 
-from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, RemoteRollouts
-from rollflow.nodes import RandomModule, RolloutHost
+from rollflow import MeanStdFilter, MultiAgentRollout, RemoteRollouts
+from rollflow.nodes import LambdaConnector, RandomModule, RolloutHost
 from rollflow.stream import ModuleError
 
 pytestmark = pytest.mark.wait_times(first_pause_s=0.01)
@@ -62,15 +63,12 @@ def test_environments_that_raise_on_a_host_begin_anew(tmp_path: Path) -> None:
     assert [len(fragment.losses) for fragment in fragments] == [0, 1, 0]
 
 
-class Notes(ConnectorV2):
-    def __call__(self, *, batch: Any, metrics: Any, episodes: Any, **kwargs: Any) -> Any:
-        metrics.log_value("rows", len(list(episodes)), reduce="sum")
-        return batch
-
-
 @pytest.mark.parametrize("place", ["rollouts", "hosted rollouts"])
 def test_what_connectors_learn_and_log_comes_together(place: str) -> None:
-    acts: Any = {"module": RandomModule, "env_to_module_connector": lambda part: [Notes(), MeanStdFilter()]}
+    acts: Any = {
+        "module": RandomModule,
+        "env_to_module_connector": lambda part: [LambdaConnector(log_rows), MeanStdFilter()],
+    }
     makers = [partial(NumberedAgents, slot, agents=2, nested=0, at_once=True, length=50) for slot in range(2)]
     options: Any = {"kind": MultiAgentRollout, "num_fragments": 3, "fragment_length": 10, "seed": 0}
     with rollout_at(place, makers, acts=acts, envs={"lanes": 2}, **options) as made_there, made_there as rollout:

@@ -12,11 +12,13 @@ import torch
 from fragment_equality import assert_alike
 from held_envs import Held, await_held, let_go
 from numbered_module import NumberedEnv, NumberedModule
+from piece_forms import log_rows
 from places import rollout_at
 from remote_hosts import listening
 from remote_rollouts import await_that, check_counts, hosted, makers, raw_host_of, rollout_over, rollouts_on, wired
 
-from rollflow import ConnectorV2, Fragment, MeanStdFilter, RemoteRollouts, Rollout
+from rollflow import Fragment, MeanStdFilter, RemoteRollouts, Rollout
+from rollflow.nodes import LambdaConnector
 from rollflow.stream.wire import Weights
 
 
@@ -203,13 +205,7 @@ def test_a_connection_that_breaks_brings_back_the_newest() -> None:
 # What connectors learn and log
 
 
-class Notes(ConnectorV2):
-    def __call__(self, *, batch: Any, metrics: Any, episodes: Any, **kwargs: Any) -> Any:
-        metrics.log_value("rows", len(list(episodes)), reduce="sum")
-        return batch
-
-
-FILTERS: Any = {"env_to_module_connector": lambda env: [Notes(), MeanStdFilter()]}
+FILTERS: Any = {"env_to_module_connector": lambda env: [LambdaConnector(log_rows), MeanStdFilter()]}
 CARTS: Any = {"module": None, **FILTERS}
 
 

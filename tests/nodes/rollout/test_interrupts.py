@@ -19,8 +19,8 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from places import rollout_at
 
-from rollflow import ConnectorV2, Forward, Graph, MultiAgentRollout, Policy, Rollout
-from rollflow.nodes import MultiRLModule
+from rollflow import Forward, Graph, MultiAgentRollout, Policy, Rollout
+from rollflow.nodes import LambdaConnector, MultiRLModule
 from rollflow.sinks import LearnerPipeline
 from rollflow.stream import RunError
 
@@ -83,18 +83,6 @@ class InterruptedModule(NumberedModule):
         return output
 
 
-class InterruptedPiece(ConnectorV2):
-    """Is interrupted when it is called."""
-
-    def __init__(self, interrupts: Interrupts) -> None:
-        super().__init__()
-        self.interrupts = interrupts
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.interrupts.here()
-        return batch
-
-
 def rollout_of(kind: str, point: str, interrupts: Interrupts, **options: Any) -> tuple[Any, list[Any]]:
     """A rollout that is interrupted at a point, and its environments."""
     several = kind == "several agents"
@@ -111,7 +99,7 @@ def rollout_of(kind: str, point: str, interrupts: Interrupts, **options: Any) ->
     module = InterruptedModule(*spaces)
     module.interrupts = interrupts if point == "forward" else None
     if point in ("env_to_module", "module_to_env", "learner"):
-        options[f"{point}_connector"] = lambda *spaces: InterruptedPiece(interrupts)
+        options[f"{point}_connector"] = lambda *spaces: LambdaConnector(interrupts.here)
     makers = [lambda env=env: env for env in envs]
     if not several:
         return Rollout(makers, module=module, **OPTIONS, **options), envs

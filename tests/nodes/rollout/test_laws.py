@@ -16,7 +16,8 @@ from piece_forms import ByEpisodes, equal
 from property_examples import examples
 from ways import WAYS
 
-from rollflow import ConnectorV2, Fragment, GeneralAdvantageEstimation, Rollout
+from rollflow import Fragment, GeneralAdvantageEstimation, Rollout
+from rollflow.nodes import LambdaConnector
 
 few = settings(max_examples=examples(40))
 MODES = st.sampled_from(list(AutoresetMode))
@@ -151,20 +152,15 @@ def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, mode: Autore
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_a_piece_sees_every_observation_once(mode: AutoresetMode) -> None:
-    class Count(ConnectorV2):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[tuple[int, ...]] = []
+    seen: list[tuple[int, ...]] = []
 
-        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-            self.seen += [tuple(at(episode.get_observations(-1)).tolist()) for episode in episodes]
-            return batch
+    def look(episodes: Any) -> None:
+        seen.extend(tuple(at(episode.get_observations(-1)).tolist()) for episode in episodes)
 
-    count = Count()
     drawn = Setting(3, 1, 10, 1, False, 4, 0, 7)
-    envs, rollout = made(drawn, mode, env_to_module_connector=lambda env: count)
+    envs, rollout = made(drawn, mode, env_to_module_connector=lambda env: LambdaConnector(look))
     fragments = run(rollout, 3)
-    assert len(set(count.seen)) == len(count.seen)
+    assert len(set(seen)) == len(seen)
     expected = {(env.slot, entry[0], entry[1]) for env in envs for entry in env.log}
     ends = {
         tuple(at(chunk.get_observations(-1)).tolist())
@@ -172,4 +168,4 @@ def test_a_piece_sees_every_observation_once(mode: AutoresetMode) -> None:
         for chunk in fragment.episodes()
         if chunk.is_done or fragment is fragments[-1]
     }
-    assert expected | ends <= set(count.seen)
+    assert expected | ends <= set(seen)

@@ -1005,20 +1005,6 @@ def test_a_piece_may_make_the_logits_arrays_before_actions_are_sampled(explore: 
             np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
-class SeesWhatEnvironmentsGet(ConnectorV2):
-    """Comes last, and may give the environments other actions than the module's."""
-
-    def __init__(self, added: int) -> None:
-        super().__init__()
-        self.added = added
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        np.testing.assert_array_equal(batch["actions_for_env"], batch["actions"])
-        if self.added:
-            batch["actions_for_env"] = (np.asarray(batch["actions_for_env"]) + self.added) % 7
-        return batch
-
-
 @pytest.mark.parametrize("where", ["inline", "processes"])
 @pytest.mark.parametrize("by_items", [False, True])
 @pytest.mark.parametrize("added", [None, 0, 1])
@@ -1029,8 +1015,14 @@ def test_what_environments_get_is_recorded_where_a_piece_may_have_changed_it(
     rollout = Rollout(
         lambda: NumberedEnv(0), num_envs=2, where=where, fragment_length=12, module_to_env_connector=custom, seed=0
     )
+
+    def see_what_environments_get(batch: Any) -> None:
+        np.testing.assert_array_equal(batch["actions_for_env"], batch["actions"])
+        if added:
+            batch["actions_for_env"] = (np.asarray(batch["actions_for_env"]) + added) % 7
+
     if added is not None:
-        rollout.module_to_env.append(SeesWhatEnvironmentsGet(added))
+        rollout.module_to_env.append(LambdaConnector(see_what_environments_get))
     with rollout:
         fragment = next(iter(rollout.fragments()))
     assert ("actions_for_env" in fragment.extra_columns) is (added is not None)

@@ -11,24 +11,13 @@ from numbered_agents import NUM_ACTIONS, NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 
 from rollflow import ConnectorV2, Graph, MultiAgentRollout, RLModule, Rollout
+from rollflow.nodes import LambdaConnector
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline
 from rollflow.stream.testing import check
 
 pytestmark = pytest.mark.anyio
-
-
-class Thread(ConnectorV2):
-    """Remembers which threads called it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: set[int] = set()
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.threads.add(threading.get_ident())
-        return batch
 
 
 async def batches_of(rollout: Any, **options: Any) -> list[Any]:
@@ -57,7 +46,8 @@ def numbered_rollout(**options: Any) -> Rollout:
 
 async def test_batches_are_made_off_the_rollouts_thread_and_hold_every_transition() -> None:
     envs, makers = numbered_envs(5)
-    piece = Thread()
+    called_in: list[int] = []
+    piece = LambdaConnector(lambda: called_in.append(threading.get_ident()))
     rollout = Rollout(
         makers,
         module=NumberedModule(),
@@ -68,7 +58,7 @@ async def test_batches_are_made_off_the_rollouts_thread_and_hold_every_transitio
         learner_connector=lambda obs, act: piece,
     )
     batches = await batches_of(rollout)
-    assert threading.get_ident() not in piece.threads
+    assert threading.get_ident() not in called_in
     assert len(batches) == 10
     rewards = torch.cat([batch["rewards"] for batch in batches])
     assert sorted(rewards.tolist()) == sorted(entry[3] for env in envs for entry in env.log)
@@ -142,15 +132,18 @@ class Valued(Counting):
         return self.weight.expand(len(batch["obs"])).clone()
 
 
-class AddValues(ConnectorV2):
-    def __call__(self, *, rl_module: Any, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        steps = sum(map(len, episodes))
-        batch["values"] = [rl_module.compute_values({"obs": np.zeros(steps)}).detach().numpy()[0]] * steps
-        return batch
+def add_values(rl_module: Any, batch: Any, episodes: Any) -> None:
+    steps = sum(map(len, episodes))
+    batch["values"] = [rl_module.compute_values({"obs": np.zeros(steps)}).detach().numpy()[0]] * steps
 
 
 def valued_rollout(**options: Any) -> MultiAgentRollout:
-    options |= {"module": Valued(), "learner_connector": lambda obs, act: AddValues(), "fragment_length": 4, "seed": 2}
+    options |= {
+        "module": Valued(),
+        "learner_connector": lambda obs, act: LambdaConnector(add_values),
+        "fragment_length": 4,
+        "seed": 2,
+    }
     return MultiAgentRollout([partial(NumberedAgents, 0, nested=0)], **options)
 
 

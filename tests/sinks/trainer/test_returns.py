@@ -15,8 +15,8 @@ from property_examples import examples
 from remote_hosts import BrokenWire
 from wire_messages import TOKEN
 
-from rollflow import ConnectorV2, Graph, MultiAgentRollout, Rollout, TrainerStream
-from rollflow.nodes import EpisodeReturns
+from rollflow import Graph, MultiAgentRollout, Rollout, TrainerStream
+from rollflow.nodes import EpisodeReturns, LambdaConnector
 from rollflow.sinks import Batches, TrainerSink
 from rollflow.sinks.trainer.item_maker import StreamReturns
 from rollflow.sinks.trainer.messages import MOST_KEPT, MOST_MODULES, FinishedEpisodes, message_of_batch
@@ -62,22 +62,14 @@ def fed(stream: TrainerStream, rollout: Any, sends: str = "batches", cuts: Seque
             yield
 
 
-class FailsOnce(ConnectorV2):
-    """Raises when it is called first."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.has_failed = False
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        if not self.has_failed:
-            self.has_failed = True
-            raise KeyError("once")
-        return batch
-
-
 def test_what_a_batch_could_not_be_made_of_is_counted_once_it_is() -> None:
-    with trainer(yields=Batches(learner_connector=lambda obs_space, act_space: FailsOnce())) as stream:
+    errors = [KeyError("once")]
+
+    def fail_once() -> None:
+        if errors:
+            raise errors.pop()
+
+    with trainer(yields=Batches(learner_connector=lambda obs_space, act_space: LambdaConnector(fail_once))) as stream:
         with feeding(stream.address, num_fragments=8):
             with pytest.raises(KeyError, match="once"):
                 next(iter(stream))

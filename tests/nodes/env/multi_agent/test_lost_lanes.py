@@ -11,7 +11,8 @@ from lost_agents import check_continuity, check_multi_agent_chunks, emitted_step
 from numbered_agents import NumberedAgents
 from property_examples import examples
 
-from rollflow import ConnectorV2, MultiAgentRollout
+from rollflow import MultiAgentRollout
+from rollflow.nodes import LambdaConnector
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
@@ -66,28 +67,20 @@ def test_every_agent_step_stands_in_a_chunk_or_is_counted_whenever_environments_
     check_multi_agent_chunks(fragments)
 
 
-class Told(ConnectorV2):
-    """Looks at all agents of an environment together: an episode comes by at every one of its steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, list[int]] = {}
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        for episode in episodes:
-            self.seen.setdefault(episode.id_, []).append(episode.env_t)
-        return batch
-
-
 @settings(max_examples=examples(15))
 @given(drawn_settings, st.lists(st.integers(0, 3), min_size=1, max_size=7))
 def test_joint_pieces_see_the_episodes_that_begin_after_a_loss(drawn: Drawn, events: list[int]) -> None:
-    told = Told()
-    envs, rollout = losing(drawn, events, joint_connector=lambda env: told)
+    seen: dict[str, list[int]] = {}
+
+    def look(episodes: Any) -> None:
+        for episode in episodes:  # one comes by at every one of its steps
+            seen.setdefault(episode.id_, []).append(episode.env_t)
+
+    envs, rollout = losing(drawn, events, joint_connector=lambda env: LambdaConnector(look))
     fragments = run(rollout, 4)
     assert not_emitted(fragments, [env.log for env in envs]) <= rollout.lost.get("workers", 0)
-    assert all(steps == list(range(len(steps))) for steps in told.seen.values())
-    assert {episode.id_ for fragment in fragments for episode in fragment.episodes()} <= told.seen.keys()
+    assert all(steps == list(range(len(steps))) for steps in seen.values())
+    assert {episode.id_ for fragment in fragments for episode in fragment.episodes()} <= seen.keys()
 
 
 class Endless(NumberedAgents):
