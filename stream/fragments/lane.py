@@ -676,13 +676,12 @@ class Lane(SlotLane):
 
     def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_], row: int) -> None:
         """Take `row` as a mere reset of the slots `dead`, bool[N]: no transition, and no end in `done`, bool[N]."""
-        if np.count_nonzero(dead & done):
-            ends = dead & done
-            for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS):
-                self.fragment.columns[name].tree[row, ends] = False
-            done[ends] = False
         slots = dead.nonzero()[0]
-        rewards = self.fragment.columns[Columns.REWARDS].tree[row, slots]
+        if 1 in done[slots].tobytes():
+            for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS):
+                self.fragment.columns[name].tree[row, slots] = False
+            done[slots] = False
+        rewards = self.fragment.columns[Columns.REWARDS].tree[row][slots]
         if np.count_nonzero(rewards):
             place = int(rewards.nonzero()[0][0])
             raise EnvError(
