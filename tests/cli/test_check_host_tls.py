@@ -3,7 +3,6 @@
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import pytest
 import trustme
@@ -14,32 +13,17 @@ from rollflow.cli.main import main
 from rollflow.nodes import EnvHost
 
 
-class Files(NamedTuple):
-    """An authority's certificate, and one that it has issued, with its key."""
-
-    authority: str
-    certificate: str
-
-    @property
-    def arguments(self) -> list[str]:
-        return ["--tls", "--tls-ca", self.authority, "--tls-cert", self.certificate]
-
-
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    folder = tmp_path_factory.mktemp("tls")
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(f"{folder}/authority.pem")
-    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(f"{folder}/own.pem")
-    return Files(f"{folder}/authority.pem", f"{folder}/own.pem")
-
-
-def context_of(files: Files, purpose: ssl.Purpose) -> ssl.SSLContext:
-    """A context that asks for the other end's certificate."""
-    context = ssl.create_default_context(purpose, cafile=files.authority)
-    context.load_cert_chain(files.certificate)
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], ssl.SSLContext]:
+    """Arguments that name an authority and a certificate of its own, and a server's context, which asks for one."""
+    folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
+    trusted, own = f"{folder}/authority.pem", f"{folder}/own.pem"
+    authority.cert_pem.write_to_path(trusted)
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(own)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=trusted)
+    context.load_cert_chain(own)
     context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    return ["--tls", "--tls-ca", trusted, "--tls-cert", own], context
 
 
 @contextmanager
@@ -48,15 +32,20 @@ def listening_host(tls: ssl.SSLContext | None) -> Iterator[str]:
         yield address
 
 
-def test_a_host_is_checked_over_tls(files: Files, shown: Says) -> None:
-    with listening_host(context_of(files, ssl.Purpose.CLIENT_AUTH)) as address:
-        assert shown("check-host", address, *files.arguments).endswith("all is well\n")
+def test_a_host_is_checked_over_tls(tls: tuple[list[str], ssl.SSLContext], shown: Says) -> None:
+    arguments, context = tls
+    with listening_host(context) as address:
+        assert shown("check-host", address, *arguments).endswith("all is well\n")
 
 
-def test_a_host_that_listens_and_does_not_agree_is_told_so(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
-    with listening_host(None) as address:
-        assert main(["check-host", address, *files.arguments]) == 1
-    assert "it speaks no TLS, expected it to\n" in capsys.readouterr().out
-    with listening_host(context_of(files, ssl.Purpose.CLIENT_AUTH)) as address:
-        assert main(["check-host", address, "--tls", "--tls-ca", files.authority]) == 1
-    assert "it did not agree on TLS: the other end refuses: certificate required\n" in capsys.readouterr().out
+def test_a_host_that_listens_and_does_not_agree_is_told_so(
+    tls: tuple[list[str], ssl.SSLContext], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, context = tls
+    for at_host, words, told in (
+        (None, arguments, "it speaks no TLS, expected it to\n"),
+        (context, arguments[:3], "it did not agree on TLS: the other end refuses: certificate required\n"),
+    ):
+        with listening_host(at_host) as address:
+            assert main(["check-host", address, *words]) == 1
+        assert told in capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ending_agent_envs import DoomedAgents, NeverResetAgents
 from ending_envs import Doomed, NeverReset, NotMadeAgain
-from feeding_rollouts import SHORT, feeding, graph_over, running, trainer, weights
+from feeding_rollouts import SHORT, failing, feeding, graph_over, running, trainer, weights
 from held_envs import Held, let_go
 from numbered_module import NumberedEnv, NumberedModule
 from paced_hosts import PacedHosts, Rounds
@@ -133,8 +133,7 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Pa
         hosts.callback(let_it_go)
         rollout = remote.rollout(num_fragments=6)
         with running(*graph_over(rollout, address)) as feed:
-            unpaced: dict[str, Any] = {"yields": "fragments", "limits": SHORT}
-            with pytest.raises(ZeroDivisionError), TrainerStream(address, **unpaced) as stream:
+            with failing(address, yields="fragments") as stream:
                 stream.publish(remote.weights(1.0))
                 for fragment in stream:
                     saved = stream.state_dict()
@@ -144,7 +143,6 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Pa
                         let_it_go()
                     if (fragment.lane, fragment.sequence) == (0, 5):
                         break
-                raise ZeroDivisionError
             with TrainerStream(address, **remote.rounds(0).settings(), yields="fragments") as another:
                 another.load_state_dict(saved)
                 another.publish(remote.weights(another.version + 1.0))
@@ -312,10 +310,9 @@ def test_the_others_go_on_as_fresh_as_before_also_at_another_trainer(
     rollout = rollout_that_loses_a_lane(where, LOST[how], tmp_path)
     address, settings = f"unix:{tmp_path}/trainer", {"max_lag": max_lag, "on_excess": "pace", "limits": SHORT}
     with running(*graph_over(rollout, address)):
-        with pytest.raises(ZeroDivisionError), TrainerStream(address, **settings) as stream:
+        with failing(address, **settings) as stream:
             rounds_without_it(stream, 5)
             state = stream.state_dict()
-            raise ZeroDivisionError
         with TrainerStream(address, **settings) as another:
             another.load_state_dict(state)
             another.publish(weights(another.version + 1.0))
