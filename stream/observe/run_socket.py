@@ -194,14 +194,12 @@ def make(folder: Path) -> None:
     _check_own(folder)
 
 
-def snapshots(folder: Path | None = None) -> list[dict[str, Any]]:
+def snapshots() -> list[dict[str, Any]]:
     """A snapshot of every run of this user on this machine, oldest process first; see `snapshot_at`.
-
-    folder    None: `run_folder()`
 
     Sockets of processes that were killed are removed. Raises OSError for a folder that is not this user's alone.
     """
-    folder = folder or run_folder()
+    folder = run_folder()
     if folder is None or not folder.exists():
         return []
     _check_own(folder)

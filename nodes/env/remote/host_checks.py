@@ -259,11 +259,15 @@ def check_host(
     Where the host does not get through the handshake, the other checks are left out.
     """
     dialogue = HostDialogue(opened, secret, patience_s)
-    for number, (name, check) in enumerate(_CHECKS):
+    for number, (name, check) in enumerate(_CHECKS.items()):
         if check is _keeps_turns and dialogue.role != "agents":
             continue
         try:
-            check(dialogue)
+            if check in _OPENING:
+                check(dialogue)
+            else:
+                with dialogue.begun() as host:
+                    check(host)
         except (ProtocolViolation, WireError, OSError) as error:
             yield name, str(error) or type(error).__name__
             if number == 0:
@@ -272,42 +276,11 @@ def check_host(
             yield name, None
 
 
-# Checks in their order, each with the words for what a host does that passes it.
-
-Check = Callable[[HostDialogue], None]
-_CHECKS: list[tuple[str, Check]] = []
-
-
-def _of_host(name: str) -> Callable[[Check], Check]:
-    """Add a check that opens connections itself."""
-
-    def added(check: Check) -> Check:
-        _CHECKS.append((name, check))
-        return check
-
-    return added
-
-
-def _of_connection(name: str) -> Callable[[Callable[[RawConnection], None]], Check]:
-    """Add a check of one connection, after its handshake."""
-
-    def added(check: Callable[[RawConnection], None]) -> Check:
-        def opening(dialogue: HostDialogue) -> None:
-            with dialogue.begun() as host:
-                check(host)
-
-        return _of_host(name)(opening)
-
-    return added
-
-
-@_of_connection("Says hello, proves the secret, and is welcome")
 def _takes_part(host: RawConnection) -> None:
     if host.hello.role not in ("env", "agents"):
         raise ProtocolViolation(f"has the role '{host.hello.role}', expected 'env', or 'agents'")
 
 
-@_of_host("Refuses a gateway that does not know the secret")
 def _refuses_gateways(dialogue: HostDialogue) -> None:
     if dialogue.secret is None:
         return
@@ -320,31 +293,26 @@ def _refuses_gateways(dialogue: HostDialogue) -> None:
             raise
 
 
-@_of_connection("Answers a reset with observations in its space")
 def _resets(host: RawConnection) -> None:
     host.reset()
 
 
-@_of_connection("Answers 300 steps with rows that fit its spaces and its autoreset mode")
 def _steps(host: RawConnection) -> None:
     host.reset()
     for actions in host.actions(300):
         host.step(actions)
 
 
-@_of_connection("Gives the same episodes for the same seeds and actions")
 def _repeats(host: RawConnection) -> None:
     runs = [[host.reset(seed=3), *map(host.step, host.actions(30))] for _ in range(2)]
     _check_same(runs[1], runs[0], "of the second run")
 
 
-@_of_connection("Refuses a step before the first reset")
 def _resets_first(host: RawConnection) -> None:
     host.send(host.step_request(host.actions(1)[0]))
     host.refused("order", "a step before the first reset")
 
 
-@_of_connection("Answers a request that comes twice with the same bytes, and steps once")
 def _answers_again(host: RawConnection) -> None:
     host.reset()
     first, second = host.actions(2)
@@ -358,7 +326,6 @@ def _answers_again(host: RawConnection) -> None:
     host.step(second)
 
 
-@_of_connection("Says nothing to a request whose number is long gone")
 def _passes_over(host: RawConnection) -> None:
     old = host.reset_request(1, host.lane)
     host.ask(old)
@@ -368,20 +335,17 @@ def _passes_over(host: RawConnection) -> None:
     host.expect(wire.Pong, f"nothing but a pong after a reset with number {old.number}, which is long gone")
 
 
-@_of_connection("Refuses a request whose number is too high")
 def _refuses_numbers(host: RawConnection) -> None:
     host.reset()
     host.send(replace(host.step_request(host.actions(1)[0]), number=9))
     host.refused("number", "step 9 where 2 is the next")
 
 
-@_of_connection("Refuses a request for a lane that it has not")
 def _refuses_lanes(host: RawConnection) -> None:
     host.send(wire.Reset(4711, 1, None, None))
     host.refused("number", "a reset of lane 4711, which there is not")
 
 
-@_of_connection("Answers a ping with its number")
 def _answers_pings(host: RawConnection) -> None:
     host.send(wire.Ping(77))
     pong = host.expect(wire.Pong, "pong 77")
@@ -389,7 +353,6 @@ def _answers_pings(host: RawConnection) -> None:
         raise ProtocolViolation(f"sent pong {pong.number}, expected pong 77")
 
 
-@_of_connection("Takes a frame that comes byte by byte")
 def _takes_pieces(host: RawConnection) -> None:
     request = host.reset_request(1, host.lane)
     host.session.ask(request)
@@ -398,7 +361,6 @@ def _takes_pieces(host: RawConnection) -> None:
     host.answer_to(request)
 
 
-@_of_connection("Answers requests for all its lanes that come in one piece")
 def _takes_two_at_once(host: RawConnection) -> None:
     requests = {lane: host.reset_request(1, lane) for lane in host.session.lanes}
     for request in requests.values():
@@ -411,7 +373,6 @@ def _takes_two_at_once(host: RawConnection) -> None:
         del requests[answer.lane]
 
 
-@_of_host("Goes on where it was after a connection is lost, and takes nothing twice")
 def _goes_on(dialogue: HostDialogue) -> None:
     with dialogue.begun() as host:
         expected = [host.reset(), *map(host.step, host.actions(3))]
@@ -426,21 +387,19 @@ def _goes_on(dialogue: HostDialogue) -> None:
     _check_same(rows, expected, "than without the break")
 
 
-@_of_host("Refuses a frame that is larger than it takes, and is there for the next connection")
 def _refuses_frames(dialogue: HostDialogue) -> None:
     with dialogue.begun() as host:
         host.sock.sendall((0xFFFFFFF8).to_bytes(4, "little"))
         host.refused("frame", "a frame of 4 GiB")
-    _takes_part(dialogue)
+    with dialogue.begun() as host:
+        _takes_part(host)
 
 
-@_of_connection("Refuses what is no frame")
 def _refuses_noise(host: RawConnection) -> None:
     host.sock.sendall(bytes.fromhex("0c000000 04000000 c1c1c1c1 00000000"))
     host.expect(wire.Refused, "refused, after a header that is no msgpack")
 
 
-@_of_connection("Closes the connection when it is told goodbye")
 def _says_goodbye(host: RawConnection) -> None:
     host.reset()
     host.send(wire.Goodbye("checked"))
@@ -453,7 +412,6 @@ def _says_goodbye(host: RawConnection) -> None:
     host.closed("the end after goodbye")
 
 
-@_of_connection("Fails a step in which nobody acts, and can be reset then")
 def _keeps_turns(host: RawConnection) -> None:
     host.reset()
     request = host.step_request(host.actions(1)[0])
@@ -479,3 +437,27 @@ def _same(one: wire.Rows | wire.AgentRows, other: wire.Rows | wire.AgentRows) ->
     ]
     mine, theirs = (leaves_of([getattr(rows, name) for name in columns]) for rows in (one, other))
     return len(mine) == len(theirs) and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+# What a host does that passes a check -> the check of a connection after its handshake, in their order.
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "Says hello, proves the secret, and is welcome": _takes_part,
+    "Refuses a gateway that does not know the secret": _refuses_gateways,
+    "Answers a reset with observations in its space": _resets,
+    "Answers 300 steps with rows that fit its spaces and its autoreset mode": _steps,
+    "Gives the same episodes for the same seeds and actions": _repeats,
+    "Refuses a step before the first reset": _resets_first,
+    "Answers a request that comes twice with the same bytes, and steps once": _answers_again,
+    "Says nothing to a request whose number is long gone": _passes_over,
+    "Refuses a request whose number is too high": _refuses_numbers,
+    "Refuses a request for a lane that it has not": _refuses_lanes,
+    "Answers a ping with its number": _answers_pings,
+    "Takes a frame that comes byte by byte": _takes_pieces,
+    "Answers requests for all its lanes that come in one piece": _takes_two_at_once,
+    "Goes on where it was after a connection is lost, and takes nothing twice": _goes_on,
+    "Refuses a frame that is larger than it takes, and is there for the next connection": _refuses_frames,
+    "Refuses what is no frame": _refuses_noise,
+    "Closes the connection when it is told goodbye": _says_goodbye,
+    "Fails a step in which nobody acts, and can be reset then": _keeps_turns,
+}
+_OPENING = (_refuses_gateways, _goes_on, _refuses_frames)  # those that open connections themselves
