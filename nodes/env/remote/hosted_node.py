@@ -12,14 +12,14 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.gateway import Gateway
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import HostEvent, HostWait, RemoteHost, RemoteLane, environments_on
-from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
+from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor, RaisedError
 from rollflow.nodes.env.workers.supervised_source import L, SupervisedSource
-from rollflow.nodes.env.workers.watch import call_under_way
+from rollflow.nodes.env.workers.watch import Activity, ProgressMark, call_under_way
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.fragments.fragment import NoFragment
 from rollflow.stream.net import backoff
 from rollflow.stream.observe.waits import Wait
-from rollflow.stream.wire import Answer, Failed, Request
+from rollflow.stream.wire import Answer, Failed, Request, Reset
 
 _LOOK_S = 0.5
 _MOST_FAREWELLS = 16
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostedNode(SupervisedSource):
-    """A node whose lanes are on hosts that a gateway takes in. Its subclasses ask them, and take their answers.
+    """A node whose lanes are on hosts that a gateway takes in.
 
     role           of the hosts
     takes_late     whether a lane that was late goes on with the answer that comes after all; else it begins anew
@@ -39,35 +39,18 @@ class HostedNode(SupervisedSource):
     lanes of their own. While there is none at all, the rollout waits, for as long as it did for the first; then it ends
     with an EnvError that says why each has left.
 
-    Subclasses have these methods, most of them of a `RemoteLane`:
-
-    new_lane       a lane, as it goes round, of its number, its environments and their first slot
-    progress       the count by which a lane, by its number, shows that it gets on, and its activity
-    set_out        has a lane begin, or begin anew after it was lost; True where it comes back at once
-    ask            has a lane's host do what the lane was handed over for
-    note           takes note of an event, before this class does
-    take           takes what a host has answered for a lane, where nothing failed: the lane, if it comes back
-    failed         takes note of an error that a host has answered with; raises EnvError where it ends the run
-    late           deals with a lane that has not come back in time, for the first time, for a reason
-    lose           ends what is open in a lane that is lost, for a reason: how many transitions are lost with it
-    lose_idle      ends what is open in a lane whose host left while the lane was elsewhere: as `lose`
-    is_given_up    True where a lane is not waited for any more, as the rollout is ending
+    Hosts are asked for resets and steps, and what subclasses have is `_step_request`, which gives the request of a
+    number to step a lane with its actions, and `_record_first` and `_record`, which have a lane take the answer to a
+    reset and to a step. A lane that is late has its episodes given up, and begins anew once its host has answered after
+    all. Where a host leaves, open episodes end as truncated; its lanes give the fragment that they have begun, and no
+    more. Whole rollouts do otherwise all that is below "What hosts are asked for".
     """
 
     has_fixed_lanes = False
     role: str
     takes_late = False
-    new_lane: Any
-    progress: Any
-    set_out: Any
-    ask: Any
-    note: Any
-    take: Any
-    failed: Any
-    late: Any
-    lose: Any
-    lose_idle: Any
-    is_given_up: Any
+    _step_request: Any
+    _record_first: Any
     num_envs: int
 
     def __init__(self, env: RemoteHosts, **options: Any) -> None:
@@ -220,6 +203,75 @@ class HostedNode(SupervisedSource):
     def lanes_of(self, host: RemoteHost) -> list[RemoteLane]:
         """A host's lanes; one that came when the rollout was ending has been given none."""
         return [self.remotes[index] for index in host.session.lanes if index < len(self.remotes)]
+
+    # What hosts are asked for
+
+    def new_lane(self, index: int, env: Any, first_slot: int) -> Any:
+        """A lane, as it goes round, of its number, its environments and their first slot."""
+        lanes: Any = self.lanes
+        if index == len(lanes):
+            lanes.append(self._lane(index, env, first_slot))
+            lanes[index].first_step = self.vector_steps
+        return lanes[index]
+
+    def progress(self, lane: int) -> ProgressMark:
+        """Nothing is seen of a step or a reset until it is answered."""
+        phase = self.supervisor.lanes[lane].phase
+        return 0, Activity.STEP if phase is LanePhase.STEPPING else Activity.RESET
+
+    def set_out(self, remote: RemoteLane) -> bool:
+        """Have a lane begin, or begin anew after it was lost; True where it comes back at once."""
+        status = remote.status
+        seeds = tuple(self.seeds_of_slots(remote.first_slot, remote.num_slots, status.starts))
+        status.starts += 1
+        if not status.is_waited:
+            self.supervisor.wait_for(status)
+        number = self.gateway.next_number(status.index)
+        self.request(remote, Reset(status.index, number, seeds, None), LanePhase.RESETTING)
+        return False
+
+    def ask(self, remote: RemoteLane) -> None:
+        """Have a lane's host do what the lane was handed over for."""
+        number = self.gateway.next_number(remote.status.index)
+        self.request(remote, self._step_request(remote.lane, number), LanePhase.STEPPING)
+
+    def note(self, event: HostEvent) -> None:
+        """Take note of an event, before this class does; hosts that step say nothing between their answers."""
+
+    def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
+        """Take what a host has answered for a lane, where nothing failed: the lane, if it comes back."""
+        status = remote.status
+        if status.phase is LanePhase.RESETTING:
+            self._record_first(remote.lane, answer)
+        else:
+            self._record(remote.lane, answer)
+            status.made_step(self.fragment_length)
+        status.phase = LanePhase.READY
+        yield self.come_back(remote)
+
+    def failed(self, remote: RemoteLane, answer: Failed) -> None:
+        """Take note of an error of a lane's environments. Raises EnvError where every lane's raise from the first."""
+        where = f"on host {remote.host.name}"
+        remote.status.raised = RaisedError(answer.type, answer.text, answer.notes, answer.traceback, where)
+        self.supervisor.check_first_errors()
+
+    def late(self, remote: RemoteLane, reason: str) -> None:
+        """Deal with a lane that has not come back in time, for the first time."""
+        self.give_up(remote, reason)
+
+    def lose(self, remote: RemoteLane, reason: str) -> int:
+        """End what is open in a lane that is lost: how many transitions are lost with it."""
+        if remote.status.phase is not LanePhase.STEPPING:
+            return 0
+        return int(remote.lane.lose(reason, is_under_way=not remote.host.has_drained))
+
+    def lose_idle(self, remote: RemoteLane) -> int:
+        """The same of a lane whose host left while the lane was elsewhere."""
+        return int(remote.lane.lose(remote.status.reason, is_under_way=False))
+
+    def is_given_up(self, remote: RemoteLane) -> bool:
+        """True where a lane is not waited for any more, as the rollout is ending."""
+        return remote.status.phase is not LanePhase.STEPPING or remote.host.lost_at is not None
 
     # Hosts
 
