@@ -10,17 +10,29 @@ operations on the same weights, some of them in a faster form:
 
 Sums are the same in another order, so results are equal up to rounding. Other Python code of the pass runs only while
 it is recorded, so the module has to do the same at every call.
+
+A module that nobody vouches for is watched: it is replayed only if its Python code can do nothing else at another call,
+and its first passes of each kind give the same bits both ways. Its weights are read as they are.
 """
 
+import builtins
+import dis
+import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from rollflow.stream.data.tree import Tree, leaves_of
@@ -44,28 +56,41 @@ _METHODS = frozenset(
     "is_complex is_inference get_device type is_same_size".split()
 )
 _PROPERTIES = frozenset("shape dtype device layout ndim requires_grad is_cuda is_sparse is_leaf grad_fn".split())
+# Those that depend on what batches of one kind have in common.
+_METHODS_OF_SHAPE = frozenset(
+    "__len__ dim ndimension nelement numel size element_size is_floating_point _set_grad_enabled".split()
+)
+_PROPERTIES_OF_SHAPE = frozenset("shape dtype device ndim".split())
+
+COMPARED = 8  # passes of each kind of batch that a watched module does both ways
+MOST_KINDS = 64  # which take some milliseconds each
 
 
 class ValueDependent(Exception):
-    """Raised when a pass reads elements of tensors in Python, so that another one might take another path."""
+    """Raised when a pass may take another path at another call, as one that reads elements of tensors in Python."""
 
 
 class FlatForward:
     """A module's forward pass, recorded for each structure, shape and dtype of batches that comes.
 
-        forward    dict of tensors any[B, ...] to another one; does the same at every call
-        reason     why a pass could not be recorded, so that `forward` is called instead; None: all could
+        forward    dict of tensors any[B, ...] to another one
+        module     whose `forward` it is: it is watched, and compared with replays bit by bit before they take its
+                   place. None: `forward` does the same at every call, and may be rounded otherwise
+        reason     why a pass is not replayed, so that `forward` is called instead; None: all can be
 
     Called where torch records no gradients. Weights may be changed in place at any time. A pass can't be recorded if it
-    reads elements of a tensor in Python, or returns anything but tensors.
+    reads elements of a tensor in Python, or returns anything but tensors. A watched module is replayed no more, for
+    good, after one pass that can't be, or a change of what its passes read beside weights.
     """
 
-    def __init__(self, forward: Callable[[Batch], Batch]) -> None:
+    def __init__(self, forward: Callable[[Batch], Batch], module: nn.Module | None = None) -> None:
         self.reason: str | None = None
         self._forward = forward
-        self._weights = _ArrangedWeights()
+        self._watch = None if module is None else _Watch(module)
+        self._weights = _ArrangedWeights() if module is None else None
         self._flat: dict[Any, Callable[..., Any] | None] = {}
         self._single: dict[str, tuple[Any, Any, Callable[..., Any]]] = {}  # by column: shape, dtype, replay
+        self._compared: dict[Any, tuple[Callable[..., Any], int]] = {}  # by kind: replay, passes that gave the same
 
     def __call__(self, batch: Batch) -> Batch:
         """The module's output for a batch."""
@@ -73,7 +98,10 @@ class FlatForward:
             [(name, leaf)] = batch.items()
             single = self._single.get(name)
             if single is not None and type(leaf) is Tensor and leaf.shape == single[0] and leaf.dtype is single[1]:
-                return single[2](leaf)  # type: ignore[no-any-return]
+                try:
+                    return single[2](leaf)  # type: ignore[no-any-return]
+                except Exception as error:
+                    return self._passed(batch, error)
         tree: Tree = batch
         leaves: list[Any] = [*batch.values()]
         structure: Any = tuple(batch)
@@ -85,24 +113,87 @@ class FlatForward:
         try:
             flat = self._flat[kind]
         except KeyError:
-            return self._record(kind, batch, leaves)
-        return self._forward(batch) if flat is None else flat(*leaves)
+            return (self._record if self._watch is None else self._compare)(kind, batch, leaves)
+        if flat is None:
+            return self._forward(batch)
+        try:
+            return flat(*leaves)  # type: ignore[no-any-return]
+        except Exception as error:
+            return self._passed(batch, error)
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if the module's own passes are all that it does from now on."""
+        return self._watch is not None and self.reason is not None
+
+    @property
+    def is_on_trial(self) -> bool:
+        """True if all passes were compared so far, and gave the same."""
+        return self._watch is not None and self.reason is None and not self._flat
 
     def _record(self, kind: Any, batch: Batch, leaves: list[Any]) -> Batch:
         recorder = _Recorder(leaves, self._weights)
         try:
             with recorder:
                 output = self._forward(batch)
-            self._flat[kind] = flat = recorder.compile(output)
-            if len(batch) == 1 and len(leaves) == 1:
-                [name] = batch
-                self._single[name] = leaves[0].shape, leaves[0].dtype, flat
+            flat = recorder.compile(output)
         except ValueDependent as refused:
             self.reason = str(refused)
             self._flat[kind] = None
             return self._forward(batch)
+        self._keep(kind, batch, leaves, flat)
         # Replayed at once, so that the first pass rounds as all others do: lanes take turns in any order.
         return flat(*leaves) if recorder.changes_rounding else output
+
+    def _compare(self, kind: Any, batch: Batch, leaves: list[Any]) -> Batch:
+        """The module's own output, with which that of a replay is compared."""
+        watch = self._watch
+        assert watch is not None
+        if self.is_given_up or (len(self._compared) == MOST_KINDS and kind not in self._compared):
+            return self._forward(batch)
+        try:
+            recorder = _Recorder(leaves, known=watch.tensors)
+            watch.begin(leaves)
+        except Exception as error:
+            self._give_up(error)
+            return self._forward(batch)
+        output = watch.run(self._forward, batch)
+        try:
+            watch.check(batch)
+            if kind not in self._compared:
+                changes = watch.changes(recorder.name_of)
+                with recorder:  # a pass more, which changes nothing
+                    recorded = self._forward(batch)
+                self._compared[kind] = recorder.compile(recorded, changes), 0
+            flat, count = self._compared[kind]
+            if not _is_same(flat(*leaves), output):
+                raise ValueDependent("a replay gave other bits")
+            self._compared[kind] = flat, count + 1
+            if count + 1 == COMPARED:
+                self._keep(kind, batch, leaves, flat)
+        except Exception as error:
+            self._give_up(error)
+        return output
+
+    def _keep(self, kind: Any, batch: Batch, leaves: list[Any], flat: Callable[..., Any]) -> None:
+        self._flat[kind] = flat
+        if len(batch) == 1 and len(leaves) == 1:
+            [name] = batch
+            self._single[name] = leaves[0].shape, leaves[0].dtype, flat
+
+    def _passed(self, batch: Batch, error: Exception) -> Batch:
+        """The module's own output, after a replay that failed."""
+        if self._watch is None:
+            raise error
+        self._give_up(error)
+        return self._forward(batch)
+
+    def _give_up(self, error: Exception) -> None:
+        told = str(error) if isinstance(error, ValueDependent) else f"{type(error).__name__}: {error}"
+        self.reason = told.split("\n")[0]
+        self._flat.clear()
+        self._single.clear()
+        self._compared.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,19 +290,31 @@ def _arranged(operation: _Operation, weights: _ArrangedWeights) -> tuple[Callabl
 
 
 class _Recorder(TorchFunctionMode):
-    """Records every torch function that is called while it is entered."""
+    """Records every torch function that is called while it is entered.
 
-    def __init__(self, inputs: list[Any], weights: _ArrangedWeights) -> None:
+    inputs     tensors of the batch
+    weights    where copies of weights in another memory order are; None: operations read them as they are
+    known      tensors that a watched module has, by identity: it may read no others. None: it is not watched
+    """
+
+    def __init__(
+        self, inputs: list[Any], weights: _ArrangedWeights | None = None, known: dict[int, Tensor] | None = None
+    ) -> None:
         super().__init__()
         if not all(type(leaf) is Tensor for leaf in inputs):
             raise ValueDependent("its batch has something else than tensors")
+        if len(set(map(id, inputs))) < len(inputs):
+            raise ValueDependent("its batch has one tensor twice")
         self._names: dict[int, str] = {}  # of tensors, by identity
         self._alive: list[Any] = []  # so that no identity is used twice
         self._constants: dict[str, Any] = {}
         self._operations: dict[str, _Operation] = {}
         self._uses: Counter[int] = Counter()  # of tensors, by identity
-        self._weights = weights
+        self._weights, self._known = weights, known
         self._arranged_weights: list[Tensor] = []  # weights of which this pass reads an arranged copy
+        self._shapes_read: list[
+            tuple[Any, Any, Any]
+        ] = []  # function, its arguments, and what it gave of a known tensor
         self._parameters = [self._named(leaf, f"x{i}") for i, leaf in enumerate(inputs)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,22 +327,36 @@ class _Recorder(TorchFunctionMode):
             self._operations[name] = _Operation(func, args, kwargs, result, source)
             self._uses.update(id(leaf) for leaf in leaves_of((args, kwargs)))
             self._name_leaves(result, name)
-        elif not _ignores_elements(func):
+        elif not _ignores_elements(func, is_watched=self._known is not None):
             raise ValueDependent(f"it calls {getattr(func, '__name__', func)}, which asks for numbers in Python")
+        elif self._known is not None and args and id(args[0]) in self._known:
+            self._shapes_read.append((func, args, result))
         return result
 
-    def compile(self, output: Tree) -> Callable[..., Any]:
-        """Function of the inputs that replays what has been recorded, and returns what `output` is."""
+    def compile(self, output: Tree, changes: Sequence[str] = ()) -> Callable[..., Any]:
+        """Function of the inputs that replays what has been recorded, and returns what `output` is.
+
+        changes    expressions; the function raises ValueDependent if one of them is true
+        """
         if not isinstance(output, dict) or not all(id(leaf) in self._names for leaf in leaves_of(output)):
             raise ValueDependent("its output is not made of tensors that its inputs went into")
         self._uses.update(id(leaf) for leaf in leaves_of(output))
         lines = [f"{name} = {self._call(operation)}" for name, operation in self._operations.items()]
         lines.append(f"return {self._expression(output)}")
         if self._arranged_weights:
+            assert self._weights is not None
             versions = " + ".join(f"{self._constant(weight)}._version" for weight in self._arranged_weights)
             last = self._constant([-1])
             renew = self._constant(self._weights.renew)
             lines.insert(0, f"if {versions} != {last}[0]: {renew}(); {last}[0] = {versions}")
+        if changes:
+            name_of = self.name_of
+            shapes = (
+                f"{name_of(func)}(*{name_of(args)}) != {name_of(shape)}" for func, args, shape in self._shapes_read
+            )
+            changes = [*changes, *shapes]
+            changed = self._constant(ValueDependent("what its passes read has changed"))
+            lines.insert(0, f"if {' or '.join(changes)}: raise {changed}")
         parameters = [*self._parameters, *(f"{name}={name}" for name in self._constants)]
         namespace: dict[str, Any] = {}
         exec("\n    ".join([f"def flat({', '.join(parameters)}):", *lines]), dict(self._constants), namespace)
@@ -253,7 +370,7 @@ class _Recorder(TorchFunctionMode):
 
     def _call(self, operation: _Operation) -> str:
         """Source of a call that gives what an operation gives, in its fastest form."""
-        faster = _arranged(operation, self._weights)
+        faster = None if self._weights is None else _arranged(operation, self._weights)
         if faster is not None:
             func, arguments = faster
             self._arranged_weights.append(operation.args[1])
@@ -289,19 +406,272 @@ class _Recorder(TorchFunctionMode):
             return f"({', '.join(parts)},)" if type(value) is tuple and parts else f"[{', '.join(parts)}]"
         if type(value) is dict:
             return f"{{{', '.join(f'{self._constant(key)}: {self._expression(part)}' for key, part in value.items())}}}"
+        made_in_pass = [leaf for leaf in leaves_of(value) if id(leaf) in self._names]
+        is_known = self._known is None or _is_plain(value) or id(value) in self._known
+        if made_in_pass or not is_known:
+            raise ValueDependent(f"an operation takes, or it returns, a {type(value).__name__} that may be another one")
         return self._constant(value)
 
     def _constant(self, value: Any) -> str:
-        if value is None or type(value) in (bool, int, str):
-            return repr(value)
+        return repr(value) if value is None or type(value) in (bool, int, str) else self.name_of(value)
+
+    def name_of(self, value: Any) -> str:
+        """Name in the source of this very object."""
         name = f"c{len(self._constants)}"
         self._constants[name] = value
         self._alive.append(value)
         return name
 
 
-def _ignores_elements(func: Any) -> bool:
+def _ignores_elements(func: Any, *, is_watched: bool) -> bool:
     name = getattr(func, "__name__", "")
+    methods, properties = (_METHODS_OF_SHAPE, _PROPERTIES_OF_SHAPE) if is_watched else (_METHODS, _PROPERTIES)
     if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _PROPERTIES
-    return name in _METHODS
+        return getattr(getattr(func, "__self__", None), "__name__", "") in properties
+    return name in methods
+
+
+def _is_same(ours: Tree, theirs: Tree) -> bool:
+    """True if trees of tensors have the same structure, shapes, dtypes and bits."""
+    (our_leaves, our_structure), (leaves, structure) = optree.tree_flatten(ours), optree.tree_flatten(theirs)
+    return our_structure == structure and all(map(_has_same_bits, our_leaves, leaves))
+
+
+def _has_same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    kinds = [(each.shape, each.dtype, each.is_inference(), each.requires_grad) for each in (ours, theirs)]
+    bits = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (ours, theirs)]
+    return kinds[0] == kinds[1] and torch.equal(*bits)
+
+
+_HERE, _TORCH = __file__, f"{Path(torch.__file__).parent}/"
+# Functions of tensors in Python, all of which a recorder sees, and switches of gradients, which a pass has none of.
+_TORCH_FILES = tuple(
+    f"{_TORCH}{name}.py"
+    for name in ("nn/functional", "functional", "_tensor", "_jit_internal", "autograd/grad_mode", "utils/_contextlib")
+)
+_TORCH_METHODS = frozenset(
+    "_wrapped_call_impl _call_impl forward __getattr__ __getitem__ __iter__ __len__ items keys values".split()
+)
+_FUNCTIONS = {len, isinstance, min, max, sum, abs, round, any, all, iter, next, sorted, divmod, pow, callable}
+_TYPES = {bool, int, float, str, tuple, list, dict, set, zip, range, enumerate, map, reversed, slice, super}
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format}
+_DUNDERS = {"__getattr__", "__getitem__", "__len__"}
+_NOTHING = object()
+
+
+class _Watch:
+    """Looks at the Python code that a module's passes run: whether it can do anything else at another call.
+
+    It can't if all that it reads is constant, a tensor, or named by `changes`: then it changes only what it makes.
+
+    tensors    that the module has, by identity
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self._module = module
+        self._modules: dict[int, nn.Module] = {}
+        self._leaves: list[Any] = []
+        self._before: list[Tensor] = []
+        self._codes: dict[tuple[CodeType, int], dict[str, Any]] = {}  # what ran, and its globals
+        self._names: dict[tuple[CodeType, int], list[tuple[str, str]]] = {}  # that it reads, as of `_names_read`
+        self._told: list[str] = []  # calls that may do something else another time
+
+    def begin(self, leaves: list[Any]) -> None:
+        """Note what a pass begins with. Raises ValueDependent for a module that can't be watched."""
+        self._modules, self._leaves = {id(module): module for module in self._module.modules()}, leaves
+        if sys.getprofile() is not None:
+            raise ValueDependent("a profiler runs, beside which it can't be watched")
+        if any(hooks for module in (torch_module, *self._modules.values()) for hooks in _hooks(module)):
+            raise ValueDependent("it has forward hooks")
+        held = [value for module in self._modules.values() for value in vars(module).values()]
+        tensors = [*self._module.parameters(), *self._module.buffers(), *held]
+        self.tensors.update({id(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
+        self._before = self._states()
+
+    def run(self, forward: Callable[[Batch], Batch], batch: Batch) -> Batch:
+        """Do a pass as the module does it."""
+        sys.setprofile(self._see)
+        try:
+            return forward(batch)
+        finally:
+            sys.setprofile(None)
+
+    def check(self, batch: Batch) -> None:
+        """Raise ValueDependent unless the pass has changed nothing."""
+        before, self._before = self._before, []
+        self._names = {key: list(_names_read(key[0])) for key in self._codes}
+        if self._told:
+            raise ValueDependent(self._told[0])
+        if list(map(id, leaves_of(batch))) != list(map(id, self._leaves)):
+            raise ValueDependent("it changes its batch")
+        is_same = [*map(_has_same_bits, self._states(), before)]
+        if not all(is_same):
+            raise ValueDependent("it changes a tensor in place" if is_same[0] else "it draws random numbers")
+
+    def changes(self, name_of: Callable[[Any], str]) -> list[str]:
+        """Expressions, one of which is true after a change of anything that passes read beside tensors' elements.
+
+        name_of    gives an object's name in expressions
+
+        Raises ValueDependent for what is read that may change otherwise.
+        """
+        changes = [name_of(hooks) for hooks in _hooks(torch_module)]
+        for module in self._modules.values():
+            changes += map(name_of, _hooks(module))
+            for parts in (module._parameters, module._buffers, module._modules):
+                changes += [f"{name_of(parts)}[{name!r}] is not {name_of(part)}" for name, part in parts.items()]
+            changes += [f"len({name_of(parts)}) != {len(parts)}" for parts in (vars(module), module._modules) if parts]
+        methods = [
+            part
+            for module in self._modules.values()
+            for base in _own_classes(module)
+            for part in map(_function, vars(base).values())
+            if isinstance(part, FunctionType)
+        ]
+        read, holders = {"training"}, [*self._modules.values(), *self.tensors.values(), *methods]
+        for (code, _), names in self._codes.items():
+            for name, use in self._names[code, id(names)]:
+                value = names.get(name, getattr(builtins, name, _NOTHING))
+                if use == "attribute":
+                    read.add(name)
+                elif not _is_usable(value) and not (type(value) is type and use == "holder"):
+                    raise ValueDependent(f"{code.co_qualname} reads {name!r}, which may change")
+                elif name in names and not _is_of_torch(value):
+                    holders += [] if isinstance(value, ModuleType) else [value]
+                    changes.append(f"{name_of(names)}[{name!r}] is not {name_of(value)}")
+        ran = {code for code, _ in self._codes}
+        known = {code for each in ran for code in each.co_consts}
+        seen = set[int]()
+        for holder in holders:
+            if id(holder) in seen:
+                continue
+            seen.add(id(holder))
+            if isinstance(holder, FunctionType) and (holder.__code__ in ran or _is_in_torch(holder.__code__)):
+                known.add(holder.__code__)
+                holders += _functions_kept(holder)
+            own = vars(holder) if hasattr(holder, "__dict__") else {}
+            for name in read | _settings(holder):
+                value = own.get(name, _NOTHING)
+                for base in _own_classes(holder):
+                    value = _function(vars(base).get(name, value)) if value is _NOTHING else value
+                if isinstance(value, FunctionType):
+                    holders.append(value)
+                elif not (value is _NOTHING or id(value) in self.tensors or _is_plain(value) or _is_of_torch(value)):
+                    raise ValueDependent(f"it reads {name!r}, a {type(value).__name__} that may change")
+                if name in own or not (value is _NOTHING or isinstance(value, FunctionType)):
+                    changes.append(f"{name_of(holder)}.{name} is not {name_of(value)}")
+        if others := ran - known:
+            raise ValueDependent(f"it calls {others.pop().co_qualname} in a way that can't be followed")
+        return changes
+
+    def _states(self) -> list[Tensor]:
+        """What tells whether random numbers are drawn, or a tensor that the pass begins with is changed in place."""
+        return [torch.get_rng_state(), *(tensor.detach().clone() for tensor in (*self.tensors.values(), *self._leaves))]
+
+    def _see(self, frame: FrameType, event: str, called: Any) -> None:
+        """Note a function that is called, while the pass runs."""
+        code, caller = frame.f_code, frame.f_back
+        is_torch = _is_in_torch(code)
+        if code.co_filename == _HERE or event not in ("call", "c_call"):
+            return
+        if not is_torch and event == "call":
+            self._codes[code, id(frame.f_globals)] = frame.f_globals
+        elif not is_torch and not _is_pure(called):
+            self._told.append(f"{code.co_qualname} calls {getattr(called, '__qualname__', called)}")
+        elif event == "call" and caller is not None and not caller.f_code.co_filename.startswith((_TORCH, _HERE)):
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+            is_read = code.co_name in _TORCH_METHODS and not isinstance(owner, nn.ParameterList | nn.ParameterDict)
+            if not (is_read and id(owner) in self._modules) and code.co_filename not in _TORCH_FILES:
+                self._told.append(f"{caller.f_code.co_qualname} calls {code.co_qualname} of torch")
+
+
+def _names_read(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Names that code reads: of an "attribute"; of a "global" variable, or one that is a "holder" of attributes.
+
+    Raises ValueDependent for what the code does beside.
+    """
+    for instruction, following in pairwise(dis.get_instructions(code)):
+        operation, name = instruction.opname, instruction.argval
+        if operation == "LOAD_GLOBAL":
+            yield name, "holder" if following.opname in ("LOAD_ATTR", "LOAD_METHOD") else "global"
+        elif operation.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")) and (
+            name[:2] != "__" or name in _DUNDERS
+        ):
+            yield name, "attribute"
+        elif (
+            instruction.opcode in dis.hasname
+            or operation in ("LOAD_BUILD_CLASS", "MATCH_CLASS")
+            or (operation in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars)
+        ):
+            raise ValueDependent(f"{code.co_qualname} {operation.split('_')[0].lower()}s {name!r}")
+
+
+def _functions_kept(function: FunctionType) -> list[FunctionType]:
+    """Functions that one calls with, and those around it. Raises ValueDependent if it keeps what may change."""
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    around = [cell.cell_contents for cell in function.__closure__ or ()]
+    if not _is_in_torch(function.__code__):
+        around = [each for name, each in zip(function.__code__.co_freevars, around, strict=True) if name != "__class__"]
+        if not all(isinstance(each, FunctionType) for each in around) or not all(map(_is_plain, defaults)):
+            raise ValueDependent(f"{function.__qualname__} keeps what may change, around it or as a default value")
+    return [each for each in around if isinstance(each, FunctionType)]
+
+
+def _is_in_torch(code: CodeType) -> bool:
+    return code.co_filename.startswith(_TORCH)
+
+
+def _own_classes(holder: Any) -> list[type]:
+    """The classes that a class or an object is of, without torch's."""
+    bases = (holder if isinstance(holder, type) else type(holder)).__mro__
+    return [base for base in bases if base is not object and base is not FunctionType and not _is_of_torch(base)]
+
+
+def _settings(holder: Any) -> set[str]:
+    """Names of what torch's code may read of a layer of its own."""
+    is_layer = isinstance(holder, nn.Module) and any(map(_is_of_torch, type(holder).__mro__[:-2]))
+    return {name for name, value in vars(holder).items() if _is_plain(value)} if is_layer else set()
+
+
+def _function(value: Any) -> Any:
+    """The function that a property or a method calls."""
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+
+
+def _is_plain(value: Any) -> bool:
+    """True for what can't change, and holds no tensor."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is slice:
+        return all(map(_is_plain, (value.start, value.stop, value.step)))
+    return type(value) in _PLAIN or isinstance(value, np.generic)
+
+
+def _is_of_torch(value: Any) -> bool:
+    """True for torch's modules, classes and functions."""
+    name = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+    is_torch = isinstance(name, str) and f"{name}.".startswith("torch.")
+    return is_torch and isinstance(value, ModuleType | type | FunctionType | BuiltinFunctionType)
+
+
+def _is_usable(value: Any) -> bool:
+    """True for the value of a global variable that does the same whenever it is used, as long as it is the same."""
+    if isinstance(value, type) and (value in _TYPES or issubclass(value, BaseException)):
+        return True
+    is_function = isinstance(value, FunctionType) or (isinstance(value, BuiltinFunctionType) and _is_pure(value))
+    return is_function or value is math or _is_plain(value) or _is_of_torch(value)
+
+
+def _is_pure(function: Any) -> bool:
+    """True for a function in C of which each call does the same, or is seen by a recorder."""
+    owner, module = getattr(function, "__self__", None), getattr(function, "__module__", None) or ""
+    if isinstance(owner, Tensor | list | tuple | dict | set) or owner is math:
+        return True
+    return function in _FUNCTIONS or (module == "torch" and owner is None) or module.startswith("torch._C._")
+
+
+def _hooks(module: Any) -> list[dict[Any, Any]]:
+    """The forward hooks of a module; those of all modules, given torch's own module of Python."""
+    prefix = "_global" if module is torch_module else ""
+    return [getattr(module, f"{prefix}_forward{kind}_hooks") for kind in ("", "_pre")]

@@ -44,8 +44,10 @@ class Forward:
     max_batch    slots, or agents, in one pass over several ready lanes, at most; None: each lane has its own pass
     max_wait     seconds for which such a pass waits for more lanes, once one is ready
     in_thread    do passes in a worker thread, while other lanes' environments step
-    flat         do passes as flat lists of torch operations, without the cost of `nn.Module`'s calls. For modules that
-                 do the same at every call: see `FlatForward`. None: for a `DefaultModule` alone
+    flat         do passes as flat lists of torch operations, without the cost of `nn.Module`'s calls. True: for modules
+                 that do the same at every call; results are equal up to rounding. None: for a `DefaultModule`, and on
+                 the CPU for others whose code can do nothing else at another call, with the same bits: `explain()`
+                 says why one is not. See `FlatForward`
     compile      do passes by `torch.compile`; a dict has its options
     threads      torch's threads for passes and for making actions of them. One is best for small networks: two wait
                  for each other. None: as torch is set

@@ -69,7 +69,7 @@ def acting_for(
     after = pieces_given(module_to_env_connector, "module_to_env_connector", env, spaces=spaces)
     seen = left_by(before, spaces)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(seed, "weights"))
+        torch.default_generator.manual_seed(seed_for(seed, "weights"))  # the one that is restored
         made = module_for(module, model_config, *seen)
     copy = acting_copy(made, device)
     stateful, on, chosen = is_stateful(copy), device_of(copy), chosen_space(copy, spaces[1])

@@ -5,8 +5,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.learner.advantages import device_of
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.flat_forward import FlatForward
@@ -38,8 +40,8 @@ class ModuleForward:
         module     has `forward_exploration(batch)` and `forward_inference(batch)`, each dict to dict
         weights    where newly published weights come from; loaded between two passes, never during one
         explore    which of the two methods is called
-    flat       do a pass as the flat list of operations that it comes down to: see `FlatForward`; None: for a
-               `DefaultModule` alone, if passes are not compiled
+    flat       do a pass as the flat list of operations that it comes down to: see `FlatForward`; None: if passes are
+               not compiled, for a `DefaultModule`, and for others on the CPU while they are seen to do the same
     threads    that torch uses for a pass, and for a pass alone; None: as many as it is set to
     compiled   do a pass by `torch.compile` with these options; None: don't
 
@@ -66,8 +68,12 @@ class ModuleForward:
         )
         self._passes = 0
         self._name = "forward_exploration" if explore else "forward_inference"
-        is_usual = type(module) is DefaultModule and compiled is None
-        self._flat = FlatForward(forward) if (is_usual if flat is None else flat) else None
+        self._flat: FlatForward | None = None
+        if flat or (flat is None and compiled is None and type(module) is DefaultModule):
+            self._flat = FlatForward(forward)
+        elif flat is None and compiled is None and isinstance(module, nn.Module) and device_of(module).type == "cpu":
+            self._flat = FlatForward(forward, module)
+        self._own_forward = forward
         self._is_compiled = compiled is not None
         if compiled is not None:
             forward = torch.compile(forward, **compiled)
@@ -126,6 +132,8 @@ class ModuleForward:
             ).see("module")
         if looks:
             self._check_names(output)
+            if self._flat is not None and self._flat.is_given_up:
+                self._forward = self._own_forward
         return output
 
     def _check_names(self, output: Mapping[str, Any]) -> None:
@@ -143,7 +151,9 @@ class ModuleForward:
         """The way a pass is done, for `explain()`, where that is not as the module has it."""
         if self._flat is None:
             return "forward pass compiled" if self._is_compiled else ""
-        return "forward pass flat" if self._flat.reason is None else f"forward pass not flat: {self._flat.reason}"
+        if self._flat.reason is not None:
+            return f"forward pass not flat: {self._flat.reason}"
+        return "" if self._flat.is_on_trial else "forward pass flat"
 
 
 def _versions(batch: dict[str, Any]) -> list[int]:

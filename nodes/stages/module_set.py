@@ -278,7 +278,7 @@ class ModuleSet:
         if part is None:
             return module
         with torch.random.fork_rng(devices=[]), located(f"module '{module_id}'"):
-            torch.manual_seed(seed_for(self._seed, f"weights/{module_id}"))
+            torch.default_generator.manual_seed(seed_for(self._seed, f"weights/{module_id}"))  # the one restored
             config = self._model_config if module is None else None
             made = module_for(module, config, *self._seen[part])
             if self._acted[part] is not None:

@@ -1,6 +1,7 @@
 """Forward passes as flat lists of operations: the same numbers up to rounding, or none of it."""
 
 import re
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollflow import Forward, MultiAgentRollout, RLModule, Rollout
 from rollflow.nodes import DefaultModule, RandomModule
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.modules.flat_forward import FlatForward
-from rollflow.stream.data.tree import map_tree, stack_trees
+from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees
 
 BOX, TWO = spaces.Box(-1.0, 1.0, (4,)), spaces.Discrete(2)
 KINDS: dict[str, tuple[gym.Space[Any], gym.Space[Any], dict[str, Any]]] = {
@@ -175,6 +176,14 @@ def test_a_pass_that_depends_on_numbers_is_done_as_it_is(way: Any, told: str) ->
         assert ours == theirs if isinstance(theirs, float) else torch.equal(ours, theirs)
     assert flat.reason is not None
     assert flat.reason.startswith(told)
+
+
+@pytest.mark.parametrize("way", [OrderedDict, lambda outputs: {"nested": torch.max(outputs["column"], 0)}])
+def test_outputs_of_other_classes_are_those_of_their_own_batch(way: Any) -> None:
+    flat = FlatForward(lambda batch: way({"column": batch["obs"] + 1}))
+    for number in (0.0, 1.0):
+        assert torch.equal(leaves_of(flat({"obs": torch.full((2, 4), number)}))[0].max(), torch.tensor(number + 1))
+    assert flat.reason is not None
 
 
 # Forward passes by torch.compile, and on another device

@@ -1,0 +1,639 @@
+"""Modules of one's own that are flattened by themselves, or are not: the same bits as without, whatever they do."""
+
+import functools
+import math
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from small_env import SmallEnv
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rollflow import Columns, Forward, RLModule, Rollout
+from rollflow.nodes import ConnectorV2
+from rollflow.stream.data.tree import leaves_of
+
+BOX, TWO = spaces.Box(-9.0, 9.0, (4,)), spaces.Discrete(2)
+FLAT = "forward pass flat"
+
+
+class Drawing(SmallEnv):
+    """Shows numbers that its generator draws, as one vector or in a Dict."""
+
+    observation_space = BOX
+    length = 30
+    is_nested = False
+
+    def look(self) -> Any:
+        shown = self.np_random.standard_normal(4).astype(np.float32)
+        return {"a": shown[:3], "b": {"c": shown[3:]}} if self.is_nested else shown
+
+
+class Nested(Drawing):
+    observation_space = spaces.Dict({"a": spaces.Box(-9, 9, (3,)), "b": spaces.Dict({"c": spaces.Box(-9, 9, (1,))})})
+    is_nested = True
+
+
+class Own(RLModule):
+    """Two layers; `prepare` adds to them, and `logits` says how they are used."""
+
+    scale = 0.5
+
+    def setup(self) -> None:
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.calls, self.threshold = 0, 0.3
+        self.prepare()
+
+    def prepare(self) -> None:
+        pass
+
+    def net(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+    def logits(self, obs: Any) -> Any:
+        return self.net(obs)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"action_dist_inputs": self.logits(batch["obs"])}
+
+
+def made(logits: Callable[[Any, Any], Any] | None, prepare: Callable[[Any], Any] | None = None, **parts: Any) -> Own:
+    parts |= {name: part for name, part in (("logits", logits), ("prepare", prepare)) if part is not None}
+    return type("Made", (Own,), parts)()
+
+
+def columns_of(
+    module: RLModule, flat: bool | None, env: Any = Drawing, *, publishes: bool = True, **options: Any
+) -> tuple[list[Any], str]:
+    """The bytes of all that a rollout of 400 vector steps gives, with weights published on the way; how it explains."""
+    COUNTS.clear()
+    random.seed(0)
+    torch.manual_seed(0)
+    found = []
+    made: Any = {"num_envs": 2, "fragment_length": 50, "num_fragments": 8, "seed": 3, **options}
+    with Rollout(env, module=module, forward=Forward(flat=flat), **made) as rollout:
+        for number, fragment in enumerate(rollout.fragments()):
+            if number == 3 and publishes:
+                rollout.publish({name: value * 1.1 for name, value in module.state_dict().items()})
+            found += [leaf.tobytes() for name in fragment.columns for leaf in leaves_of(fragment.column(name))]
+        return found, str(rollout.explain())
+
+
+# What must not be replayed
+
+COUNTS = Counter[str]()
+LIST: list[int] = []
+STEP = 0
+
+
+def counts_on_itself(self: Any, obs: Any) -> Any:
+    self.calls += 1
+    return self.net(obs) * (-1 if self.calls % 300 == 299 else 1)
+
+
+def counts_in_a_global(self: Any, obs: Any) -> Any:
+    global STEP
+    STEP += 1
+    return self.net(obs)
+
+
+def counts_in_a_global_object(self: Any, obs: Any) -> Any:
+    COUNTS["calls"] += 1
+    return self.net(obs) * (-1 if COUNTS["calls"] > 300 else 1)
+
+
+def counter() -> Callable[[Any, Any], Any]:
+    calls = 0
+
+    def logits(self: Any, obs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return self.net(obs)
+
+    return logits
+
+
+def list_around() -> Callable[[Any, Any], Any]:
+    calls: list[int] = []
+
+    def logits(self: Any, obs: Any) -> Any:
+        calls.append(1)
+        return self.net(obs)
+
+    return logits
+
+
+def default_value(self: Any, obs: Any, calls: list[int] = [0]) -> Any:  # noqa: B006
+    calls[0] += 1
+    return self.net(obs)
+
+
+def appends(self: Any, obs: Any) -> Any:
+    self.history.append(1)
+    return self.net(obs)
+
+
+def caches(self: Any, obs: Any) -> Any:
+    if self.cache is None or self.cache.shape != obs.shape:
+        self.cache = obs.clone()
+    return self.net(obs + self.cache)
+
+
+def counts_in_a_parameter(self: Any, obs: Any) -> Any:
+    self.head.weight.calls = 1
+    return self.net(obs)
+
+
+def counts_on_its_class(self: Any, obs: Any) -> Any:
+    type(self).calls = 1
+    return self.net(obs)
+
+
+def counts_in_a_tensor_of_its_class(self: Any, obs: Any) -> Any:
+    return self.net(obs) * self.steps.add_(1).fmod(2)
+
+
+def counts_by_setattr(self: Any, obs: Any) -> Any:
+    setattr(self, "calls", self.calls + 1)  # noqa: B010
+    return self.net(obs)
+
+
+def counts_in_its_dict(self: Any, obs: Any) -> Any:
+    self.__dict__["calls"] += 1
+    return self.net(obs)
+
+
+def registers(self: Any, obs: Any) -> Any:
+    self.register_buffer("last", obs, persistent=False)
+    return self.net(obs)
+
+
+def writes_a_buffer(self: Any, obs: Any) -> Any:
+    self.mean.mul_(0.9).add_(obs.mean(0), alpha=0.1)
+    return self.net(obs - self.mean)
+
+
+def normal_stats(self: Any, obs: Any) -> Any:
+    return self.net(functional.batch_norm(obs, self.mean, self.mean + 1, training=True))
+
+
+def writes_its_batch(self: Any, obs: Any) -> Any:
+    obs["a"] = obs["a"] + 1
+    return self.net(torch.cat([obs["a"], obs["b"]["c"]], -1))
+
+
+def writes_a_default(self: Any, obs: Any, calls: Tensor = torch.zeros(1)) -> Any:  # noqa: B008
+    calls += 1
+    return self.net(obs) * calls.fmod(2)
+
+
+def chooses_by_a_sum(self: Any, obs: Any) -> Any:
+    return self.net(obs if obs.sum() > -6 else -obs)
+
+
+def chooses_by_an_item(self: Any, obs: Any) -> Any:
+    return self.net(obs * (1 if obs[0, 0].item() < 2 else 2))
+
+
+def numpy_round_trip(self: Any, obs: Any) -> Any:
+    return self.net(torch.from_numpy(np.tanh(obs.numpy())))
+
+
+def numpy_noise(self: Any, obs: Any) -> Any:
+    return self.net(obs + torch.from_numpy(np.random.default_rng(0).random((1, 4))).float())
+
+
+def time_dependent(self: Any, obs: Any) -> Any:
+    return self.net(obs) * (1.0 if time.time() > 0 else 2.0)
+
+
+def drawn_by_random(self: Any, obs: Any) -> Any:
+    return self.net(obs) * random.random()
+
+
+def drawn_through_map(self: Any, obs: Any) -> Any:
+    return self.net(obs) * sum(map(random.uniform, [0], [1]))
+
+
+def drawn_by_a_generator(self: Any, obs: Any) -> Any:
+    return self.net(obs) + torch.rand(len(obs), 2, generator=self.generator)
+
+
+def drawn_by_its_own_generator(self: Any, obs: Any) -> Any:
+    return self.net(obs) + torch.rand(len(obs), 2, generator=torch.Generator().manual_seed(3))
+
+
+def reads_a_setting(self: Any, obs: Any) -> Any:
+    return self.net(obs) * self.settings["scale"]
+
+
+def reads_the_default_dtype(self: Any, obs: Any) -> Any:
+    return self.net(obs.to(torch.get_default_dtype()))
+
+
+def reads_by_a_format(self: Any, obs: Any) -> Any:
+    template = "{0.scale}"
+    return self.net(obs) * float(template.format(self))
+
+
+def reads_by_a_pattern(self: Any, obs: Any) -> Any:
+    match self:
+        case nn.Module(scale=scale):
+            return self.net(obs) * scale
+
+
+def reads_by_name(self: Any, obs: Any) -> Any:
+    return self.net(obs) * getattr(self, "scale", 1.0)
+
+
+def prints(self: Any, obs: Any) -> Any:
+    print(end="")  # noqa: T201
+    return self.net(obs)
+
+
+def makes_an_object(self: Any, obs: Any) -> Any:
+    return self.net(Shifted(obs).shifted)
+
+
+def by_autocast(self: Any, obs: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.net(obs).float()
+
+
+def by_gradient(self: Any, obs: Any) -> Any:
+    with torch.inference_mode(False), torch.enable_grad():
+        x = obs.clone().requires_grad_()
+        return torch.autograd.grad(self.net(x).sum(), x)[0][:, :2].clone()
+
+
+class Shifted:
+    def __init__(self, obs: Any) -> None:
+        self.shifted = obs + 1
+
+
+class OwnLookup(Own):
+    def __getattr__(self, name: str) -> Any:
+        self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+        return super().__getattr__(name)
+
+
+def attribute(name: str, value: Callable[[], Any]) -> Callable[[Any], None]:
+    return lambda self: setattr(self, name, value())
+
+
+def buffer(self: Any) -> None:
+    self.register_buffer("mean", torch.zeros(4))
+
+
+def with_noise(self: Any) -> None:
+    self.body = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+
+
+class Training(Own):
+    prepare = with_noise
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(True)
+
+
+def with_norm(self: Any) -> None:
+    self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+
+def hooked(register: str) -> Callable[[Any], None]:
+    return lambda self: getattr(self.body, register)(lambda module, args, output=None: None)
+
+
+def scripted(self: Any) -> None:
+    with pytest.warns(DeprecationWarning, match="trace"):
+        self.body = torch.jit.trace(nn.Linear(4, 8), torch.zeros(2, 4))
+
+
+KEPT: dict[str, tuple[Callable[[], Own], str]] = {
+    "counter in an attribute": (lambda: made(counts_on_itself), "counts_on_itself stores 'calls'"),
+    "counter in a global": (lambda: made(counts_in_a_global), "counts_in_a_global stores 'STEP'"),
+    "counter in a global object": (lambda: made(counts_in_a_global_object), "reads 'COUNTS', which may change"),
+    "counter in a closure": (lambda: made(counter()), "stores 'calls'"),
+    "list in a closure": (lambda: made(list_around()), "logits keeps what may change"),
+    "default value": (lambda: made(default_value), "default_value keeps what may change"),
+    "counter in a parameter": (lambda: made(counts_in_a_parameter), "stores 'calls'"),
+    "counter of the class": (lambda: made(counts_on_its_class), "stores 'calls'"),
+    "tensor of the class": (
+        lambda: made(counts_in_a_tensor_of_its_class, steps=torch.zeros(1)),
+        "it reads 'steps', a Tensor that may change",
+    ),
+    "counter by setattr": (lambda: made(counts_by_setattr), "calls setattr"),
+    "counter in its dict": (lambda: made(counts_in_its_dict), "loads '__dict__'"),
+    "list append": (lambda: made(appends, attribute("history", list)), "it reads 'history', a list that may change"),
+    "cached tensor": (lambda: made(caches, attribute("cache", lambda: None)), "stores 'cache'"),
+    "registered buffer": (lambda: made(registers, buffer), "calls Module.register_buffer of torch"),
+    "buffer in place": (lambda: made(writes_a_buffer, buffer), "it changes a tensor in place"),
+    "statistics in place": (lambda: made(normal_stats, buffer), "it changes a tensor in place"),
+    "default tensor": (lambda: made(writes_a_default), "writes_a_default keeps what may change"),
+    "nested batch": (lambda: made(writes_its_batch), "it changes its batch"),
+    "branch on bool": (lambda: made(chooses_by_a_sum), "it calls __bool__"),
+    "branch on item": (lambda: made(chooses_by_an_item), "it calls item"),
+    "numpy": (lambda: made(numpy_round_trip), "reads 'np', which may change"),
+    "noise of numpy": (lambda: made(numpy_noise), " calls "),
+    "time": (lambda: made(time_dependent), "time_dependent calls time"),
+    "noise of Python": (lambda: made(drawn_by_random), "calls Random.random"),
+    "noise through map": (lambda: made(drawn_through_map), "calls Random.random"),
+    "noise of torch": (
+        lambda: made(lambda self, obs: self.net(obs + torch.randn_like(obs))),
+        "it draws random numbers",
+    ),
+    "bernoulli": (lambda: made(lambda self, obs: self.net(obs.sigmoid().bernoulli())), "it draws random numbers"),
+    "generator": (
+        lambda: made(drawn_by_a_generator, attribute("generator", lambda: torch.Generator().manual_seed(1))),
+        "reads 'generator'",
+    ),
+    "seeded generator": (lambda: made(drawn_by_its_own_generator), "manual_seed"),
+    "dropout of a function": (
+        lambda: made(lambda self, obs: functional.dropout(self.net(obs))),
+        "draws random numbers",
+    ),
+    "dropout in training": (lambda: Training(BOX, TWO), "it draws random numbers"),
+    "setting": (lambda: made(reads_a_setting, attribute("settings", lambda: {"scale": 2})), "'settings', a dict"),
+    "array": (
+        lambda: made(lambda self, obs: self.net(obs) * self.array.item(), attribute("array", lambda: np.ones(1))),
+        "calls ndarray.item",
+    ),
+    "default dtype": (lambda: made(reads_the_default_dtype), "calls get_default_dtype"),
+    "getattr": (lambda: made(reads_by_name), "calls getattr"),
+    "format": (lambda: made(reads_by_a_format), "calls str.format"),
+    "pattern": (lambda: made(reads_by_a_pattern), "matchs"),
+    "print": (lambda: made(prints), "stores"),
+    "object": (lambda: made(makes_an_object), "Shifted.__init__ stores 'shifted'"),
+    "autocast": (lambda: made(by_autocast), "of torch"),
+    "gradient": (lambda: made(by_gradient), "calls grad of torch"),
+    "own __getattr__": (OwnLookup, "OwnLookup.__getattr__ loads '__dict__'"),
+    "partial": (
+        lambda: made(
+            lambda self, obs: self.act(self.net(obs)),
+            attribute("act", lambda: functools.partial(functional.softmax, dim=-1)),
+        ),
+        "'act', a partial",
+    ),
+    "forward hook": (lambda: made(None, hooked("register_forward_hook")), "it has forward hooks"),
+    "forward pre-hook": (lambda: made(None, hooked("register_forward_pre_hook")), "it has forward hooks"),
+    "fast path of torch": (
+        lambda: made(
+            lambda self, obs: self.net(self.mix(obs, obs, obs)[0]),
+            attribute("mix", lambda: nn.MultiheadAttention(4, 2)),
+        ),
+        "it calls __get__",
+    ),
+    "traced": (lambda: made(None, scripted), "that may be another one"),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_may_be_otherwise_at_another_call_is_done_as_it_is(kind: str) -> None:
+    make, told = KEPT[kind]
+    env = Nested if kind == "nested batch" else Drawing
+    (ours, explained), (theirs, _) = (columns_of(make(), flat, env) for flat in (None, False))
+    assert ours == theirs
+    assert re.search(f"{FLAT[:12]} not flat: .*{re.escape(told)}", explained), explained
+
+
+def test_a_hook_on_all_modules_is_called() -> None:
+    calls = []
+    for flat in (None, False):
+        hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+        try:
+            _, explained = columns_of(Own(BOX, TWO), flat)
+        finally:
+            hook.remove()
+        assert flat is False or "not flat: it has forward hooks" in explained
+    assert len(calls) % 2 == 0
+    assert calls
+
+
+# What is replayed
+
+
+class Split(RLModule):
+    """An encoder of its own class, which others share, and a deviation that is a parameter alone."""
+
+    def setup(self) -> None:
+        torch.manual_seed(0)
+        self.encoder, self.heads = Encoder(), nn.ModuleDict({"pi": nn.Linear(8, 2), "vf": nn.Linear(8, 1)})
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.clip = 5.0
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """With Columns, an output that is filled step by step, and one tensor twice."""
+        encoded = self.encoder(batch[Columns.OBS])
+        outputs = {}
+        outputs[Columns.ACTION_DIST_INPUTS] = self.heads["pi"](encoded).clamp(-self.clip, self.clip) / self.temperature
+        values = self.heads["vf"](encoded)
+        if values.shape[1] != 1:
+            raise ValueError("expected one value")
+        outputs[Columns.VF_PREDS] = values.squeeze(-1)
+        outputs["features"] = {"encoded": encoded, "again": encoded, "part": encoded[:, :2]}
+        return outputs
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 8)])
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = functional.relu(layer(x))
+            if number == 0:
+                x = self.norm(x)
+        return x
+
+
+class Recurrent(RLModule):
+    kind: Any = nn.LSTM
+
+    def setup(self) -> None:
+        torch.manual_seed(0)
+        self.core, self.head = self.kind(4, 8, batch_first=True), nn.Linear(8, 2)
+
+    def get_initial_state(self) -> Any:
+        return {name: np.zeros(8, np.float32) for name in ("h", "c")[: 2 if self.kind is nn.LSTM else 1]}
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        state = tuple(part[None] for part in batch["state_in"].values())
+        out, new = self.core(batch["obs"], state if len(state) == 2 else state[0])
+        new = new if isinstance(new, tuple) else (new,)
+        names = list(batch["state_in"])
+        return {"action_dist_inputs": self.head(out), "state_out": {names[i]: part[0] for i, part in enumerate(new)}}
+
+
+class Gru(Recurrent):
+    kind = nn.GRU
+
+
+def shaped_in_python(self: Any, obs: Any) -> Any:
+    count, width = obs.shape
+    rows = obs.reshape(count * 2, width // 2).reshape(count, -1) + torch.arange(count)[:, None] + torch.zeros(count, 4)
+    return self.net(rows[:count])
+
+
+def one_hot(self: Any, obs: Any) -> Any:
+    return functional.one_hot(obs[:, :2].argmax(-1), num_classes=2).float() + self.net(obs).softmax(-1)
+
+
+def by_functions(self: Any, obs: Any) -> Any:
+    hidden = functional.linear(obs, self.body.weight, self.body.bias)
+    return functional.linear(torch.tanh_(hidden), self.head.weight) * math.sqrt(2.0)
+
+
+def of_several_parts(self: Any, obs: Any) -> Any:
+    parts = [self.net(each + number) for number, each in enumerate([obs, -obs])]
+    return torch.stack([part.max(dim=-1, keepdim=True)[0] for part in parts]).sum(0) + sum(parts)
+
+
+def masked(self: Any, obs: Any) -> Any:
+    logits = self.net(obs)
+    return torch.where(obs[:, :2] > 1.5, logits.masked_fill(obs[:, 2:] > 1, -9.0), logits)
+
+
+def of_a_dict(self: Any, obs: Any) -> Any:
+    return self.net(torch.cat([obs["a"], obs["b"]["c"]], -1))
+
+
+@torch.no_grad()
+def without_gradients(self: Any, obs: Any) -> Any:
+    with torch.no_grad():
+        return self.net(obs)
+
+
+def reads_training(self: Any, obs: Any) -> Any:
+    return self.net(obs) if not self.training else self.net(-obs)
+
+
+def images(self: Any) -> None:
+    self.body = nn.Sequential(nn.Unflatten(-1, (1, 2, 2)), nn.Conv2d(1, 8, 2), nn.ReLU(inplace=True), nn.Flatten())
+
+
+def parametrized(self: Any) -> None:
+    self.body = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
+
+
+def with_state(self: Any) -> None:
+    with_norm(self)
+    buffer(self)
+
+
+def repeated() -> Callable[[Tensor, int], Tensor]:
+    def again(x: Tensor, count: int) -> Tensor:
+        return x if count == 0 else again(torch.tanh(x), count - 1)
+
+    return again
+
+
+REPLAYED: dict[str, Callable[[], RLModule]] = {
+    "mlp": lambda: Own(BOX, TWO),
+    "split": lambda: Split(BOX, TWO),
+    "lstm": lambda: Recurrent(BOX, TWO),
+    "gru": lambda: Gru(BOX, TWO),
+    "convolution": lambda: made(None, images),
+    "norm of batches": lambda: made(lambda self, obs: self.net(obs - self.mean), with_state),
+    "dropout": lambda: made(None, with_noise),
+    "parametrization": lambda: made(None, parametrized),
+    "shapes": lambda: made(shaped_in_python),
+    "one hot": lambda: made(one_hot),
+    "functions": lambda: made(by_functions),
+    "parts": lambda: made(of_several_parts),
+    "masked": lambda: made(masked),
+    "dict": lambda: made(of_a_dict),
+    "no_grad": lambda: made(without_gradients),
+    "training": lambda: made(reads_training),
+    "constants": lambda: made(lambda self, obs: self.net(obs * self.scale - self.threshold)),
+    "lambda": lambda: made(
+        lambda self, obs: self.act(self.net(obs)), attribute("act", lambda: lambda x: torch.relu(x) + 1)
+    ),
+    "recursion": lambda: made(lambda self, obs: self.again(self.net(obs), 2), attribute("again", repeated)),
+    "dtype of a weight": lambda: made(lambda self, obs: self.net(obs.to(self.head.weight.dtype))),
+    "function of torch": lambda: made(lambda self, obs: self.act(self.net(obs)), attribute("act", lambda: torch.tanh)),
+    "tensor": lambda: made(lambda self, obs: self.net(obs * self.by), attribute("by", lambda: torch.full((4,), 2.0))),
+}
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+def test_what_does_the_same_at_every_call_is_replayed(kind: str) -> None:
+    make, env = REPLAYED[kind], Nested if kind == "dict" else Drawing
+    (ours, explained), (theirs, _) = (columns_of(make(), flat, env) for flat in (None, False))
+    assert ours == theirs
+    assert f"{FLAT}, inline" in explained, explained
+
+
+# What is replayed until it changes
+
+
+def moved(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def of_all_kinds(self: Any, obs: Any) -> Any:
+    logits = self.net(moved((obs - self.mean).to(self.mean.dtype))) * self.scale + self.threshold
+    return -logits if self.training else logits
+
+
+def with_all_kinds(self: Any) -> None:
+    self.body = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.1))
+    buffer(self)
+
+
+class Changing(ConnectorV2):
+    """Changes the acting module at one vector step."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.change, self.calls = change, 0
+
+    def __call__(self, *, rl_module: Any, batch: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 100:
+            self.change(rl_module)
+        return batch
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attribute": attribute("threshold", lambda: -0.7),
+    "attribute over that of the class": attribute("scale", lambda: 2.0),
+    "class": lambda module: setattr(type(module), "scale", 2.0),
+    "method": attribute("net", lambda: lambda x: x[:, :2]),
+    "function": lambda module: globals().update(moved=torch.sigmoid),
+    "buffer": attribute("mean", lambda: torch.ones(4)),
+    "training": lambda module: module.train(),
+    "dtype": lambda module: module.double(),
+    "parameter": lambda module: setattr(module.head, "bias", nn.Parameter(torch.ones(2))),
+    "layer": lambda module: setattr(module, "head", nn.AdaptiveAvgPool1d(2)),
+    "layer within": lambda module: module.body.__setitem__(1, nn.Tanh()),
+    "layer more": lambda module: module.body.append(nn.Tanh()),
+    "setting of a layer": lambda module: setattr(module.body[1], "negative_slope", 0.7),
+    "pass of a layer": lambda module: setattr(module.body[1], "forward", torch.tanh),
+    "hook": lambda module: module.body.register_forward_hook(lambda module, args, output: output + 1),
+    "pre-hook": lambda module: module.body.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+}
+
+
+@pytest.mark.parametrize("kind", [None, *CHANGES])
+def test_a_change_of_what_passes_read_ends_replays(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for flat in (None, False):
+        with monkeypatch.context() as patch:
+            patch.setitem(globals(), "moved", moved)
+            change = (lambda module: None) if kind is None else CHANGES[kind]
+            piece = {"env_to_module_connector": lambda env, change=change: Changing(change)}
+            found.append(columns_of(made(of_all_kinds, with_all_kinds), flat, publishes=False, **piece))
+    (ours, explained), (theirs, _) = found
+    assert ours == theirs
+    assert (f"{FLAT}, inline" if kind is None else "not flat: what its passes read has changed") in explained
