@@ -9,7 +9,7 @@ from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 
 from rollflow import ConnectorV2, DefaultModelConfig, MultiAgentRollout, RLModule, Rollout, SingleAgentEpisode
-from rollflow.nodes import EnvToModulePipeline, LearnerConnectorPipeline, RandomModule
+from rollflow.nodes import EnvToModulePipeline, LambdaConnector, LearnerConnectorPipeline, RandomModule
 from rollflow.nodes.connectors.common.episode_columns import AddLaneAndSlotToBatch
 from rollflow.stream.data.errors import ConnectorError
 
@@ -31,14 +31,11 @@ class Acts(RLModule):
         return {"actions": torch.zeros_like(place), "place": place}
 
 
-class ByEpisode(ConnectorV2):
-    """Holds what episodes say of lane and slot against what their environments do."""
-
-    def __call__(self, *, batch: Any, episodes: Any, shared_data: Any, **kwargs: Any) -> Any:
-        for episode in self.single_agent_episode_iterator(episodes):
-            assert episode.lane == shared_data["lane"]
-            assert FIRST_SLOTS[episode.lane] + episode.slot == episode.get_observations(-1)[0]
-        return batch
+def check_places(episodes: Any, shared_data: Any) -> None:
+    """Hold what episodes say of lane and slot against what their environments do."""
+    for episode in episodes:
+        assert episode.lane == shared_data["lane"]
+        assert FIRST_SLOTS[episode.lane] + episode.slot == episode.get_observations(-1)[0]
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -50,7 +47,7 @@ def test_episodes_modules_and_batches_know_lane_and_slot(where: Any) -> None:
         module=Acts,
         fragment_length=9,
         num_fragments=2,
-        env_to_module_connector=lambda env: [AddLaneAndSlotToBatch(), ByEpisode()],
+        env_to_module_connector=lambda env: [AddLaneAndSlotToBatch(), LambdaConnector(check_places)],
         learner_connector=lambda *spaces: AddLaneAndSlotToBatch(as_learner_connector=True),
         seed=1,
     ) as rollout:

@@ -10,20 +10,17 @@ from graph_rows import drawn
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
-from rollflow import ConnectorV2, Fragment, MultiAgentRollout, Rollout
+from rollflow import Fragment, MultiAgentRollout, Rollout
+from rollflow.nodes import LambdaConnector
 from rollflow.nodes.metrics.episode_returns import FinishedEpisode
 
 OPTIONS: Any = {"num_envs": 4, "fragment_length": 32, "num_fragments": 6, "seed": 0}
 PLACES = ["inline", "ahead", "threads", "graph"]
 
 
-class Notes(ConnectorV2):
-    """Keeps a note with each episode."""
-
-    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-        for episode in episodes:
-            episode.custom_data["note"] = episode.id_
-        return batch
+def keep_notes(episodes: Any) -> None:
+    for episode in episodes:
+        episode.custom_data["note"] = episode.id_
 
 
 def ended_in(fragments: list[Fragment]) -> dict[str, tuple[float, int, bool]]:
@@ -43,7 +40,9 @@ def test_each_finished_episode_is_told_once_before_the_fragment_that_ends_it(opt
     """Also in a graph, where there are no options."""
     told: list[FinishedEpisode] = []
     fragments: list[Fragment] = []
-    rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: Notes(), **OPTIONS, **(options or {}))
+    rollout = Rollout(
+        "CartPole-v1", env_to_module_connector=lambda env: LambdaConnector(keep_notes), **OPTIONS, **(options or {})
+    )
     with pytest.raises(TypeError, match=r"on_episode got 3, expected a function that takes one argument"):
         rollout.on_episode(3)  # type: ignore[type-var]
     assert rollout.on_episode(told.append) is not None

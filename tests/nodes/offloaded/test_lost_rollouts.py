@@ -8,8 +8,9 @@ import pytest
 from ending_envs import Doomed, lives_of, rewards_by_slot
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule
+from piece_forms import Breaks
 
-from rollflow import ConnectorV2, Forward, MultiAgentRollout, Rollout, Timeouts, Watch
+from rollflow import Forward, MultiAgentRollout, Rollout, Timeouts, Watch
 from rollflow.stream import RunError
 
 pytestmark = [pytest.mark.slow, pytest.mark.wait_times(first_pause_s=0.01)]
@@ -56,16 +57,9 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
         assert sequences == list(range(given["num_fragments"]))
 
 
-class Breaks(ConnectorV2):
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError("in a piece")
-
-
 def test_an_error_in_a_connector_ends_the_run() -> None:
-    connector: Any = lambda env: Breaks()  # noqa: E731
-    told = "ZeroDivisionError: in a piece"
-    with Rollout("CartPole-v1", where="rollouts", env_to_module_connector=connector) as rollout:
-        with pytest.raises(RunError, match=told) as raised:
+    with Rollout("CartPole-v1", where="rollouts", env_to_module_connector=lambda env: Breaks(at=1)) as rollout:
+        with pytest.raises(RunError, match="ZeroDivisionError: no more") as raised:
             next(iter(rollout.fragments()))
     assert any("in node 'env_to_module'" in note for note in raised.value.__notes__)
 

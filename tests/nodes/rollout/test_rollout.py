@@ -148,16 +148,10 @@ def test_returns_leave_out_episodes_of_which_a_fragment_is_missing() -> None:
 
 
 def test_the_module_is_told_what_it_will_see() -> None:
-    class Wider(ConnectorV2):
-        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
-            return gym.spaces.Box(-9, 9, (5,))
-
-        def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            return batch
-
-    module = NumberedModule()
-    numbered(module=module, env_to_module_connector=lambda env: Wider())
-    assert module.observation_space == gym.spaces.Box(-9, 9, (5,))
+    module, wider = NumberedModule(), gym.spaces.Box(-9, 9, (5,))
+    piece = LambdaConnector(lambda batch: batch, observation_space=lambda seen, done: wider)
+    numbered(module=module, env_to_module_connector=lambda env: piece)
+    assert module.observation_space == wider
 
 
 def test_returns_are_those_of_whole_episodes() -> None:
@@ -587,13 +581,11 @@ async def test_a_loop_of_the_other_kind_is_refused() -> None:
 
 
 def test_a_piece_that_does_not_declare_its_space_is_told_how() -> None:
-    class Widens(ConnectorV2):
-        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
-            for episode in episodes:
-                episode.set_observations(new_data=np.append(episode.get_observations(-1), 0), at_indices=-1)
-            return batch
+    def widens(episodes: Any) -> None:
+        for episode in episodes:
+            episode.set_observations(new_data=np.append(episode.get_observations(-1), 0), at_indices=-1)
 
-    with pytest.raises(ColumnError) as raised, numbered(env_to_module_connector=lambda env: Widens()):
+    with pytest.raises(ColumnError) as raised, numbered(env_to_module_connector=lambda env: LambdaConnector(widens)):
         pass
     assert "recompute_output_observation_space" in raised.value.__notes__[0]
 

@@ -18,6 +18,7 @@ from property_examples import examples
 from serial_module import SerialModule
 
 from rollflow import ConnectorV2, DefaultModelConfig, Forward, MultiAgentRollout
+from rollflow.nodes import LambdaConnector
 from rollflow.nodes.stages.joint_forward import JointForward
 from rollflow.stream import ModuleError
 from rollflow.stream.graph.background import AtWork
@@ -186,12 +187,9 @@ def test_a_module_that_raises_is_named_with_its_lanes_and_its_batch(how: str) ->
 
 
 def test_lanes_whose_batches_differ_are_refused() -> None:
-    class Odd(ConnectorV2):
-        def __call__(self, *, batch: dict[str, Any], shared_data: Any, **kwargs: Any) -> dict[str, Any]:
-            return batch | ({"odd": batch["obs"]} if shared_data["lane"] else {})
-
+    odd = LambdaConnector(lambda batch, shared_data: batch | ({"odd": batch["obs"]} if shared_data["lane"] else {}))
     drawn = Drawn(2, 2, 2, 0, 9, True, 8, 1, False, 1)
-    _, rollout = made(drawn, forward=Forward(max_batch=4), env_to_module_connector=lambda part: [Late(), Odd()])
+    _, rollout = made(drawn, forward=Forward(max_batch=4), env_to_module_connector=lambda part: [Late(), odd])
     expected = r"lanes that go into one forward pass have batches of \['obs', 'odd'\]; \['obs'\], expected the same"
     with pytest.raises(ModuleError, match=expected), rollout:
         next(iter(rollout.fragments()))
