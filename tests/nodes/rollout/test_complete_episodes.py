@@ -210,41 +210,31 @@ def test_what_is_held_is_the_open_episodes_alone() -> None:
 
 
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
-@pytest.mark.parametrize("step", [3, 17, 40])
-def test_an_episode_of_several_agents_whose_worker_is_lost_ends_as_truncated(
-    step: int, where: Any, tmp_path: Path
-) -> None:
-    maker = partial(DoomedAgents, 0, tmp_path, fate="raise", step=step, lives=1, agents=3, nested=0, length=20)
-    options: dict[str, Any] = {"module": {"default_policy": None}, "fragment_length": 4, "num_fragments": 20, "seed": 0}
-    with MultiAgentRollout(maker, where=where, **options) as rollout:
+@pytest.mark.parametrize(("kind", "step"), [(Rollout, 33), (MultiAgentRollout, 3), (MultiAgentRollout, 17)])
+def test_an_episode_whose_worker_is_lost_ends_as_truncated(kind: Any, step: int, where: Any, tmp_path: Path) -> None:
+    if kind is Rollout:
+        maker: Any = partial(Doomed, 0, tmp_path, "raise", step, 1, lengths=(20, 20))
+        module: Any = NumberedModule()
+    else:
+        maker = partial(DoomedAgents, 0, tmp_path, fate="raise", step=step, lives=1, agents=3, nested=0, length=20)
+        module = None
+    with kind(maker, where=where, module=module, fragment_length=8, num_fragments=9, seed=0) as rollout:
         parts = list(rollout.fragments(complete_episodes=True))
-        whole = [episode for part in parts for episode in part.episodes()]
         steps = rollout.num_steps
+    whole = [episode for part in parts for episode in part.episodes()]
     [lost] = [episode for episode in whole if "lost" in episode.custom_data]
     assert "it broke" in lost.custom_data["lost"]
     assert (lost.is_truncated, lost.is_terminated) == (True, False)
     assert len({episode.id_ for episode in whole}) == len(whole)
     for episode in whole:
         assert episode.is_done
-        assert all(agent.is_done for agent in episode.agent_episodes.values())
+        if kind is Rollout:
+            assert episode is lost or len(episode) == 20
+            assert episode.get_observations(0)[2] == 0
+        else:
+            assert all(agent.is_done for agent in episode.agent_episodes.values())
     assert sum(map(steps_of, whole)) == sum(part.num_steps for part in parts)
     assert sum(map(steps_of, whole)) + rollout.lost.get("incomplete", 0) == steps
-
-
-@pytest.mark.parametrize("where", ["processes", "rollouts"])
-def test_an_episode_whose_worker_is_lost_ends_as_truncated(where: Any, tmp_path: Path) -> None:
-    maker = partial(Doomed, 0, tmp_path, "raise", 33, 1, lengths=(20, 20))
-    with Rollout(maker, where=where, module=NumberedModule(), fragment_length=8, num_fragments=9, seed=0) as rollout:
-        whole = [each for part in rollout.fragments(complete_episodes=True) for each in part.episodes()]
-        steps = rollout.num_steps
-    lost = [each for each in whole if "lost" in each.custom_data]
-    assert len(lost) == 1
-    assert "it broke" in lost[0].custom_data["lost"]
-    assert lost[0].is_truncated
-    assert not lost[0].is_terminated
-    assert [len(each) for each in whole if each is not lost[0]] == [20] * (len(whole) - 1)
-    assert all(each.get_observations(0)[2] == 0 for each in whole)
-    assert sum(map(len, whole)) + rollout.lost["incomplete"] == steps
 
 
 def test_loops_of_both_kinds_do_not_mix() -> None:
