@@ -11,7 +11,7 @@ from rollflow.nodes.env.multi_agent.multi_agent_env import agent_spaces
 from rollflow.nodes.env.multi_agent.petting_zoo import adapted
 from rollflow.nodes.policies.artifact_files import folder_of
 from rollflow.nodes.policies.evaluation import Evaluation, Player, check_spaces, play
-from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
+from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
 from rollflow.nodes.stages.agents_acting import AgentsActing
 from rollflow.nodes.stages.module_set import ActingModule
 from rollflow.stream.data.errors import PolicyError
@@ -42,18 +42,10 @@ class AgentPolicies:
         if self._acting.joint is not None:
             raise PolicyError(f"joint_connector pieces see all agents together, and agent {agent!r} can't act alone")
         place, acting = self._place_of(agent), self._module_of(agent, module_id)
-        version, weights = acting.weights.newest(acting.module)
-        part, before, after = self._parts[place], self._acting.env_to_module[place], self._acting.module_to_env[place]
-        spaces: Any = {"observation_space": part.observation_space, "action_space": part.action_space}
-        policy = Policy(acting.module, before, after, **spaces, **options)
-        policy.publish(weights)
-        policy.trained_on = {
-            "agent": str(agent),
-            "module": str(acting.module_id),
-            "policy_version": version,
-            VECTOR_STEPS: self._source.vector_steps,
-        }
-        return policy
+        part, pipelines = self._parts[place], (self._acting.env_to_module[place], self._acting.module_to_env[place])
+        spaces = {"observation_space": part.observation_space, "action_space": part.action_space}
+        facts = {"agent": str(agent), "module": str(acting.module_id), VECTOR_STEPS: self._source.vector_steps}
+        return policy_now(acting.module, acting.weights, pipelines, facts, **spaces, **options)
 
     def of_all(self) -> dict[Any, Policy]:
         """Agent -> its policy, which agents of the same spaces and the same module share. Raises as `of` does."""

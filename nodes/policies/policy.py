@@ -749,3 +749,20 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<Policy {type(self.module).__name__}: {self.observation_space} → {self.action_space}>"
+
+
+def policy_now(
+    module: Any, weights: PolicyWeights, pipelines: Sequence[Any], facts: dict[str, Any], **options: Any
+) -> Policy:
+    """A policy of a module that acts in a rollout, with the weights published last.
+
+    weights      of the module
+    pipelines    before and behind it
+    facts        for the model card, but for the policy version
+    options      keywords of `Policy`
+    """
+    version, newest = weights.newest(module)
+    made = Policy(module, *pipelines, **options)
+    made.publish(newest)
+    made.trained_on = facts | {"policy_version": version}
+    return made

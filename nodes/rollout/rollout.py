@@ -18,7 +18,7 @@ from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, check_spaces, env_to_evaluate, name_of_env
-from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy
+from rollflow.nodes.policies.policy import VECTOR_STEPS, Policy, policy_now
 from rollflow.nodes.rollout.execution import OnePolicy
 from rollflow.nodes.rollout.options import RolloutKeywords, options_of, with_keywords
 from rollflow.nodes.rollout.placement import ONE_AGENT
@@ -162,24 +162,11 @@ class Rollout(RolloutLoop[Fragment]):
 
         options    `explore`, `learns`, `device` and `seed` of it
         """
-        acting = self._policy.acting.copy
-        version, weights = self._policy.weights.newest(acting)
-        made = Policy(
-            acting,
-            self.env_to_module,
-            self.module_to_env,
-            observation_space=self.environments.observation_space,
-            action_space=self.environments.action_space,
-            **options,
-        )
-        made.publish(weights)
-        made.trained_on = {
-            "environment": name_of_env(self._env, self.env_kwargs),
-            "policy_version": version,
-            "steps": self.num_steps,
-        }
-        made.trained_on[VECTOR_STEPS] = self.environments.vector_steps
-        return made
+        environments, acting = self.environments, self._policy
+        spaces = {"observation_space": environments.observation_space, "action_space": environments.action_space}
+        facts = {"environment": name_of_env(self._env, self.env_kwargs), "steps": self.num_steps}
+        facts |= {VECTOR_STEPS: environments.vector_steps}
+        return policy_now(acting.acting.copy, acting.weights, acting.pipelines, facts, **spaces, **options)
 
     def save_policy(self, path: str | os.PathLike[str], *, explore: bool = False, **options: Any) -> None:
         """Save the policy that acts now, for other programs: `Policy.load`. Options are those of `Policy.save`."""
