@@ -377,7 +377,11 @@ def check_together(source: RolloutPeer, others: Collection[RolloutPeer]) -> None
     """
     one = next((other for other in others if other is not source and other.is_connected), source)
     if reason := difference(source, one):
-        raise WireError(f"{reason}, as rollout {one.name} has, which is here as well", "spaces")
+        raise WireError(
+            f"{reason}, as {one.module} of rollout {one.name} has, which is here as well; that of this one is "
+            f"{source.module}",
+            "spaces",
+        )
     if source.seed is None or source.connection is not None:
         return
     for other in others:
@@ -421,8 +425,10 @@ def difference(source: RolloutPeer, other: RolloutPeer) -> str:
     """The trait that keeps two rollouts from being learnt from together, of the first and the other; "": none does."""
     mine, theirs = _traits(source), _traits(other)
     for name in {**mine, **theirs}:
-        if mine.get(name) != theirs.get(name):
-            return f"{name} is {shown(mine.get(name))}, expected {shown(theirs.get(name))}"
+        if name not in theirs:
+            return f"{name} is {shown(mine[name])}, expected none of that name"
+        if mine.get(name) != theirs[name]:
+            return f"{name} is {shown(mine[name]) if name in mine else 'missing'}, expected {shown(theirs[name])}"
     return ""
 
 

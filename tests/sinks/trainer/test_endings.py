@@ -389,7 +389,7 @@ def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in(mak
         batches = iter(stream)
         next(batches)
         other = graph_over(make(), stream.address, name="other")
-        with pytest.raises(WireError, match=f"{told}, as rollout feed .* has"), running(*other) as feed:
+        with pytest.raises(WireError, match=f"{told}, as NumberedModule of rollout feed .* has"), running(*other) as feed:
             while not feed.ended.done():
                 next(batches)
             feed.ended.result()
@@ -402,10 +402,10 @@ def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in(mak
         ({"is_stateful": True}, "is_stateful is True, expected False"),
         ({"action_space": Discrete(3)}, "action_space is Discrete(3), expected Discrete(2)"),
         ({"spaces": [Discrete(2), Discrete(3)]}, "spaces[1] is Discrete(3), expected Discrete(4)"),
-        ({"spaces": [Discrete(2)]}, "spaces[1] is None, expected Discrete(4)"),
+        ({"spaces": [Discrete(2)]}, "spaces[1] is missing, expected Discrete(4)"),
         ({"weights": {"a": (3,), "b": (2, 5)}}, "the shape of weight 'b' is (2, 5), expected (2, 4)"),
-        ({"weights": {"a": (3,)}}, "the shape of weight 'b' is None, expected (2, 4)"),
-        ({"weights": {"a": (3,), "b": (2, 4), "c": ()}}, "the shape of weight 'c' is (), expected None"),
+        ({"weights": {"a": (3,)}}, "the shape of weight 'b' is missing, expected (2, 4)"),
+        ({"weights": {"a": (3,), "b": (2, 4), "c": ()}}, "the shape of weight 'c' is (), expected none of that name"),
     ],
 )
 def test_what_differs_is_told(known: dict[str, Any], told: str) -> None:
