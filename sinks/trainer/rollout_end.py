@@ -19,6 +19,7 @@ from rollflow.sinks.trainer.messages import (
     MOST_MODULES,
     AgentsDescription,
     AnyFragment,
+    FinishedEpisodes,
     finished_since,
     joined_weights,
     message_of_fragment,
@@ -47,8 +48,8 @@ class BatchObserver:
         if isinstance(rollout, MultiAgentRollout):
             modules, observer = rollout.module, weakref.proxy(self)  # which holds the returns
             self._returns = AgentReturns(lambda module_id: module_id in modules or observer._untold(module_id) > 0)
-        self._count = 0  # of episodes that have been taken
-        self._told: dict[str, tuple[EpisodeReturns, int]] = {}  # module id -> returns, and their count when last taken
+        # Count of each one's episodes when they were last taken; a module of an id that was removed has its own.
+        self._told: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __call__(self, fragments: Any) -> None:
         """Observe one fragment."""
@@ -62,20 +63,21 @@ class BatchObserver:
     def take_episodes(self) -> dict[str, Any] | None:
         """Take the episodes that have finished since the last call, as they go over the wire; None: there are none."""
         returns = self._returns
-        finished = finished_since(returns, self._count)
-        self._count = returns.count
         by_module = returns.by_module if isinstance(returns, AgentReturns) else {}
         ids = islice([each for each in by_module if self._untold(each)], MOST_MODULES)  # others come with the next
-        parts = {each: finished_since(by_module[each], by_module[each].count - self._untold(each)) for each in ids}
-        self._told = {each: told for each, told in self._told.items() if each in by_module}
-        self._told |= {each: (by_module[each], by_module[each].count) for each in parts}
+        parts = {each: self._taken(by_module[each]) for each in ids}
+        finished = self._taken(returns)
         return asdict(replace(finished, by_module=parts)) if finished.count or parts else None
 
+    def _taken(self, returns: Any) -> FinishedEpisodes:
+        finished = finished_since(returns, self._told.get(returns, 0))
+        self._told[returns] = returns.count
+        return finished
+
     def _untold(self, module_id: Any) -> int:
-        """Number of a module's episodes that have not been taken; a module of that id which was removed has its own."""
+        """Number of a module's episodes that have not been taken."""
         own = self._returns.by_module[module_id]
-        before, count = self._told.get(module_id, (own, 0))
-        return own.count - (count if before is own else 0) if isinstance(module_id, str) else 0
+        return own.count - self._told.get(own, 0) if isinstance(module_id, str) else 0
 
 
 AnyRollout = Rollout | MultiAgentRollout
