@@ -10,10 +10,6 @@ from rollflow.stream.data.errors import ConnectorError, shown
 NameOrClass = str | type
 
 
-class NoSuchPiece(ConnectorError):
-    """Raised when a pipeline has no piece of a name or a class."""
-
-
 def names_of(names: Collection[str]) -> list[str]:
     """The names that pieces go by, in order, by what each is called: the second `Name` is `Name_2`."""
     made: list[str] = []
@@ -75,24 +71,32 @@ class NamedPieces(abc.ABC):
         return found
 
     def _place(self, name_or_class: NameOrClass) -> int:
-        """Place of the piece that has the name, or is of the class, or else of a subclass.
+        """Place of the piece that has the name, or is of the class. Raises ConnectorError where there is none."""
+        place = self._found(name_or_class)
+        if place is None:
+            raise ConnectorError(self._missing(name_or_class))
+        return place
 
-        Raises NoSuchPiece where there is none, and ConnectorError for a class that several pieces are of.
+    def _found(self, name_or_class: NameOrClass) -> int | None:
+        """Place of the piece that has the name, or is of the class, or else of a subclass; None where there is none.
+
+        Raises ConnectorError for a class that several pieces are of.
         """
         names, pieces = self.names, self._pieces
         if isinstance(name_or_class, str):
-            asked, places = name_or_class, [place for place, name in enumerate(names) if name == name_or_class]
-        else:
-            asked, places = name_or_class.__name__, [i for i, each in enumerate(pieces) if type(each) is name_or_class]
-            places = places or [i for i, each in enumerate(pieces) if isinstance(each, name_or_class)]
-        if not places:
-            raise NoSuchPiece(f"{self.name} has no piece '{asked}'; pieces: {', '.join(names) or 'none'}")
+            return names.index(name_or_class) if name_or_class in names else None
+        places = [place for place, each in enumerate(pieces) if type(each) is name_or_class]
+        places = places or [place for place, each in enumerate(pieces) if isinstance(each, name_or_class)]
         if len(places) > 1:
             raise ConnectorError(
-                f"{self.name} has {len(places)} pieces of class '{asked}', expected a name that says "
+                f"{self.name} has {len(places)} pieces of class '{name_or_class.__name__}', expected a name that says "
                 f"which: {', '.join(names[place] for place in places)}"
             )
-        return places[0]
+        return places[0] if places else None
+
+    def _missing(self, name_or_class: NameOrClass) -> str:
+        asked = name_or_class if isinstance(name_or_class, str) else name_or_class.__name__
+        return f"{self.name} has no piece '{asked}'; pieces: {', '.join(self.names) or 'none'}"
 
     def _named(self) -> dict[str, Any]:
         return dict(zip(self.names, self._pieces, strict=True))

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from time import perf_counter_ns
 from typing import Any
 
@@ -45,35 +45,40 @@ def fingerprint(value: Any, *, within: Any = None) -> Fingerprint:
     random generators, loggers, functions and rollflow's own objects count by their class alone.
     """
     digest = blake2b(digest_size=16)
-    for token in islice(_tokens(value, {id(within)}), 2 * _MOST_VALUES):
-        digest.update(f"{len(token)} ".encode())
+    for token in islice(_tokens(value, {id(within)}), _MOST_VALUES):
+        digest.update(b"%d " % len(token))
         digest.update(token)
     return digest.digest()
 
 
 def _tokens(value: Any, around: set[int]) -> Iterator[bytes | memoryview]:
-    """What is found on a walk through a value, two or three for each value in it.
+    """What is found on a walk through a value: one token for each value in it, and the numbers of arrays.
 
     around    ids of the objects that the walk is within
     """
-    yield f"{type(value).__module__}.{type(value).__qualname__}".encode()
+    kind, text = f"{type(value).__module__}.{type(value).__qualname__}", ""
+    numbers: memoryview | None = None
+    parts: Iterable[Any] | None = None  # that are walked through, within this value
     if isinstance(value, _SCALARS):
-        yield repr(value).encode(errors="surrogatepass")
+        text = repr(value)
     elif isinstance(value, os.PathLike):  # pathlib caches in its objects
-        yield repr(os.fspath(value)).encode(errors="surrogatepass")
+        text = repr(os.fspath(value))
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        yield f"{value.dtype} {value.shape}".encode()
-        yield np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        text, numbers = f"{value.dtype} {value.shape}", np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     elif isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        text = f"{value.dtype} {tuple(value.shape)}"
         if value.layout is torch.strided and value.device.type != "meta" and not value.is_quantized:
             plain = value.detach().cpu().resolve_conj().resolve_neg()
-            yield plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            numbers = plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
     elif not _is_opaque(value) and id(value) not in around:
-        around.add(id(value))
         contents = _contents_of(value)
-        yield str(len(contents)).encode()
-        for part in (*contents, *(part for item in _attributes_of(value) for part in item)):
+        text, parts = str(len(contents)), chain(contents, chain.from_iterable(_attributes_of(value)))
+    yield f"{kind} {text}".encode(errors="surrogatepass")
+    if numbers is not None:
+        yield numbers
+    if parts is not None:
+        around.add(id(value))
+        for part in parts:
             yield from _tokens(part, around)
         around.remove(id(value))
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from rollflow.nodes.connectors.alpha import as_connector_v2
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import settle_observations
-from rollflow.nodes.connectors.named_pieces import NamedPieces, NameOrClass, NoSuchPiece, names_of
+from rollflow.nodes.connectors.named_pieces import NamedPieces, NameOrClass, names_of
 from rollflow.nodes.connectors.pipelines.fused import fused_tail
 from rollflow.nodes.connectors.state_watch import checked_state
 from rollflow.stream.data.errors import ConnectorError, StateError, page_on
@@ -258,10 +258,10 @@ class ConnectorPipelineV2(NamedPieces, ConnectorV2):
 
     def remove(self, name_or_class: NameOrClass) -> None:
         """Take a piece out. Warns, and does nothing, when there is no such piece."""
-        try:
+        if self._found(name_or_class) is None:
+            warnings.warn(f"nothing removed: {self._missing(name_or_class)}", stacklevel=2)
+        else:
             self._edit(self._without(name_or_class))
-        except NoSuchPiece as error:
-            warnings.warn(f"nothing removed: {error}", stacklevel=2)
 
     # State
 
