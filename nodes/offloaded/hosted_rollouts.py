@@ -260,10 +260,10 @@ class HostRollouts(HostedNode, OffloadedRollouts):
     def _begun_settings(self) -> Settings:
         """The rollout's settings; when it begins, the first weights are published where none were."""
         if self._settings is None:
-            replica = self.owner.replica()
+            replica = self.owner.policy.replica()
             settings = RolloutSettings.of(
                 replica,
-                self.owner.pass_options,
+                self.owner.policy.how.pass_options,
                 fragment_length=self.fragment_length,
                 lookback=self.lookback,
                 seed=self.seed,

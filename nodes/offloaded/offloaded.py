@@ -10,7 +10,7 @@ from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.modules.policy_weights import Weights
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
 from rollflow.nodes.offloaded.fragment_message import fragment_of
-from rollflow.nodes.offloaded.replica import Published, Replica
+from rollflow.nodes.offloaded.replica import Published
 from rollflow.nodes.stages.credits import LaneGates
 from rollflow.nodes.stages.env_to_module import CuttingStage
 from rollflow.stream import wire
@@ -59,23 +59,14 @@ class TurnToken:
 class RolloutOwner(Protocol):
     """Owner of rollouts that are done elsewhere: says what they are done with, and takes what they report.
 
-    policy    what acts
+    policy    what acts: gives a `replica` of it for a lane that begins, and has the rollout's options as `how`
     """
 
     policy: Any
 
     @property
-    def pass_options(self) -> Mapping[str, Any]:
-        """Options of forward passes there: what `ModuleForward` takes beside module and weights."""
-        ...
-
-    @property
     def wants_newest(self) -> bool:
         """True if a turn is to begin with the newest weights, however many others are on their way."""
-        ...
-
-    def replica(self) -> Replica:
-        """Copy of what acts, for a lane that begins."""
         ...
 
     def take_message(self, lane: int, message: Mapping[str, Any]) -> None:

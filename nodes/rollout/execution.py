@@ -16,7 +16,6 @@ from rollflow.nodes.offloaded.replica import (
     PIPELINES,
     OneReplica,
     Published,
-    Replica,
     SeveralReplica,
     stages_of_one,
     stages_of_several,
@@ -261,7 +260,7 @@ class StagesElsewhere(_Stages):
         self, rollouts: OffloadedRollouts, policy: ActingPolicy, num_fragments: int | None, ledger: Ledger
     ) -> None:
         super().__init__(rollouts, policy)
-        self.pass_options, self._rollouts, self._pipelines = policy.how.pass_options, rollouts, policy.pipelines
+        self._rollouts, self._pipelines = rollouts, policy.pipelines
         self._states: dict[int, Any] = {}  # of the connectors there, by lane
         self.counting = policy.emitter(rollouts.num_lanes, num_fragments, ledger, self._relay)
         for pipeline in self._pipelines:
@@ -293,10 +292,6 @@ class StagesElsewhere(_Stages):
     def wants_newest(self) -> bool:
         """True if a turn is to begin with the newest weights, however many others are on their way."""
         return self._relay.wants_newest
-
-    def replica(self) -> Replica:
-        """Copy of what acts, for a lane that begins."""
-        return self.policy.replica()
 
     def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
         """Take in what a lane's connectors have learnt and logged."""
