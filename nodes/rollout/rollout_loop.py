@@ -153,7 +153,7 @@ class RolloutLoop(Hooked, abc.ABC, Generic[F]):
         if self._state != "new" or self.environments.is_started:
             raise GraphError(
                 "the rollout runs already; expected a sink that holds it back, such as TrainerSink, to be connected "
-                "before `with rollout:` and before the graph is run"
+                "before the graph is run, and no `with rollout:` around a graph or feed, which run it themselves"
             )
         self._is_in_graph = False
 
