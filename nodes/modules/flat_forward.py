@@ -219,11 +219,13 @@ class _Operation:
     @property
     def in_place(self) -> Callable[..., Tensor] | None:
         """Function that writes the same result over the first argument; None where there is none."""
+        if self.func not in _IN_PLACE:
+            return None
         argument = self.args[0]
         others_are_numbers = all(type(other) in (int, float) for other in self.args[1:])
         if self.kwargs.get("inplace") or not others_are_numbers or argument.dtype != self.result.dtype:
             return None
-        return _IN_PLACE.get(self.func)
+        return _IN_PLACE[self.func]
 
 
 @dataclass(slots=True)
@@ -308,13 +310,12 @@ class _Recorder(TorchFunctionMode):
         self._names: dict[int, str] = {}  # of tensors, by identity
         self._alive: list[Any] = []  # so that no identity is used twice
         self._constants: dict[str, Any] = {}
-        self._operations: dict[str, _Operation] = {}
+        self._raise = f"raise {self.name_of(ValueDependent)}('what its passes read has changed')"
+        self._operations: dict[str, _Operation] = {}  # by their result's name; "shape…" for what Python asked of one
         self._uses: Counter[int] = Counter()  # of tensors, by identity
         self._weights, self._known = weights, known
         self._arranged_weights: list[Tensor] = []  # weights of which this pass reads an arranged copy
-        self._shapes_read: list[
-            tuple[Any, Any, Any]
-        ] = []  # function, its arguments, and what it gave of a known tensor
+        self._inputs = set(map(id, inputs))
         self._parameters = [self._named(leaf, f"x{i}") for i, leaf in enumerate(inputs)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -329,8 +330,9 @@ class _Recorder(TorchFunctionMode):
             self._name_leaves(result, name)
         elif not _ignores_elements(func, is_watched=self._known is not None):
             raise ValueDependent(f"it calls {getattr(func, '__name__', func)}, which asks for numbers in Python")
-        elif self._known is not None and args and id(args[0]) in self._known:
-            self._shapes_read.append((func, args, result))
+        elif self._known is not None and args and id(args[0]) not in self._inputs:  # elements may decide on shapes, too
+            source = [self._expression(each) for each in args]
+            self._operations[f"shape{len(self._operations)}"] = _Operation(func, args, kwargs, result, source)
         return result
 
     def compile(self, output: Tree, changes: Sequence[str] = ()) -> Callable[..., Any]:
@@ -341,7 +343,7 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(output, dict) or not all(id(leaf) in self._names for leaf in leaves_of(output)):
             raise ValueDependent("its output is not made of tensors that its inputs went into")
         self._uses.update(id(leaf) for leaf in leaves_of(output))
-        lines = [f"{name} = {self._call(operation)}" for name, operation in self._operations.items()]
+        lines = [line for name, operation in self._operations.items() for line in self._lines(name, operation)]
         lines.append(f"return {self._expression(output)}")
         if self._arranged_weights:
             assert self._weights is not None
@@ -350,13 +352,7 @@ class _Recorder(TorchFunctionMode):
             renew = self._constant(self._weights.renew)
             lines.insert(0, f"if {versions} != {last}[0]: {renew}(); {last}[0] = {versions}")
         if changes:
-            name_of = self.name_of
-            shapes = (
-                f"{name_of(func)}(*{name_of(args)}) != {name_of(shape)}" for func, args, shape in self._shapes_read
-            )
-            changes = [*changes, *shapes]
-            changed = self._constant(ValueDependent("what its passes read has changed"))
-            lines.insert(0, f"if {' or '.join(changes)}: raise {changed}")
+            lines.insert(0, f"if {' or '.join(changes)}: {self._raise}")
         parameters = [*self._parameters, *(f"{name}={name}" for name in self._constants)]
         namespace: dict[str, Any] = {}
         exec("\n    ".join([f"def flat({', '.join(parameters)}):", *lines]), dict(self._constants), namespace)
@@ -367,6 +363,16 @@ class _Recorder(TorchFunctionMode):
     def changes_rounding(self) -> bool:
         """True if the function's numbers may differ from the module's by rounding."""
         return bool(self._arranged_weights)
+
+    def _lines(self, name: str, operation: _Operation) -> Iterator[str]:
+        """Lines that do an operation, and raise if its result is not of the shape that code in Python went by."""
+        call, result = self._call(operation), operation.result
+        if name.startswith("shape"):
+            yield f"if {call} != {self._constant(result)}: {self._raise}"
+            return
+        yield f"{name} = {call}"
+        if self._known is not None and isinstance(result, tuple | list):
+            yield f"if len({name}) != {len(result)}: {self._raise}"
 
     def _call(self, operation: _Operation) -> str:
         """Source of a call that gives what an operation gives, in its fastest form."""

@@ -82,6 +82,7 @@ class Drawn(RLModule):
             "float": lambda x: x.float(),
             "same": lambda x: x.view(-1, 6),
             "twice": lambda x: x + x.tanh(),
+            "sorted": lambda x: x.sort(-1)[0],
             "long": lambda x: x.to(torch.int64).float() / 3,
         }
         found = [batch["obs"]]
@@ -90,7 +91,7 @@ class Drawn(RLModule):
         return {f"column {i}": found[i % len(found)] for i in self.given}
 
 
-NAMES = ("linear", "bare", "conv", "tanh", "relu", "sigmoid", "half", "float", "same", "twice", "long")
+NAMES = ("linear", "bare", "conv", "tanh", "relu", "sigmoid", "half", "float", "same", "twice", "sorted", "long")
 
 
 @given(

@@ -200,6 +200,14 @@ def chooses_by_a_sum(self: Any, obs: Any) -> Any:
     return self.net(obs if obs.sum() > -6 else -obs)
 
 
+def chooses_by_a_shape(self: Any, obs: Any) -> Any:
+    return self.net(obs) * (1 - (obs > 1.9).nonzero().shape[0])
+
+
+def chooses_by_a_count(self: Any, obs: Any) -> Any:
+    return self.net(obs) + sum(1 for _ in torch.cat([obs, obs[obs[:, 0] > 1.9]]).unbind())
+
+
 def chooses_by_an_item(self: Any, obs: Any) -> Any:
     return self.net(obs * (1 if obs[0, 0].item() < 2 else 2))
 
@@ -341,6 +349,8 @@ KEPT: dict[str, tuple[Callable[[], Own], str]] = {
     "default tensor": (lambda: made(writes_a_default), "writes_a_default keeps what may change"),
     "nested batch": (lambda: made(writes_its_batch), "it changes its batch"),
     "branch on bool": (lambda: made(chooses_by_a_sum), "it calls __bool__"),
+    "shape by elements": (lambda: made(chooses_by_a_shape), "what its passes read has changed"),
+    "count by elements": (lambda: made(chooses_by_a_count), "what its passes read has changed"),
     "branch on item": (lambda: made(chooses_by_an_item), "it calls item"),
     "numpy": (lambda: made(numpy_round_trip), "reads 'np', which may change"),
     "noise of numpy": (lambda: made(numpy_noise), " calls "),
@@ -552,6 +562,8 @@ REPLAYED: dict[str, Callable[[], RLModule]] = {
     "functions": lambda: made(by_functions),
     "parts": lambda: made(of_several_parts),
     "masked": lambda: made(masked),
+    "sorted": lambda: made(lambda self, obs: self.net(obs).sort(-1)[0]),
+    "rows by elements": lambda: made(lambda self, obs: self.net(obs) + obs[obs > 1.5].sum()),
     "dict": lambda: made(of_a_dict),
     "no_grad": lambda: made(without_gradients),
     "training": lambda: made(reads_training),
