@@ -57,34 +57,6 @@ def test_every_agent_step_of_a_lost_environment_is_in_a_chunk_or_counted(
     assert sorted({fragment.lane for fragment in fragments}) == list(range(lanes))
 
 
-@pytest.mark.parametrize(
-    ("fate", "why"),
-    [
-        ("raise", "RuntimeError: it broke (environment 1, env step 5)"),
-        ("wrong", "EnvError: environment 1, env step 5, agent 'nobody': observations has it, but it is not in"),
-    ],
-)
-def test_what_is_open_ends_as_truncated_and_says_why(tmp_path: Path, fate: str, why: str) -> None:
-    envs, kinds = listening(), {"agents": 2, "at_once": True}
-    doomed = makers(tmp_path, 1, fate=fate, step=5, lives=1, **kinds)
-    with (
-        hosting(envs.addresses[0], [*makers(tmp_path, 0, **kinds), *doomed], name="sim"),
-        rollout_over(envs, num_fragments=2, seed=4) as rollout,
-    ):
-        fragments = list(rollout.fragments())
-        assert rollout.lost == {"workers": 4}
-        check_laws(rollout, fragments, tmp_path, 2)
-    [loss] = [loss for fragment in fragments for loss in fragment.losses]
-    assert loss[0] == 5
-    assert loss[1].startswith("host sim (tcp://127.0.0.1:")
-    assert why in loss[1]
-    lost = [episode for fragment in fragments for episode in fragment.episodes() if "lost" in episode.custom_data]
-    assert lost
-    for episode in lost:
-        assert all(each.custom_data["lost"] == loss[1] for each in episode.agent_episodes.values())
-        assert [each.is_truncated for each in episode.agent_episodes.values()] == [True, True]
-
-
 def test_nothing_is_kept_of_a_lane_that_has_left_nor_of_the_modules_that_served_it(tmp_path: Path) -> None:
     serving, envs = {"id": "first"}, listening()
     with (

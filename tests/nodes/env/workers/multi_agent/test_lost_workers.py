@@ -16,6 +16,7 @@ from held_envs import await_file
 from hypothesis import given, settings, strategies as st
 from lost_agents import check_laws, not_emitted
 from numbered_agents import NumberedAgents
+from places import rollout_at
 from property_examples import examples
 from serial_module import SerialModule
 
@@ -109,29 +110,38 @@ def test_a_worker_may_be_killed_at_any_moment(
         check_laws(rollout, fragments, folder, 3)
 
 
-@pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
+FATES = {
+    ("processes", "kill"): "was killed by SIGKILL",
+    ("processes", "raise"): "RuntimeError: it broke",
+    ("processes", "stop"): "no answer to a step within 1.0 s",
+    ("hosts", "raise"): "RuntimeError: it broke (environment 0, env step 5)",
+    ("hosts", "wrong"): "EnvError: environment 0, env step 5, agent 'nobody': observations has it, but it is not in",
+}
+
+
+@pytest.mark.parametrize(("place", "fate"), FATES)
 def test_what_is_open_ends_as_truncated_and_says_why(
-    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture, stopped_clock: None
+    tmp_path: Path, place: str, fate: str, caplog: pytest.LogCaptureFixture, stopped_clock: None
 ) -> None:
     makers = [partial(DoomedAgents, 0, tmp_path, fate=fate, step=5, lives=1, agents=2, nested=0, at_once=True)]
-    with rollout_of(makers, num_fragments=2, timeouts=Timeouts(step=1.0), seed=4) as rollout:
+    options: Any = {"fragment_length": 8, "num_fragments": 2, "timeouts": Timeouts(step=1.0), "seed": 4}
+    options |= {"kind": MultiAgentRollout, "acts": {"module": SerialModule()}, "hosts": {"name": "sim"}}
+    with rollout_at(place, makers, **options) as made, made as rollout:
         fragments = list(rollout.fragments())
         assert rollout.lost == {"workers": 2}
         check_laws(rollout, fragments, tmp_path, 1)
     assert not_emitted(fragments, logs_of(tmp_path, 0)) == 0
     [loss] = [loss for fragment in fragments for loss in fragment.losses]
     lost = [episode for fragment in fragments for episode in fragment.episodes() if "lost" in episode.custom_data]
-    why = {
-        "kill": "was killed by SIGKILL",
-        "raise": "RuntimeError: it broke",
-        "stop": "no answer to a step within 1.0 s",
-    }[fate]
-    assert (loss[0], why in loss[1]) == (5, True)
+    assert (loss[0], FATES[place, fate] in loss[1]) == (5, True)
     assert [episode.custom_data["lost"] for episode in lost] == [loss[1]]
     assert all(each.custom_data["lost"] == loss[1] for each in lost[0].agent_episodes.values())
     assert [each.is_truncated for each in lost[0].agent_episodes.values()] == [True, True]
-    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "lane 0 is lost and made again in 0.0 s" in record.getMessage()
+    if place == "hosts":
+        assert loss[1].startswith("host sim (tcp://127.0.0.1:")
+    else:
+        [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert "lane 0 is lost and made again in 0.0 s" in record.getMessage()
 
 
 def test_a_worker_that_is_killed_while_its_lane_waits_for_a_step(tmp_path: Path) -> None:
