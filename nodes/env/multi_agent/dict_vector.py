@@ -1,6 +1,6 @@
 """Dict environments side by side."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.closing import Closing, close_all, closing_on_error
 from rollflow.nodes.env.env_source import given_by
-from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
+from rollflow.nodes.env.multi_agent.array_vector import AgentInfos, MultiAgentVectorEnv
 from rollflow.nodes.env.multi_agent.multi_agent_env import AgentSpaces, agent_spaces
 from rollflow.nodes.env.multi_agent.petting_zoo import adapted
 from rollflow.nodes.env.multi_agent.step_validation import StepValues, reset_values, step_values
@@ -58,9 +58,6 @@ def _items(tree: Tree) -> Sequence[Any]:
     return [spec.unflatten(item) for item in zip(*leaves, strict=True)]
 
 
-Infos = Sequence[Mapping[Any, Mapping[str, Any]]]
-
-
 class MultiAgentEnvs:
     """N dict environments that step one after the other, and are reset where their episode ends.
 
@@ -102,7 +99,7 @@ class MultiAgentEnvs:
         self._turn = turn
         return True
 
-    def reset(self, seeds: Sequence[int] | None = None) -> tuple[Sequence[Observed], Infos]:
+    def reset(self, seeds: Sequence[int] | None = None) -> tuple[Sequence[Observed], AgentInfos]:
         """Begin an episode in every environment, each with a seed of its own, or with the generators that there are.
 
         Returns the first observations per part, and per environment agent -> info; () where all are empty.
@@ -140,7 +137,7 @@ class MultiAgentEnvs:
         infos = values.infos
         self._slots.steps += 1
         first_observed: Sequence[Observed] = ()
-        first_infos: Infos = ()
+        first_infos: AgentInfos = ()
         is_truncated = np.zeros(0, np.bool_)
         if len(envs):
             is_truncated = self._truncated(envs, values, terminateds)
@@ -177,7 +174,7 @@ class MultiAgentEnvs:
             if callable(close):
                 self._opened.append((f"environment {env}", close))
 
-    def _reset(self, envs: NDArray[np.int64], seeds: Sequence[int] | None) -> tuple[list[Observed], Infos]:
+    def _reset(self, envs: NDArray[np.int64], seeds: Sequence[int] | None) -> tuple[list[Observed], AgentInfos]:
         numbers = envs.tolist()
         self._slots.steps[envs] = -1
         resets = []

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.multi_agent.dict_vector import Infos
+from rollflow.nodes.env.multi_agent.array_vector import AgentInfos
 from rollflow.stream.data.blocks import BlockLayout
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.space import row_of
@@ -24,7 +24,7 @@ class InfoCodec:
         self._agents = list(agents)
         self._place = {agent: place for place, agent in enumerate(agents)}
 
-    def plain(self, infos: Infos) -> list[list[Any]]:
+    def plain(self, infos: AgentInfos) -> list[list[Any]]:
         """Per environment: [place of the agent, its info]."""
         return [[[self._place[agent], dict(info)] for agent, info in each.items() if info] for each in infos]
 
@@ -92,7 +92,7 @@ class StepBlock:
             self._ended[1 : 1 + count], self._truncated[:count] = step.ended, step.truncated
             self.write_first(step.first)
 
-    def step(self, infos: Infos, first_infos: Infos) -> VectorStep:
+    def step(self, infos: AgentInfos, first_infos: AgentInfos) -> VectorStep:
         """The step, with infos that came beside it."""
         ended = self._ended[1 : 1 + int(self._ended[0])].copy()
         return VectorStep(

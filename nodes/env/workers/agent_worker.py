@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.multi_agent.dict_vector import Infos
+from rollflow.nodes.env.multi_agent.array_vector import AgentInfos
 from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
 from rollflow.nodes.env.workers.frames import Frame
 from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
@@ -34,7 +34,7 @@ class AgentServer(LaneServer):
         self._block.write_step(step)
         return self._answered(infos=step.infos, first_infos=step.first_infos)
 
-    def _answered(self, **infos: Infos) -> bytes:
+    def _answered(self, **infos: AgentInfos) -> bytes:
         plain = {kind: self._infos.plain(each) for kind, each in infos.items() if len(each)}
         return self._done(self._deviations.packed(plain))
 

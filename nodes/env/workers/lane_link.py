@@ -30,11 +30,11 @@ class LaneLink(abc.ABC):
     node      that the lane is of
     lane      the lane as it goes round; set before the first reset
 
-    room_ms                 how long a worker may take to read, where its socket is full
+    room_ms                 how long a worker may take to read where its socket is full, as with hundreds of blocks
     steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
     """
 
-    room_ms = 1000.0
+    room_ms = 30_000.0
     steps_while_draining = True
 
     def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
@@ -180,7 +180,7 @@ class LaneLink(abc.ABC):
                 self.sock.send(data)
             else:
                 socket.send_fds(self.sock, [data], [fd])
-        except BlockingIOError:  # it holds hundreds of frames, which hardly any worker is ever sent
+        except BlockingIOError:  # it holds hundreds of frames
             poll = select.poll()
             poll.register(self.sock, select.POLLOUT)
             if poll.poll(self.room_ms):
