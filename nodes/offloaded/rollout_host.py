@@ -15,8 +15,8 @@ from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import PLACES, Host
-from rollflow.nodes.env.remote.host_lane import agents_sent, made_lanes
-from rollflow.nodes.env.stepping import close_failed, described
+from rollflow.nodes.env.remote.host_lane import description_of, made_lanes
+from rollflow.nodes.env.stepping import close_failed
 from rollflow.nodes.modules import policy_weights
 from rollflow.nodes.modules.weights_codec import Arrays, from_arrays
 from rollflow.nodes.offloaded.agent_fragment_message import message_of_lane
@@ -281,7 +281,7 @@ class RolloutLane:
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello."""
-        return described(self.env) if isinstance(self._maker, LaneMaker) else agents_sent(self.env)
+        return description_of(self.env)
 
     def _make(self) -> None:
         maker = self._maker
@@ -353,9 +353,8 @@ class RolloutHost(Host):
             num_envs,
             lanes,
             autoreset_mode,
-            one=lambda maker, _: RolloutLane(maker, self._replica),
-            several=lambda maker: RolloutLane(maker, self._replica),
-            of_agents={"agent_to_module_mapping_fn": agent_to_module_mapping_fn, "joint_connector": joint_connector},
+            lambda maker, _: RolloutLane(maker, self._replica),
+            {"agent_to_module_mapping_fn": agent_to_module_mapping_fn, "joint_connector": joint_connector},
         )
         self.role = "agent_rollout" if self._has_several else "rollout"
         self._ids: list[int] = []  # of the lanes, as the rollout has them

@@ -9,7 +9,7 @@ from rollflow.nodes.env.env_source import Autoreset, EnvSource, with_kwargs
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvSource
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.remote.host import PLACES, Host
-from rollflow.nodes.env.remote.host_lane import AgentHostLane, HostLane, made_lanes
+from rollflow.nodes.env.remote.host_lane import HostLane, made_lanes
 from rollflow.stream.wire import Answer
 
 
@@ -48,12 +48,11 @@ class EnvHost(Host):
             num_envs,
             lanes,
             autoreset_mode,
-            one=lambda maker, index: HostLane(maker, index, deviations),
-            several=lambda maker: AgentHostLane(maker, deviations),
+            lambda maker, index: HostLane(maker, index, deviations),
         )
         self.role = "agents" if has_several else "env"
         metadata = {"env": env} if isinstance(env, str) else {}
         super().__init__(made, name=name, metadata=metadata)
 
-    def _work_on(self, lane: HostLane | AgentHostLane, request: Any) -> Callable[[], Answer]:
+    def _work_on(self, lane: HostLane, request: Any) -> Callable[[], Answer]:
         return partial(lane.answer, request)

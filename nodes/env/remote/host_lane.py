@@ -1,6 +1,5 @@
 """Lanes of a host: environments of one agent or of several that are stepped, in a thread, as requests come."""
 
-import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -54,57 +53,49 @@ def check_alike(lanes: Sequence[Any]) -> None:
                 raise EnvError(f"lane {place}: its {_WORDS[name]} is {text}, expected that of lane 0, {other}")
 
 
-class ServedEnvironments(abc.ABC):
-    """Environments of one lane of a host, which a thread steps; subclasses know their kind.
+class HostLane:
+    """Environments of one lane of a host, of one agent each or of several, which a thread steps.
 
-    maker         of the environments; unless a user has made them, they are made again where they are reset after they
-                  have raised
+    maker         a `LaneMaker` or `AgentLaneMaker`; unless a user has made the environments, they are made again where
+                  they are reset after they have raised
+    index         number of the lane
     deviations    of what they give
-    where         place, at the beginning of texts about those
     env           the environments as they are now
 
     Raises EnvError where they can't be made.
     """
 
-    def __init__(self, maker: Any, deviations: Deviations, *where: str) -> None:
+    def __init__(self, maker: Any, index: int, deviations: Deviations) -> None:
+        where = (f"lane {index}, ",) if isinstance(maker, LaneMaker) else ()
         self._make = partial(maker.lane_env, deviations, *where)
         self._can_be_remade, self._has_failed = maker.can_travel, False
         self.env: Any = self._make()
+        self._has_several = isinstance(self.env, LaneEnvs)
+        if self._has_several:
+            self._infos = InfoCodec(self.env.possible_agents)
+        else:
+            self._row = row_of(self.env.env.single_observation_space, 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Fields of a Hello. Raises EnvError where agents' ids can't be sent."""
+        return description_of(self.env if self._has_several else self.env.env)
 
     def answer(self, request: Reset | Step) -> Rows | AgentRows:
         """Step or reset; the rows. Raises what the environments raise."""
         try:
             if isinstance(request, Step):
-                return self._step(request)
+                return self._agents_stepped(request) if self._has_several else self._stepped(request)
             if self._has_failed and self._can_be_remade:
                 close_failed(self.env)
                 self.env = self._make()
-            answer = self._reset(request)
+            answer = self._agents_reset(request) if self._has_several else self._reset(request)
             self._has_failed = False
             return answer
         except BaseException:
             self._has_failed = True
             raise
 
-    # For subclasses
-
-    @abc.abstractmethod
-    def _reset(self, request: Reset) -> Rows | AgentRows: ...
-
-    @abc.abstractmethod
-    def _step(self, request: Step) -> Rows | AgentRows: ...
-
-
-class HostLane(ServedEnvironments):
-    """A vector environment with one agent in each of its environments."""
-
-    def __init__(self, maker: LaneMaker, index: int, deviations: Deviations) -> None:
-        super().__init__(maker, deviations, f"lane {index}, ")
-        self._row = row_of(self.env.env.single_observation_space, 1)
-
-    def describe(self) -> dict[str, Any]:
-        """Fields of a Hello."""
-        return described(self.env.env)
+    # Inside
 
     def _in_space(self, observations: Tree) -> Tree:
         """Observations in the space's dtypes, which the wire has, as a column would cast them elsewhere."""
@@ -118,7 +109,7 @@ class HostLane(ServedEnvironments):
         observations, infos = self.env.reset(request.seeds, options)
         return Rows(request.lane, request.number, self._in_space(observations), None, None, None, (), None, infos, {})
 
-    def _step(self, request: Step) -> Rows:
+    def _stepped(self, request: Step) -> Rows:
         observations, rewards, terminateds, truncateds, infos, final = Stepped(*self.env.step(request.actions))
         slots: tuple[int, ...] = ()
         last: Tree = None
@@ -139,27 +130,7 @@ class HostLane(ServedEnvironments):
             last_infos,
         )
 
-
-def _cast(like: NDArray[Any], values: Any) -> Any:
-    """Values in the dtype of `like`, where they are of the same kind."""
-    array = np.asarray(values)
-    return array.astype(like.dtype, copy=False) if np.can_cast(array.dtype, like.dtype, "same_kind") else values
-
-
-class AgentHostLane(ServedEnvironments):
-    """Environments with several agents each."""
-
-    def __init__(self, maker: AgentLaneMaker, deviations: Deviations) -> None:
-        super().__init__(maker, deviations)
-        self._infos = InfoCodec(self.env.possible_agents)
-
-    def describe(self) -> dict[str, Any]:
-        """Fields of a Hello. Raises EnvError where their agents' ids can't be sent."""
-        return agents_sent(self.env)
-
-    # Inside
-
-    def _reset(self, request: Reset) -> AgentRows:
+    def _agents_reset(self, request: Reset) -> AgentRows:
         observed, infos = self.env.reset(request.seeds)
         nothing = dict.fromkeys(
             ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
@@ -168,7 +139,7 @@ class AgentHostLane(ServedEnvironments):
         sent = self._infos.plain(infos)
         return AgentRows(request.lane, request.number, slots, obs, **nothing, infos=sent, first_infos=())
 
-    def _step(self, request: Step) -> AgentRows:
+    def _agents_stepped(self, request: Step) -> AgentRows:
         assert request.agent_slots is not None
         step = self.env.step(list(zip(request.agent_slots, request.actions, strict=True)))
         slots, obs = _columns([part.observed for part in step.parts])
@@ -190,9 +161,17 @@ class AgentHostLane(ServedEnvironments):
         )
 
 
-def agents_sent(envs: LaneEnvs) -> dict[str, Any]:
-    """Fields of a Hello about environments with several agents. Raises EnvError where their ids can't be sent."""
-    fields = agents_described(envs)
+def _cast(like: NDArray[Any], values: Any) -> Any:
+    """Values in the dtype of `like`, where they are of the same kind."""
+    array = np.asarray(values)
+    return array.astype(like.dtype, copy=False) if np.can_cast(array.dtype, like.dtype, "same_kind") else values
+
+
+def description_of(env: Any) -> dict[str, Any]:
+    """Fields of a Hello about a vector environment, or `LaneEnvs`. Raises EnvError where agents' ids can't be sent."""
+    if not isinstance(env, LaneEnvs):
+        return described(env)
+    fields = agents_described(env)
     return fields | {"agents": tuple(map(_sent, fields["agents"]))}
 
 
@@ -201,15 +180,13 @@ def made_lanes(
     num_envs: int | None,
     lanes: int | None,
     autoreset_mode: Autoreset,
-    *,
-    one: Callable[[LaneMaker, int], Any],
-    several: Callable[[AgentLaneMaker], Any],
+    make: Callable[[Any, int], Any],
     of_agents: Mapping[str, Any] | None = None,
 ) -> tuple[list[Any], bool]:
     """The lanes of a host, and whether environments have several agents each, as the first one that is made has.
 
-    one, several    make a lane of one agent, of its maker and number, or of several agents
-    of_agents       options that are for several agents alone
+    make         makes a lane of its maker, a `LaneMaker` or `AgentLaneMaker`, and its number
+    of_agents    options that are for several agents alone
 
     Raises EnvError where they can't be made, and for options of the other kind.
     """
@@ -225,17 +202,17 @@ def made_lanes(
             if value is not None:
                 raise EnvError(f"{name} is for environments with several agents; expected it to be left out")
         if has_several:
-            return all_made(_of_agents(agent_makers(env, num_envs, lanes, first), num_envs, lanes, several)), True
+            return all_made(_of_agents(agent_makers(env, num_envs, lanes, first), num_envs, lanes, make)), True
         makers = lane_makers(env if first is None else with_first(env, first), num_envs, lanes, autoreset_mode)
-        return all_made(one(maker, index) for index, maker in enumerate(makers)), False
+        return all_made(make(maker, index) for index, maker in enumerate(makers)), False
 
 
 def _of_agents(
-    makers: Iterable[AgentLaneMaker], num_envs: int | None, lanes: int | None, several: Callable[[AgentLaneMaker], Any]
+    makers: Iterable[AgentLaneMaker], num_envs: int | None, lanes: int | None, make: Callable[[Any, int], Any]
 ) -> Iterator[Any]:
     envs = list[LaneEnvs]()
-    for maker in makers:
-        lane = several(replace(maker, first_env=sum(each.num_envs for each in envs)))
+    for index, maker in enumerate(makers):
+        lane = make(replace(maker, first_env=sum(each.num_envs for each in envs)), index)
         yield lane
         envs.append(lane.env)
     check_numbers(num_envs, lanes, envs)

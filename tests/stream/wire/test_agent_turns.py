@@ -11,7 +11,7 @@ from wire_messages import agent_rows, agents_hello, first_agent_rows
 
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.remote.host_lane import AgentHostLane
+from rollflow.nodes.env.remote.host_lane import HostLane
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import AgentForm, AgentRows, Reset, Step
 from rollflow.stream.wire.session import AgentTurns
@@ -44,7 +44,7 @@ def zeros(*given: float) -> tuple[Any, Any]:
 @settings(max_examples=examples(20))
 @given(drawn_settings, st.integers(0, 2**32 - 1))
 def test_whatever_environments_tell_can_come_next(drawn: Drawn, seed: int) -> None:
-    lane = AgentHostLane(AgentLaneMaker(envs_of(drawn)[1], 0), Deviations())
+    lane = HostLane(AgentLaneMaker(envs_of(drawn)[1], 0), 0, Deviations())
     said = agents_hello(**lane.describe() | {"slots": (drawn.envs,)})
     form, turns, rng = AgentForm.of(said), AgentTurns(said, drawn.envs), np.random.default_rng(seed)
     request: Reset | Step = Reset(0, 1, tuple(rng.integers(2**32, size=drawn.envs).tolist()), None)
