@@ -463,13 +463,9 @@ def test_a_piece_that_reads_columns_without_saying_so_is_told_how_to_say_it() ->
 
 @pytest.mark.parametrize("agents", [False, True])
 def test_a_name_of_no_column_is_refused_with_those_that_there_are(*, agents: bool) -> None:
-    class Asks(ConnectorV2):
-        columnar = True
-
-        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-            episodes.previous("rewards"), episodes.previous("action_logp"), episodes.previous("reward")
-            return batch
+    def asks(episodes: Any) -> None:
+        episodes.previous("rewards"), episodes.previous("action_logp"), episodes.previous("reward")
 
     told = r"there is no column 'reward', expected one of obs, .*rewards"
-    with pytest.raises(ColumnError, match=told), short_rollout(Asks(), agents) as rollout:
+    with pytest.raises(ColumnError, match=told), short_rollout(LambdaConnector(asks, columnar=True), agents) as rollout:
         list(rollout.fragments())

@@ -17,6 +17,7 @@ from rollflow import Columns, ConnectorV2, EpsilonGreedy, MultiAgentRollout, RLM
 from rollflow.nodes import (
     ConnectorPipelineV2,
     GaussianNoise,
+    LambdaConnector,
     Linear,
     MultiAgentEnv,
     NormalizeAndClipActions,
@@ -325,15 +326,9 @@ def test_exploration_is_of_what_the_module_chooses_in(chosen: str) -> None:
                 return {"actions": 310 + super()._forward(batch)["actions"]}
             return {"action_dist_inputs": torch.tensor([0.0, -1e9, 1.0]).expand(len(batch["obs"]), 3) + self.bias}
 
-    class AsDict(ConnectorV2):
-        columnar = True
-
-        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-            batch["actions_for_env"] = {"push": batch["actions"]}
-            return batch
-
+    as_dict = LambdaConnector(lambda batch: batch | {"actions_for_env": {"push": batch["actions"]}}, columnar=True)
     explores: Any = EpsilonGreedy(schedule=1.0) if chosen == "Discrete" else GaussianNoise(schedule=50.0)
-    options = HEATED | {"module": Choice, "module_to_env_connector": lambda env: [explores, AsDict()]}
+    options = HEATED | {"module": Choice, "module_to_env_connector": lambda env: [explores, as_dict]}
     with Rollout(Pushes, **options) as rollout:
         [batch] = rollout.batches()
     rewards = batch["rewards"]

@@ -14,8 +14,8 @@ from numbered_module import NumberedEnv, NumberedModule, logits_of
 from piece_forms import OneByOne
 from property_examples import examples
 
-from rollflow import Columns, ConnectorV2, DefaultModelConfig, Forward, Rollout
-from rollflow.nodes import ModuleToEnvPipeline
+from rollflow import Columns, DefaultModelConfig, Forward, Rollout
+from rollflow.nodes import LambdaConnector, ModuleToEnvPipeline
 from rollflow.stream import ModuleError
 from rollflow.stream.data.tree import map_tree
 
@@ -148,19 +148,11 @@ def test_lanes_of_a_stateful_module_in_one_pass_give_what_each_lane_gets_by_itse
         np.testing.assert_allclose(one.column(Columns.ACTION_LOGP), other.column(Columns.ACTION_LOGP), rtol=1e-5)
 
 
-class Masks(ConnectorV2):
-    """Adds a column to the batches of one lane alone."""
-
-    def __call__(self, *, batch: Any, shared_data: Any, **kwargs: Any) -> Any:
-        if shared_data["lane"] == 1:
-            batch["mask"] = torch.ones(1)
-        return batch
-
-
 def test_lanes_with_other_columns_are_not_put_into_one_pass() -> None:
     makers = [partial(NumberedEnv, slot) for slot in range(2)]
     rollout = Rollout(makers, module=NumberedModule(), lanes=2, forward=Forward(max_batch=2), seed=0)
-    rollout.env_to_module.append(Masks())
+    masks = lambda batch, shared_data: batch | ({"mask": torch.ones(1)} if shared_data["lane"] else {})  # noqa: E731
+    rollout.env_to_module.append(LambdaConnector(masks))
     told = r"batches of \['mask', 'obs'\]; \['obs'\], expected the same columns"
     with pytest.raises(ModuleError, match=told) as caught, rollout:
         next(iter(rollout.fragments()))

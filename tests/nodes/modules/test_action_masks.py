@@ -14,7 +14,7 @@ from small_env import SmallEnv
 from together import Together
 
 from rollflow import ConnectorV2, EpsilonGreedy, MultiAgentRollout, Policy, RLModule, Rollout
-from rollflow.nodes import Linear, RandomModule, Temperature, mask_logits
+from rollflow.nodes import LambdaConnector, Linear, RandomModule, Temperature, mask_logits
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.policy import OnnxPolicy
@@ -224,29 +224,20 @@ def test_an_onnx_program_refuses_what_the_policy_does(tmp_path: Path) -> None:
         program.act(nothing)
 
 
-class AllowsNothing(ConnectorV2):
-    """Rules out all, behind the choice of an action."""
-
-    columnar = True
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        batch["action_dist_inputs"] = np.full_like(batch["action_dist_inputs"], -1e9)
-        return batch
+def allow_nothing(batch: Any) -> None:
+    """Rule out all, behind the choice of an action."""
+    batch["action_dist_inputs"] = np.full_like(batch["action_dist_inputs"], -1e9)
 
 
 @pytest.mark.parametrize("explores", [EpsilonGreedy, Temperature])
 def test_what_a_piece_before_rules_out_counts(explores: Any) -> None:
-    rollout = rollout_of(AllowsNothing(), explores(schedule=1.0), num_envs=1)
+    rollout = rollout_of(LambdaConnector(allow_nothing, columnar=True), explores(schedule=1.0), num_envs=1)
     with pytest.raises(ModuleError, match="rules out every action in lane 0, vector step 0, slot 0"), rollout:
         next(rollout.fragments())
 
 
 def test_exploration_behind_what_the_environments_get_is_refused() -> None:
-    class ForEnv(ConnectorV2):
-        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-            batch["actions_for_env"] = batch["actions"]
-            return batch
-
-    rollout = rollout_of(ForEnv(), EpsilonGreedy(schedule=1.0), num_envs=1)
+    for_env = LambdaConnector(lambda batch: batch | {"actions_for_env": batch["actions"]})
+    rollout = rollout_of(for_env, EpsilonGreedy(schedule=1.0), num_envs=1)
     with pytest.raises(ConnectorError, match="EpsilonGreedy stands behind a piece that made 'actions_f"), rollout:
         next(rollout.fragments())

@@ -14,8 +14,9 @@ from altered_policies import no_change, sign
 from drawn_policies import SPACES, assert_plays_the_same, drawn_policy
 from extras import needs
 from own_policy_parts import Gated
+from piece_forms import OneByOne
 
-from rollflow import ConnectorV2, EpsilonGreedy, FrameStacking, MeanStdFilter, Policy
+from rollflow import EpsilonGreedy, FrameStacking, MeanStdFilter, Policy
 from rollflow.nodes import GaussianNoise, Linear, OneHotObservations, OrnsteinUhlenbeckNoise, RandomModule, Temperature
 from rollflow.policy import OnnxPolicy
 from rollflow.stream import PolicyError
@@ -138,15 +139,11 @@ def test_a_program_is_there_where_it_is_asked_for(tmp_path: Path, saved: Saved) 
 # What has no ONNX program
 
 
-class Own(ConnectorV2):
-    """Piece of a user."""
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return batch
-
-
 REFUSED = [
-    (lambda: Policy(RandomModule, [Own()], **SPACES), r"'Own' \(Own\) has no tensor form, .*expected none but Adapt"),
+    (
+        lambda: Policy(RandomModule, [OneByOne()], **SPACES),
+        r"'OneByOne' \(OneByOne\) has no tensor form, .*expected none but Adapt",
+    ),
     (lambda: drawn_policy("box", "listed"), "has no tensor form"),
     (lambda: drawn_policy("box", "none", explore=True), "samples its actions.*expected explore=False"),
     (lambda: Policy(RandomModule, [MeanStdFilter()], **SPACES, learns=True), "'MeanStdFilter' learns while it acts"),

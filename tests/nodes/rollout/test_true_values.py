@@ -14,7 +14,7 @@ from small_env import SmallEnv
 from together import Together
 
 from rollflow import ConnectorV2, MeanStdFilter, MultiAgentRollout, Policy, RLModule, Rollout
-from rollflow.nodes import RandomModule
+from rollflow.nodes import LambdaConnector, RandomModule
 from rollflow.stream import ColumnError
 from rollflow.stream.data.tree import leaves_of, map_tree, stack_trees, tree_at
 
@@ -241,22 +241,14 @@ def test_drawn_whole_numbers_lie_in_their_box_and_a_learner_finds_their_probabil
         torch.testing.assert_close(recorded, again.detach() if explore else torch.zeros(20))
 
 
-class GivesFloats(ConnectorV2):
-    """Makes `actions_for_env` in f64 of whole numbers."""
-
-    columnar = True
-    changes_episodes = False
-
-    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
-        batch["actions_for_env"] = np.array([[-3.5, 300.0]] * len(batch["actions"]))
-        return batch
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_what_a_piece_makes_for_environments_is_brought_into_their_space(several: bool) -> None:
-    fragments = run(
-        partial(Echo, "bytes"), several=several, module=GivesWider, module_to_env_connector=lambda env: GivesFloats()
-    )
+    def give_floats(batch: Any) -> None:
+        batch["actions_for_env"] = np.array([[-3.5, 300.0]] * len(batch["actions"]))
+
+    piece = LambdaConnector(give_floats, columnar=True, changes_episodes=False)
+    bytes_ = partial(Echo, "bytes")
+    fragments = run(bytes_, several=several, module=GivesWider, module_to_env_connector=lambda env: piece)
     [first, *_] = fragments
     column = first.parts[0].column("actions_for_env") if several else first.column("actions_for_env")
     assert column.dtype == np.uint8

@@ -12,7 +12,7 @@ from numbered_agents import NUM_ACTIONS, NumberedAgents
 from property_examples import examples
 
 from rollflow import ConnectorV2, MultiAgentEpisode, MultiAgentRollout, RLModule
-from rollflow.nodes import MultiAgentEnv, RandomModule
+from rollflow.nodes import LambdaConnector, MultiAgentEnv, RandomModule
 from rollflow.stream import ConnectorError
 
 SPACE = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -142,17 +142,16 @@ def read(episode: Any, name: str, indices: Any, env_steps: bool) -> Any:
 @given(length=st.integers(2, 9), rows=st.integers(1, 7), lookback=st.integers(0, 2), seed=st.integers(0, 99))
 @settings(max_examples=examples(15))
 def test_what_hangs_can_be_read_as_in_a_copy(length: int, rows: int, lookback: int, seed: int) -> None:
-    class Reads(ConnectorV2):
-        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
-            for episode in episodes:
-                kept = MultiAgentEpisode.from_state(episode.get_state())
-                for way in product(("get_actions", "get_rewards"), (None, -1, slice(-2, None), [-1]), (False, True)):
-                    np.testing.assert_equal(read(episode, *way), read(kept, *way))
-            return batch
+    def read_all(episodes: Any) -> None:
+        for episode in episodes:
+            kept = MultiAgentEpisode.from_state(episode.get_state())
+            for way in product(("get_actions", "get_rewards"), (None, -1, slice(-2, None), [-1]), (False, True)):
+                np.testing.assert_equal(read(episode, *way), read(kept, *way))
 
     makers = [partial(NumberedAgents, 0, nested=0, length=length)]
     options: Any = {"module": Counting(), "seed": seed, "num_fragments": 3, "fragment_length": rows}
-    with MultiAgentRollout(makers, joint_connector=lambda env: Reads(), lookback=lookback, **options) as rollout:
+    options |= {"joint_connector": lambda env: LambdaConnector(read_all), "lookback": lookback}
+    with MultiAgentRollout(makers, **options) as rollout:
         list(rollout.fragments())
 
 

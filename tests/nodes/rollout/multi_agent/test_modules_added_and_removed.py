@@ -13,7 +13,7 @@ from small_env import SmallEnv
 from together import Together
 
 from rollflow import ConnectorV2, MultiAgentRollout, RLModule
-from rollflow.nodes import MultiRLModule
+from rollflow.nodes import LambdaConnector, MultiRLModule
 from rollflow.stream import ModuleError
 
 AGENTS = ("a", "b")
@@ -394,17 +394,17 @@ def test_states_may_differ_from_module_to_module() -> None:
 def test_pieces_see_the_outputs_of_their_own_module() -> None:
     seen: dict[str, set[Any]] = {"a": set(), "b": set()}
 
-    class Looks(ConnectorV2):
-        def __call__(self, *, episodes: Any, batch: Any, **kwargs: Any) -> Any:
-            for episode in self.single_agent_episode_iterator(episodes):
-                if len(episode):
-                    assert set(episode.extra_model_outputs) == {"told", "policy_version"}
-                    seen[episode.module_id].add(np.shape(episode.get_extra_model_outputs("told", -1)))
-            return batch
+    def look(episodes: Any) -> None:
+        for episode in ConnectorV2.single_agent_episode_iterator(episodes):
+            if len(episode):
+                assert set(episode.extra_model_outputs) == {"told", "policy_version"}
+                seen[episode.module_id].add(np.shape(episode.get_extra_model_outputs("told", -1)))
 
     modules = {name: Acts(0, outputs={"told": torch.zeros(size)}) for name, size in (("a", 2), ("b", 3))}
     with marathon(
-        module=modules, env_to_module_connector=lambda part: Looks(), joint_connector=lambda env: Looks()
+        module=modules,
+        env_to_module_connector=lambda part: LambdaConnector(look),
+        joint_connector=lambda env: LambdaConnector(look),
     ) as r:
         list(r.fragments())
     assert seen == {"a": {(2,)}, "b": {(3,)}}
