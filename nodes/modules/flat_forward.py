@@ -462,6 +462,7 @@ _FUNCTIONS = {len, isinstance, min, max, sum, abs, round, any, all, iter, next, 
 _TYPES = {bool, int, float, str, tuple, list, dict, set, zip, range, enumerate, map, reversed, slice, super}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format}
 _DUNDERS = {"__getattr__", "__getitem__", "__len__"}
+_UNREAD = {"in_features", "out_features", "_is_full_backward_hook"}  # of a layer, by its passes
 _NOTHING = object()
 
 
@@ -637,7 +638,7 @@ def _own_classes(holder: Any) -> list[type]:
 def _settings(holder: Any) -> set[str]:
     """Names of what torch's code may read of a layer of its own."""
     is_layer = isinstance(holder, nn.Module) and any(map(_is_of_torch, type(holder).__mro__[:-2]))
-    return {name for name, value in vars(holder).items() if _is_plain(value)} if is_layer else set()
+    return {name for name, value in vars(holder).items() if _is_plain(value)} - _UNREAD if is_layer else set()
 
 
 def _function(value: Any) -> Any:
