@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.common.by_module import AgentToModuleMapping as AgentToModuleMapping
+    from rollflow.nodes.connectors.common.batches import AgentToModuleMapping as AgentToModuleMapping
     from rollflow.nodes.connectors.env_to_module.observation_pieces import (
         FlattenObservations as FlattenObservations,
         MultiAgentObservationPreprocessor as MultiAgentObservationPreprocessor,
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from rollflow.nodes.connectors.learner.train_columns import (
         AddNextObservationsFromEpisodesToTrainBatch as AddNextObservationsFromEpisodesToTrainBatch,
     )
+    from rollflow.nodes.connectors.module_to_env.action_pieces import (
+        ClipActions as ClipActions,
+        NormalizeAndClipActions as NormalizeAndClipActions,
+    )
     from rollflow.nodes.connectors.module_to_env.exploration import (
         GaussianNoise as GaussianNoise,
         Linear as Linear,
         OrnsteinUhlenbeckNoise as OrnsteinUhlenbeckNoise,
         Temperature as Temperature,
-    )
-    from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import (
-        ClipActions as ClipActions,
-        NormalizeAndClipActions as NormalizeAndClipActions,
     )
     from rollflow.nodes.connectors.pipelines.adapting import (
         AdaptActions as AdaptActions,

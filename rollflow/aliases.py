@@ -28,8 +28,7 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
             "VTrace",
             "minibatches",
         ),
-        "rollflow.nodes.connectors.common.batch_individual_items": ("BatchIndividualItems",),
-        "rollflow.nodes.connectors.common.by_module": ("DEFAULT_MODULE_ID", "module_by_module"),
+        "rollflow.nodes.connectors.common.batches": ("BatchIndividualItems", "DEFAULT_MODULE_ID", "module_by_module"),
         "rollflow.nodes.connectors.common.episode_columns": (
             "AddLaneAndSlotToBatch",
             "AddObservationsFromEpisodesToBatch",
@@ -45,8 +44,8 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # package -> module that has
             "AddInfosFromEpisodesToTrainBatch",
             "AddOneTsToEpisodesAndTruncate",
         ),
-        "rollflow.nodes.connectors.module_to_env.get_actions": ("GetActions",),
-        "rollflow.nodes.connectors.module_to_env.individual_items": (
+        "rollflow.nodes.connectors.module_to_env.action_pieces": (
+            "GetActions",
             "ListifyDataForVectorEnv",
             "ModuleToAgentUnmapping",
             "RemoveSingleTsTimeRankFromBatch",

@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import (
     AddObservationsFromEpisodesToBatch,
     AddStatesFromEpisodesToBatch,
@@ -32,20 +32,21 @@ from rollflow.nodes.connectors.env_to_module.observation_pieces import (
     OneHotObservations,
     PrevActionsPrevRewards,
 )
+from rollflow.nodes.connectors.module_to_env.action_pieces import (
+    ClipActions,
+    GetActions,
+    ListifyDataForVectorEnv,
+    ModuleToAgentUnmapping,
+    NormalizeAndClipActions,
+    RemoveSingleTsTimeRankFromBatch,
+    UnBatchToIndividualItems,
+)
 from rollflow.nodes.connectors.module_to_env.exploration import (
     EpsilonGreedy,
     GaussianNoise,
     OrnsteinUhlenbeckNoise,
     Temperature,
 )
-from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
-from rollflow.nodes.connectors.module_to_env.individual_items import (
-    ListifyDataForVectorEnv,
-    ModuleToAgentUnmapping,
-    RemoveSingleTsTimeRankFromBatch,
-    UnBatchToIndividualItems,
-)
-from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import ClipActions, NormalizeAndClipActions
 from rollflow.nodes.connectors.pipelines.adapting import AdaptActions, AdaptObservations, Numerics
 from rollflow.nodes.connectors.pipelines.default_pipelines import pieces_within
 from rollflow.nodes.connectors.stateful import is_stateful

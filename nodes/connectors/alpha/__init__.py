@@ -29,8 +29,7 @@ from gymnasium import spaces
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.list_form import episode_key, rewrite_last
-from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
-from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
+from rollflow.nodes.connectors.module_to_env.action_pieces import GetActions, NormalizeAndClipActions
 from rollflow.nodes.connectors.named_pieces import NamedPieces, NameOrClass, names_of
 from rollflow.nodes.connectors.spaces import check_has_numbers
 from rollflow.nodes.connectors.state_watch import StateWatch, check_same, fingerprint

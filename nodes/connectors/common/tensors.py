@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.common.by_module import MEMORIZED, module_of
+from rollflow.nodes.connectors.common.batches import MEMORIZED, module_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, SharedData
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import checked_count
-from rollflow.nodes.connectors.common.by_module import module_by_module
+from rollflow.nodes.connectors.common.batches import module_by_module
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, rewrite_last, single_agent_episodes

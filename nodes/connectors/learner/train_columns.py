@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.argument_checks import check_flags, checked_count
-from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
-from rollflow.nodes.connectors.common.by_module import module_by_module
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems, module_by_module
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData

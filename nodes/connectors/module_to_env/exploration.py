@@ -14,8 +14,7 @@ from rollflow.nodes.argument_checks import checked_count, checked_number
 from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
 from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
-from rollflow.nodes.connectors.module_to_env.get_actions import refuse_unusable
-from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
+from rollflow.nodes.connectors.module_to_env.action_pieces import NormalizeAndClipActions, refuse_unusable
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.stream.data.columns import RULED_OUT, Columns
 from rollflow.stream.data.errors import ConnectorError

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
-from rollflow.nodes.connectors.common.by_module import AgentToModuleMapping
+from rollflow.nodes.connectors.common.batches import AgentToModuleMapping, BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import (
     AddObservationsFromEpisodesToBatch,
     AddStatesFromEpisodesToBatch,
@@ -19,19 +18,17 @@ from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNump
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
 from rollflow.nodes.connectors.learner.train_columns import AddColumnsFromEpisodesToTrainBatch, StepsConnector
 from rollflow.nodes.connectors.list_form import single_agent_episodes
-from rollflow.nodes.connectors.module_to_env.exploration import arrange_exploration
-from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
-from rollflow.nodes.connectors.module_to_env.individual_items import (
+from rollflow.nodes.connectors.module_to_env.action_pieces import (
+    PASSED_ON,
+    GetActions,
     ListifyDataForVectorEnv,
     ModuleToAgentUnmapping,
+    NormalizeAndClipActions,
     RemoveSingleTsTimeRankFromBatch,
     UnBatchToIndividualItems,
-)
-from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import (
-    PASSED_ON,
-    NormalizeAndClipActions,
     same_items,
 )
+from rollflow.nodes.connectors.module_to_env.exploration import arrange_exploration
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.fused import FusedActions, FusedObservations
 from rollflow.nodes.modules.evaluating import evaluating

@@ -14,8 +14,7 @@ import optree
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
-from rollflow.nodes.connectors.common.by_module import MEMORIZED
+from rollflow.nodes.connectors.common.batches import MEMORIZED, BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import (
     TIME_RANK_ADDED,
     AddObservationsFromEpisodesToBatch,
@@ -24,20 +23,18 @@ from rollflow.nodes.connectors.common.episode_columns import (
 )
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy, aligned
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
-from rollflow.nodes.connectors.module_to_env.get_actions import (
+from rollflow.nodes.connectors.module_to_env.action_pieces import (
     RACES,
     GetActions,
+    ListifyDataForVectorEnv,
+    NormalizeAndClipActions,
+    RemoveSingleTsTimeRankFromBatch,
+    UnBatchToIndividualItems,
     may_mask,
     refuse_unusable,
     rules_all_out,
     slots_with_nan,
 )
-from rollflow.nodes.connectors.module_to_env.individual_items import (
-    ListifyDataForVectorEnv,
-    RemoveSingleTsTimeRankFromBatch,
-    UnBatchToIndividualItems,
-)
-from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.distribution import Categorical, DistributionType, JointRaces, Races
 from rollflow.stream.data.columns import Columns

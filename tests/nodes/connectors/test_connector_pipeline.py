@@ -25,7 +25,7 @@ from rollflow.nodes import (
     LearnerConnectorPipeline,
     ModuleToEnvPipeline,
 )
-from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
+from rollflow.nodes.connectors.module_to_env.action_pieces import GetActions
 from rollflow.stream import ColumnError, ConnectorError
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 

@@ -31,7 +31,7 @@ from rollflow.nodes import (
     LearnerConnectorPipeline,
     NStepReturns,
 )
-from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS, AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.learner.advantages import discounted_sums
 from rollflow.nodes.connectors.learner.train_columns import (

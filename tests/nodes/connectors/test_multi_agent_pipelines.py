@@ -14,10 +14,10 @@ from property_examples import examples
 
 from rollflow import MultiAgentEpisode, SingleAgentEpisode, nodes
 from rollflow.nodes import AgentToModuleMapping, EnvToModulePipeline, ModuleToEnvPipeline
-from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
-from rollflow.nodes.connectors.module_to_env.individual_items import ModuleToAgentUnmapping, UnBatchToIndividualItems
+from rollflow.nodes.connectors.module_to_env.action_pieces import ModuleToAgentUnmapping, UnBatchToIndividualItems
 from rollflow.stream import ConnectorError, ModuleError
 
 

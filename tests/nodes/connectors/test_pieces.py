@@ -13,14 +13,17 @@ from piece_forms import OneByOne, Torch, call, ongoing
 
 from rollflow import ConnectorV2, RLModule, SingleAgentEpisode
 from rollflow.nodes import ModuleToEnvPipeline, NormalizeAndClipActions
-from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.batches import BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
 from rollflow.nodes.connectors.learner.train_columns import (
     AddColumnsFromEpisodesToTrainBatch,
 )
-from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
-from rollflow.nodes.connectors.module_to_env.individual_items import ListifyDataForVectorEnv, UnBatchToIndividualItems
+from rollflow.nodes.connectors.module_to_env.action_pieces import (
+    GetActions,
+    ListifyDataForVectorEnv,
+    UnBatchToIndividualItems,
+)
 from rollflow.nodes.modules.distribution import Races
 from rollflow.stream import ConnectorError, ModuleError
 from rollflow.stream.data.tree import leaves_of

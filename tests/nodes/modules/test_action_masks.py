@@ -15,7 +15,7 @@ from together import Together
 
 from rollflow import ConnectorV2, EpsilonGreedy, MultiAgentRollout, Policy, RLModule, Rollout
 from rollflow.nodes import LambdaConnector, Linear, RandomModule, Temperature, mask_logits
-from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
+from rollflow.nodes.connectors.module_to_env.action_pieces import GetActions
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.policy import OnnxPolicy
 from rollflow.stream import ConnectorError, ModuleError, PolicyError

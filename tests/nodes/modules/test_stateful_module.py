@@ -13,7 +13,7 @@ from piece_forms import MODES, OneByOne, equal
 from rollflow import GeneralAdvantageEstimation, RLModule, Rollout, SingleAgentEpisode
 from rollflow.nodes import AddNextObservationsFromEpisodesToTrainBatch, LearnerConnectorPipeline
 from rollflow.nodes.connectors.common.episode_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
-from rollflow.nodes.connectors.module_to_env.individual_items import RemoveSingleTsTimeRankFromBatch
+from rollflow.nodes.connectors.module_to_env.action_pieces import RemoveSingleTsTimeRankFromBatch
 from rollflow.stream import ConnectorError, ModuleError
 from rollflow.stream.data.tree import map_tree
 

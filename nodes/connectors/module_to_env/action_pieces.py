@@ -1,0 +1,600 @@
+"""Pieces that make actions of a forward pass's output: sampling, items one by one, and bounds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rollflow.nodes.connectors.common.batches import MEMORIZED, module_by_module, module_of
+from rollflow.nodes.connectors.common.episode_columns import TIME_RANK_ADDED
+from rollflow.nodes.connectors.common.tensors import array_of, tensor_of
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.list_form import (
+    episode_key,
+    id_in_keys,
+    is_keyed_by_episode,
+    map_column,
+    single_agent_episodes,
+)
+from rollflow.nodes.connectors.spaces import space_of_agent
+from rollflow.nodes.modules.distribution import Categorical, DistributionType, distribution_for, without_choice
+from rollflow.stream.data.columns import RULED_OUT, Columns
+from rollflow.stream.data.errors import ConnectorError, ModuleError
+from rollflow.stream.data.space import items_in, nearest, whole_bounds
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees
+from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+
+RACES = "races"
+"""Key in `shared_data` of the lane's `Races`."""
+
+_OUTPUTS = {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}
+
+
+class GetActions(ConnectorV2):
+    """Adds `actions`, `any[N, ...]`, and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
+
+    With `explore` actions are sampled, else they are the likeliest. Sampling uses the generator in
+    `shared_data["generator"]`, or the faster `Races` in `shared_data["races"]` for plain logits of one Discrete action.
+
+    The distribution is that of the module's `get_exploration_action_dist_cls()` or `get_inference_action_dist_cls()`,
+    else that of the module's `action_space`, or this piece's. Actions that the module gave itself are passed on.
+    `action_dist_inputs` may be tensors or arrays: arrays become tensors for a `DistributionType`, and are passed to a
+    distribution from elsewhere as they are. Outputs by module id are handled by `rl_module[module id]`.
+
+    Raises ModuleError when the output has neither `actions` nor `action_dist_inputs`, and when a logit is NaN or +inf,
+    or all of a slot's actions are ruled out, by logits of -1e9 or less. So it does for an action of the module that is
+    NaN.
+    """
+
+    columnar = True
+    pipelines = ("module-to-env",)
+    changes_episodes = False
+
+    _made: DistributionType | None = None  # of this piece's action space
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: SharedData = None,
+        **kwargs: Any,
+    ) -> Batch:
+        shared_data = {} if shared_data is None else shared_data
+        if _OUTPUTS.isdisjoint(batch) and _is_by_module(batch, shared_data):
+            rows = _rows_by_module(episodes, shared_data)
+            for module_id, output in batch.items():
+                module = module_of(rl_module, module_id)
+                self._act(module, output, bool(explore), shared_data, rows.get(module_id, []))
+        else:
+            self._act(rl_module, batch, bool(explore), shared_data, episodes)
+        return batch
+
+    def _act(
+        self, rl_module: Any, batch: Batch, explore: bool, shared_data: dict[str, Any], episodes: Episodes
+    ) -> None:
+        if Columns.ACTIONS in batch:
+            if slots := slots_with_nan(batch[Columns.ACTIONS]):
+                raise _unusable(Columns.ACTIONS, "is NaN", slots, shared_data, episodes, rl_module)
+            return
+        logits = batch.get(Columns.ACTION_DIST_INPUTS)
+        if logits is None:
+            raise ModuleError(
+                f"the output of {type(rl_module).__name__} has {sorted(batch)}, expected '{Columns.ACTIONS}' or "
+                f"'{Columns.ACTION_DIST_INPUTS}'"
+            ).see("module")
+        array = None if isinstance(logits, torch.Tensor) else _as_array(logits)
+        if array is None and not logits.is_cpu:  # generators and environments are on the CPU
+            batch[Columns.ACTION_DIST_INPUTS] = logits = logits.cpu()
+        agent_id = getattr(episodes[0], "agent_id", None) if isinstance(episodes, list) and episodes else None
+        distribution_type = self.distribution_type(rl_module, explore=explore, agent_id=agent_id)
+        if array is not None and isinstance(distribution_type, DistributionType):
+            floats = array.dtype.kind == "f" and array.dtype.isnative  # other numbers become f32
+            logits = tensor_of(array if floats else array.astype(np.float32))
+        distribution: Any = distribution_type.from_logits(logits)
+        races = shared_data.get(RACES)
+        if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
+            actions, logp = distribution.sample_with_logp(races)
+            # Where any row's logits are unusable.
+            if not np.add.reduce(logp) > -np.inf or (may_mask(rl_module) and rules_all_out(logits.numpy())):
+                refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
+        else:
+            refuse_unusable(logits, shared_data, episodes, distribution_type, rl_module)
+            if not explore:
+                distribution = distribution.to_deterministic()
+            if isinstance(distribution_type, DistributionType):
+                actions = distribution.sample(shared_data.get("generator"))
+            else:  # from elsewhere, without generators
+                actions = distribution.sample()
+            logp = None
+        batch[Columns.ACTIONS] = actions
+        if Columns.ACTION_LOGP not in batch:
+            batch[Columns.ACTION_LOGP] = distribution.logp(actions) if logp is None else logp
+
+    def distribution_type(self, rl_module: Any, *, explore: bool, agent_id: Any = None) -> Any:
+        """The maker of the module's distributions. Raises ModuleError where neither module nor piece has a space.
+
+        agent_id    of one of the module's agents; None: of a single agent
+        """
+        name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
+        get = getattr(rl_module, name, None)
+        if get is not None:
+            return get()
+        own, made = getattr(rl_module, "action_space", None), self._made
+        space = own if isinstance(own, gym.Space) else space_of_agent(self.action_space, agent_id)
+        if space is None:
+            raise ModuleError(f"{type(rl_module).__name__} has no {name}(), and GetActions was given no action space")
+        if made is None or made.space is not space:
+            made = self._made = distribution_for(space)
+        return made
+
+
+def _is_by_module(batch: Batch, shared_data: dict[str, Any]) -> bool:
+    """True for several modules' outputs, by module id, which may be empty where no agent is to act."""
+    if not batch:
+        return MEMORIZED in shared_data
+    return all(isinstance(each, dict) and not _OUTPUTS.isdisjoint(each) for each in batch.values())
+
+
+def _rows_by_module(episodes: Episodes, shared_data: dict[str, Any]) -> dict[Any, list[Any]]:
+    """Module id -> the known episodes of the agents that its rows are of."""
+    pairs = {
+        (*episode_key(each), None)[:2]: each  # without agents: (episode id, None)
+        for each in single_agent_episodes(episodes, stepped_only=True)
+    }
+    memorized = shared_data.get(MEMORIZED, {})
+    return {module: [pairs[row] for row in rows if row in pairs] for module, rows in memorized.items()}
+
+
+def _as_array(logits: Any) -> NDArray[Any]:
+    """Logits that are no tensor as an array. Raises ModuleError for anything but numbers, and without a batch axis."""
+    try:
+        array = np.asarray(logits)
+    except ValueError:
+        array = np.empty(0, object)
+    if array.dtype.kind not in "biuf" or not array.ndim:
+        raise ModuleError(
+            f"'{Columns.ACTION_DIST_INPUTS}' is {type(logits).__name__}, expected a tensor or an array of numbers with "
+            "one row per slot"
+        )
+    return array
+
+
+def _is_plain(logits: Any) -> bool:
+    """True for a tensor f32[N, n] in main memory."""
+    if not isinstance(logits, torch.Tensor) or not logits.is_cpu or logits.ndim != 2:
+        return False
+    return logits.dtype is torch.float32 and not logits.requires_grad
+
+
+def may_mask(rl_module: Any) -> bool:
+    """False for a module that is known to rule no action out by a finite logit, so that nobody need look for it."""
+    return bool(getattr(rl_module, "masks_actions", True))
+
+
+def rules_all_out(logits: NDArray[Any]) -> bool:
+    """True if one of the rows, f32[N, n] of one Discrete action, rules out every action."""
+    if np.minimum.reduce(logits, axis=None) > RULED_OUT:  # none is: in a third of the time
+        return False
+    return not np.minimum.reduce(np.maximum.reduce(logits, axis=-1)) > RULED_OUT
+
+
+def refuse_unusable(
+    logits: Any, shared_data: dict[str, Any], episodes: Episodes, distribution_type: Any, module: Any = None
+) -> None:
+    """Raise ModuleError for logits that are NaN or +inf, or rule out every action, with the slots.
+
+    logits               any[N, D], a tensor or an array
+    distribution_type    of the actions
+    module               that gave them; None: it is not known
+
+    The text adds which of these slots' observations are not finite: then the module is not to blame; else which of its
+    weights are not.
+    """
+    array = array_of(logits) if isinstance(logits, torch.Tensor) else np.asarray(logits)
+    # The least and the largest are cheap, and NaN if any is; some actions may be ruled out, but not all.
+    if float(np.minimum.reduce(array, axis=None)) > RULED_OUT and np.maximum.reduce(array, axis=None) < np.inf:
+        return
+    rows = array.reshape(len(array), -1)
+    space = distribution_type.space if isinstance(distribution_type, DistributionType) else None
+    is_nan, no_choice, is_inf = np.isnan(rows).any(1), without_choice(rows, space), rows.max(1) == np.inf
+    for fault, bad in (("is NaN", is_nan), ("rules out every action", no_choice), ("is +inf", is_inf)):
+        slots = np.flatnonzero(bad).tolist()
+        if slots:
+            raise _unusable(Columns.ACTION_DIST_INPUTS, fault, slots, shared_data, episodes, module)
+
+
+def slots_with_nan(actions: Tree) -> list[int]:
+    """Slots whose action, in a tree of arrays or tensors any[N, ...], has a NaN."""
+    slots: set[int] = set()
+    for leaf in leaves_of(actions):
+        array = array_of(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
+        if array.dtype.kind == "f" and array.ndim and np.isnan(np.add.reduce(array, axis=None)):  # one sum is cheap
+            slots.update(np.flatnonzero(np.isnan(array.reshape(len(array), -1)).any(1)).tolist())
+    return sorted(slots)
+
+
+def _unusable(
+    column: str, fault: str, slots: list[int], shared_data: dict[str, Any], episodes: Episodes, module: Any
+) -> ModuleError:
+    return ModuleError(
+        f"'{column}' {fault} in lane {shared_data.get('lane', 0)}, vector step {shared_data.get('step', 'unknown')}, "
+        f"{_named(episodes, slots)}{_blamed(episodes, slots, module)}"
+    ).see("not a number")
+
+
+def _named(episodes: Episodes, slots: list[int]) -> str:
+    """The rows in words: slots, or agents."""
+    if isinstance(episodes, LaneEpisodes):
+        return episodes.lane.named(episodes.slots[slots].tolist())
+    rows = [episodes[slot] for slot in slots if slot < len(episodes)] if isinstance(episodes, list) else []
+    agents = [each for each in rows if each.agent_id is not None]
+    named = [f"agent '{each.agent_id}' of episode '{each.multi_agent_episode_id}'" for each in agents]
+    return ", ".join(named) or f"slot {', '.join(map(str, slots))}"
+
+
+def _blamed(episodes: Episodes, slots: list[int], module: Any) -> str:
+    """The slots, of these, whose observations are not finite, or the module's weights that are not, in words."""
+    observed = [slot for slot in slots if slot < len(episodes)]
+    bad = [slot for slot in observed if not _is_finite(episodes[slot].get_observations(-1))]
+    if not bad:
+        weights = module.named_parameters() if isinstance(module, torch.nn.Module) else ()
+        names = [name for name, weight in weights if not bool(weight.isfinite().all())]
+        return f": weights are not finite: {', '.join(names)}; expected numbers" if names else ""
+    return f": the observation itself is not finite in {_named(episodes, bad)}, expected numbers"
+
+
+def _is_finite(observation: Any) -> bool:
+    leaves = [np.asarray(leaf) for leaf in leaves_of(observation)]
+    return all(bool(np.isfinite(leaf).all()) for leaf in leaves if leaf.dtype.kind in "fc")
+
+
+# Items one by one, by agents, and as rows for the environments
+
+
+class UnBatchToIndividualItems(ConnectorV2):
+    """Turns trees of arrays `any[N, ...]` into `(episode id,) -> [item]`, in the episodes' order.
+
+    A batch by module ids becomes `module id -> column -> (episode id, agent id, module id) -> [item]`. The order is
+    that which `AgentToModuleMapping` keeps in `shared_data`. Arrays stay where all pieces after this one work with
+    columns. Raises ConnectorError where a column does not have one row per episode.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        memorized = (shared_data or {}).get(MEMORIZED)
+        if memorized is not None and batch.keys() <= memorized.keys():  # by module ids
+            for module, columns in batch.items():
+                keys = [
+                    (episode_id,) if agent_id is None else (episode_id, agent_id, module)
+                    for episode_id, agent_id in memorized[module]
+                ]
+                batch[module] = {column: _unbatched(column, data, keys) for column, data in columns.items()}
+            return batch
+        if isinstance(episodes, LaneEpisodes):
+            return batch
+        keys = [episode_key(episode) for episode in single_agent_episodes(episodes, stepped_only=True)]
+        for column, data in batch.items():
+            batch[column] = _unbatched(column, data, keys)
+        return batch
+
+
+def _unbatched(column: str, data: Tree, keys: list[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Any]]:
+    for leaf in leaves_of(data):
+        if np.shape(leaf)[:1] != (len(keys),):
+            raise ConnectorError(
+                f"column '{column}' has an array of shape {list(np.shape(leaf))}, expected {len(keys)} rows: "
+                "one per episode"
+            )
+    return {key: [map_tree(lambda leaf, i=i: leaf[i], data)] for i, key in enumerate(keys)}
+
+
+class RemoveSingleTsTimeRankFromBatch(ConnectorV2):
+    """Removes from every column but `state_out` the time axis that `AddTimeDimToBatchAndZeroPad` added before.
+
+    An item `any[1, ...]` becomes `any[...]`. Does nothing unless that piece has added one, by `shared_data`. Raises
+    ConnectorError for a column that has no time axis of one step.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    @module_by_module
+    def __call__(self, *, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        if not shared_data or not shared_data.get(TIME_RANK_ADDED):
+            return batch
+        for column, data in batch.items():
+            if column in (Columns.STATE_OUT, Columns.INFOS):
+                continue
+            batch[column] = map_column(data, partial(_without, column, 0), partial(_without, column, 1))
+        return batch
+
+
+def _without(column: str, axis: int, data: Tree) -> Tree:
+    def taken(leaf: Any) -> Any:
+        if leaf.ndim <= axis or leaf.shape[axis] != 1:
+            expected = "[N, 1, ...]" if axis else "[1, ...]"
+            raise ConnectorError(
+                f"column '{column}' has shape {list(leaf.shape)}, expected {expected}: a stateful module's outputs "
+                f"have a time axis, all but '{Columns.STATE_OUT}'"
+            )
+        return leaf[:, 0] if axis else leaf[0]
+
+    return map_tree(taken, data)
+
+
+class ModuleToAgentUnmapping(ConnectorV2):
+    """Turns `module id -> column -> (episode id, agent id, module id) -> items` into `column -> keys -> items`.
+
+    Items of one key under several modules come one after the other. Raises ConnectorError for a batch that is not by
+    module ids and episodes.
+    """
+
+    columnar = False
+    pipelines = ("module-to-env",)
+    changes_episodes = False
+
+    def __call__(self, *, batch: Batch, **kwargs: Any) -> Batch:
+        unmapped: Batch = {}
+        for module, columns in batch.items():
+            if not isinstance(columns, dict):
+                raise ConnectorError(f"'{module}' is {type(columns).__name__}, expected a module's columns, a dict")
+            for column, data in columns.items():
+                if not is_keyed_by_episode(data):
+                    raise ConnectorError(
+                        f"column '{column}' of module '{module}' is {type(data).__name__}, expected a dict from "
+                        "episodes to lists of items: ModuleToAgentUnmapping stands behind UnBatchToIndividualItems"
+                    )
+                for key, items in data.items():
+                    unmapped.setdefault(column, {}).setdefault(key, []).extend(items)
+        return unmapped
+
+
+_ACTIONS = (Columns.ACTIONS, Columns.ACTIONS_FOR_ENV)
+
+
+class ListifyDataForVectorEnv(ConnectorV2):
+    """Turns `(episode id,) -> [item]` into lists with one item per slot, and actions into arrays `any[N, ...]`.
+
+    With multi-agent episodes, `(episode id, agent id, module id) -> [item]` becomes a list with one dict per slot:
+    agent id -> item. Actions do as well, also where no agent is to act: every dict is empty then.
+
+    Columns that are arrays already, one row per slot, stay as they are. Raises ConnectorError for items of an unknown
+    episode, an episode without its one item, and an agent that is to act without an action.
+    """
+
+    columnar = True
+    pipelines = ("module-to-env",)
+    changes_episodes = False
+
+    def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
+        if not batch and _are_several_agents(episodes):
+            return _by_slots(batch, episodes)
+        for column, data in batch.items():
+            if not isinstance(data, dict) or not data or not _is_in_list_form(data):
+                continue
+            if _are_several_agents(episodes):
+                return _by_slots(batch, episodes)
+            keys = [episode_key(episode) for episode in single_agent_episodes(episodes, stepped_only=True)]
+            if data.keys() != set(keys) or any(len(items) != 1 for items in data.values()):
+                raise ConnectorError(
+                    f"column '{column}' has {sum(map(len, data.values()))} items for episodes {list(data)}, expected "
+                    f"one for each of {keys}"
+                )
+            items = [data[key][0] for key in keys]
+            batch[column] = stack_trees(items) if column in _ACTIONS else items
+        return batch
+
+
+def _are_several_agents(episodes: Episodes) -> bool:
+    return any(isinstance(episode, MultiAgentEpisode) for episode in episodes)
+
+
+def _is_in_list_form(data: Any) -> bool:
+    return isinstance(data, dict) and all(isinstance(key, tuple) for key in data)
+
+
+def _by_slots(batch: Batch, episodes: Episodes) -> Batch:
+    """Columns in list form as lists with one dict per slot, or one item for a slot with a single agent."""
+    slots = {id_in_keys(episode): slot for slot, episode in enumerate(episodes)}
+    batch.setdefault(Columns.ACTIONS, {})
+    for column, data in batch.items():
+        if not _is_in_list_form(data):
+            continue
+        listed: list[Any] = [{} if isinstance(episode, MultiAgentEpisode) else None for episode in episodes]
+        for key, items in data.items():
+            slot = slots.get(key[0])
+            if slot is None or len(items) != 1:
+                raise ConnectorError(
+                    f"column '{column}' has {len(items)} items for {key}, expected one for an agent of: "
+                    f"{', '.join(map(str, slots))}"
+                )
+            if isinstance(episodes[slot], MultiAgentEpisode):
+                listed[slot][key[1]] = items[0]
+            else:
+                listed[slot] = items[0]
+        if column in _ACTIONS:
+            _refuse_idle(column, listed, episodes)
+        batch[column] = listed
+    return batch
+
+
+def _refuse_idle(column: str, listed: list[Any], episodes: Episodes) -> None:
+    """Raise ConnectorError for an agent that is to act and has no action."""
+    for slot, (item, episode) in enumerate(zip(listed, episodes, strict=True)):
+        if isinstance(episode, MultiAgentEpisode):
+            idle = sorted(map(str, episode.get_agents_to_act() - item.keys()))
+            idler = f"agent '{idle[0]}' of episode '{episode.id_}' at env step {episode.env_t}" if idle else None
+        else:
+            idler = f"episode '{episode.id_}' at step {episode.t}" if item is None else None
+        if idler is not None:
+            raise ConnectorError(f"column '{column}' has no item for {idler}, slot {slot}, expected one: it is to act")
+
+
+# Bounds
+
+PASSED_ON = "actions_passed_on"
+"""Key in `shared_data`, True where the environments get `actions` themselves."""
+
+Bring = Callable[[Any], Any]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NormalizeAndClipActions(ConnectorV2):
+    """Adds `actions_for_env`, and leaves `actions` as the module chose them.
+
+        normalize_actions    scale from -1 … 1 to low … high, and clip; goes before `clip_actions`
+        clip_actions         clip to low … high
+
+    Of several agents the action space is a Dict by agent ids, or the same for all.
+
+    Boxes alone change, also inside a Dict or Tuple. A Box that is bounded on all sides can be normalized; any other is
+    clipped to the bounds it has. Floats for a Box of whole numbers become the nearest ones in its bounds; to be
+    normalized they have to be floats, of a module whose own action space is a Box of floats. Where nothing changes both
+    columns have the same items. Without either option no column is added. An `actions_for_env` of another piece stays
+    as it is.
+    """
+
+    columnar = True
+    pipelines = ("module-to-env",)
+    changes_episodes = False
+
+    normalize_actions: bool
+    clip_actions: bool
+
+    def __post_init__(self) -> None:
+        self._bring: Bring | None = None  # set with the spaces; below, by agents
+        self._of_agents: dict[Any, Bring | None] = {}
+
+    @property
+    def changes_actions(self) -> bool:
+        """True if actions in this space are changed at all."""
+        if not self._spaces_known:  # no call: this is asked at every vector step
+            self._recompute_spaces()
+        return self._bring is not None
+
+    def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
+        self._bring = self._bringer(input_action_space)
+        parts = input_action_space.spaces if isinstance(input_action_space, spaces.Dict) else {}
+        self._of_agents = {agent_id: self._bringer(part) for agent_id, part in parts.items()}
+        return input_action_space
+
+    def __call__(self, *, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        self._know_spaces()
+        bring, is_there = self._bring, Columns.ACTIONS_FOR_ENV in batch
+        if shared_data is not None:
+            shared_data[PASSED_ON] = bring is None and not is_there
+        if is_there or not batch or not (self.normalize_actions or self.clip_actions):  # no batch: no agent acts
+            return batch
+        actions = batch[Columns.ACTIONS]
+        try:
+            batch[Columns.ACTIONS_FOR_ENV] = same_items(actions) if bring is None else self._for_env(actions, bring)
+        except ConnectorError:
+            raise
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ConnectorError(
+                f"{self.name}: '{Columns.ACTIONS}' are {_described(actions)}, expected actions in the environments' "
+                f"space, {self.input_action_space}; where the module chooses in another space, a piece before this one "
+                f"makes '{Columns.ACTIONS_FOR_ENV}' of '{Columns.ACTIONS}': give it as module_to_env_connector"
+            ) from error
+        return batch
+
+    def _for_env(self, actions: Any, bring: Bring) -> Any:
+        if isinstance(actions, list):
+            return [bring(action) for action in actions]
+        if isinstance(actions, dict) and all(isinstance(key, tuple) for key in actions):
+            return {key: self._brought(key, items) for key, items in actions.items()}
+        return bring(actions)
+
+    def _brought(self, key: tuple[Any, ...], items: list[Any]) -> list[Any]:
+        """Actions under the key of an episode, or of an agent of one."""
+        bring = self._bring
+        if len(key) > 1:
+            bring = self._of_agents.get(key[1], bring)
+        return [bring(action) for action in items] if bring else items
+
+    def _bringer(self, space: Space) -> Bring | None:
+        """The change to an action, or to a tree of arrays `any[N, ...]` of them; None: nothing changes."""
+        if isinstance(space, spaces.Dict):
+            named = {key: self._bringer(part) for key, part in space.items()}
+            if not any(named.values()):
+                return None
+            return lambda actions: {key: bring(actions[key]) if bring else actions[key] for key, bring in named.items()}
+        if isinstance(space, spaces.Tuple):
+            several = [self._bringer(part) for part in space]
+            if not any(several):
+                return None
+            return lambda actions: tuple(bring(x) if bring else x for bring, x in zip(several, actions, strict=True))
+        if not isinstance(space, spaces.Box):
+            return None
+        return self.float_bringer(space, np) if space.dtype.kind == "f" else self._whole_bringer(space)
+
+    def float_bringer(self, box: spaces.Box, xp: Any) -> Bring | None:
+        """The change to actions any[..., *shape] of a Box of floats; None: nothing changes.
+
+        xp    numpy or torch, whichever the actions are of
+        """
+        low, high, bounded = xp.asarray(box.low), xp.asarray(box.high), np.isfinite(np.stack([box.low, box.high]))
+        if self.normalize_actions and bounded.all():
+            return lambda actions: xp.asarray(
+                xp.clip(low + (xp.asarray(actions) + 1.0) * (high - low) / 2.0, low, high), dtype=low.dtype
+            )
+        return (lambda actions: xp.clip(actions, low, high)) if self.clip_actions and bounded.any() else None
+
+    def _whole_bringer(self, box: spaces.Box) -> Bring | None:
+        """`float_bringer` for a Box of whole numbers, which is always bounded."""
+        bounds = whole_bounds(box)
+        low, high = bounds
+
+        def clip(actions: Any) -> Any:
+            values = np.asarray(actions)
+            return nearest(box, values, bounds) if values.dtype.kind == "f" else items_in(box, values)
+
+        def normalize(actions: Any) -> Any:
+            values = np.asarray(actions)
+            if values.dtype.kind != "f":
+                raise ConnectorError(
+                    f"{self.name}: '{Columns.ACTIONS}' are {values.dtype}{list(values.shape)}, expected floats from -1 "
+                    f"to 1 to be normalized for {box}: of a module whose own action_space is a Box of floats"
+                )
+            return nearest(box, low + (values + 1.0) * (high / 2.0 - low / 2.0), bounds)
+
+        return normalize if self.normalize_actions else clip if self.clip_actions else None
+
+
+def _described(actions: Any) -> str:
+    """The dtype and shape of actions, or of the first ones of a column in list form, with the keys around them."""
+    while isinstance(actions, list) or is_keyed_by_episode(actions):
+        actions = next(iter(actions.values() if isinstance(actions, dict) else actions), None)
+    if isinstance(actions, dict):
+        return "{" + ", ".join(f"{key!r}: {_described(part)}" for key, part in actions.items()) + "}"
+    if isinstance(actions, tuple):
+        return f"({', '.join(map(_described, actions))})"
+    array = np.asarray(actions)
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def same_items(actions: Any) -> Any:
+    """The actions; lists of them are copied."""
+    if isinstance(actions, dict) and all(isinstance(key, tuple) for key in actions):
+        return {key: list(items) for key, items in actions.items()}
+    return list(actions) if isinstance(actions, list) else actions
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ClipActions(NormalizeAndClipActions):
+    """`NormalizeAndClipActions` that clips alone: adds `actions_for_env`, and leaves `actions` as they were chosen."""
+
+    normalize_actions: bool = field(default=False, init=False)
+    clip_actions: bool = field(default=True, init=False)
