@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.env.stepping import LaneVectorEnv
-from rollflow.nodes.env.workers.env_worker import EnvServer
+from rollflow.nodes.env.workers import lane_server
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
-from rollflow.nodes.env.workers.lane_server import error_described, failure, serve_all
+from rollflow.nodes.env.workers.lane_server import LaneServer, error_described, failure
 from rollflow.nodes.modules.weights_codec import unpack_weights
 from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
 from rollflow.nodes.offloaded.lent_fragments import FragmentWriter
@@ -21,7 +21,7 @@ from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.packing import unpack
 
 
-class RolloutServer(EnvServer):
+class RolloutServer(LaneServer):
     """Serves one lane's socket: gives a fragment for every turn."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -128,5 +128,5 @@ class RolloutServer(EnvServer):
 
 
 def main(life: int, lanes: Sequence[int]) -> None:
-    """See `serve_all`."""
-    serve_all(life, lanes, RolloutServer)
+    """Serve the lanes: see `lane_server.main`."""
+    lane_server.main(life, lanes, RolloutServer)

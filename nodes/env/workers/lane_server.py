@@ -1,6 +1,9 @@
-"""Server of a worker process: a socket for each of its lanes, frames over it, and environments behind it."""
+"""A worker process that steps the environments of some lanes: what runs in it.
 
-import abc
+Each lane has a socket to the process that asks for steps; all lanes step in the main thread. Actions are read from
+shared memory and what the environments answer is written to it; see `frames` for what goes over the socket.
+"""
+
 import logging
 import os
 import pickle
@@ -14,19 +17,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rollflow.nodes.env.multi_agent.array_vector import AgentInfos
 from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
 from rollflow.nodes.env.observation_check import Deviations
-from rollflow.nodes.env.stepping import LaneVectorEnv, close_failed, described, takes_one_seed
-from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame_with, receive_frame
+from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, close_failed, described, takes_one_seed
+from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock
+from rollflow.nodes.env.workers.frames import FINAL_OBS, Frame, FrameKind, frame_with, lane_block, receive_frame
 from rollflow.nodes.env.workers.stand_ins import agents_described
 from rollflow.nodes.env.workers.watch import ActivityFlag
 from rollflow.nodes.env.workers.worker_process import become_worker
-from rollflow.stream.data.blocks import SharedBlock
+from rollflow.stream.data.blocks import BlockLayout, SharedBlock
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, EnvError, RollflowError
 from rollflow.stream.data.packing import pack, unpack
 from rollflow.stream.data.system import system_module
+from rollflow.stream.data.tree import map_tree
 
 fcntl = system_module("fcntl")
 
@@ -37,8 +44,8 @@ class LaneClosed(BaseException):
     """Raised where the other process wants no more of a lane, or has gone."""
 
 
-class LaneServer(abc.ABC):
-    """Serves one lane's socket until it is closed.
+class LaneServer:
+    """Serves one lane's socket until it is closed: makes its environments, of one agent or several, and steps them.
 
     sock    also what the lane is registered by in a selector
     """
@@ -46,9 +53,11 @@ class LaneServer(abc.ABC):
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._phase = ActivityFlag()
-        self._maker: Any = None
         self._env: Any = None
+        self._has_several = False
         self._seeds: Sequence[int] = ()
+        self._layout: BlockLayout
+        self._blocks: dict[int, dict[str, Column]] = {}
         self._deviations = Deviations(is_logged=False)
 
     def serve_next(self) -> bool:
@@ -68,23 +77,6 @@ class LaneServer(abc.ABC):
         """Say, where others can see it, that a frame's work begins, or has ended."""
         self._phase.set_at_work(is_begun)
 
-    # Requests that each kind of environments has
-
-    def _lay_out(self, fields: dict[str, Any]) -> None:  # noqa: B027
-        """Take the layout of blocks, where the environments don't say it themselves."""
-
-    @abc.abstractmethod
-    def _take_block(self, index: int, memory: NDArray[np.uint8]) -> None:
-        """Take a block, u8[...], that steps are read from and written to."""
-
-    @abc.abstractmethod
-    def _reset(self, asked: Frame) -> bytes:
-        """Reset the environments: the answer."""
-
-    @abc.abstractmethod
-    def _step(self, asked: Frame) -> bytes:
-        """Step the environments: the answer."""
-
     # Inside
 
     def _done(self, payload: bytes) -> bytes:
@@ -95,22 +87,31 @@ class LaneServer(abc.ABC):
         """Do what a frame asks for, and give the answer; b"" where there is none."""
         kind = asked.kind
         if kind is FrameKind.STEP or kind is FrameKind.STEP_FOR_ENV:
-            return self._step(asked)
+            return self._agents_stepped() if self._has_several else self._stepped(asked)
         if kind is FrameKind.RESET:
-            return self._reset(asked)
+            return self._agents_reset() if self._has_several else self._reset(asked)
         if kind is FrameKind.BLOCK:
-            self._take_block(asked.block, SharedBlock(asked.number, asked.fd).taken())
+            memory = SharedBlock(asked.number, asked.fd).taken()
+            if self._has_several:
+                self._block = StepBlock(self._env.parts, self._env.num_envs, memory)
+            else:
+                self._blocks[asked.block] = self._layout.columns(memory)
             return b""
         if kind is FrameKind.LAYOUT:
             fields = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
             self._seeds = fields["seeds"]
-            self._lay_out(fields)
+            if not self._has_several:
+                spaces = self._env.env.single_observation_space, self._env.env.single_action_space
+                self._layout = lane_block(*spaces, self._env.num_envs, fields["rows"], fields["lookback"])
             return b""
         failed, self._env = self._env, None
         if failed is not None:
             close_failed(failed)
-        self._maker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
-        self._env = self._maker.lane_env(self._deviations)
+        maker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
+        self._env = maker.lane_env(self._deviations)
+        self._has_several = isinstance(self._env, LaneEnvs)
+        if self._has_several:
+            self._infos = InfoCodec(self._env.possible_agents)
         self._phase.set_blended(not self._env.tell_resets(self._phase.turn))
         return frame_with(FrameKind.READY, self._describe(self._env))
 
@@ -124,6 +125,42 @@ class LaneServer(abc.ABC):
             return pack(fields | {"num_envs": envs.num_envs}, "the environments")
         except ColumnError as error:
             raise EnvError(str(error)) from error
+
+    def _reset(self, asked: Frame) -> bytes:
+        observations, infos = self._env.reset(self._seeds)
+        self._blocks[asked.block][Columns.OBS].write(asked.number, observations)
+        return self._done(self._deviations.packed({"infos": infos} if infos else {}))
+
+    def _stepped(self, asked: Frame) -> bytes:
+        columns, row = self._blocks[asked.block], asked.number
+        for_env = asked.kind is FrameKind.STEP_FOR_ENV
+        actions = columns[Columns.ACTIONS_FOR_ENV].row(0) if for_env else columns[Columns.ACTIONS].row(row)
+        actions = map_tree(np.copy, actions)  # the environment may keep what it gets, or write over it
+        observations, rewards, terminateds, truncateds, infos, final = Stepped(*self._env.step(actions))
+        columns[Columns.OBS].write(row + 1, observations)
+        columns[Columns.REWARDS].write(row, rewards)
+        columns[Columns.TERMINATEDS].write(row, terminateds)
+        columns[Columns.TRUNCATEDS].write(row, truncateds)
+        fields: dict[str, Any] = {"infos": infos} if infos else {}
+        if final is not None:
+            slots = np.flatnonzero(np.logical_or(terminateds, truncateds))
+            columns[FINAL_OBS].write_items(0, slots, final[0])
+            fields["final_infos"] = final[1]
+        return self._done(self._deviations.packed(fields))
+
+    def _agents_reset(self) -> bytes:
+        observed, infos = self._env.reset(self._seeds)
+        self._block.write_first(observed)
+        return self._answered(infos=infos)
+
+    def _agents_stepped(self) -> bytes:
+        step = self._env.step(self._block.actions())
+        self._block.write_step(step)
+        return self._answered(infos=step.infos, first_infos=step.first_infos)
+
+    def _answered(self, **infos: AgentInfos) -> bytes:
+        plain = {kind: self._infos.plain(each) for kind, each in infos.items() if len(each)}
+        return self._done(self._deviations.packed(plain))
 
     def _answer(self, asked: Frame) -> None:
         if asked.kind is FrameKind.PHASE:
@@ -200,7 +237,7 @@ def end_with_parent(fd: int) -> None:
         os.killpg(0, ending)
 
 
-def serve_all(life: int, lanes: Sequence[int], kind: type[LaneServer]) -> None:
+def main(life: int, lanes: Sequence[int], kind: type[LaneServer] = LaneServer) -> None:
     """Serve the lanes whose sockets have these descriptors, in this thread, for as long as the pipe `life` is open.
 
     It is the process's main thread, which some environments want: asyncio, signals, OpenGL. Lanes take turns in it.

@@ -15,7 +15,7 @@ class ProcessEnvironments(WorkerNode, Environments):
     or lists and dicts of those.
     """
 
-    program, link_of = "rollflow.nodes.env.workers.env_worker", EnvLink
+    program, link_of = "rollflow.nodes.env.workers.lane_server", EnvLink
 
     def _release_lanes(self) -> None:
         for lane in self.lanes:
@@ -38,4 +38,4 @@ class AgentProcesses(WorkerNode, AgentEnvironments):
     made no step: it is one of `lost_steps`.
     """
 
-    program, link_of = "rollflow.nodes.env.workers.agent_worker", AgentLink
+    program, link_of = "rollflow.nodes.env.workers.lane_server", AgentLink
