@@ -37,15 +37,19 @@ _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _COMES_BACK = "lost", "silent", "undelivered", "handshake", "busy", "session"  # after which it redials
 
 HostPeer = Peer[wire.HostConnection]
+_Protection = tuple[bytes | None, ssl.SSLContext | None, wire.Limits]
 # Keyword that a host has not -> its place.
 PLACES = {name: f"connect(address, {name}=…), or listening" for name in ("secret", "tls", "limits")}
 
 
-def _target_of(address: str, secret: Secret) -> tuple[wire.Address, bytes | None]:
-    """An address and a secret, checked. Raises WireError."""
+def protected(
+    address: str, secret: Secret, tls: ssl.SSLContext | None, limits: wire.Limits | None
+) -> tuple[wire.Address, _Protection]:
+    """An address, and the secret, TLS and limits of connections there, checked. Raises WireError."""
     target, known = wire.parse_address(address), secret_bytes(secret)
     wire.check_secret(target, known)
-    return target, known
+    check_tls(target, tls)
+    return target, (known, tls, limits or wire.Limits())
 
 
 class Drain:
@@ -132,7 +136,8 @@ class Host:
     ) -> None:
         # Two hosts of one machine are not taken for each other.
         self.name = f"{socket.gethostname()}-{os.getpid()}" if name is None else name
-        self._protect(None, None, None)
+        protection: _Protection = None, None, wire.Limits()
+        self._secret, self._tls, self._limits = protection  # of the connections that are served now, or were last
         with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
             check_alike(lanes)
         self._metadata = metadata
@@ -170,10 +175,8 @@ class Host:
 
         Raises WireError where the gateway refuses, is not to be reached, or does not know the secret.
         """
-        target, known = _target_of(address, secret)
-        check_tls(target, tls)
-        with self._served():
-            self._protect(known, tls, limits)
+        target, protection = protected(address, secret, tls, limits)
+        with self._served(protection):
             return self._serve_dialled(target, retry_s)
 
     @contextmanager
@@ -190,9 +193,8 @@ class Host:
         secret, limits    as for `connect`
         tls               a server's context
         """
-        target, known = _target_of(address, secret)
-        self._protect(known, tls, limits)
-        self._listeners = listen_on(target)
+        target, protection = protected(address, secret, tls, limits)
+        self._listeners, self._protection = listen_on(target), protection
         try:
             yield address_of(self._listeners[0])
         finally:
@@ -203,7 +205,7 @@ class Host:
 
         Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
         """
-        with self._served():
+        with self._served(self._protection):
             self._loop.listen(self._listeners)
             while not self._is_over():
                 self._turn()
@@ -255,9 +257,10 @@ class Host:
     # Connections
 
     @contextmanager
-    def _served(self) -> Iterator[None]:
+    def _served(self, protection: _Protection) -> Iterator[None]:
         """Serve gateways in this thread, and hang up in the end."""
         with self._serving, answering_dumps():
+            self._secret, self._tls, self._limits = protection
             try:
                 yield
             finally:
@@ -436,10 +439,6 @@ class Host:
         return wire.Failed.of(request, error)
 
     # Inside
-
-    def _protect(self, secret: bytes | None, tls: ssl.SSLContext | None, limits: wire.Limits | None) -> None:
-        """Have connections from now on know this secret, be encrypted so, and have these limits."""
-        self._secret, self._tls, self._limits = secret, tls, limits or wire.Limits()
 
     def _hello(self) -> wire.Hello:
         return hello_of(

@@ -21,6 +21,7 @@ from remote_rollouts import await_that, makers, rollout_over
 from rollflow import RemoteEnvs, RemoteRollouts
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.stream import wire
+from rollflow.stream.data.errors import WireError
 
 ACTIONS = np.zeros(1, np.int64)
 
@@ -160,6 +161,20 @@ def test_who_was_offered_a_session_that_is_over_is_to_come_again(tmp_path: Path)
         late.welcome()
         late.ask(wire.Reset(0, 1, (1,), None))
         late.end()
+
+
+def test_a_listening_host_keeps_its_secret_while_it_dials_others_without_one(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/host"
+    with EnvHost(makers(0)) as host, host.listening(address, secret="right"):
+        with pytest.raises(WireError, match="not reached"):
+            host.connect(f"unix:{tmp_path}/nobody", retry_s=0.0)
+        thread = threading.Thread(target=host.serve)
+        thread.start()
+        try:
+            assert "this host has one" in str(RawGateway(address).refusal())
+        finally:
+            host.stop()
+            thread.join()
 
 
 @pytest.mark.slow
