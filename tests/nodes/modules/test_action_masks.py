@@ -58,15 +58,9 @@ class Own(RLModule):
         return {"action_dist_inputs": values.masked_fill(mask == 0, self.ruled_out)}
 
 
-class OwnLeast(Own):
-    ruled_out = LEAST
-
-
-class OwnInf(Own):
-    ruled_out = -torch.inf
-
-
-MODULES: dict[str, Any] = {"default": None, "random": RandomModule, "1e9": Own, "least": OwnLeast, "inf": OwnInf}
+MODULES: dict[str, Any] = {"default": None, "random": RandomModule, "1e9": Own} | {
+    name: type(name, (Own,), {"ruled_out": ruled_out}) for name, ruled_out in (("least", LEAST), ("inf", -torch.inf))
+}
 PIECES: dict[str, Callable[[], list[ConnectorV2]]] = {
     "none": list,
     "greedy": lambda: [EpsilonGreedy(schedule=0.0)],

@@ -104,8 +104,7 @@ def test_steps_that_are_made_while_a_turn_is_still_handed_over_count(
 def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
     tmp_path: Path, forward: Forward, started: Any, reset_timeout: float | None
 ) -> None:
-    maker = partial(Held, 0, tmp_path, steps=[0])
-    node, lane = started(maker, timeouts=Timeouts(step=1.0, reset=reset_timeout))
+    node, lane = started(partial(Held, 0, tmp_path, steps=[0]), timeouts=Timeouts(step=1.0, reset=reset_timeout))
     node(lane)
     await_held(tmp_path, 0)
     list(node.completed())
@@ -118,8 +117,7 @@ def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
 
 
 def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, forward: Forward, started: Any) -> None:
-    maker = partial(Held, 0, tmp_path, resets=[0])
-    node, lane = started(maker, timeouts=Timeouts(step=1.0, reset=5.0))
+    node, lane = started(partial(Held, 0, tmp_path, resets=[0]), timeouts=Timeouts(step=1.0, reset=5.0))
     node(lane)
     await_held(tmp_path, 0)
     forward(4.0)

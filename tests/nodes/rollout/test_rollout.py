@@ -12,6 +12,7 @@ from gymnasium.vector import SyncVectorEnv
 from leftovers import descriptors_here
 from numbered_module import NumberedEnv, NumberedModule, numbered_envs
 from piece_forms import Breaks, OneByOne
+from small_env import SmallEnv
 from torch import nn
 
 from rollflow import ConnectorV2, Forward, Fragment, FrameStacking, Graph, RLModule, Rollout, Timeouts, Watch
@@ -404,11 +405,6 @@ async def test_a_rollout_in_a_graph_runs_once_and_counts_what_was_not_taken() ->
 # Nothing left behind
 
 
-class WithoutInit(RLModule):
-    def __init__(self) -> None:
-        self.hidden = 8
-
-
 @pytest.mark.wait_times(close_s=0.5)
 def test_leaving_waits_for_nodes_that_take_their_time_to_close(caplog: pytest.LogCaptureFixture) -> None:
     """As many worker processes do."""
@@ -448,18 +444,10 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
 SHARED = NumberedEnv(0)
 
 
-class OddEnv(NumberedEnv):
-    """Has observations of which there are no columns."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.observation_space = gym.spaces.Text(3)
-
-
-class WithoutMode(SyncVectorEnv):
-    def __init__(self) -> None:
-        super().__init__(numbered_envs(2)[1])
-        self.metadata = {}
+def without_mode() -> SyncVectorEnv:
+    env = SyncVectorEnv(numbered_envs(2)[1])
+    env.metadata = {}
+    return env
 
 
 @pytest.mark.parametrize(
@@ -498,7 +486,7 @@ class WithoutMode(SyncVectorEnv):
         ),
         ({"module": object()}, ModuleError, "module is object, which has no method forward_exploration"),
         (
-            {"module": WithoutInit()},
+            {"module": type("WithoutInit", (RLModule,), {"__init__": lambda self: None})()},
             ModuleError,
             r"WithoutInit.__init__ did not call super\(\).__init__\(\), expected that first",
         ),
@@ -534,9 +522,13 @@ class WithoutMode(SyncVectorEnv):
         ({"env": "CartPole"}, EnvError, "; expected a version, such as 'CartPole-v1'\nsee "),
         ({"env": "gymnasium:CartPole"}, EnvError, "; expected a version, such as 'gymnasium:CartPole-v1'\nsee "),
         ({"env": "gymnasium:Cartpole-v1"}, EnvError, r"Did you mean: `CartPole`\?\nsee "),
-        ({"env": OddEnv}, EnvError, r"slot 0: the observation space Text\(.*\) has no columns"),
         (
-            {"env": WithoutMode},
+            {"env": type("Odd", (SmallEnv,), {"observation_space": gym.spaces.Text(3)})},
+            EnvError,
+            r"slot 0: the observation space Text\(.*\) has no columns",
+        ),
+        (
+            {"env": without_mode},
             EnvError,
             r"autoreset_mode.\] is None, expected a gymnasium.vector.Autoreset",
         ),

@@ -68,6 +68,23 @@ def marathon(length: int = 4, **options: Any) -> MultiAgentRollout:
     return MultiAgentRollout(partial(alike, length), **{**given, **options})
 
 
+def replace(rollout: MultiAgentRollout, module: RLModule) -> None:
+    """Have another module take the id `a`."""
+    rollout.remove_module("a")
+    rollout.add_module("a", module)
+
+
+def played(rollout: MultiAgentRollout, *, batches: bool = False, **changes: RLModule) -> list[Any]:
+    """All fragments or train batches; after that of number N the module `after_N` takes the id `a`."""
+    taken = []
+    with rollout:
+        for number, item in enumerate(rollout.batches() if batches else rollout.fragments()):
+            taken.append(item)
+            if module := changes.get(f"after_{number}"):
+                replace(rollout, module)
+    return taken
+
+
 def rows(fragment: Any, module_id: Any, name: str = "actions") -> list[Any]:
     return fragment.of_module(module_id).gather(name).tolist()  # type: ignore[no-any-return]
 
@@ -80,8 +97,7 @@ def test_agents_keep_the_module_that_they_began_with_when_another_takes_its_id()
             versions.append(rows(fragment, "a", "policy_version"))
             if number == 0:
                 rollout.publish({"a": Acts(0).state_dict()})
-                rollout.remove_module("a")
-                rollout.add_module("a", Acts(7))
+                replace(rollout, Acts(7))
                 assert rollout.policy_versions["a"] == 2
                 assert rollout.publish({"a": Acts(7).state_dict()}) == {"a": 3}
     assert actions == [[0, 0, 0], [0, 7, 7], [7, 7, 7], [7, 7, 7]]
@@ -89,25 +105,15 @@ def test_agents_keep_the_module_that_they_began_with_when_another_takes_its_id()
 
 
 def test_weights_of_a_removed_module_and_of_the_next_stay_apart() -> None:
-    with marathon(length=6, fragment_length=1, num_fragments=8) as rollout:
-        told = []
-        for number, fragment in enumerate(rollout.fragments()):
-            told.append((rows(fragment, "a")[0], rows(fragment, "a", "policy_version")[0]))
-            if number in (0, 2):
-                rollout.remove_module("a")
-                rollout.add_module("a", Acts(10 + number))
+    fragments = played(marathon(length=6, fragment_length=1, num_fragments=8), after_0=Acts(10), after_2=Acts(12))
+    told = [(rows(fragment, "a")[0], rows(fragment, "a", "policy_version")[0]) for fragment in fragments]
     assert told == [(0, 0)] * 6 + [(12, 2)] * 2
 
 
 def test_a_removed_modules_state_goes_on_and_the_next_begins_anew() -> None:
     modules = {"a": Acts(0, state=1), "b": Acts(1)}
-    with marathon(length=4, fragment_length=3, num_fragments=3, module=modules) as rollout:
-        counts = []
-        for number, batch in enumerate(rollout.batches()):
-            counts.append(batch["a"]["count"].tolist())
-            if number == 0:
-                rollout.remove_module("a")
-                rollout.add_module("a", Acts(7, state=1))
+    rollout = marathon(length=4, fragment_length=3, num_fragments=3, module=modules)
+    counts = [each["a"]["count"].tolist() for each in played(rollout, batches=True, after_0=Acts(7, state=1))]
     assert counts[0] == [[1.0, 2.0, 3.0, 0.0]]
     assert counts[1] == [[4.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]]
 
@@ -198,13 +204,9 @@ def test_a_class_that_is_added_takes_the_spaces_of_the_agents_that_the_mapping_n
 def test_a_module_may_give_an_output_in_another_type_than_one_that_has_gone() -> None:
     numbers = torch.tensor([1, 2, 3])
     modules = {"a": Acts(0, outputs={"hint": torch.tensor(0.5)}), "b": Acts(1)}
-    with marathon(length=2, fragment_length=2, num_fragments=6, module=modules) as rollout:
-        hints = []
-        for number, fragment in enumerate(rollout.fragments()):
-            hints.append(rows(fragment, "a", "hint"))
-            if number == 0:
-                rollout.remove_module("a")
-                rollout.add_module("a", Acts(7, outputs={"hint": numbers}))
+    rollout = marathon(length=2, fragment_length=2, num_fragments=6, module=modules)
+    fragments = played(rollout, after_0=Acts(7, outputs={"hint": numbers}))
+    hints = [rows(fragment, "a", "hint") for fragment in fragments]
     assert hints == [[0.5] * 2] * 2 + [[numbers.tolist()] * 2] * 4
 
 
@@ -258,16 +260,14 @@ def test_a_module_that_takes_an_id_while_a_batch_is_made_has_a_learner_pipeline_
     def connector(*spaces: Any) -> list[ConnectorV2]:
         made.append(len(made))
         if len(made) == 3:  # as another thread may do it meanwhile
-            rollout.remove_module("a")
-            rollout.add_module("a", Acts(8))
+            replace(rollout, Acts(8))
         return []
 
     with marathon(learner_connector=connector) as rollout:
         batches = iter(rollout.batches())
         next(batches)
         assert len(made) == 2
-        rollout.remove_module("a")
-        rollout.add_module("a", Acts(7))
+        replace(rollout, Acts(7))
         for count in (3, 4, 4):
             next(batches)
             assert len(made) == count
@@ -275,17 +275,10 @@ def test_a_module_that_takes_an_id_while_a_batch_is_made_has_a_learner_pipeline_
 
 def test_of_two_modules_of_one_id_the_columns_are_those_that_both_have() -> None:
     first, second = {"x": torch.zeros(()), "y": torch.zeros(())}, {"y": torch.ones(()), "z": torch.zeros(())}
-    with marathon(module={"a": Acts(0, outputs=first), "b": Acts(1)}, length=4, fragment_length=3) as rollout:
-        batches = rollout.batches()
-        for number, batch in enumerate(batches):
-            if number == 0:
-                rollout.remove_module("a")
-                rollout.add_module("a", Acts(7, outputs=second))
-            if number == 1:
-                both = batch["a"]
-            if number == 3:
-                assert {"y", "z"} <= batch["a"].keys()
-                assert "x" not in batch["a"]
+    rollout = marathon(module={"a": Acts(0, outputs=first), "b": Acts(1)}, length=4, fragment_length=3)
+    _, both, _, later, *_ = (each["a"] for each in played(rollout, batches=True, after_0=Acts(7, outputs=second)))
+    assert {"y", "z"} <= later.keys()
+    assert "x" not in later
     assert both["y"].tolist() == [0.0, 1.0, 1.0]
     assert not {"x", "z"} & both.keys()
 
@@ -298,8 +291,7 @@ def test_lanes_may_be_at_different_modules_of_one_id() -> None:
     with MultiAgentRollout(makers, module=modules, lanes=2, fragment_length=2, num_fragments=4, seed=0) as rollout:
         batches = rollout.batches()
         next(iter(batches))
-        rollout.remove_module("a")
-        rollout.add_module("a", Acts(7, outputs=second))
+        replace(rollout, Acts(7, outputs=second))
         *_, batch = batches
     assert batch["a"]["actions"].tolist() == [7, 7, 0, 0]
     assert batch["a"]["z"].tolist() == [1.0, 1.0, 0.0, 0.0]
@@ -318,8 +310,7 @@ def test_under_an_id_states_stay_alike() -> None:
 def test_pacing_goes_on_where_a_module_is_replaced() -> None:
     with marathon(length=50, max_lag=0, on_excess="pace", num_fragments=4) as rollout:
         for _ in rollout.batches():
-            rollout.remove_module("a")
-            rollout.add_module("a", Acts(3))
+            replace(rollout, Acts(3))
     assert rollout.lost == {}
 
 
